@@ -1,0 +1,60 @@
+// What dispatch.cpp (compiled once, sees torch) and forward.cpp, backward.cpp (compiled once per instruction
+// set, see no torch header) know of each other.
+#pragma once
+
+#include <cstdint>
+
+#include "../layer_norm.h"
+
+namespace layernorm::cpu {
+
+#define LAYERNORM_DECLARE_KERNELS(capability)  \
+  namespace capability {                       \
+  void forward(const ForwardParams& params);   \
+  void backward(const BackwardParams& params); \
+  }
+LAYERNORM_DECLARE_KERNELS(DEFAULT)
+#if defined(LAYERNORM_X86)
+LAYERNORM_DECLARE_KERNELS(AVX2)
+LAYERNORM_DECLARE_KERNELS(AVX512)
+#endif
+#undef LAYERNORM_DECLARE_KERNELS
+
+// The instruction set in use: "DEFAULT", "AVX2" or "AVX512".
+const char* capability();
+
+int num_threads();
+
+// Calls task(context, begin, end) on torch's threads for ranges of at least `grain` that make up [0, n).
+using Task = void (*)(const void* context, int64_t begin, int64_t end);
+void run_on_threads(int64_t n, int64_t grain, Task task, const void* context);
+
+namespace {
+template <class F>
+inline void parallel_for(int64_t n, int64_t grain, const F& f) {
+  const Task call = [](const void* context, int64_t begin, int64_t end) {
+    (*static_cast<const F*>(context))(begin, end);
+  };
+  run_on_threads(n, grain, call, &f);
+}
+}  // namespace
+
+namespace {
+// Weight gradients are summed over the rows of a slot in order, then over the slots in order and in double:
+// the result does not depend on which thread takes which slot. At least 64 slots from 1024 rows up keep many
+// threads busy; at most 256 rows a slot keep the fp32 sums exact; at least 16 keep the slots' memory below a
+// tenth of the input's.
+inline int64_t rows_per_slot(int64_t rows) {
+  const int64_t wanted = (rows + 63) / 64;
+  return wanted < 16 ? 16 : wanted > 256 ? 256 : wanted;
+}
+inline int64_t num_slots(int64_t rows) { return (rows + rows_per_slot(rows) - 1) / rows_per_slot(rows); }
+}  // namespace
+
+// Numbers of type Acc that backward keeps for each row.
+constexpr int64_t kCoefficients = 6;
+
+// Work for one thread, in elements of the input, that is worth waking another thread for (some 10 us).
+constexpr int64_t kGrain = 32768;
+
+}  // namespace layernorm::cpu

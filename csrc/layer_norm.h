@@ -1,0 +1,58 @@
+// The contract between the host code (ops.cpp) and the kernels (cpu/, cuda/): raw pointers and extents, no
+// torch types.
+//
+//   mean[r] = sum_j x[r, j] / cols          var[r] = sum_j (x[r, j] - mean[r])^2 / cols
+//   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias
+//
+// Source: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450.
+#pragma once
+
+#include <cstdint>
+
+namespace layernorm {
+
+enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
+
+// Statistics and every sum over a row are kept in Acc: double for kFloat64, else float.
+struct ForwardParams {
+  int64_t rows;          // >= 1
+  int64_t cols;          // >= 1
+  const void* input;     // [rows, cols] of dtype
+  int64_t input_stride;  // elements from row to row; any value, the columns are contiguous
+  const void* weight;    // [cols] of param_dtype; null: ones
+  const void* bias;      // [cols] of param_dtype; null: zeros
+  double eps;
+  void* output;  // [rows, cols] of dtype, contiguous
+  void* mean;    // [rows] of Acc
+  void* rstd;    // [rows] of Acc
+  Dtype dtype;
+  Dtype param_dtype;
+};
+
+struct BackwardParams {
+  int64_t rows;
+  int64_t cols;
+  const void* grad_output;  // [rows, cols] of dtype
+  int64_t grad_output_stride;
+  const void* input;  // [rows, cols] of dtype
+  int64_t input_stride;
+  const void* mean;    // [rows] of Acc
+  const void* rstd;    // [rows] of Acc
+  const void* weight;  // [cols] of param_dtype; null: ones
+  void* grad_input;    // [rows, cols] of dtype, contiguous; null: not wanted
+  void* grad_weight;   // [cols] of param_dtype; null: not wanted
+  void* grad_bias;     // [cols] of param_dtype; null: not wanted
+  void* workspace;     // backward_workspace(rows, cols) bytes, aligned like any tensor
+  Dtype dtype;
+  Dtype param_dtype;
+};
+
+namespace cpu {
+void forward(const ForwardParams& params);
+void backward(const BackwardParams& params);
+// Bytes of scratch memory for the partial sums of the weight gradients; a function of the shape and dtype
+// alone.
+int64_t backward_workspace(int64_t rows, int64_t cols, Dtype dtype);
+}  // namespace cpu
+
+}  // namespace layernorm
