@@ -1,0 +1,21 @@
+CPP := $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: install test lint format ci clean
+
+install:
+	pip install '.[test,benchmarks]'
+
+test:
+	python -m pytest
+
+lint:
+	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)
+
+format:
+	ruff check --fix . && ruff format . && clang-format -i $(CPP)
+
+ci:
+	bash .ci/run
+
+clean:
+	rm -rf build *.egg-info layernorm_ext/_build_info.py layernorm_ext/_C*.so
