@@ -2,7 +2,7 @@
 
 Environment variables:
   FORCE_CUDA            1: build the CUDA kernels or fail; 0: do not; unset: build them where that is possible
-  CUDA_HOME             the toolkit, instead of the nvcc on PATH, /usr/local/cuda, or NVIDIA's pip packages
+  CUDA_HOME             the toolkit, instead of PATH's nvcc, /usr/local/cuda*, or NVIDIA's pip packages
   TORCH_CUDA_ARCH_LIST  the architectures, instead of the visible GPUs' or, without a GPU, ARCHITECTURES
 """
 
@@ -57,7 +57,7 @@ def plan(has_kernels: bool) -> Plan:
         if torch.cuda.is_available():
             wish = wish or "a GPU is visible"
         return _cpu_alone("no CUDA toolkit was found", _toolkit_remedy(), wish)
-    if _major(toolkit.version) != _major(torch.version.cuda):
+    if not _fits(toolkit):
         raise BuildError(
             f"torch {torch.__version__} uses CUDA {torch.version.cuda}, but the toolkit in {toolkit.home} is "
             f"CUDA {toolkit.version}",
@@ -89,17 +89,23 @@ def _toolkit_remedy() -> str:
 
 
 def find_toolkit() -> Toolkit | None:
-    """Return the first complete toolkit, or None where there is no sign of one."""
+    """Return a toolkit, one that fits torch if possible; None where there is no sign of any."""
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     homes = [Path(given)] if given else list(_likely_homes())
-    for home in homes:
-        if not _missing(home):
-            version = re.search(r"release (\d+\.\d+)", _output(home / "bin" / "nvcc", "--version"))[1]
-            return Toolkit(home, version)
-    incomplete = next((home for home in homes if given or "bin/nvcc" not in _missing(home)), None)
+    toolkits = [Toolkit(home, _nvcc_version(home)) for home in homes if not _missing(home)]
+    if toolkits:
+        fitting = [toolkit for toolkit in toolkits if _fits(toolkit)]
+        return (fitting or toolkits)[0]
+    incomplete = [home for home in homes if given or "bin/nvcc" not in _missing(home)]
     if incomplete:
-        raise BuildError(f"{' and '.join(_missing(incomplete))} not found in {incomplete}", _toolkit_remedy())
+        missing = " and ".join(_missing(incomplete[0]))
+        raise BuildError(f"{missing} not found in {incomplete[0]}", _toolkit_remedy())
     return None
+
+
+def _fits(toolkit: Toolkit) -> bool:
+    """Compare major versions: CUDA guarantees compatibility within one."""
+    return _major(toolkit.version) == _major(torch.version.cuda)
 
 
 def _likely_homes() -> Iterator[Path]:
@@ -111,6 +117,7 @@ def _likely_homes() -> Iterator[Path]:
         commands = _output(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull)
         yield from (Path(top).resolve() for top in re.findall(r"^#\$ TOP=(.+)$", commands, re.M))
     yield Path("/usr/local/cuda")
+    yield Path(f"/usr/local/cuda-{torch.version.cuda}")
     yield Path(torch.__file__).parents[1] / "nvidia" / f"cu{_major(torch.version.cuda)}"
 
 
@@ -119,6 +126,10 @@ def _missing(home: Path) -> list[str]:
     missing = [] if (home / "bin" / "nvcc").is_file() else ["bin/nvcc"]
     headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
     return missing if headers else [*missing, "include/cuda_runtime.h"]
+
+
+def _nvcc_version(home: Path) -> str:
+    return re.search(r"release (\d+\.\d+)", _output(home / "bin" / "nvcc", "--version"))[1]
 
 
 def _output(*command: str | Path) -> str:

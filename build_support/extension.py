@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sysconfig
+import warnings
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def setup_arguments() -> dict:
     return {
         "install_requires": [f"torch=={major}.{minor}.*"],
         "ext_modules": [_extension(plan)],
-        "cmdclass": {"build_ext": type("build_ext", (BuildExtension,), {"plan": plan})},
+        "cmdclass": {"build_ext": BuildExtension},
     }
 
 
@@ -73,8 +74,6 @@ def kernel_flags(capability: str) -> list[str]:
 class BuildExtension(cpp_extension.BuildExtension):
     """Compiles the kernels once per instruction set, and leaves a record of the build in the package."""
 
-    plan: cuda.Plan
-
     def finalize_options(self):
         """Keep the objects of different torch versions apart, and let ninja judge which are out of date."""
         super().finalize_options()
@@ -83,11 +82,13 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def run(self):
         """Build, say for what, and record it."""
-        target = "CUDA and the CPU" if self.plan.toolkit else "the CPU alone"
-        print(f"layernorm-ext: building for {target}: {self.plan.reason}")
+        plan = self.extensions[0].plan
+        target = "CUDA and the CPU" if plan.toolkit else "the CPU alone"
+        # A warning, because recent versions of pip show those of a build even when they hide its output.
+        warnings.warn(f"layernorm-ext is built for {target}: {plan.reason}", stacklevel=1)
         super().run()
         record = Path(self.get_ext_fullpath(NAME)).with_name("_build_info.py")
-        record.write_text(_build_info(self.plan))
+        record.write_text(_build_info(plan))
 
     def build_extension(self, ext):
         """Compile the kernels, then everything else."""
@@ -107,15 +108,17 @@ def _extension(plan: cuda.Plan):
     arguments = {
         "define_macros": [("LAYERNORM_X86", None)] if IS_X86 else [],
         "extra_compile_args": compile_flags(),
-        "extra_link_args": ["-fopenmp", "-Wl,--as-needed"],
+        "extra_link_args": ["-fopenmp"],
     }
-    if plan.toolkit is None:
-        return cpp_extension.CppExtension(NAME, SOURCES, **arguments)
-    arguments["define_macros"].append(("WITH_CUDA", None))
-    os.environ["TORCH_CUDA_ARCH_LIST"] = plan.architectures
-    cpp_extension.CUDA_HOME = str(plan.toolkit.home)
-    extension = cpp_extension.CUDAExtension(NAME, SOURCES + CUDA_SOURCES, **arguments)
-    _link_versioned_cudart(extension)
+    if plan.toolkit:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = plan.architectures
+        cpp_extension.CUDA_HOME = str(plan.toolkit.home)
+        arguments["define_macros"].append(("WITH_CUDA", None))
+        extension = cpp_extension.CUDAExtension(NAME, SOURCES + CUDA_SOURCES, **arguments)
+        _link_versioned_cudart(extension)
+    else:
+        extension = cpp_extension.CppExtension(NAME, SOURCES, **arguments)
+    extension.plan = plan
     return extension
 
 
@@ -150,11 +153,10 @@ def _check_torch() -> tuple[int, int]:
 
 
 def _check_host_tools():
-    compiler = os.environ.get("CXX", "c++").split()[-1]
-    if shutil.which(compiler) is None:
-        raise BuildError(
-            f"the C++ compiler {compiler!r} is not on PATH", "install g++, or set CXX to another"
-        )
+    command = os.environ.get("CXX", "c++")  # may begin with a wrapper and end with options
+    for program in command.split():
+        if not program.startswith("-") and shutil.which(program) is None:
+            raise BuildError(f"the C++ compiler {program!r} is not on PATH", "install g++, or set CXX")
     include = sysconfig.get_path("include")
     if not os.path.exists(os.path.join(include, "Python.h")):
         raise BuildError(f"Python.h is not in {include}", "install Python's headers (python3-dev on Debian)")

@@ -1,6 +1,7 @@
 """The build: which torch, CUDA or not, what ended up in the binary, and which package is imported."""
 
 import importlib.machinery
+import importlib.metadata
 import os
 import platform
 import re
@@ -52,7 +53,7 @@ def test_oldest_torch_is_stated_once():
 
 
 def test_refuses_to_build_without_a_compiler(monkeypatch):
-    monkeypatch.setenv("CXX", "ccache no-such-compiler")
+    monkeypatch.setenv("CXX", "env no-such-compiler -m64")
     with pytest.raises(
         BuildError, match="the C\\+\\+ compiler 'no-such-compiler' is not on PATH; install g\\+\\+"
     ):
@@ -70,7 +71,8 @@ class Machine:
         self.folder = folder
         for name in ("FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(cuda, "_likely_homes", lambda: [])
+        self.homes = []
+        monkeypatch.setattr(cuda, "_likely_homes", lambda: self.homes)
         self.use_torch("13.0")
 
     def use_torch(self, cuda_version, gpus=()):
@@ -94,7 +96,7 @@ class Machine:
         if header:
             (home / "include").mkdir()
             (home / "include" / "cuda_runtime.h").touch()
-        self.monkeypatch.setattr(cuda, "_likely_homes", lambda: [home])
+        self.homes.append(home)
         return home
 
     def set(self, **variables):
@@ -160,7 +162,13 @@ def test_another_major_version_of_cuda_is_an_error(machine):
         cuda.plan(has_kernels=True)
 
 
-def test_another_minor_version_of_cuda_is_none(machine):
+def test_a_toolkit_that_fits_is_preferred(machine):
+    machine.install_toolkit(version="12.8")
+    machine.install_toolkit(version="13.0")
+    assert cuda.plan(has_kernels=True).toolkit.version == "13.0"
+
+
+def test_another_minor_version_of_cuda_fits(machine):
     machine.install_toolkit(version="13.2")
     assert cuda.plan(has_kernels=True).toolkit.version == "13.2"
 
@@ -172,8 +180,8 @@ def test_missing_headers_are_an_error(machine):
 
 
 def test_cuda_home_comes_first_and_must_be_a_toolkit(machine):
-    chosen = machine.install_toolkit(version="13.1")
     machine.install_toolkit(version="13.0")
+    chosen = machine.install_toolkit(version="13.1")
     machine.set(CUDA_HOME=chosen)
     assert cuda.find_toolkit().home == chosen
     machine.set(CUDA_HOME="/nowhere")
@@ -194,7 +202,8 @@ def test_nvcc_on_path_may_be_a_wrapper(monkeypatch, tmp_path):
     )
     homes = list(cuda._likely_homes())
     assert homes[0] == tmp_path
-    assert homes[2:] == [Path("/real/toolkit"), Path("/usr/local/cuda"), Path("/x/nvidia/cu13")]
+    assert homes[2] == Path("/real/toolkit")
+    assert homes[-1] == Path("/x/nvidia/cu13")
 
 
 def test_architectures(machine):
@@ -283,6 +292,11 @@ def test_vector_instructions_stay_with_their_capability(functions):
                 name,
                 instruction,
             )
+
+
+def test_the_torch_built_against_is_required():
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"torch=={minor}.*" in importlib.metadata.requires("layernorm-ext")
 
 
 def test_build_info_describes_the_build():
