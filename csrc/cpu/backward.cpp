@@ -21,23 +21,26 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// Rows of one sweep over the columns: 4 share the loads of weight and the loads and stores of the partial
-// sums.
-constexpr int kRows = 4;
 // Columns of one task where the columns are shared out.
 constexpr int64_t kTile = 1024;
 
-// What the second sweep needs to know of a row.
+// Rows of a sweep: they share the loads of weight, and the loads and stores of the partial sums.
+constexpr int kSumRows = 2;
+constexpr int kSweepRows = 2;
+
+// What the second sweep needs to know of a row: with d = x * scale - mean,
+//   xhat = d * rstd_scaled + minus_shift        dx = g * rstd + (xhat * minus_c1 + minus_c2)
 template <class Acc>
 struct Coefficients {
   Acc scale;        // 1, or kScale where x - mean might overflow
   Acc mean;         // times scale
-  Acc rstd_scaled;  // rstd / scale: xhat = (x * scale - mean) * rstd_scaled - shift
-  Acc shift;        // average of xhat before it is corrected
-  Acc c1, c2;       // mean(g * xhat), mean(g); zero unless dx is wanted
+  Acc rstd_scaled;  // rstd / scale
+  Acc minus_shift;  // average of xhat before it is corrected
+  Acc minus_c1;     // rstd * mean(g * xhat)
+  Acc minus_c2;     // rstd * mean(g)
 };
-static_assert(sizeof(Coefficients<float>) == kCoefficients * sizeof(float),
-              "backward_workspace counts on it");
+static_assert(sizeof(Coefficients<float>) == kCoefficients * sizeof(float));
+static_assert(kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
 
 template <class T, class W>
 struct Backward {
@@ -47,140 +50,196 @@ struct Backward {
       : p(p),
         groups(p.cols),
         slots(num_slots(p.rows)),
-        coefficients(static_cast<Coefficients<Acc>*>(p.workspace)),
-        partials(static_cast<Acc*>(p.workspace) + kCoefficients * p.rows) {}
+        padded_cols(kMaxPackSize * ceil_div(p.cols, kMaxPackSize)),
+        partials(static_cast<Acc*>(p.workspace)),
+        coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots * padded_cols)) {}
 
   const T* dy(int64_t r) const { return static_cast<const T*>(p.grad_output) + r * p.grad_output_stride; }
   const T* x(int64_t r) const { return static_cast<const T*>(p.input) + r * p.input_stride; }
   const W* weight() const { return static_cast<const W*>(p.weight); }
   T* dx(int64_t r) const { return p.grad_input ? static_cast<T*>(p.grad_input) + r * p.cols : nullptr; }
-  Acc* dweight(int64_t slot) const { return p.grad_weight ? partials + (2 * slot) * p.cols : nullptr; }
-  Acc* dbias(int64_t slot) const { return p.grad_bias ? partials + (2 * slot + 1) * p.cols : nullptr; }
+  Acc* dweight(int64_t slot) const { return p.grad_weight ? partials + 2 * slot * padded_cols : nullptr; }
+  Acc* dbias(int64_t slot) const { return p.grad_bias ? partials + (2 * slot + 1) * padded_cols : nullptr; }
 
   const BackwardParams& p;
   const Groups groups;
-  const int64_t slots;
+  const int64_t slots, padded_cols;
+  Acc* partials;                    // [slots, 2, padded_cols], packs in the order of T
   Coefficients<Acc>* coefficients;  // [rows]
-  Acc* partials;                    // [slots, 2, cols]
 };
 
-struct RowSums {
-  double g_xhat, g, xhat;
-  void operator+=(const RowSums& other) {
-    g_xhat += other.g_xhat;
-    g += other.g;
-    xhat += other.xhat;
-  }
-};
-
-// First sweep over row r.
-template <class Threads, bool kScaled, class T, class W>
-Coefficients<AccOf<T>> row_coefficients(const Backward<T, W>& b, int64_t r) {
+// First sweep over kCount rows from row r on. Everything the loops use is a local: a store might change *b,
+// but not those.
+template <class Threads, int kCount, int kParts, bool scaled, bool with_g, class T, class W>
+void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
   using Acc = AccOf<T>;
-  const Acc scale = kScaled ? kScale<Acc> : Acc(1);
-  const Acc mean = static_cast<const Acc*>(b.p.mean)[r] * scale;
-  const Acc rstd = static_cast<const Acc*>(b.p.rstd)[r] / scale;
-  const Row<T, kScaled> row{b.x(r)};
-  const T* dy = b.dy(r);
-  const W* weight = b.weight();
-  const bool with_g = b.p.grad_input;
-  const auto sums = Threads::template sum<RowSums>(b.groups, [&](int64_t begin, int64_t n) {
-    Accumulator<Acc> g_xhat, g, xhat;
-    const auto m = broadcast(mean), s = broadcast(rstd);
-    for_each_vector<Acc>(n, [&](auto k, int64_t j, auto lanes) {
-      j += begin;
-      const auto h = keep((row.load(j, lanes) - m) * s, lanes);
-      xhat.parts[k.value] += h;
-      if (with_g) {
-        auto v = load(dy + j, lanes);
-        if (weight) v = v * load(weight + j, lanes);
-        g.parts[k.value] += v;
-        g_xhat.parts[k.value] = fma(v, h, g_xhat.parts[k.value]);
+  enum { kXhat, kG, kGXhat, kKinds };
+  const Acc scale = scaled ? kScale<Acc> : Acc(1);
+  const T* const x = b.x(r);
+  const T* const dy = b.dy(r);
+  const W* const weight = b.weight();
+  const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride;
+  Acc mean[kCount], rstd_scaled[kCount];
+  for (int k = 0; k < kCount; ++k) {
+    mean[k] = static_cast<const Acc*>(b.p.mean)[r + k] * scale;
+    rstd_scaled[k] = static_cast<const Acc*>(b.p.rstd)[r + k] / scale;
+  }
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.groups, [&](int64_t begin, int64_t n) {
+    Accumulators<Acc, kCount, with_g ? kKinds : 1, kParts> s;
+    for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+      Pack<Acc> w;
+      if (with_g) w = load_weight<T>(weight, j, lanes);
+      for (int k = 0; k < kCount; ++k) {
+        const auto d = load_row<T, scaled>(x + k * x_stride + j, lanes) - mean[k];
+        const auto xhat = keep<kEvenOdd<T>>(d * rstd_scaled[k], lanes);
+        s.of[k][kXhat][part] = s.of[k][kXhat][part] + xhat;
+        if constexpr (with_g) {
+          const auto g = load<T>(dy + k * dy_stride + j, lanes) * w;
+          s.of[k][kG][part] = s.of[k][kG][part] + g;
+          s.of[k][kGXhat][part] = fma(g, xhat, s.of[k][kGXhat][part]);
+        }
       }
     });
-    return RowSums{g_xhat.total(), g.total(), xhat.total()};
+    return Sums<kCount, kKinds>(s.total());
   });
-  const double cols = b.p.cols, shift = sums.xhat / cols, c2 = sums.g / cols;
-  const double c1 = sums.g_xhat / cols - shift * c2;
-  return {scale, mean, rstd, static_cast<Acc>(shift), static_cast<Acc>(c1), static_cast<Acc>(c2)};
+  const double cols = b.p.cols;
+  for (int k = 0; k < kCount; ++k) {
+    const double rstd = static_cast<const Acc*>(b.p.rstd)[r + k];
+    const double shift = sums.of[k][kXhat] / cols, mean_g = sums.of[k][kG] / cols;
+    const double mean_g_xhat = sums.of[k][kGXhat] / cols - shift * mean_g;
+    c[k] = {scale, mean[k], rstd_scaled[k], Acc(-shift), Acc(-rstd * mean_g_xhat), Acc(-rstd * mean_g)};
+  }
 }
 
-template <class Threads, class T, class W>
-Coefficients<AccOf<T>> row_coefficients(const Backward<T, W>& b, int64_t r) {
+// A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+template <class Acc>
+bool needs_scaling(Acc rstd) {
+  return rstd < Acc(0x1p-60);
+}
+
+template <class Threads, int kCount, int kParts, class T, class W>
+void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
   using Acc = AccOf<T>;
-  if (!b.p.grad_input && !b.p.grad_weight) return {};  // dbias alone needs nothing but dy
-  // A row whose standard deviation is below 2^60 cannot hold a difference that overflows, however long it is.
-  const Acc rstd = static_cast<const Acc*>(b.p.rstd)[r];
-  return rstd < Acc(0x1p-60) ? row_coefficients<Threads, true>(b, r) : row_coefficients<Threads, false>(b, r);
+  if (!b.p.grad_input && !b.p.grad_weight) {  // dbias needs nothing but dy
+    for (int k = 0; k < kCount; ++k) c[k] = {1, 0, 0, 0, 0, 0};
+    return;
+  }
+  bool any_scaled = false;
+  for (int k = 0; k < kCount; ++k) any_scaled |= needs_scaling(static_cast<const Acc*>(b.p.rstd)[r + k]);
+  if constexpr (kCount > 1) {
+    if (any_scaled) {
+      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kParts>(b, r + k, c + k);
+      return;
+    }
+  } else if (any_scaled) {
+    sum_rows<Threads, 1, kParts, true, true>(b, r, c);
+    return;
+  }
+  if (b.p.grad_input) {
+    sum_rows<Threads, kCount, kParts, false, true>(b, r, c);
+  } else {
+    sum_rows<Threads, kCount, kParts, false, false>(b, r, c);
+  }
 }
 
-// Second sweep over the columns [begin, begin + n) of kCount rows from row r on. The partial sums of a slot
-// start at its first row.
-template <int kCount, bool kScaled, class T, class W>
+// Second sweep over columns [begin, begin + n) of kCount rows from row r on; `first` if they are the first of
+// their slot. A compile-time flag for each gradient: tested in the loop, they cost a third of the speed.
+template <int kCount, bool scaled, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
 void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
                    const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
   using Acc = AccOf<T>;
-  const W* weight = b.weight();
-  Acc* dweight = b.dweight(slot);
-  Acc* dbias = b.dbias(slot);
-  const bool with_xhat = b.p.grad_input || dweight;
-  for_each_vector<Acc>(n, [&](auto, int64_t j, auto lanes) {
-    j += begin;
-    Vec<Acc> w = broadcast(Acc(1)), dw{}, db{};
-    if (weight) w = load(weight + j, lanes);
-    if (dweight && !first) dw = load(dweight + j, lanes);
-    if (dbias && !first) db = load(dbias + j, lanes);
+  const T* const x = b.x(r);
+  const T* const dy = b.dy(r);
+  const W* const weight = b.weight();
+  T* const dx = b.dx(r);
+  Acc* const dweight = b.dweight(slot);
+  Acc* const dbias = b.dbias(slot);
+  const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, cols = b.p.cols;
+  Acc mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount],
+      minus_c2[kCount];
+  for (int k = 0; k < kCount; ++k) {
+    mean[k] = c[k].mean, rstd_scaled[k] = c[k].rstd_scaled, minus_shift[k] = c[k].minus_shift;
+    rstd[k] = scaled ? rstd_scaled[k] * c[k].scale : rstd_scaled[k], minus_c1[k] = c[k].minus_c1;
+    minus_c2[k] = c[k].minus_c2;
+  }
+  for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    Pack<Acc> w, dw = {}, db = {};
+    if (with_dx) w = load_weight<T>(weight, j, lanes);
+    if (with_dweight && !first) dw = read(dweight + j, All{});
+    if (with_dbias && !first) db = read(dbias + j, All{});
     for (int k = 0; k < kCount; ++k) {
-      const auto v = load(b.dy(r + k) + j, lanes);
-      db += v;
-      if (with_xhat) {
-        const auto x = Row<T, kScaled>{b.x(r + k)}.load(j, lanes);
-        const auto xhat = (x - c[k].mean) * c[k].rstd_scaled - c[k].shift;
-        dw = fma(v, xhat, dw);
-        if (T* dx = b.dx(r + k)) {
-          const auto rest = fma(-xhat, broadcast(c[k].c1), v * w - c[k].c2);
-          store(dx + j, rest * (c[k].rstd_scaled * c[k].scale), lanes);
+      prefetch(dy + (kCount + k) * dy_stride + j);
+      if constexpr (with_dx || with_dweight) prefetch(x + (kCount + k) * x_stride + j);
+      const auto v = load<T>(dy + k * dy_stride + j, lanes);
+      if constexpr (with_dbias) db = db + v;
+      if constexpr (with_dx || with_dweight) {
+        const auto d = load_row<T, scaled>(x + k * x_stride + j, lanes) - mean[k];
+        const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
+        if constexpr (with_dweight) dw = fma(v, xhat, dw);
+        if constexpr (with_dx) {
+          const auto result = fma(v * w, rstd[k], fma(xhat, minus_c1[k], minus_c2[k]));
+          store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
         }
       }
     }
-    if (dweight) store(dweight + j, dw, lanes);
-    if (dbias) store(dbias + j, db, lanes);
+    if (with_dweight) write(dweight + j, dw, All{});
+    if (with_dbias) write(dbias + j, db, All{});
   });
 }
 
-template <class T, class W>
-void sweep_rows(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
-                const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
-  bool scaled = false;
-  for (int64_t k = 0; k < count; ++k) scaled |= c[k].scale != 1;
-  if (count == kRows && !scaled) {
-    sweep_columns<kRows, false>(b, slot, r, first, c, begin, n);
-    return;
-  }
-  for (int64_t k = 0; k < count; ++k) {
-    if (c[k].scale != 1) {
-      sweep_columns<1, true>(b, slot, r + k, first && k == 0, c + k, begin, n);
-    } else {
-      sweep_columns<1, false>(b, slot, r + k, first && k == 0, c + k, begin, n);
-    }
-  }
+// Calls f with each of the flags as a std::bool_constant.
+template <class F>
+void with_constants(const F& f) {
+  f();
+}
+template <class F, class... Flags>
+void with_constants(const F& f, bool flag, Flags... flags) {
+  const auto rest = [&](auto constant) {
+    with_constants([&](auto... others) { f(constant, others...); }, flags...);
+  };
+  flag ? rest(std::true_type{}) : rest(std::false_type{});
 }
 
-// Calls f(first row, rows) for the rows of a slot, kRows at a time.
+template <class T, class W>
+void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
+                   const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
+  bool any_scaled = false;
+  for (int64_t k = 0; k < count; ++k) any_scaled |= c[k].scale != 1;
+  with_constants(
+      [&](auto with_dx, auto with_dweight, auto with_dbias) {
+        if (count == kSweepRows && !any_scaled) {
+          sweep_columns<kSweepRows, false, with_dx, with_dweight, with_dbias>(b, slot, r, first, c, begin, n);
+          return;
+        }
+        for (int64_t k = 0; k < count; ++k) {
+          const bool first_row = first && k == 0;
+          if (c[k].scale == 1) {
+            sweep_columns<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k,
+                                                                       begin, n);
+          } else {
+            sweep_columns<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin,
+                                                                      n);
+          }
+        }
+      },
+      b.p.grad_input != nullptr, b.p.grad_weight != nullptr, b.p.grad_bias != nullptr);
+}
+
+// Calls f(first row, rows) for the rows of a slot, kSweepRows at a time.
 template <class F>
 void for_rows_of_slot(int64_t rows, int64_t slot, const F& f) {
   const int64_t end = min(rows, (slot + 1) * rows_per_slot(rows));
-  for (int64_t r = slot * rows_per_slot(rows); r < end; r += kRows) f(r, min(kRows, end - r));
+  for (int64_t r = slot * rows_per_slot(rows); r < end; r += kSweepRows) f(r, min(kSweepRows, end - r));
 }
 
 // Adds the slots' partial sums of one parameter's gradient over columns [begin, end).
-template <class Acc, class W>
-void add_slots(const Acc* partials, int64_t slots, int64_t cols, int64_t begin, int64_t end, W* gradient) {
-  for_each_vector<Acc>(end - begin, [&](auto, int64_t j, auto lanes) {
-    j += begin;
-    Doubles<Acc> total{};
-    for (int64_t s = 0; s < slots; ++s) total += to_double<Acc>(load(partials + 2 * s * cols + j, lanes));
-    store(gradient + j, from_double<Acc>(total), lanes);
+template <class T, class W>
+void add_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
+  for_each_pack<AccOf<T>, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
+    Doubles<AccOf<T>> total = {};
+    for (int64_t slot = 0; slot < b.slots; ++slot)
+      add(total, read(partials + 2 * slot * b.padded_cols + j, All{}));
+    store<T, true>(gradient + j, rounded<AccOf<T>>(total), lanes);
   });
 }
 
@@ -191,21 +250,29 @@ void backward(const Backward<T, W>& b) {
   const int64_t slot_rows = rows_per_slot(p.rows);
 
   if (b.slots >= num_threads() || p.cols <= kTile) {
+    const bool narrow = is_narrow<T>(p.cols);
     parallel_for(b.slots, ceil_div(kGrain, slot_rows * p.cols), [&](int64_t slot, int64_t end) {
       for (; slot < end; ++slot) {
         for_rows_of_slot(p.rows, slot, [&](int64_t r, int64_t count) {
-          Coefficients<Acc> c[kRows];
-          for (int64_t k = 0; k < count; ++k) c[k] = row_coefficients<OneThread>(b, r + k);
-          sweep_rows(b, slot, r, count, r == slot * slot_rows, c, 0, p.cols);
+          Coefficients<Acc> c[kSweepRows];
+          int64_t k = 0;
+          if (narrow) {
+            for (; k + kSumRows <= count; k += kSumRows)
+              coefficients<OneThread, kSumRows, kNarrowParts>(b, r + k, c + k);
+            for (; k < count; ++k) coefficients<OneThread, 1, kNarrowParts>(b, r + k, c + k);
+          } else {
+            for (; k < count; ++k) coefficients<OneThread, 1, kWideParts>(b, r + k, c + k);
+          }
+          sweep_columns(b, slot, r, count, r == slot * slot_rows, c, 0, p.cols);
         });
       }
     });
   } else {
     if (p.rows < num_threads()) {
-      for (int64_t r = 0; r < p.rows; ++r) b.coefficients[r] = row_coefficients<AllThreads>(b, r);
+      for (int64_t r = 0; r < p.rows; ++r) coefficients<AllThreads, 1, kWideParts>(b, r, b.coefficients + r);
     } else {
       parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
-        for (; r < end; ++r) b.coefficients[r] = row_coefficients<OneThread>(b, r);
+        for (; r < end; ++r) coefficients<OneThread, 1, kWideParts>(b, r, b.coefficients + r);
       });
     }
     const int64_t tiles = ceil_div(p.cols, kTile);
@@ -213,21 +280,21 @@ void backward(const Backward<T, W>& b) {
       for (; task < end; ++task) {
         const int64_t slot = task / tiles, begin = task % tiles * kTile;
         for_rows_of_slot(p.rows, slot, [&](int64_t r, int64_t count) {
-          sweep_rows(b, slot, r, count, r == slot * slot_rows, b.coefficients + r, begin,
-                     min(kTile, p.cols - begin));
+          sweep_columns(b, slot, r, count, r == slot * slot_rows, b.coefficients + r, begin,
+                        min(kTile, p.cols - begin));
         });
       }
     });
   }
 
   if (!p.grad_weight && !p.grad_bias) return;
-  const int64_t tile = kVectorBytes;  // a multiple of the lanes, so that only the row's end is masked
-  parallel_for(ceil_div(p.cols, tile), ceil_div(kGrain, b.slots * tile), [&](int64_t begin, int64_t end) {
-    begin *= tile;
-    end = min(p.cols, end * tile);
-    if (p.grad_weight) add_slots(b.dweight(0), b.slots, p.cols, begin, end, static_cast<W*>(p.grad_weight));
-    if (p.grad_bias) add_slots(b.dbias(0), b.slots, p.cols, begin, end, static_cast<W*>(p.grad_bias));
-  });
+  parallel_for(ceil_div(p.cols, kMaxPackSize), ceil_div(kGrain, b.slots * kMaxPackSize),
+               [&](int64_t begin, int64_t end) {
+                 begin *= kMaxPackSize;
+                 end = min(p.cols, end * kMaxPackSize);
+                 if (p.grad_weight) add_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
+                 if (p.grad_bias) add_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
+               });
 }
 
 }  // namespace

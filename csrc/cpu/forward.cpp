@@ -22,72 +22,75 @@ template <class Acc>
 struct Statistics {
   Acc mean;        // of the row as loaded, rounded
   Acc correction;  // mean of (x - mean)
-  double variance;
   Acc rstd;
+  bool finite;
 };
 
-struct Deviations {
-  double sum, sum_of_squares;
-  void operator+=(const Deviations& other) {
-    sum += other.sum;
-    sum_of_squares += other.sum_of_squares;
-  }
-};
-
-template <class Threads, class T, bool kScaled>
-Statistics<AccOf<T>> statistics(Row<T, kScaled> row, const Groups& groups, double eps) {
+// kCount rows, the first at x.
+template <class Threads, int kCount, int kParts, bool scaled, class T>
+void statistics(const T* x, int64_t stride, const Groups& groups, double eps, Statistics<AccOf<T>>* stats) {
   using Acc = AccOf<T>;
   const double cols = groups.cols;
-  const double sum = Threads::template sum<double>(groups, [&](int64_t begin, int64_t n) {
-    Accumulator<Acc> s;
-    for_each_vector<Acc>(
-        n, [&](auto k, int64_t j, auto lanes) { s.parts[k.value] += row.load(begin + j, lanes); });
+  const auto sums = Threads::template sum<Sums<kCount, 1>>(groups, [&](int64_t begin, int64_t n) {
+    Accumulators<Acc, kCount, 1, kParts> s;
+    for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+      for (int r = 0; r < kCount; ++r) {
+        s.of[r][0][part] = s.of[r][0][part] + load_row<T, scaled>(x + r * stride + j, lanes);
+      }
+    });
     return s.total();
   });
-  const Acc mean = sum / cols;
-  const auto deviations = Threads::template sum<Deviations>(groups, [&](int64_t begin, int64_t n) {
-    Accumulator<Acc> s, q;
-    const auto m = broadcast(mean);
-    for_each_vector<Acc>(n, [&](auto k, int64_t j, auto lanes) {
-      const auto d = keep(row.load(begin + j, lanes) - m, lanes);
-      s.parts[k.value] += d;
-      q.parts[k.value] = fma(d, d, q.parts[k.value]);
-    });
-    return Deviations{s.total(), q.total()};
-  });
-  const double correction = deviations.sum / cols;
-  double variance = deviations.sum_of_squares / cols - correction * correction;
-  if (variance < 0) variance = 0;  // written so that NaN stays NaN
-  return {mean, static_cast<Acc>(correction), variance, static_cast<Acc>(1 / std::sqrt(variance + eps))};
-}
-
-template <class Threads, class T, class W, bool kScaled>
-void normalize(Row<T, kScaled> row, const Groups& groups, const Statistics<AccOf<T>>& stats, const W* weight,
-               const W* bias, T* y) {
-  using Acc = AccOf<T>;
-  struct Nothing {
-    void operator+=(Nothing) {}
-  };
-  Threads::template sum<Nothing>(groups, [&](int64_t begin, int64_t n) {
-    const auto m = broadcast(stats.mean), c = broadcast(stats.correction), r = broadcast(stats.rstd);
-    for_each_vector<Acc>(n, [&](auto, int64_t j, auto lanes) {
-      j += begin;
-      auto v = (row.load(j, lanes) - m - c) * r;  // xhat
-      if (weight && bias) {
-        v = fma(v, load(weight + j, lanes), load(bias + j, lanes));
-      } else if (weight) {
-        v = v * load(weight + j, lanes);
-      } else if (bias) {
-        v = v + load(bias + j, lanes);
+  Acc mean[kCount];
+  for (int r = 0; r < kCount; ++r) mean[r] = sums.of[r][0] / cols;
+  const auto deviations = Threads::template sum<Sums<kCount, 2>>(groups, [&](int64_t begin, int64_t n) {
+    Accumulators<Acc, kCount, 2, kParts> s;
+    for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+      for (int r = 0; r < kCount; ++r) {
+        const auto d = keep<kEvenOdd<T>>(load_row<T, scaled>(x + r * stride + j, lanes) - mean[r], lanes);
+        s.of[r][0][part] = s.of[r][0][part] + d;
+        s.of[r][1][part] = fma(d, d, s.of[r][1][part]);
       }
-      store(y + j, v, lanes);
     });
-    return Nothing{};
+    return s.total();
+  });
+  for (int r = 0; r < kCount; ++r) {
+    const double correction = deviations.of[r][0] / cols;
+    double variance = deviations.of[r][1] / cols - correction * correction;
+    if (variance < 0) variance = 0;  // written so that NaN stays NaN
+    stats[r] = {mean[r], static_cast<Acc>(correction), static_cast<Acc>(1 / std::sqrt(variance + eps)),
+                std::isfinite(variance)};
+  }
+}
+
+template <class Threads, int kCount, bool scaled, class T, class W>
+void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>>* stats,
+               const W* weight, const W* bias, T* y) {
+  using Acc = AccOf<T>;
+  Threads::for_each(groups, [&](int64_t begin, int64_t n) {
+    for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+      Pack<Acc> w, b;
+      if (weight) w = load<T>(weight + j, lanes);
+      if (bias) b = load<T>(bias + j, lanes);
+      for (int r = 0; r < kCount; ++r) {
+        prefetch(x + (kCount + r) * stride + j);
+        const auto d = load_row<T, scaled>(x + r * stride + j, lanes) - stats[r].mean - stats[r].correction;
+        auto v = d * stats[r].rstd;  // xhat
+        if (weight && bias) {
+          v = fma(v, w, b);
+        } else if (weight) {
+          v = v * w;
+        } else if (bias) {
+          v = v + b;
+        }
+        store<T, !std::is_same_v<T, W>>(y + r * groups.cols + j, v, lanes);
+      }
+    });
   });
 }
 
-template <class Threads, class T, class W>
-void forward_row(const ForwardParams& p, const Groups& groups, int64_t r) {
+// kCount rows from row r on.
+template <class Threads, int kCount, int kParts, class T, class W>
+void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
   using Acc = AccOf<T>;
   const T* x = static_cast<const T*>(p.input) + r * p.input_stride;
   const W* weight = static_cast<const W*>(p.weight);
@@ -96,17 +99,24 @@ void forward_row(const ForwardParams& p, const Groups& groups, int64_t r) {
   Acc* mean = static_cast<Acc*>(p.mean) + r;
   Acc* rstd = static_cast<Acc*>(p.rstd) + r;
 
-  auto stats = statistics<Threads>(Row<T, false>{x}, groups, p.eps);
-  if (std::isfinite(stats.variance)) {
-    normalize<Threads>(Row<T, false>{x}, groups, stats, weight, bias, y);
-    *mean = static_cast<Acc>(double(stats.mean) + stats.correction);
-    *rstd = stats.rstd;
+  Statistics<Acc> stats[kCount];
+  statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps, stats);
+  bool finite = true;
+  for (int k = 0; k < kCount; ++k) finite &= stats[k].finite;
+  if (finite) {
+    normalize<Threads, kCount, false>(x, p.input_stride, groups, stats, weight, bias, y);
+    for (int k = 0; k < kCount; ++k) {
+      mean[k] = static_cast<Acc>(double(stats[k].mean) + stats[k].correction);
+      rstd[k] = stats[k].rstd;
+    }
+  } else if constexpr (kCount > 1) {
+    for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kParts, T, W>(p, groups, r + k);
   } else {  // a sum has overflowed, or the row holds NaN or infinity and gives NaN again
     constexpr Acc s = kScale<Acc>;
-    stats = statistics<Threads>(Row<T, true>{x}, groups, p.eps * s * s);
-    normalize<Threads>(Row<T, true>{x}, groups, stats, weight, bias, y);
-    *mean = static_cast<Acc>((double(stats.mean) + stats.correction) / s);
-    *rstd = stats.rstd * s;
+    statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps * s * s, stats);
+    normalize<Threads, 1, true>(x, p.input_stride, groups, stats, weight, bias, y);
+    *mean = static_cast<Acc>((double(stats->mean) + stats->correction) / s);
+    *rstd = stats->rstd * s;
   }
 }
 
@@ -117,11 +127,16 @@ void forward(const ForwardParams& p) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
     const Groups groups(p.cols);
-    if (p.rows < num_threads() && groups.count > 1) {
-      for (int64_t r = 0; r < p.rows; ++r) forward_row<AllThreads, T, W>(p, groups, r);
+    if (is_narrow<T>(p.cols)) {
+      parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
+        for (; r + kRows <= end; r += kRows) forward_rows<OneThread, kRows, kNarrowParts, T, W>(p, groups, r);
+        for (; r < end; ++r) forward_rows<OneThread, 1, kNarrowParts, T, W>(p, groups, r);
+      });
+    } else if (p.rows < num_threads() && groups.count > 1) {
+      for (int64_t r = 0; r < p.rows; ++r) forward_rows<AllThreads, 1, kWideParts, T, W>(p, groups, r);
     } else {
-      parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) forward_row<OneThread, T, W>(p, groups, r);
+      parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
+        for (; r < end; ++r) forward_rows<OneThread, 1, kWideParts, T, W>(p, groups, r);
       });
     }
   });

@@ -51,7 +51,9 @@ inline int64_t rows_per_slot(int64_t rows) {
 inline int64_t num_slots(int64_t rows) { return (rows + rows_per_slot(rows) - 1) / rows_per_slot(rows); }
 }  // namespace
 
-// Numbers of type Acc that backward keeps for each row.
+// Backward's workspace: partial sums [slots, 2, cols padded to a multiple of kMaxPackSize], kCoefficients
+// numbers a row.
+constexpr int64_t kMaxPackSize = 32;
 constexpr int64_t kCoefficients = 6;
 
 // Work for one thread, in elements of the input, that is worth waking another thread for (some 10 us).

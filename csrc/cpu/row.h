@@ -1,4 +1,4 @@
-// Sweeps over one row, shared by forward and backward.
+// Sweeps over rows, shared by forward and backward.
 #pragma once
 
 #include "kernels.h"
@@ -18,41 +18,76 @@ struct Elements {
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Sums keep four vectors in flight to hide the latency of the addition.
-constexpr int kAccumulators = 4;
+// ---- the order of summation
+// -----------------------------------------------------------------------------------------
+//
+// A function of the dtype and the number of columns alone, whichever threads and however many rows at a time
+// do the work: elements of a chunk in the lanes of kParts packs in turn; lanes and packs; chunks in order, in
+// double; and for rows of more than a million columns, groups of chunks likewise, so that threads can share a
+// row.
 
-template <class Acc>
-struct Accumulator {
-  Vec<Acc> parts[kAccumulators] = {};
-  double total() const { return sum_lanes((parts[0] + parts[1]) + (parts[2] + parts[3])); }
-};
-
-template <int kIndex>
-struct Index {
-  static constexpr int value = kIndex;
-};
-
-// Calls f(Index<k>, j, lanes) for the vectors that cover columns [0, n), where k says which accumulator to
-// use.
-template <class Acc, class F>
-inline void for_each_vector(int64_t n, const F& f) {
-  constexpr int64_t kStep = kLanes<Acc>;
-  int64_t j = 0;
-  for (; j + kAccumulators * kStep <= n; j += kAccumulators * kStep) {
-    f(Index<0>{}, j, All{});
-    f(Index<1>{}, j + kStep, All{});
-    f(Index<2>{}, j + 2 * kStep, All{});
-    f(Index<3>{}, j + 3 * kStep, All{});
-  }
-  for (; j + kStep <= n; j += kStep) f(Index<0>{}, j, All{});
-  if (j < n) f(Index<1>{}, j, First{static_cast<int>(n - j)});
-}
-
-// A row is summed in chunks: lanes and four accumulators within a chunk, then the chunks in order and in
-// double, then, for rows of more than a million columns, groups of chunks likewise. The order depends on the
-// number of columns alone, whether one thread sweeps the row or all of them share it.
 constexpr int64_t kChunk = 4096;
 constexpr int64_t kMaxGroups = 256;
+
+// Narrow rows are swept kRows at a time, which keeps the adders busy and shares the loads of the parameters;
+// four of them fit the first-level cache (at 4096 bytes they would compete for the same lines of it). Wide
+// rows are swept one by one, with two packs in flight.
+constexpr int kRows = 4;
+template <class T>
+inline bool is_narrow(int64_t cols) {
+  return cols * static_cast<int64_t>(sizeof(T)) <= 1024;
+}
+constexpr int kNarrowParts = 1, kWideParts = 2;
+
+// Sums of kKinds kinds over each of kCount rows.
+template <int kCount, int kKinds>
+struct Sums {
+  Sums() = default;
+  // With zeros for further kinds.
+  template <int kFewer>
+  explicit Sums(const Sums<kCount, kFewer>& other) {
+    for (int r = 0; r < kCount; ++r)
+      for (int kind = 0; kind < kFewer; ++kind) of[r][kind] = other.of[r][kind];
+  }
+  double of[kCount][kKinds] = {};
+  void operator+=(const Sums& other) {
+    for (int r = 0; r < kCount; ++r)
+      for (int kind = 0; kind < kKinds; ++kind) of[r][kind] += other.of[r][kind];
+  }
+};
+
+template <class Acc, int kCount, int kKinds, int kParts>
+struct Accumulators {
+  Pack<Acc> of[kCount][kKinds][kParts] = {};
+  Sums<kCount, kKinds> total() const {
+    Sums<kCount, kKinds> sums;
+    for (int r = 0; r < kCount; ++r) {
+      for (int kind = 0; kind < kKinds; ++kind) {
+        Pack<Acc> p = of[r][kind][0];
+        for (int part = 1; part < kParts; ++part) p = p + of[r][kind][part];
+        sums.of[r][kind] = sum_pack(p);
+      }
+    }
+    return sums;
+  }
+};
+
+// Calls f(part, j, lanes) for the packs that cover columns [begin, begin + n).
+template <class Acc, int kParts, class F>
+inline void for_each_pack(int64_t begin, int64_t n, const F& f) {
+  constexpr int64_t kStep = kPackSize<Acc>;
+  const int64_t end = begin + n;
+  int64_t j = begin;
+  for (; j + kParts * kStep <= end; j += kParts * kStep) {
+    for (int part = 0; part < kParts; ++part) f(part, j + part * kStep, All{});
+  }
+  if (kParts > 1 && j + kStep <= end) {
+    f(0, j, All{});
+    j += kStep;
+  }
+  if (j < end) f(kParts - 1, j, First{static_cast<int>(end - j)});
+}
+static_assert(kNarrowParts <= 2 && kWideParts <= 2, "for_each_pack handles one whole pack at the end");
 
 struct Groups {
   explicit Groups(int64_t cols)
@@ -60,57 +95,73 @@ struct Groups {
         length(kChunk * ceil_div(ceil_div(cols, kChunk), kMaxGroups)),
         count(ceil_div(cols, length)) {}
 
-  // The sum of f(begin, columns) over the chunks of one group.
-  template <class Sums, class F>
-  Sums sum(int64_t group, const F& f) const {
-    Sums total{};
-    const int64_t end = min(cols, (group + 1) * length);
-    for (int64_t begin = group * length; begin < end; begin += kChunk)
-      total += f(begin, min(kChunk, end - begin));
+  // Adds f(begin, columns) over the chunks of one group.
+  template <class Sum, class F>
+  Sum sum(int64_t group, const F& f) const {
+    const int64_t begin = group * length, end = min(cols, begin + length);
+    Sum total = f(begin, min(kChunk, end - begin));
+    for (int64_t chunk = begin + kChunk; chunk < end; chunk += kChunk)
+      total += f(chunk, min(kChunk, end - chunk));
     return total;
   }
 
   int64_t cols, length, count;
 };
 
+// Who sweeps a row: the calling thread, or all threads, group by group.
 struct OneThread {
-  template <class Sums, class F>
-  static Sums sum(const Groups& groups, const F& f) {
-    Sums total{};
-    for (int64_t g = 0; g < groups.count; ++g) total += groups.sum<Sums>(g, f);
+  template <class Sum, class F>
+  static Sum sum(const Groups& groups, const F& f) {
+    Sum total = groups.sum<Sum>(0, f);
+    for (int64_t g = 1; g < groups.count; ++g) total += groups.sum<Sum>(g, f);
     return total;
+  }
+  template <class F>
+  static void for_each(const Groups& groups, const F& f) {
+    f(0, groups.cols);
   }
 };
 
 struct AllThreads {
-  template <class Sums, class F>
-  static Sums sum(const Groups& groups, const F& f) {
-    Sums sums[kMaxGroups];
+  template <class Sum, class F>
+  static Sum sum(const Groups& groups, const F& f) {
+    Sum sums[kMaxGroups];
     parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
-      for (int64_t g = begin; g < end; ++g) sums[g] = groups.sum<Sums>(g, f);
+      for (int64_t g = begin; g < end; ++g) sums[g] = groups.sum<Sum>(g, f);
     });
-    Sums total{};
-    for (int64_t g = 0; g < groups.count; ++g) total += sums[g];
+    Sum total = sums[0];
+    for (int64_t g = 1; g < groups.count; ++g) total += sums[g];
     return total;
   }
+  template <class F>
+  static void for_each(const Groups& groups, const F& f) {
+    parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
+      f(begin * groups.length, min(groups.cols, end * groups.length) - begin * groups.length);
+    });
+  }
 };
+
+// ---- large numbers
+// --------------------------------------------------------------------------------------------------
 
 // Rows whose numbers are so large that sums of squares, or differences, overflow are scaled by a power of two
 // first, which rounds nothing. kScale^2 times the largest square is still finite, and so is 1 / kScale.
 template <class Acc>
 constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 
-template <class T, bool kScaled>
-struct Row {
-  using Acc = AccOf<T>;
-  const T* x;  // [cols]
+template <class T, bool scaled, class Lanes>
+inline Pack<AccOf<T>> load_row(const T* x, Lanes lanes) {
+  const auto v = load<T>(x, lanes);
+  if constexpr (scaled) return v * kScale<AccOf<T>>;
+  return v;
+}
 
-  template <class Lanes>
-  Vec<Acc> load(int64_t j, Lanes lanes) const {
-    const Vec<Acc> v = cpu::load(x + j, lanes);
-    return kScaled ? v * kScale<Acc> : v;
-  }
-};
+// Ones where there is no weight.
+template <class T, class W, class Lanes>
+inline Pack<AccOf<T>> load_weight(const W* weight, int64_t j, Lanes lanes) {
+  if (!weight) return {part_a(AccOf<T>(1)), part_b(AccOf<T>(1))};
+  return load<T>(weight + j, lanes);
+}
 
 }  // namespace
 }  // namespace layernorm::cpu

@@ -1,10 +1,9 @@
-// One register's worth of numbers in the instruction set this file is compiled for: AVX-512, AVX2, or the
-// baseline.
+// Vectors of numbers in the instruction set this file is compiled for: AVX-512, AVX2, or the baseline.
 //
-// Built on the vector types of GCC and Clang, whose + - * / & compare and shift work lane by lane; what those
-// types lack (fma, fp16 conversion, masked access) is added here, once per instruction set. Everything stands
-// in an anonymous namespace and no library template is used: an inline function compiled with AVX-512 must
-// never be chosen by the linker for a machine without it.
+// Built on the vector types of GCC and Clang, whose + - * & and shifts work lane by lane; what those types
+// lack, or what compilers make poor code of, is added here once per instruction set. Everything stands in an
+// anonymous namespace: an inline function compiled with AVX-512 must never be chosen by the linker for a
+// machine without it.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +24,10 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Statistics and sums: double for double, else float.
+template <class T>
+using AccOf = std::conditional_t<sizeof(T) == 8, double, float>;
+
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -39,223 +42,395 @@ struct VectorOf {
 };
 template <class Acc>
 using Vec = typename VectorOf<Acc>::type;
+using Words = Vec<uint32_t>;
+
+// ---- packs
+// ----------------------------------------------------------------------------------------------------------
+
+// The unit of all loops: two vectors, which is one register full of 16-bit numbers once they are widened.
 template <class Acc>
-constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(Acc));
-
-using Bits32 = Vec<uint32_t>;                                        // as many lanes as Vec<float>
-using Bits16 = typename VectorOf<uint16_t, kVectorBytes / 2>::type;  // as many lanes as Vec<float>
-
-template <class T>
-struct AccumulateType {
-  using type = float;
+struct Pack {
+  Vec<Acc> a, b;
 };
-template <>
-struct AccumulateType<double> {
-  using type = double;
-};
-template <class T>
-using AccOf = typename AccumulateType<T>::type;
+template <class Acc>
+constexpr int kPackSize = 2 * kVectorBytes / static_cast<int>(sizeof(Acc));
 
-// How a T lies in a vector: 16-bit numbers as their bits.
+// Where the numbers of a pack lie: bfloat16 is widened by one instruction a vector if the even elements go to
+// one and the odd to the other, instead of two or three that keep the order.
 template <class T>
-struct LaneOf {
-  using type = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
-};
+constexpr bool kEvenOdd = std::is_same_v<T, BFloat16>;
 
-// Which lanes of a vector are inside the row: all of them, or, at its end, the first few.
+// Which elements of a pack are inside the row: all of them, or, at its end, the first few.
 struct All {};
 struct First {
-  int count;  // 1 <= count < lanes
+  int count;  // 1 <= count < kPackSize
 };
 
 template <class Acc>
-inline Vec<Acc> broadcast(Acc value) {
-  return Vec<Acc>{} + value;
+inline Vec<Acc> part_a(const Pack<Acc>& p) {
+  return p.a;
+}
+template <class Acc>
+inline Vec<Acc> part_b(const Pack<Acc>& p) {
+  return p.b;
+}
+// A number stands for a pack of it. Unlike value + 0, value - 0 is the identity even for -0.
+template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
+inline Vec<Acc> part_a(Acc value) {
+  return value - Vec<Acc>{};
+}
+template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
+inline Vec<Acc> part_b(Acc value) {
+  return value - Vec<Acc>{};
 }
 
-// ---- a * b + c with one rounding, where the instruction set has it
-// --------------------------------------------------
+template <class Acc, class Y>
+inline Pack<Acc> operator+(const Pack<Acc>& x, const Y& y) {
+  return {x.a + part_a(y), x.b + part_b(y)};
+}
+template <class Acc, class Y>
+inline Pack<Acc> operator-(const Pack<Acc>& x, const Y& y) {
+  return {x.a - part_a(y), x.b - part_b(y)};
+}
+template <class Acc, class Y>
+inline Pack<Acc> operator*(const Pack<Acc>& x, const Y& y) {
+  return {x.a * part_a(y), x.b * part_b(y)};
+}
 
+// x * y + z with one rounding, where the instruction set has it.
 #if defined(__AVX512F__)
-inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return _mm512_fmadd_pd(a, b, c); }
+inline Vec<float> fma_vectors(Vec<float> x, Vec<float> y, Vec<float> z) { return _mm512_fmadd_ps(x, y, z); }
+inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) {
+  return _mm512_fmadd_pd(x, y, z);
+}
 #elif defined(__AVX2__)
-inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return _mm256_fmadd_pd(a, b, c); }
+inline Vec<float> fma_vectors(Vec<float> x, Vec<float> y, Vec<float> z) { return _mm256_fmadd_ps(x, y, z); }
+inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) {
+  return _mm256_fmadd_pd(x, y, z);
+}
 #else
 template <class V>
-inline V fma(V a, V b, V c) {
-  return a * b + c;
+inline V fma_vectors(V x, V y, V z) {
+  return x * y + z;
+}
+#endif
+template <class Acc, class Y, class Z>
+inline Pack<Acc> fma(const Pack<Acc>& x, const Y& y, const Z& z) {
+  return {fma_vectors(x.a, part_a(y), part_a(z)), fma_vectors(x.b, part_b(y), part_b(z))};
+}
+
+// ---- sums over a pack
+// -----------------------------------------------------------------------------------------------
+
+template <class V>
+using HalfVector = typename VectorOf<std::decay_t<decltype(V{}[0])>, sizeof(V) / 2>::type;
+template <class V>
+inline HalfVector<V> low_half(V v) {
+  HalfVector<V> half;
+  std::memcpy(&half, &v, sizeof(half));
+  return half;
+}
+template <class V>
+inline HalfVector<V> high_half(V v) {
+  HalfVector<V> half;
+  std::memcpy(&half, reinterpret_cast<const char*>(&v) + sizeof(half), sizeof(half));
+  return half;
+}
+#if defined(__AVX512F__)  // which GCC takes apart through memory
+inline __m256 low_half(Vec<float> v) { return _mm512_maskz_extractf32x8_ps(0xff, v, 0); }
+inline __m256 high_half(Vec<float> v) { return _mm512_maskz_extractf32x8_ps(0xff, v, 1); }
+inline __m256d low_half(Vec<double> v) { return _mm512_maskz_extractf64x4_pd(0xf, v, 0); }
+inline __m256d high_half(Vec<double> v) { return _mm512_maskz_extractf64x4_pd(0xf, v, 1); }
+#endif
+
+template <class V>
+inline auto sum_lanes(V v) {
+  if constexpr (sizeof(v) == 2 * sizeof(v[0])) {
+    return v[0] + v[1];
+  } else {
+    return sum_lanes(low_half(v) + high_half(v));
+  }
+}
+template <class Acc>
+inline Acc sum_pack(const Pack<Acc>& p) {
+  return sum_lanes(p.a + p.b);
+}
+
+// ---- elements outside the row become zero
+// ---------------------------------------------------------------------------
+
+template <bool even_odd, class Acc>
+inline Pack<Acc> keep(const Pack<Acc>& p, All) {
+  return p;
+}
+template <bool even_odd, class Acc>
+inline Pack<Acc> keep(const Pack<Acc>& p, First lanes) {
+  using Index = std::conditional_t<sizeof(Acc) == 4, int32_t, int64_t>;
+  constexpr int kHalf = kPackSize<Acc> / 2;
+  Vec<Index> index_a, index_b;
+  for (int k = 0; k < kHalf; ++k) {
+    index_a[k] = even_odd ? 2 * k : k;
+    index_b[k] = even_odd ? 2 * k + 1 : k + kHalf;
+  }
+  const Index count = lanes.count;
+  return {index_a < count ? p.a : Vec<Acc>{}, index_b < count ? p.b : Vec<Acc>{}};
+}
+
+// ---- conversions
+// ----------------------------------------------------------------------------------------------------
+
+inline Words bits_of(Vec<float> v) { return reinterpret_cast<Words>(v); }
+inline Vec<float> number_of(Words v) { return reinterpret_cast<Vec<float>>(v); }
+
+// Two bfloat16 to a word; the lower is the even element.
+inline Pack<float> widen(Words pairs) { return {number_of(pairs << 16), number_of(pairs & 0xffff0000u)}; }
+
+// Rounds to the upper 16 bits, ties to even. In integer arithmetic, because AVX-512's own conversion flushes
+// subnormal numbers to zero. A NaN stays NaN unless its lower bits carry into the sign; those of a NaN that
+// comes from a bfloat16 are zero.
+inline Words round_to_upper(Vec<float> v) {
+  const Words bits = bits_of(v);
+#if defined(__AVX512F__)  // three instructions instead of four
+  return (bits & 0x10000u) != 0 ? bits + 0x8000u : bits + 0x7fffu;
+#else
+  return bits + 0x7fffu + ((bits >> 16) & 1);
+#endif
+}
+template <bool any_nan>
+inline Words narrow(const Pack<float>& p) {
+  Words a = round_to_upper(p.a), b = round_to_upper(p.b);
+  if constexpr (any_nan) {
+    a = p.a == p.a ? a : bits_of(p.a) | 0x400000u;
+    b = p.b == p.b ? b : bits_of(p.b) | 0x400000u;
+  }
+  return (a >> 16) | (b & 0xffff0000u);
+}
+
+// Half to float and back, kVectorBytes / 2 bytes at p.
+#if defined(__AVX512F__)
+inline Vec<float> load_half(const Half* p) {
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store_half(Half* p, Vec<float> v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__AVX2__)
+inline Vec<float> load_half(const Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_half(Half* p, Vec<float> v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+using HalfBits = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
+// The exponent of fp16 is biased by 15, that of fp32 by 127: shift the bits into place and multiply by 2^112,
+// which is right for subnormal numbers too; infinity and NaN get the largest exponent instead.
+inline Vec<float> load_half(const Half* p) {
+  HalfBits v;
+  std::memcpy(&v, p, sizeof(v));
+  const Words bits = __builtin_convertvector(v, Words);
+  const Words sign = (bits & 0x8000) << 16, magnitude = (bits & 0x7fff) << 13;
+  const Words finite = bits_of(number_of(magnitude) * 0x1p112f);
+  return number_of(sign | (magnitude >= 0x7c00u << 13 ? magnitude | 0x7f800000u : finite));
+}
+inline void store_half(Half* p, Vec<float> v) {
+  const Words sign = (bits_of(v) >> 16) & 0x8000, magnitude = bits_of(v) & 0x7fffffff;
+  const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Added to 1/2, whose last place is fp16's smallest number, a subnormal number is rounded by the addition.
+  const Vec<float> half = 0.5f - Vec<float>{};
+  const Words subnormal = bits_of(number_of(magnitude) + half) - bits_of(half);
+  const Words infinity = Words{} + 0x7c00, quiet_nan = Words{} + 0x7e00;
+  Words result = magnitude < (113u << 23) ? subnormal : normal;
+  result = magnitude >= (143u << 23) ? infinity : result;
+  result = magnitude > 0x7f800000u ? quiet_nan : result;
+  const HalfBits bits = __builtin_convertvector(sign | result, HalfBits);
+  std::memcpy(p, &bits, sizeof(bits));
 }
 #endif
 
-// ---- sums over lanes
-// ------------------------------------------------------------------------------------------------
-
-template <class Acc, int kBytes>
-inline Acc sum_lanes(typename VectorOf<Acc, kBytes>::type v) {
-  if constexpr (kBytes == 2 * sizeof(Acc)) {
-    return v[0] + v[1];
-  } else {
-    typename VectorOf<Acc, kBytes / 2>::type low, high;
-    std::memcpy(&low, &v, sizeof(low));
-    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
-    return sum_lanes<Acc, kBytes / 2>(low + high);
-  }
-}
-inline float sum_lanes(Vec<float> v) { return sum_lanes<float, kVectorBytes>(v); }
-inline double sum_lanes(Vec<double> v) { return sum_lanes<double, kVectorBytes>(v); }
-
-// As many doubles as Vec<Acc> has lanes: for sums over many rows.
-template <class Acc>
-using Doubles = typename VectorOf<double, kLanes<Acc> * 8>::type;
-template <class Acc>
-inline Doubles<Acc> to_double(Vec<Acc> v) {
-  return __builtin_convertvector(v, Doubles<Acc>);
-}
-template <class Acc>
-inline Vec<Acc> from_double(Doubles<Acc> v) {
-  return __builtin_convertvector(v, Vec<Acc>);
-}
-
-// ---- lanes outside the row become zero
-// ------------------------------------------------------------------------------
-
-template <class V>
-inline V keep(V v, All) {
-  return v;
-}
-template <class V>
-inline V keep(V v, First lanes) {
-  constexpr int kCount = sizeof(V) / sizeof(v[0]);
-  using Integer = std::conditional_t<sizeof(v[0]) == 4, int32_t, int64_t>;
-  Vec<Integer> index;
-  for (int k = 0; k < kCount; ++k) index[k] = k;
-  return index < Vec<Integer>{} + static_cast<Integer>(lanes.count) ? v : V{};
-}
-
-// ---- conversions between memory and accumulation types
-// --------------------------------------------------------------
-
-inline Vec<float> widen(Bits16 v, BFloat16) {
-  return reinterpret_cast<Vec<float>>(__builtin_convertvector(v, Bits32) << 16);
-}
-
-// In integer arithmetic, because AVX-512's own conversion flushes subnormal numbers to zero.
-inline Bits16 narrow(Vec<float> v, BFloat16) {
-  const Bits32 bits = reinterpret_cast<Bits32>(v);
-  const Bits32 nearest_even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Bits32 quiet_nan = Bits32{} + 0x7fc0;
-  return __builtin_convertvector(v == v ? nearest_even : quiet_nan, Bits16);
-}
-
+// Floats in order to even and odd elements, and back.
 #if defined(__AVX512F__)
-// The masked forms, with every lane: GCC's plain ones leave the result's old value uninitialised and warn of
-// it.
-inline Vec<float> widen(Bits16 v, Half) {
-  return _mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(v));
+inline Pack<float> to_even_odd(const Pack<float>& p) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return {_mm512_permutex2var_ps(p.a, even, p.b), _mm512_permutex2var_ps(p.a, odd, p.b)};
 }
-inline Bits16 narrow(Vec<float> v, Half) {
-  return reinterpret_cast<Bits16>(
-      _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+inline Pack<float> from_even_odd(const Pack<float>& p) {
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+  return {_mm512_permutex2var_ps(p.a, low, p.b), _mm512_permutex2var_ps(p.a, high, p.b)};
 }
 #elif defined(__AVX2__)
-inline Vec<float> widen(Bits16 v, Half) { return _mm256_cvtph_ps(reinterpret_cast<__m128i>(v)); }
-inline Bits16 narrow(Vec<float> v, Half) {
-  return reinterpret_cast<Bits16>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+inline Vec<float> permute_quarters(__m256 v) {
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
+}
+inline Pack<float> to_even_odd(const Pack<float>& p) {
+  return {permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)),
+          permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
+}
+inline Pack<float> from_even_odd(const Pack<float>& p) {
+  const __m256 a = permute_quarters(p.a), b = permute_quarters(p.b);
+  const __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 #else
-// The exponent of fp16 is biased by 15, that of fp32 by 127: shift the bits into place and multiply by 2^112,
-// which is right for subnormal numbers too; infinity and NaN get the largest exponent instead.
-inline Vec<float> widen(Bits16 v, Half) {
-  const Bits32 bits = __builtin_convertvector(v, Bits32);
-  const Bits32 sign = (bits & 0x8000) << 16;
-  const Bits32 magnitude = (bits & 0x7fff) << 13;
-  const Bits32 finite = reinterpret_cast<Bits32>(reinterpret_cast<Vec<float>>(magnitude) * 0x1p112f);
-  return reinterpret_cast<Vec<float>>(sign | (magnitude >= 0x7c00u << 13 ? magnitude | 0x7f800000u : finite));
+inline Pack<float> to_even_odd(const Pack<float>& p) {
+  Pack<float> result;
+  constexpr int kHalf = kPackSize<float> / 2;
+  for (int k = 0; k < kHalf; ++k) {
+    result.a[k] = 2 * k < kHalf ? p.a[2 * k] : p.b[2 * k - kHalf];
+    result.b[k] = 2 * k + 1 < kHalf ? p.a[2 * k + 1] : p.b[2 * k + 1 - kHalf];
+  }
+  return result;
 }
-inline Bits16 narrow(Vec<float> v, Half) {
-  const Bits32 bits = reinterpret_cast<Bits32>(v);
-  const Bits32 sign = (bits >> 16) & 0x8000;
-  const Bits32 magnitude = bits & 0x7fffffff;
-  const Bits32 normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Added to 1/2, whose last place is fp16's smallest number, a subnormal number is rounded by the addition.
-  const Vec<float> half = broadcast(0.5f);
-  const Bits32 subnormal = reinterpret_cast<Bits32>(reinterpret_cast<Vec<float>>(magnitude) + half) -
-                           reinterpret_cast<Bits32>(half);
-  const Bits32 infinity = Bits32{} + 0x7c00, quiet_nan = Bits32{} + 0x7e00;
-  Bits32 result = magnitude < (113u << 23) ? subnormal : normal;
-  result = magnitude >= (143u << 23) ? infinity : result;
-  result = magnitude > 0x7f800000u ? quiet_nan : result;
-  return __builtin_convertvector(sign | result, Bits16);
+inline Pack<float> from_even_odd(const Pack<float>& p) {
+  Pack<float> result;
+  constexpr int kHalf = kPackSize<float> / 2;
+  for (int k = 0; k < kHalf; ++k) {
+    result.a[k] = k % 2 ? p.b[k / 2] : p.a[k / 2];
+    result.b[k] = k % 2 ? p.b[(k + kHalf) / 2] : p.a[(k + kHalf) / 2];
+  }
+  return result;
 }
 #endif
 
 // ---- loads and stores; nothing outside the row is touched
 // -----------------------------------------------------------
 
-template <class V, class T>
-inline V read(const T* p) {
-  V v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
+// All elements, in order.
+template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
+inline Pack<Acc> read(const Acc* p, All) {
+  Pack<Acc> pack;
+  std::memcpy(&pack.a, p, kVectorBytes);
+  std::memcpy(&pack.b, p + kPackSize<Acc> / 2, kVectorBytes);
+  return pack;
 }
-template <class V, class T>
-inline void write(T* p, V v) {
-  std::memcpy(p, &v, sizeof(v));
+template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
+inline void write(Acc* p, const Pack<Acc>& pack, All) {
+  std::memcpy(p, &pack.a, kVectorBytes);
+  std::memcpy(p + kPackSize<Acc> / 2, &pack.b, kVectorBytes);
 }
+inline Pack<float> read(const Half* p, All) { return {load_half(p), load_half(p + kPackSize<float> / 2)}; }
+inline void write(Half* p, const Pack<float>& pack, All) {
+  store_half(p, pack.a);
+  store_half(p + kPackSize<float> / 2, pack.b);
+}
+inline Words read_words(const BFloat16* p, All) {
+  Words words;
+  std::memcpy(&words, p, sizeof(words));
+  return words;
+}
+inline void write_words(BFloat16* p, Words words, All) { std::memcpy(p, &words, sizeof(words)); }
 
+// The first few, in order; the others are zero, or not written.
 #if defined(__AVX512F__)
 inline uint32_t mask(First lanes) { return (1u << lanes.count) - 1; }
-inline Vec<float> read_first(const float* p, First lanes) { return _mm512_maskz_loadu_ps(mask(lanes), p); }
-inline Vec<double> read_first(const double* p, First lanes) { return _mm512_maskz_loadu_pd(mask(lanes), p); }
-template <class T>
-inline Bits16 read_first(const T* p, First lanes) {
-  return reinterpret_cast<Bits16>(_mm256_maskz_loadu_epi16(mask(lanes), p));
+inline Pack<float> read(const float* p, First lanes) {
+  return {_mm512_maskz_loadu_ps(mask(lanes), p), _mm512_maskz_loadu_ps(mask(lanes) >> 16, p + 16)};
 }
-inline void write_first(float* p, Vec<float> v, First lanes) { _mm512_mask_storeu_ps(p, mask(lanes), v); }
-inline void write_first(double* p, Vec<double> v, First lanes) { _mm512_mask_storeu_pd(p, mask(lanes), v); }
-template <class T>
-inline void write_first(T* p, Bits16 v, First lanes) {
-  _mm256_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m256i>(v));
+inline Pack<double> read(const double* p, First lanes) {
+  return {_mm512_maskz_loadu_pd(mask(lanes), p), _mm512_maskz_loadu_pd(mask(lanes) >> 8, p + 8)};
+}
+inline Pack<float> read(const Half* p, First lanes) {
+  const __m512i halves = _mm512_maskz_loadu_epi16(mask(lanes), p);
+  return {_mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xf, halves, 0)),
+          _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xf, halves, 1))};
+}
+inline Words read_words(const BFloat16* p, First lanes) {
+  return reinterpret_cast<Words>(_mm512_maskz_loadu_epi16(mask(lanes), p));
+}
+inline void write(float* p, const Pack<float>& pack, First lanes) {
+  _mm512_mask_storeu_ps(p, mask(lanes), pack.a);
+  _mm512_mask_storeu_ps(p + 16, mask(lanes) >> 16, pack.b);
+}
+inline void write(double* p, const Pack<double>& pack, First lanes) {
+  _mm512_mask_storeu_pd(p, mask(lanes), pack.a);
+  _mm512_mask_storeu_pd(p + 8, mask(lanes) >> 8, pack.b);
+}
+inline void write(Half* p, const Pack<float>& pack, First lanes) {
+  _mm256_mask_storeu_epi16(p, mask(lanes), _mm512_maskz_cvtps_ph(0xffff, pack.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_mask_storeu_epi16(p + 16, mask(lanes) >> 16,
+                           _mm512_maskz_cvtps_ph(0xffff, pack.b, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void write_words(BFloat16* p, Words words, First lanes) {
+  _mm512_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m512i>(words));
 }
 #else
 template <class T>
-inline auto read_first(const T* p, First lanes) {
-  typename VectorOf<typename LaneOf<T>::type, sizeof(T) * kLanes<AccOf<T>>>::type v{};
-  std::memcpy(&v, p, lanes.count * sizeof(T));
-  return v;
+struct Buffer {
+  T elements[kPackSize<AccOf<T>>];
+};
+template <class T>
+inline auto read(const T* p, First lanes) {
+  Buffer<T> buffer = {};
+  std::memcpy(&buffer, p, lanes.count * sizeof(T));
+  return read(buffer.elements, All{});
 }
-template <class T, class V>
-inline void write_first(T* p, V v, First lanes) {
-  std::memcpy(p, &v, lanes.count * sizeof(T));
+inline Words read_words(const BFloat16* p, First lanes) {
+  Words words = {};
+  std::memcpy(&words, p, lanes.count * sizeof(*p));
+  return words;
+}
+template <class T>
+inline void write(T* p, const Pack<AccOf<T>>& pack, First lanes) {
+  Buffer<T> buffer;
+  write(buffer.elements, pack, All{});
+  std::memcpy(p, &buffer, lanes.count * sizeof(T));
+}
+inline void write_words(BFloat16* p, Words words, First lanes) {
+  std::memcpy(p, &words, lanes.count * sizeof(*p));
 }
 #endif
 
-inline Vec<float> load(const float* p, All) { return read<Vec<float>>(p); }
-inline Vec<double> load(const double* p, All) { return read<Vec<double>>(p); }
-template <class T>
-inline Vec<float> load(const T* p, All) {
-  return widen(read<Bits16>(p), T{});
-}
-inline Vec<float> load(const float* p, First lanes) { return read_first(p, lanes); }
-inline Vec<double> load(const double* p, First lanes) { return read_first(p, lanes); }
-template <class T>
-inline Vec<float> load(const T* p, First lanes) {
-  return widen(read_first(p, lanes), T{});
+// A pack of T, or of parameters for it, as Acc in the order of T.
+template <class T, class Element, class Lanes>
+inline Pack<AccOf<T>> load(const Element* p, Lanes lanes) {
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    return widen(read_words(p, lanes));
+  } else if constexpr (kEvenOdd<T>) {
+    return to_even_odd(read(p, lanes));
+  } else {
+    return read(p, lanes);
+  }
 }
 
-inline void store(float* p, Vec<float> v, All) { write(p, v); }
-inline void store(double* p, Vec<double> v, All) { write(p, v); }
-template <class T>
-inline void store(T* p, Vec<float> v, All) {
-  write(p, narrow(v, T{}));
+// any_nan: whether the pack may hold a NaN whose lower 16 bits are not zero.
+template <class T, bool any_nan, class Element, class Lanes>
+inline void store(Element* p, const Pack<AccOf<T>>& pack, Lanes lanes) {
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    write_words(p, narrow<any_nan>(pack), lanes);
+  } else if constexpr (kEvenOdd<T>) {
+    write(p, from_even_odd(pack), lanes);
+  } else {
+    write(p, pack, lanes);
+  }
 }
-inline void store(float* p, Vec<float> v, First lanes) { write_first(p, v, lanes); }
-inline void store(double* p, Vec<double> v, First lanes) { write_first(p, v, lanes); }
+
+// Asks for the memory of a pack that will be read soon; it may lie outside the tensor, which is harmless.
 template <class T>
-inline void store(T* p, Vec<float> v, First lanes) {
-  write_first(p, narrow(v, T{}), lanes);
+inline void prefetch(const T* p) {
+  constexpr int kLine = 64;
+  for (int byte = 0; byte < kPackSize<AccOf<T>> * static_cast<int>(sizeof(T)); byte += kLine) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte);
+  }
+}
+
+// ---- doubles, for sums over many rows
+// -------------------------------------------------------------------------------
+
+template <class Acc>
+struct Doubles {
+  typename VectorOf<double, kPackSize<Acc> * 4>::type a, b;  // as many lanes as Vec<Acc>
+};
+template <class Acc>
+inline void add(Doubles<Acc>& total, const Pack<Acc>& pack) {
+  total.a += __builtin_convertvector(pack.a, decltype(total.a));
+  total.b += __builtin_convertvector(pack.b, decltype(total.b));
+}
+template <class Acc>
+inline Pack<Acc> rounded(const Doubles<Acc>& total) {
+  return {__builtin_convertvector(total.a, Vec<Acc>), __builtin_convertvector(total.b, Vec<Acc>)};
 }
 
 }  // namespace
