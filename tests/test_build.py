@@ -276,22 +276,14 @@ def test_kernels_use_vectors(functions, kernel, capability, register):
     assert len(fused) >= 10
 
 
-def test_vector_instructions_stay_with_their_capability(functions):
-    """Elsewhere they crash older CPUs, as when the linker keeps one instruction set's std::max for all."""
-    encoded_for = {"AVX": ("AVX2", "AVX512"), "AVX512": ("AVX512",)}
+def test_vector_instructions_stay_in_the_kernels(functions):
+    """Elsewhere they crash older CPUs, as when the linker keeps one instruction set's std::max for all.
+
+    What is in an anonymous namespace, the linker does not share.
+    """
     for name, body in functions.items():
-        for instruction in body:
-            needs = (
-                "AVX512"
-                if re.search("%zmm|%k[1-7]", instruction)
-                else "AVX"
-                if instruction[0] == "v"
-                else None
-            )
-            assert needs is None or any(capability in name for capability in encoded_for[needs]), (
-                name,
-                instruction,
-            )
+        if not re.search(r"AVX|\(anonymous namespace\)", name):
+            assert not [i for i in body if i.startswith("v") or "%zmm" in i], name
 
 
 def test_the_torch_built_against_is_required():
