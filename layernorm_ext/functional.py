@@ -81,10 +81,11 @@ def _layer_norm_jagged(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Normalize the rows of a jagged tensor, which lie one after the other in ``input.values()``."""
-    if len(normalized_shape) > input.dim() - 2:
+    if input._ragged_idx != 1 or len(normalized_shape) > input.dim() - 2:
         raise RuntimeError(
-            f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with at least "
-            f"{len(normalized_shape) + 2} dimensions, of which the second is ragged, but got input with {input.dim()}"
+            f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with only regular dimensions "
+            f"among the last {len(normalized_shape)}, and the ragged one second, but got input of size"
+            f"{list(input.shape)}"
         )
     values = layer_norm(input.values(), normalized_shape, weight, bias, eps)
     return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths())

@@ -24,9 +24,15 @@ namespace {
 // Columns of one task where the columns are shared out.
 constexpr int64_t kTile = 1024;
 
-// Rows of a sweep: they share the loads of weight, and the loads and stores of the partial sums.
+// Rows of a sweep that share the loads of weight, and the loads and stores of the partial sums: narrow ones
+// for speed, as in forward, and very long ones because what they share does not stay in the first-level
+// cache.
 constexpr int kSumRows = 2;
 constexpr int kSweepRows = 2;
+template <class T>
+int64_t sweep_rows(int64_t cols) {
+  return is_narrow<T>(cols) || cols * static_cast<int64_t>(sizeof(T)) >= 8192 ? kSweepRows : 1;
+}
 
 // What the second sweep needs to know of a row: with d = x * scale - mean,
 //   xhat = d * rstd_scaled + minus_shift        dx = g * rstd + (xhat * minus_c1 + minus_c2)
@@ -168,8 +174,6 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
     if (with_dweight && !first) dw = read(dweight + j, All{});
     if (with_dbias && !first) db = read(dbias + j, All{});
     for (int k = 0; k < kCount; ++k) {
-      prefetch(dy + (kCount + k) * dy_stride + j);
-      if constexpr (with_dx || with_dweight) prefetch(x + (kCount + k) * x_stride + j);
       const auto v = load<T>(dy + k * dy_stride + j, lanes);
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
@@ -225,11 +229,11 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t cou
       b.p.grad_input != nullptr, b.p.grad_weight != nullptr, b.p.grad_bias != nullptr);
 }
 
-// Calls f(first row, rows) for the rows of a slot, kSweepRows at a time.
+// Calls f(first row, rows) for the rows of a slot, at most `step` at a time.
 template <class F>
-void for_rows_of_slot(int64_t rows, int64_t slot, const F& f) {
+void for_rows_of_slot(int64_t rows, int64_t slot, int64_t step, const F& f) {
   const int64_t end = min(rows, (slot + 1) * rows_per_slot(rows));
-  for (int64_t r = slot * rows_per_slot(rows); r < end; r += kSweepRows) f(r, min(kSweepRows, end - r));
+  for (int64_t r = slot * rows_per_slot(rows); r < end; r += step) f(r, min(step, end - r));
 }
 
 // Adds the slots' partial sums of one parameter's gradient over columns [begin, end).
@@ -247,13 +251,13 @@ template <class T, class W>
 void backward(const Backward<T, W>& b) {
   using Acc = AccOf<T>;
   const BackwardParams& p = b.p;
-  const int64_t slot_rows = rows_per_slot(p.rows);
+  const int64_t slot_rows = rows_per_slot(p.rows), step = sweep_rows<T>(p.cols);
 
   if (b.slots >= num_threads() || p.cols <= kTile) {
     const bool narrow = is_narrow<T>(p.cols);
     parallel_for(b.slots, ceil_div(kGrain, slot_rows * p.cols), [&](int64_t slot, int64_t end) {
       for (; slot < end; ++slot) {
-        for_rows_of_slot(p.rows, slot, [&](int64_t r, int64_t count) {
+        for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
           Coefficients<Acc> c[kSweepRows];
           int64_t k = 0;
           if (narrow) {
@@ -279,7 +283,7 @@ void backward(const Backward<T, W>& b) {
     parallel_for(b.slots * tiles, ceil_div(kGrain, slot_rows * kTile), [&](int64_t task, int64_t end) {
       for (; task < end; ++task) {
         const int64_t slot = task / tiles, begin = task % tiles * kTile;
-        for_rows_of_slot(p.rows, slot, [&](int64_t r, int64_t count) {
+        for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
           sweep_columns(b, slot, r, count, r == slot * slot_rows, b.coefficients + r, begin,
                         min(kTile, p.cols - begin));
         });

@@ -72,7 +72,6 @@ void normalize(const T* x, int64_t stride, const Groups& groups, const Statistic
       if (weight) w = load<T>(weight + j, lanes);
       if (bias) b = load<T>(bias + j, lanes);
       for (int r = 0; r < kCount; ++r) {
-        prefetch(x + (kCount + r) * stride + j);
         const auto d = load_row<T, scaled>(x + r * stride + j, lanes) - stats[r].mean - stats[r].correction;
         auto v = d * stats[r].rstd;  // xhat
         if (weight && bias) {

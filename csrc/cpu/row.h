@@ -29,9 +29,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kChunk = 4096;
 constexpr int64_t kMaxGroups = 256;
 
-// Narrow rows are swept kRows at a time, which keeps the adders busy and shares the loads of the parameters;
-// four of them fit the first-level cache (at 4096 bytes they would compete for the same lines of it). Wide
-// rows are swept one by one, with two packs in flight.
+// Narrow rows are swept kRows at a time, which keeps the adders busy and shares the loads of the parameters.
+// Longer rows are swept one by one, with two packs in flight: in several streams the memory would be read
+// more slowly.
 constexpr int kRows = 4;
 template <class T>
 inline bool is_narrow(int64_t cols) {

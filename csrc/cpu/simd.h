@@ -407,15 +407,6 @@ inline void store(Element* p, const Pack<AccOf<T>>& pack, Lanes lanes) {
   }
 }
 
-// Asks for the memory of a pack that will be read soon; it may lie outside the tensor, which is harmless.
-template <class T>
-inline void prefetch(const T* p) {
-  constexpr int kLine = 64;
-  for (int byte = 0; byte < kPackSize<AccOf<T>> * static_cast<int>(sizeof(T)); byte += kLine) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte);
-  }
-}
-
 // ---- doubles, for sums over many rows
 // -------------------------------------------------------------------------------
 
