@@ -256,9 +256,8 @@ def plot(runs: tuple[Run, Run], accuracies: tuple[float, float], steps_per_epoch
     for run, accuracy, style in zip(runs, accuracies, styles, strict=True):
         smooth = np.convolve(run.losses, epoch, mode="valid")
         above.plot(epochs[-len(smooth) :], smooth, label=f"{run.name}: test accuracy {accuracy:.2%}", **style)
-    below.semilogy(
-        epochs, np.abs(np.subtract(runs[1].losses, runs[0].losses)), color="#16336b", linewidth=0.8
-    )
+    difference = np.abs(np.subtract(runs[1].losses, runs[0].losses))
+    below.semilogy(epochs, difference, ".", color="#16336b", markersize=2)
     figure.suptitle("Vision transformer on handwritten digits, same seed, two layer norms")
     above.set_ylabel("training loss\n(mean over an epoch)")
     above.legend()
