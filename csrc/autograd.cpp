@@ -49,8 +49,8 @@ Tensor centre(const Tensor& x, const Dims& dims) {
   return d - dims.mean(d);
 }
 
-Outputs forward_composite(const Tensor& input, SymIntArrayRef normalized_shape,
-                          const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
+Outputs forward_composite(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+                          const optional<Tensor>& bias, double eps) {
   check_forward(input, normalized_shape, weight, bias);
   const Dims dims(input, normalized_shape.size());
   const auto acc = accumulate_type(input);
@@ -68,8 +68,8 @@ struct Terms {
   // `saved_rstd` is a constant to autograd; where derivatives of rstd are wanted, it is multiplied by a
   // factor of value one that has them: rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - value
   // of var)), which needs no eps.
-  Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_,
-        size_t count, bool differentiate_rstd)
+  Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_, size_t count,
+        bool differentiate_rstd)
       : dims(input, count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
     const auto acc = saved_rstd.scalar_type();
     const Tensor d = centre(input.to(acc), dims);
@@ -151,8 +151,7 @@ struct LayerNormBackwardBackward : torch::autograd::Node {
       if (vx.defined()) grad_x = grad_x - t.rstd * t.xhat * t.dims.mean(vx * t.project(t.g));
       grads[1] = (t.rstd * grad_x).to(x.scalar_type());
     }
-    if (task_should_compute_output(2) && u.defined())
-      grads[2] = t.dims.sum_rows(t.dy * u).to(w.scalar_type());
+    if (task_should_compute_output(2) && u.defined()) grads[2] = t.dims.sum_rows(t.dy * u).to(w.scalar_type());
     return grads;
   }
 
@@ -172,8 +171,7 @@ struct LayerNormBackward : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!grads[0].defined()) return variable_list(3);
-    const Mask mask{task_should_compute_output(0), task_should_compute_output(1),
-                    task_should_compute_output(2)};
+    const Mask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     auto [grad_input, grad_weight, grad_bias] =
         call_backward(grads[0], input.unpack(), normalized_shape, mean.unpack(), rstd.unpack(),
                       as_optional(weight.unpack()), as_optional(bias.unpack()), mask);
@@ -202,8 +200,7 @@ bool requires_grad(const optional<Tensor>& t) { return t && requires_grad(*t); }
 
 // Inside torch.func.grad, vjp, jvp and the like, whose tensors a C++ Node cannot save.
 bool inside_transform() {
-  return c10::impl::tls_local_dispatch_key_set().included_.has(
-      c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
 Outputs forward_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
@@ -215,8 +212,7 @@ Outputs forward_autograd(const Tensor& input, SymIntArrayRef normalized_shape, c
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_forward(input, normalized_shape, weight, bias, eps);
   };
-  if (!at::GradMode::is_enabled() ||
-      !(requires_grad(input) || requires_grad(weight) || requires_grad(bias))) {
+  if (!at::GradMode::is_enabled() || !(requires_grad(input) || requires_grad(weight) || requires_grad(bias))) {
     return call();
   }
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
@@ -244,8 +240,7 @@ Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, SymInt
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask);
   };
-  if (!at::GradMode::is_enabled() ||
-      !(requires_grad(grad_output) || requires_grad(input) || requires_grad(weight))) {
+  if (!at::GradMode::is_enabled() || !(requires_grad(grad_output) || requires_grad(input) || requires_grad(weight))) {
     return call();
   }
   const Tensor w = weight.value_or(Tensor());

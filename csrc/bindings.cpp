@@ -9,8 +9,7 @@ namespace {
 
 // What layernorm_ext.layer_norm calls in eager mode: a third of the cost of the way through torch.ops.
 at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                      const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-                      double eps) {
+                      const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps) {
   return std::get<0>(layernorm::call_forward(input, normalized_shape, weight, bias, eps));
 }
 
@@ -18,9 +17,8 @@ at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_sh
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
-  m.def("layer_norm", &layer_norm, py::arg("input"), py::arg("normalized_shape"),
-        py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5,
-        py::call_guard<py::gil_scoped_release>());
+  m.def("layer_norm", &layer_norm, py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
+        py::arg("bias") = py::none(), py::arg("eps") = 1e-5, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

@@ -46,20 +46,31 @@ void check_parameter(const char* name, const Tensor& input, SymIntArrayRef norma
                      const optional<Tensor>& parameter) {
   if (!present(parameter)) return;
   TORCH_CHECK(parameter->sym_sizes().equals(normalized_shape), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ",
-              parameter->sym_sizes(), " and normalized_shape = ", normalized_shape);
+              " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
+              " and normalized_shape = ", normalized_shape);
+}
+
+void check_input_type(const Tensor& input) {
+  const auto type = input.scalar_type();
+  if (type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16) return;
+  const auto message = c10::str(
+      "Expected input of dtype Double, Float, Half or BFloat16 (with parameters of the same dtype; for Half "
+      "and BFloat16 also Float), but got input of dtype ",
+      name_of(type));
+  // To a fake tensor, a NotImplementedError of the shape function would mean that there is none.
+  TORCH_CHECK(!input.is_meta(), message);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, message);
 }
 
 void check_parameter_type(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
   if (!present(parameter)) return;
   const auto type = input.scalar_type(), parameter_type = parameter->scalar_type();
   const bool reduced = type == at::kHalf || type == at::kBFloat16;
-  TORCH_CHECK(parameter_type == type || (reduced && parameter_type == at::kFloat), "Expected ", name,
-              " of dtype ", name_of(type), reduced ? " or Float" : "", " for input of dtype ", name_of(type),
-              ", but got ", name, " of dtype ", name_of(parameter_type));
-  TORCH_CHECK(parameter->device() == input.device(), "Expected ", name,
-              " to be on the device of input, but got ", name, " on ", parameter->device(), " and input on ",
-              input.device());
+  TORCH_CHECK(parameter_type == type || (reduced && parameter_type == at::kFloat), "Expected ", name, " of dtype ",
+              name_of(type), reduced ? " or Float" : "", " for input of dtype ", name_of(type), ", but got ", name,
+              " of dtype ", name_of(parameter_type));
+  TORCH_CHECK(parameter->device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
+              " on ", parameter->device(), " and input on ", input.device());
 }
 
 c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalized_shape) {
@@ -73,11 +84,10 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
   TORCH_CHECK(statistic.sym_sizes().equals(shape), "Expected ", name, " of shape ", shape, ", but got ", name,
               " of shape ", statistic.sym_sizes());
   TORCH_CHECK(statistic.scalar_type() == accumulate_type(input), "Expected ", name, " of dtype ",
-              name_of(accumulate_type(input)), " for input of dtype ", name_of(input.scalar_type()),
-              ", but got ", name, " of dtype ", name_of(statistic.scalar_type()));
-  TORCH_CHECK(statistic.device() == input.device(), "Expected ", name,
-              " to be on the device of input, but got ", name, " on ", statistic.device(), " and input on ",
-              input.device());
+              name_of(accumulate_type(input)), " for input of dtype ", name_of(input.scalar_type()), ", but got ", name,
+              " of dtype ", name_of(statistic.scalar_type()));
+  TORCH_CHECK(statistic.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
+              " on ", statistic.device(), " and input on ", input.device());
   TORCH_CHECK(statistic.is_contiguous(), "Expected ", name, " to be contiguous, but got ", name, " of shape ",
               statistic.sym_sizes(), " and strides ", statistic.sym_strides());
 }
@@ -96,25 +106,18 @@ void check_forward(const Tensor& input, SymIntArrayRef normalized_shape, const o
   const auto sizes = input.sym_sizes();
   const size_t count = normalized_shape.size();
   TORCH_CHECK(sizes.size() >= count && sizes.slice(sizes.size() - count).equals(normalized_shape),
-              "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ",
-              join(normalized_shape), "], but got input of size", sizes);
-  const auto type = input.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16,
-      "Expected input of dtype Double, Float, Half or BFloat16 (with parameters of the same dtype; for Half "
-      "and BFloat16 "
-      "also Float), but got input of dtype ",
-      name_of(type));
+              "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ", join(normalized_shape),
+              "], but got input of size", sizes);
+  check_input_type(input);
   check_parameter_type("weight", input, weight);
   check_parameter_type("bias", input, bias);
   TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
-              "Expected weight and bias of the same dtype, but got weight of dtype ",
-              name_of(weight->scalar_type()), " and bias of dtype ", name_of(bias->scalar_type()));
+              "Expected weight and bias of the same dtype, but got weight of dtype ", name_of(weight->scalar_type()),
+              " and bias of dtype ", name_of(bias->scalar_type()));
 }
 
-void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                    const Tensor& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                    const optional<Tensor>& bias) {
+void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape, const Tensor& mean,
+                    const Tensor& rstd, const optional<Tensor>& weight, const optional<Tensor>& bias) {
   check_forward(input, normalized_shape, weight, bias);
   TORCH_CHECK(grad_output.sym_sizes().equals(input.sym_sizes()),
               "Expected grad_output to be of the shape of input, but got grad_output of shape ",
@@ -123,8 +126,8 @@ void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayR
               "Expected grad_output to be of the dtype of input, but got grad_output of dtype ",
               name_of(grad_output.scalar_type()), " and input of dtype ", name_of(input.scalar_type()));
   TORCH_CHECK(grad_output.device() == input.device(),
-              "Expected grad_output to be on the device of input, but got grad_output on ",
-              grad_output.device(), " and input on ", input.device());
+              "Expected grad_output to be on the device of input, but got grad_output on ", grad_output.device(),
+              " and input on ", input.device());
   const auto shape = statistics_shape(input, normalized_shape);
   check_statistic("mean", mean, input, shape);
   check_statistic("rstd", rstd, input, shape);
@@ -227,9 +230,8 @@ Outputs forward(const Tensor& input, SymIntArrayRef normalized_shape, const opti
 }
 
 template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(int64_t rows, int64_t cols, Dtype)>
-Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                 const Tensor& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                 const optional<Tensor>& bias, Mask output_mask) {
+Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape, const Tensor& mean,
+                 const Tensor& rstd, const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
   check_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
@@ -325,6 +327,21 @@ LAYERNORM_LIBRARY_IMPL(CPU, m) {
   m.impl("forward", &layernorm::forward<layernorm::cpu::forward>);
   m.impl("backward", &layernorm::backward<layernorm::cpu::backward, layernorm::cpu::backward_workspace>);
 }
+
+#ifndef WITH_CUDA
+namespace {
+// Says more than the dispatcher's list of all backends.
+void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
+  TORCH_CHECK(false,
+              "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");
+}
+}  // namespace
+
+LAYERNORM_LIBRARY_IMPL(CUDA, m) {
+  m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+#endif
 
 LAYERNORM_LIBRARY_IMPL(Meta, m) {
   m.impl("forward", &layernorm::forward_meta);

@@ -21,15 +21,15 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor>;
 using Mask = std::array<bool, 3>;
 
 // Through the dispatcher. (output, mean, rstd) and (grad_input, grad_weight, grad_bias).
-Outputs call_forward(const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps);
+Outputs call_forward(const Tensor& input, c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& weight,
+                     const std::optional<Tensor>& bias, double eps);
 Outputs call_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                       const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, Mask output_mask);
 
 // Throw, naming the argument and both values, unless the operators' kernels can use these arguments.
-void check_forward(const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                   const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
+void check_forward(const Tensor& input, c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& weight,
+                   const std::optional<Tensor>& bias);
 void check_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                     const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
                     const std::optional<Tensor>& bias);

@@ -26,9 +26,7 @@ QUANTITIES = ("output", "grad_input", "grad_weight", "grad_bias")
 # Many rows, short rows, and rows too long for registers: each takes another way through the kernels.
 CHECKED_SHAPES = ((1024, 768), (8192, 64), (3, 20001))
 TIMED_SHAPES = ((32, 768), (4096, 768), (65536, 64))
-MEAN = (
-    100.0  # of the rows, whose standard deviation is 1: hard enough to tell a good variance from a poor one
-)
+MEAN = 100.0  # of the rows, whose standard deviation is 1: hard enough to tell a good variance from a poor one
 EPS = 1e-5
 SECONDS_PER_TIMING = 0.25
 
@@ -119,9 +117,7 @@ def measure(
             bound = torch.finfo(result.dtype).eps / 2 * value.abs() + ARITHMETIC_BOUND[dtype] * terms
             if not (error <= bound).all():  # written so that NaN fails too
                 excess = (error / bound).max().item()
-                outside.append(
-                    f"the error of {quantity} is {excess:.3g} times its bound at {shape[0]}x{shape[1]}"
-                )
+                outside.append(f"the error of {quantity} is {excess:.3g} times its bound at {shape[0]}x{shape[1]}")
     return torch.tensor(relative).amax(dim=0).tolist(), outside  # amax, unlike max(), keeps a NaN
 
 
@@ -140,9 +136,7 @@ def make_arguments(
     )
 
 
-def forward_and_backward(
-    function: LayerNorm, x: Tensor, w: Tensor, b: Tensor, dy: Tensor
-) -> tuple[Tensor, ...]:
+def forward_and_backward(function: LayerNorm, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     """Return the QUANTITIES."""
     for tensor in (x, w, b):
         tensor.requires_grad_()
@@ -198,9 +192,7 @@ def time_both(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> list[t
     return [forward, compare(*backward, device)]
 
 
-def compare(
-    ours: Callable[[], object], theirs: Callable[[], object], device: str
-) -> tuple[float, float, float]:
+def compare(ours: Callable[[], object], theirs: Callable[[], object], device: str) -> tuple[float, float, float]:
     """Return the median microseconds of both, timed in turn for SECONDS_PER_TIMING, and of their ratios."""
 
     def microseconds(call: Callable[[], object], repeats: int) -> float:

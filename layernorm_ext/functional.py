@@ -71,9 +71,7 @@ def _layer_norm_general(
         return _layer_norm_jagged(input, normalized_shape, weight, bias, eps)
     if has_torch_function_variadic(input, weight, bias):
         tensors = (input, weight, bias)
-        return handle_torch_function(
-            layer_norm, tensors, input, normalized_shape, weight=weight, bias=bias, eps=eps
-        )
+        return handle_torch_function(layer_norm, tensors, input, normalized_shape, weight=weight, bias=bias, eps=eps)
     return torch.ops.layernorm.forward(input, normalized_shape, weight, bias, eps)[0]
 
 

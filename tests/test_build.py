@@ -35,9 +35,7 @@ def test_finds_torch_outside_the_isolation(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.path[:] = [entry for entry in sys.path if not entry.endswith('-packages')]\n"
     )
-    code = (
-        "from build_support.target_torch import *; print(is_importable(), make_importable(), is_importable())"
-    )
+    code = "from build_support.target_torch import *; print(is_importable(), make_importable(), is_importable())"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONNOUSERSITE": "1"}
     assert run(sys.executable, "-P", "-c", code, env=environment).split() == ["False", "True", "True"]
 
@@ -54,9 +52,7 @@ def test_oldest_torch_is_stated_once():
 
 def test_refuses_to_build_without_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "env no-such-compiler -m64")
-    with pytest.raises(
-        BuildError, match="the C\\+\\+ compiler 'no-such-compiler' is not on PATH; install g\\+\\+"
-    ):
+    with pytest.raises(BuildError, match="the C\\+\\+ compiler 'no-such-compiler' is not on PATH; install g\\+\\+"):
         extension.setup_arguments()
 
 
@@ -89,9 +85,7 @@ class Machine:
         home = self.folder / f"cuda-{version}"
         nvcc = home / "bin" / "nvcc"
         nvcc.parent.mkdir(parents=True)
-        nvcc.write_text(
-            f'#!/bin/sh\n[ "$1" = --version ] && echo "release {version}, V{version}.1" || echo {known}\n'
-        )
+        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release {version}, V{version}.1" || echo {known}\n')
         nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
         if header:
             (home / "include").mkdir()
@@ -147,17 +141,13 @@ def test_force_cuda_must_be_0_or_1(machine):
 
 def test_a_visible_gpu_without_a_toolkit_is_an_error(machine):
     machine.use_torch("13.0", gpus=[(9, 0)])
-    with pytest.raises(
-        BuildError, match="a GPU is visible, but no CUDA toolkit was found; install the CUDA 13.0"
-    ):
+    with pytest.raises(BuildError, match="a GPU is visible, but no CUDA toolkit was found; install the CUDA 13.0"):
         cuda.plan(has_kernels=True)
 
 
 def test_another_major_version_of_cuda_is_an_error(machine):
     home = machine.install_toolkit(version="12.8")
-    message = (
-        f"torch 2.13.0+cu130 uses CUDA 13.0, but the toolkit in {home} is CUDA 12.8; install the CUDA 13.0"
-    )
+    message = f"torch 2.13.0+cu130 uses CUDA 13.0, but the toolkit in {home} is CUDA 12.8; install the CUDA 13.0"
     with pytest.raises(BuildError, match=re.escape(message)):
         cuda.plan(has_kernels=True)
 
@@ -185,9 +175,7 @@ def test_cuda_home_comes_first_and_must_be_a_toolkit(machine):
     machine.set(CUDA_HOME=chosen)
     assert cuda.find_toolkit().home == chosen
     machine.set(CUDA_HOME="/nowhere")
-    with pytest.raises(
-        BuildError, match=r"bin/nvcc and include/cuda_runtime\.h not found in /nowhere; install"
-    ):
+    with pytest.raises(BuildError, match=r"bin/nvcc and include/cuda_runtime\.h not found in /nowhere; install"):
         cuda.find_toolkit()
 
 
@@ -333,9 +321,7 @@ def test_without_an_installed_package_the_checkout_says_what_to_do(checkout):
 
 def test_a_package_built_in_place_is_left_alone(tmp_path):
     (tmp_path / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
-    spec = importlib.machinery.ModuleSpec(
-        "layernorm_ext", None, origin=str(tmp_path / "__init__.py"), is_package=True
-    )
+    spec = importlib.machinery.ModuleSpec("layernorm_ext", None, origin=str(tmp_path / "__init__.py"), is_package=True)
     spec.submodule_search_locations.append(str(tmp_path))
     before = dict(sys.modules)
     _locate.use_installed_package(spec)

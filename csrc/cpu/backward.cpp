@@ -151,8 +151,8 @@ void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c)
 // Second sweep over columns [begin, begin + n) of kCount rows from row r on; `first` if they are the first of
 // their slot. A compile-time flag for each gradient: tested in the loop, they cost a third of the speed.
 template <int kCount, bool scaled, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
-void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
-                   const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
+void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, const Coefficients<AccOf<T>>* c,
+                   int64_t begin, int64_t n) {
   using Acc = AccOf<T>;
   const T* const x = b.x(r);
   const T* const dy = b.dy(r);
@@ -161,8 +161,7 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
   Acc* const dweight = b.dweight(slot);
   Acc* const dbias = b.dbias(slot);
   const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, cols = b.p.cols;
-  Acc mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount],
-      minus_c2[kCount];
+  Acc mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
     mean[k] = c[k].mean, rstd_scaled[k] = c[k].rstd_scaled, minus_shift[k] = c[k].minus_shift;
     rstd[k] = scaled ? rstd_scaled[k] * c[k].scale : rstd_scaled[k], minus_c1[k] = c[k].minus_c1;
@@ -198,9 +197,7 @@ void with_constants(const F& f) {
 }
 template <class F, class... Flags>
 void with_constants(const F& f, bool flag, Flags... flags) {
-  const auto rest = [&](auto constant) {
-    with_constants([&](auto... others) { f(constant, others...); }, flags...);
-  };
+  const auto rest = [&](auto constant) { with_constants([&](auto... others) { f(constant, others...); }, flags...); };
   flag ? rest(std::true_type{}) : rest(std::false_type{});
 }
 
@@ -218,11 +215,9 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t cou
         for (int64_t k = 0; k < count; ++k) {
           const bool first_row = first && k == 0;
           if (c[k].scale == 1) {
-            sweep_columns<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k,
-                                                                       begin, n);
+            sweep_columns<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
           } else {
-            sweep_columns<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin,
-                                                                      n);
+            sweep_columns<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
           }
         }
       },
@@ -241,8 +236,7 @@ template <class T, class W>
 void add_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
   for_each_pack<AccOf<T>, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
     Doubles<AccOf<T>> total = {};
-    for (int64_t slot = 0; slot < b.slots; ++slot)
-      add(total, read(partials + 2 * slot * b.padded_cols + j, All{}));
+    for (int64_t slot = 0; slot < b.slots; ++slot) add(total, read(partials + 2 * slot * b.padded_cols + j, All{}));
     store<T, true>(gradient + j, rounded<AccOf<T>>(total), lanes);
   });
 }

@@ -63,8 +63,8 @@ void statistics(const T* x, int64_t stride, const Groups& groups, double eps, St
 }
 
 template <class Threads, int kCount, bool scaled, class T, class W>
-void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>>* stats,
-               const W* weight, const W* bias, T* y) {
+void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>>* stats, const W* weight,
+               const W* bias, T* y) {
   using Acc = AccOf<T>;
   Threads::for_each(groups, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {

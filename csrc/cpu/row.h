@@ -91,17 +91,14 @@ static_assert(kNarrowParts <= 2 && kWideParts <= 2, "for_each_pack handles one w
 
 struct Groups {
   explicit Groups(int64_t cols)
-      : cols(cols),
-        length(kChunk * ceil_div(ceil_div(cols, kChunk), kMaxGroups)),
-        count(ceil_div(cols, length)) {}
+      : cols(cols), length(kChunk * ceil_div(ceil_div(cols, kChunk), kMaxGroups)), count(ceil_div(cols, length)) {}
 
   // Adds f(begin, columns) over the chunks of one group.
   template <class Sum, class F>
   Sum sum(int64_t group, const F& f) const {
     const int64_t begin = group * length, end = min(cols, begin + length);
     Sum total = f(begin, min(kChunk, end - begin));
-    for (int64_t chunk = begin + kChunk; chunk < end; chunk += kChunk)
-      total += f(chunk, min(kChunk, end - chunk));
+    for (int64_t chunk = begin + kChunk; chunk < end; chunk += kChunk) total += f(chunk, min(kChunk, end - chunk));
     return total;
   }
 

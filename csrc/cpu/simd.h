@@ -100,14 +100,10 @@ inline Pack<Acc> operator*(const Pack<Acc>& x, const Y& y) {
 // x * y + z with one rounding, where the instruction set has it.
 #if defined(__AVX512F__)
 inline Vec<float> fma_vectors(Vec<float> x, Vec<float> y, Vec<float> z) { return _mm512_fmadd_ps(x, y, z); }
-inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) {
-  return _mm512_fmadd_pd(x, y, z);
-}
+inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) { return _mm512_fmadd_pd(x, y, z); }
 #elif defined(__AVX2__)
 inline Vec<float> fma_vectors(Vec<float> x, Vec<float> y, Vec<float> z) { return _mm256_fmadd_ps(x, y, z); }
-inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) {
-  return _mm256_fmadd_pd(x, y, z);
-}
+inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) { return _mm256_fmadd_pd(x, y, z); }
 #else
 template <class V>
 inline V fma_vectors(V x, V y, V z) {
@@ -212,8 +208,7 @@ inline Vec<float> load_half(const Half* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline void store_half(Half* p, Vec<float> v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
 }
 #elif defined(__AVX2__)
 inline Vec<float> load_half(const Half* p) {
@@ -266,8 +261,7 @@ inline Vec<float> permute_quarters(__m256 v) {
   return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
 }
 inline Pack<float> to_even_odd(const Pack<float>& p) {
-  return {permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)),
-          permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
+  return {permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)), permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
 }
 inline Pack<float> from_even_odd(const Pack<float>& p) {
   const __m256 a = permute_quarters(p.a), b = permute_quarters(p.b);
@@ -350,8 +344,7 @@ inline void write(double* p, const Pack<double>& pack, First lanes) {
 }
 inline void write(Half* p, const Pack<float>& pack, First lanes) {
   _mm256_mask_storeu_epi16(p, mask(lanes), _mm512_maskz_cvtps_ph(0xffff, pack.a, _MM_FROUND_TO_NEAREST_INT));
-  _mm256_mask_storeu_epi16(p + 16, mask(lanes) >> 16,
-                           _mm512_maskz_cvtps_ph(0xffff, pack.b, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_mask_storeu_epi16(p + 16, mask(lanes) >> 16, _mm512_maskz_cvtps_ph(0xffff, pack.b, _MM_FROUND_TO_NEAREST_INT));
 }
 inline void write_words(BFloat16* p, Words words, First lanes) {
   _mm512_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m512i>(words));
@@ -378,9 +371,7 @@ inline void write(T* p, const Pack<AccOf<T>>& pack, First lanes) {
   write(buffer.elements, pack, All{});
   std::memcpy(p, &buffer, lanes.count * sizeof(T));
 }
-inline void write_words(BFloat16* p, Words words, First lanes) {
-  std::memcpy(p, &words, lanes.count * sizeof(*p));
-}
+inline void write_words(BFloat16* p, Words words, First lanes) { std::memcpy(p, &words, lanes.count * sizeof(*p)); }
 #endif
 
 // A pack of T, or of parameters for it, as Acc in the order of T.

@@ -1,0 +1,223 @@
+"""Every argument is refused by name and with both values, before any memory is touched, also where autograd is off."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from layernorm_ext import _build_info
+
+X = torch.ones(2, 3)
+STATISTICS = torch.ones(2, 1)
+ALL = [True, True, True]
+
+
+def fake_tensors():
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@pytest.fixture(params=[contextlib.nullcontext, torch.inference_mode, fake_tensors], ids=["eager", "inference", "fake"])
+def context(request):
+    """The checks stand in the kernels and shape functions, not in a front that some modes go around."""
+    with request.param():
+        yield request.param
+
+
+def raises(message, error=RuntimeError):
+    return pytest.raises(error, match=re.escape(message))
+
+
+# (input, normalized_shape, weight, bias), message. Where torch checks too, the sentence is torch's.
+FORWARD = {
+    "normalized_shape is empty": (
+        (X, [], None, None),
+        "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
+        "normalized_shape = []",
+    ),
+    "input has another shape": (
+        (X, [4], None, None),
+        "Given normalized_shape=[4], expected input with shape [*, 4], but got input of size[2, 3]",
+    ),
+    "input has too few dimensions": (
+        (X, [5, 2, 3], None, None),
+        "Given normalized_shape=[5, 2, 3], expected input with shape [*, 5, 2, 3], but got input of size[2, 3]",
+    ),
+    "input has no dimension": (
+        (torch.ones(()), [3], None, None),
+        "Given normalized_shape=[3], expected input with shape [*, 3], but got input of size[]",
+    ),
+    "weight has another shape": (
+        (X, [3], torch.ones(4), None),
+        "Expected weight to be of same shape as normalized_shape, but got weight of shape [4] and "
+        "normalized_shape = [3]",
+    ),
+    "bias has another shape": (
+        (X, [3], None, torch.ones(1, 3)),
+        "Expected bias to be of same shape as normalized_shape, but got bias of shape [1, 3] and "
+        "normalized_shape = [3]",
+    ),
+    "weight is checked before bias and input": (
+        (X, [4], torch.ones(5), torch.ones(6)),
+        "Expected weight to be of same shape as normalized_shape, but got weight of shape [5] and "
+        "normalized_shape = [4]",
+    ),
+    "weight is wider than input": (
+        (X, [3], torch.ones(3).double(), None),
+        "Expected weight of dtype Float for input of dtype Float, but got weight of dtype Double",
+    ),
+    "weight is narrower than input": (
+        (X, [3], torch.ones(3).half(), None),
+        "Expected weight of dtype Float for input of dtype Float, but got weight of dtype Half",
+    ),
+    "bias is of the other 16-bit dtype": (
+        (X.half(), [3], None, torch.ones(3).bfloat16()),
+        "Expected bias of dtype Half or Float for input of dtype Half, but got bias of dtype BFloat16",
+    ),
+    "weight and bias differ": (
+        (X.half(), [3], torch.ones(3), torch.ones(3).half()),
+        "Expected weight and bias of the same dtype, but got weight of dtype Float and bias of dtype Half",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), FORWARD.values(), ids=FORWARD.keys())
+def test_forward(backend, context, arguments, message):
+    with raises(message):
+        backend.forward(*arguments, 1e-5)
+
+
+@pytest.mark.parametrize(("arguments", "message"), FORWARD.values(), ids=FORWARD.keys())
+def test_torch_agrees(arguments, message):
+    """Where torch refuses the same arguments, it does so with the same sentence and exception, or names no dtype."""
+    with pytest.raises(RuntimeError) as refusal:
+        torch.nn.functional.layer_norm(*arguments)
+    assert message == str(refusal.value) or "dtype" in message
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.complex32],
+    ids=str,
+)
+def test_unsupported_dtype(backend, context, dtype):
+    name = {
+        torch.int64: "Long",
+        torch.bool: "Bool",
+        torch.uint8: "Byte",
+        torch.complex64: "ComplexFloat",
+        torch.float8_e4m3fn: "Float8_e4m3fn",
+        torch.complex32: "ComplexHalf",
+    }[dtype]
+    message = (
+        "Expected input of dtype Double, Float, Half or BFloat16 (with parameters of the same dtype; for Half and "
+        f"BFloat16 also Float), but got input of dtype {name}"
+    )
+    with raises(message) as refusal:
+        backend.forward(torch.empty(2, 3, dtype=dtype), [3], None, None, 1e-5)
+    # torch's own exception; a shape function must not raise it, as it would mean that there is no shape function.
+    assert context is fake_tensors or isinstance(refusal.value, NotImplementedError)
+
+
+# What is changed in a right call of backward, message.
+BACKWARD = {
+    "input, as in forward": (
+        {"normalized_shape": [4]},
+        "Given normalized_shape=[4], expected input with shape [*, 4], but got input of size[2, 3]",
+    ),
+    "grad_output has another shape": (
+        {"grad_output": torch.ones(3, 2)},
+        "Expected grad_output to be of the shape of input, but got grad_output of shape [3, 2] and input of shape "
+        "[2, 3]",
+    ),
+    "grad_output has another dtype": (
+        {"grad_output": X.double()},
+        "Expected grad_output to be of the dtype of input, but got grad_output of dtype Double and input of dtype "
+        "Float",
+    ),
+    "mean has another shape": (
+        {"mean": torch.ones(2)},
+        "Expected mean of shape [2, 1], but got mean of shape [2]",
+    ),
+    "rstd has fewer rows": (
+        {"rstd": torch.ones(1, 1)},
+        "Expected rstd of shape [2, 1], but got rstd of shape [1, 1]",
+    ),
+    "rstd has another dtype": (
+        {"rstd": STATISTICS.double()},
+        "Expected rstd of dtype Float for input of dtype Float, but got rstd of dtype Double",
+    ),
+    "statistics of 16-bit input are float": (
+        {"input": X.half(), "grad_output": X.half(), "mean": STATISTICS.half()},
+        "Expected mean of dtype Float for input of dtype Half, but got mean of dtype Half",
+    ),
+    "mean is strided": (
+        {"mean": torch.ones(2, 2)[:, :1]},
+        "Expected mean to be contiguous, but got mean of shape [2, 1] and strides [2, 1]",
+    ),
+    "weight has another shape": (
+        {"weight": torch.ones(2)},
+        "Expected weight to be of same shape as normalized_shape, but got weight of shape [2] and "
+        "normalized_shape = [3]",
+    ),
+    "bias is of another dtype": (
+        {"bias": torch.ones(3).double()},
+        "Expected bias of dtype Float for input of dtype Float, but got bias of dtype Double",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BACKWARD.values(), ids=BACKWARD.keys())
+def test_backward(backend, context, changes, message):
+    arguments = {
+        "grad_output": X,
+        "input": X,
+        "normalized_shape": [3],
+        "mean": STATISTICS,
+        "rstd": STATISTICS,
+        "weight": None,
+        "bias": None,
+        "output_mask": ALL,
+    }
+    with raises(message):
+        backend.backward(**{**arguments, **changes})
+
+
+META = torch.ones(3, device="meta")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameter_on_another_device(backend, name):
+    """The meta device stands for any other. Fake tensors have a check of their own."""
+    with raises(f"Expected {name} to be on the device of input, but got {name} on meta and input on {backend.device}"):
+        backend.forward(X.to(backend.device), [3], **{name: META})
+
+
+@pytest.mark.parametrize("name", ["mean", "rstd", "grad_output"])
+def test_gradient_or_statistic_on_another_device(backend, name):
+    x, statistics = X.to(backend.device), STATISTICS.to(backend.device)
+    arguments = {"grad_output": x, "mean": statistics, "rstd": statistics}
+    arguments[name] = arguments[name].to("meta")
+    with raises(f"Expected {name} to be on the device of input, but got {name} on meta and input on {backend.device}"):
+        backend.backward(**arguments, input=x, normalized_shape=[3], weight=None, bias=None, output_mask=ALL)
+
+
+def test_not_a_tensor(backend):
+    with pytest.raises(TypeError, match="layer_norm"):
+        backend.layer_norm([[1.0, 2.0]], [2])
+
+
+def test_normalized_shape_is_not_an_int(backend):
+    """As torch's functional form; the module takes an int."""
+    with pytest.raises(TypeError):
+        backend.layer_norm(X, 3)
+
+
+@pytest.mark.skipif(_build_info.with_cuda, reason="there are CUDA kernels")
+def test_no_cuda_kernels():
+    """What a CUDA tensor meets, called by the dispatch key because there may be no CUDA device."""
+    with raises("layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints"):
+        torch.ops.layernorm.forward.default.redispatch(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), X, [3], None, None, 1e-5
+        )
