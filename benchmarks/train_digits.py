@@ -156,9 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the parameters and the batches, not of the test split"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches, not of the test split")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", default="digits.png", help="where to draw the loss curves")
     return parser.parse_args()
@@ -178,9 +176,7 @@ def new_run(name: str, norm: type[nn.LayerNorm], steps: int, args: argparse.Name
     torch.manual_seed(args.seed)
     model = VisionTransformer(norm).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    return Run(
-        name, model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    )
+    return Run(name, model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps))
 
 
 def shift(images: Tensor) -> Tensor:
@@ -226,9 +222,7 @@ def check(
     return failures
 
 
-def report(
-    runs: tuple[Run, Run], accuracies: tuple[float, float], first_epoch: float, ops: Counter[str]
-) -> None:
+def report(runs: tuple[Run, Run], accuracies: tuple[float, float], first_epoch: float, ops: Counter[str]) -> None:
     """Print the summary."""
     milliseconds = [1e3 * np.median(run.seconds) for run in runs]
     low, ratio, high = np.quantile(np.divide(runs[1].seconds, runs[0].seconds), [0.25, 0.5, 0.75])
