@@ -25,12 +25,12 @@ def layer_norm(
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
-    Mean and (biased) variance are taken over the last ``len(normalized_shape)`` dimensions. Source: Ba, Kiros and Hinton,
-    `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+    Mean and (biased) variance are taken over the last ``len(normalized_shape)`` dimensions. Source: Ba, Kiros and
+    Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Args:
-        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32, float16
-            or bfloat16. Rows may be any number of elements apart; other layouts are copied.
+        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
+            float16 or bfloat16. Rows may be any number of elements apart; other layouts are copied.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
         weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
             input. Ones if ``None``.
@@ -67,12 +67,17 @@ def layer_norm(
 def _layer_norm_general(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    if isinstance(input, Tensor) and input.is_nested and input.layout == torch.jagged:
+    if _is_jagged(input):
         return _layer_norm_jagged(input, normalized_shape, weight, bias, eps)
     if has_torch_function_variadic(input, weight, bias):
         tensors = (input, weight, bias)
         return handle_torch_function(layer_norm, tensors, input, normalized_shape, weight=weight, bias=bias, eps=eps)
     return torch.ops.layernorm.forward(input, normalized_shape, weight, bias, eps)[0]
+
+
+def _is_jagged(input: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass is asked for layer_norm alone
+        return isinstance(input, Tensor) and input.is_nested and input.layout == torch.jagged
 
 
 def _layer_norm_jagged(

@@ -1,0 +1,158 @@
+"""The operators inside torch's tracers and compilers."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import layernorm_ext
+from layernorm_ext import LayerNorm, layer_norm
+
+# Compiled code may order the sums around the operator in its own way; the operator itself gives the same bits.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def loss(x, w, b):
+    return layer_norm(x, x.shape[-1:], w, b).sin().sum()
+
+
+def arguments(rows, cols, dtype=torch.float32, param_dtype=None):
+    x = torch.randn(rows, cols).to(dtype).requires_grad_()
+    return [x, *(torch.randn(cols).to(param_dtype or dtype).requires_grad_() for _ in range(2))]
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_forward_and_backward(dynamic):
+    """With the batch changing, and with normalized_shape=x.shape[-1:] changing."""
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic)
+    for rows, cols in [(3, 8), (4, 8), (7, 8), (5, 12), (6, 16)]:
+        args = arguments(rows, cols)
+        expected, actual = loss(*args), compiled(*args)
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+        gradients = [torch.autograd.grad(value, args) for value in (actual, expected)]
+        for a, e in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, e, **TOLERANCE)
+
+
+def test_no_recompilation_when_the_batch_changes():
+    counter = CompileCounter()
+    module = torch.compile(LayerNorm(8), backend=counter, fullgraph=True)
+    for rows in (3, 4, 5, 6, 7, 8):
+        module(torch.randn(rows, 8))
+    assert counter.frame_count == 2  # with a fixed and then with a free batch, as for any operator
+
+
+def test_compiled_output_has_the_kernels_bits():
+    module, x = LayerNorm(64), torch.randn(5, 64)
+    assert torch.equal(torch.compile(module, fullgraph=True)(x), module(x))
+
+
+def test_under_autocast():
+    module = LayerNorm(16)
+    x = torch.randn(4, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, compiled = module(x), torch.compile(module, fullgraph=True)(x)
+    assert y.dtype == compiled.dtype == torch.bfloat16
+    assert torch.equal(y, compiled)
+
+
+PAIRS = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
+@pytest.mark.parametrize(("weight", "bias"), list(itertools.product([True, False], repeat=2)))
+def test_opcheck_forward(backend, dtype, param_dtype, weight, bias):
+    x = torch.randn(3, 2, 4).to(dtype).requires_grad_()
+    w = torch.randn(2, 4).to(param_dtype).requires_grad_() if weight else None
+    b = torch.randn(2, 4).to(param_dtype).requires_grad_() if bias else None
+    torch.library.opcheck(backend.forward.default, (x, (2, 4), w, b, 1e-5))
+
+
+@pytest.mark.parametrize(("weight", "bias"), list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_opcheck_backward(backend, weight, bias, mask):
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    w = torch.randn(2, 4, requires_grad=True) if weight else None
+    b = torch.randn(2, 4, requires_grad=True) if bias else None
+    _, mean, rstd = backend.forward(x, (2, 4), w, b, 1e-5)
+    dy = torch.randn(3, 2, 4, requires_grad=True)
+    torch.library.opcheck(backend.backward.default, (dy, x, (2, 4), mean, rstd, w, b, list(mask)))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced", "expanded", "empty"])
+def test_opcheck_layouts(backend, layout):
+    """Strides of the outputs are those that the shape functions promise, whatever those of the inputs."""
+    x = {
+        "transposed": torch.randn(4, 5, 3).transpose(0, 1),
+        "channels_last": torch.randn(2, 4, 5, 3).to(memory_format=torch.channels_last),
+        "sliced": torch.randn(6, 5, 3)[::2],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "empty": torch.randn(0, 3),
+    }[layout]
+    torch.library.opcheck(backend.forward.default, (x, x.shape[-1:]))
+    _, mean, rstd = backend.forward(x, x.shape[-1:])
+    arguments = (torch.randn_like(x), x, x.shape[-1:], mean, rstd, None, None, [True] * 3)
+    torch.library.opcheck(backend.backward.default, arguments)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict):
+    module = LayerNorm(8)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(module, (torch.randn(3, 8),), dynamic_shapes={"input": {0: batch}}, strict=strict)
+    assert torch.ops.layernorm.forward.default in [node.target for node in program.graph.nodes]
+    x = torch.randn(7, 8)
+    assert torch.equal(program.module()(x), module(x))
+
+
+def test_ahead_of_time_inductor(tmp_path):
+    module, x = LayerNorm(8), torch.randn(3, 8)
+    program = torch.export.export(module, (x,))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "norm.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(package)(x), module(x))
+
+
+def test_jit_trace():
+    module, x = LayerNorm(8), torch.randn(3, 8)
+    traced = torch.jit.trace(module, x)
+    assert "layernorm::forward" in str(traced.graph)
+    x = torch.randn(5, 8)
+    assert torch.equal(traced(x), module(x))
+
+
+def test_symbolic_normalized_shape():
+    """Symbolic sizes pass through the compiled entry unspecialised."""
+    graph = make_fx(lambda x: layer_norm(x, x.shape[-1:]), tracing_mode="symbolic")(torch.randn(3, 8))
+    x = torch.randn(4, 12)
+    assert torch.equal(graph(x), layer_norm(x, (12,)))
+
+
+def test_compiled_func_grad():
+    x, w, b = (t.detach() for t in arguments(3, 8))
+    gradient = torch.func.grad(loss)
+    compiled = torch.compile(gradient, fullgraph=True)
+    torch.testing.assert_close(compiled(x, w, b), gradient(x, w, b), **TOLERANCE)
+
+
+def test_double_backward_of_compiled_code_is_an_error():
+    """torch's compiler refuses it; it must not be a silent zero."""
+    args = arguments(3, 8)
+    value = torch.compile(loss)(*args)
+    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
+        torch.autograd.grad(value, args[:1], create_graph=True)[0].sum().backward()
+
+
+def test_public_names():
+    assert set(layernorm_ext.__all__) == {"LayerNorm", "layer_norm"}
