@@ -1,0 +1,80 @@
+"""What the tests run on, and how."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import hypothesis
+import pytest
+import torch
+
+import layernorm_ext
+from layernorm_ext import _C
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the operators. Tests reach them through this alone."""
+
+    name: str
+    device: str
+    forward: Callable  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
+    backward: Callable  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask)
+    layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
+
+    def __str__(self):
+        return self.name
+
+
+BACKENDS = [
+    Backend(
+        name="cpu",
+        device="cpu",
+        forward=torch.ops.layernorm.forward,
+        backward=torch.ops.layernorm.backward,
+        layer_norm=layernorm_ext.layer_norm,
+    )
+]
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill the memory of every new tensor, outputs and workspaces too, with NaN (with 255 if they are bytes).
+
+    What a kernel reads without having written it, or leaves unwritten, then shows up in the results.
+    """
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def use_threads():
+    """`torch.set_num_threads`, undone after the test."""
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)
+
+
+def pytest_report_header():
+    return f"layernorm_ext: {layernorm_ext.__file__}, CPU kernels {_C.cpu_capability()}, torch {torch.__version__}"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: takes gigabytes or seconds; runs for one instruction set only")
+
+
+# The same examples every time, so that a failure is due to the change under test; for a search that takes hours,
+# HYPOTHESIS_PROFILE=thorough or --hypothesis-profile=thorough.
+hypothesis.settings.register_profile("quick", max_examples=100, deadline=None, database=None, derandomize=True)
+hypothesis.settings.register_profile("thorough", max_examples=100_000, deadline=None, database=None)
