@@ -31,7 +31,7 @@ constexpr int kSumRows = 2;
 constexpr int kSweepRows = 2;
 template <class T>
 int64_t sweep_rows(int64_t cols) {
-  return is_narrow<T>(cols) || cols * static_cast<int64_t>(sizeof(T)) >= 8192 ? kSweepRows : 1;
+  return is_narrow<T>(cols) || is_long<T>(cols) ? kSweepRows : 1;
 }
 
 // What the second sweep needs to know of a row: with d = x * scale - mean,
@@ -254,6 +254,10 @@ void backward(const Backward<T, W>& b) {
         for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
           Coefficients<Acc> c[kSweepRows];
           int64_t k = 0;
+          if (p.grad_input && is_long<T>(p.cols)) {
+            for (; k < count; ++k) fetch_to_write(b.dx(r + k), p.cols);
+            k = 0;
+          }
           if (narrow) {
             for (; k + kSumRows <= count; k += kSumRows)
               coefficients<OneThread, kSumRows, kNarrowParts>(b, r + k, c + k);

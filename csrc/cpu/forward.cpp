@@ -98,6 +98,9 @@ void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
   Acc* mean = static_cast<Acc*>(p.mean) + r;
   Acc* rstd = static_cast<Acc*>(p.rstd) + r;
 
+  if (is_long<T>(p.cols)) {
+    Threads::for_each(groups, [&](int64_t begin, int64_t n) { fetch_to_write(y + begin, n); });
+  }
   Statistics<Acc> stats[kCount];
   statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps, stats);
   bool finite = true;
