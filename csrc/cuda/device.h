@@ -166,12 +166,12 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   int& blocks = known[{address, launching::current_device(), threads, config.shared_bytes, config.cluster}];
   if (blocks != 0) return blocks;
   if (config.cluster > 1) {
-    LaunchConfig one = config;
-    one.grid = dim3(config.cluster);
+    LaunchConfig one_cluster = config;
+    one_cluster.grid = dim3(config.cluster);
+    const launching::Config driver_config(one_cluster, architecture());
     int clusters = 0;
-    launching::check(
-        cudaOccupancyMaxActiveClusters(&clusters, kernel, &launching::Config(one, architecture()).config),
-        address, one);
+    launching::check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &driver_config.config), address,
+                     one_cluster);
     return blocks = clusters * static_cast<int>(config.cluster);
   }
   int per_multiprocessor = 0;
@@ -183,7 +183,7 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
 
 // The only way to start a kernel. Throws, with the kernel's name and configuration, if it cannot be launched.
 template <class... Params, class... Args>
-void launch(const LaunchConfig& config, void (*kernel)(Params...), Args... args) {
+void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
   allow_shared_memory(kernel, config);
   const launching::Config driver_config(config, config.overlaps_previous ? architecture() : 0);
   launching::check(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
@@ -200,7 +200,7 @@ int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
 }
 
 template <class... Params, class... Args>
-void launch(const LaunchConfig& config, void (*kernel)(Params...), Args... args) {
+void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
   emulator::launch({config.grid, config.block, config.shared_bytes, config.cluster, config.overlaps_previous,
                     config.place},
                    kernel, args...);

@@ -69,7 +69,7 @@ inline void __threadfence() {}  // memory is sequentially consistent here: a mis
 namespace emulator {
 template <class T>
 T shuffle(unsigned mask, T value, int source_lane, const Place& place) {
-  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+  static_assert(sizeof(T) <= 8);
   uint64_t bits = 0;
   std::memcpy(&bits, static_cast<const void*>(&value), sizeof(T));
   bits = warp_collective(Collective::kShuffle, mask, bits, source_lane, place);

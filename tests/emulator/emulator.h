@@ -114,7 +114,7 @@ struct Call {
 };
 
 template <class... Params, class... Args>
-void launch(const Launch& config, void (*kernel)(Params...), Args... args) {
+void launch(const Launch& config, void (*kernel)(Params...), const Args&... args) {
   Call<Params...> call{kernel, {static_cast<Params>(args)...}};
   run(config, reinterpret_cast<const void*>(kernel), &Call<Params...>::run, &call);
 }

@@ -136,10 +136,10 @@ __global__ void wait_for_all(const float* in, float* out) {
   LAYERNORM_DYNAMIC_SHARED(tile, float);
   LAYERNORM_SHARED(full, MBarrier);
   if (threadIdx.x == 0) {
-    mbarrier_init(&full, 1);
+    mbarrier_init(&full, 1);  // fault, on sm_80
     mbarrier_fence_init();
     mbarrier_arrive(&full, kRowBytes);
-    bulk_copy(tile, in, kRowBytes, &full);
+    bulk_copy(tile, in, kRowBytes, &full);  // fault, if the tile is smaller
     mbarrier_wait(&full, 0);
   }
   __syncthreads();
