@@ -177,7 +177,15 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
         fail(describe() + " of uninitialised " + place(region, a));
       }
       if (!region.writable || access == Access::kLook) continue;
-      std::erase_if(unit.reads, [&](const Record& read) { return ordered(read.when, thread); });
+      // Reads of one block between two of its barriers are not ordered: look for ordered ones when the epoch
+      // changes.
+      const Record* last = unit.reads.empty() ? nullptr : &unit.reads.back();
+      if (last &&
+          (last->when.id.block != thread.id.block || last->when.epochs.block != thread.epochs.block)) {
+        std::erase_if(unit.reads, [&](const Record& read) { return ordered(read.when, thread); });
+      } else if (last && last->when.id.thread == thread.id.thread) {
+        unit.reads.pop_back();
+      }
       unit.reads.push_back(mine);
     }
   }
