@@ -87,7 +87,10 @@ def replacements(node):
         function = text(parent.parent.child_by_field_name("function") or parent.parent)
         if re.fullmatch(r"__\w+_sync|__syncwarp", function):
             yield f"({text(node)}) >> 1"  # the mask
-    elif node in (parent.child_by_field_name("condition"), parent.type == "condition_clause" and node) and node.type in (
+    elif node in (
+        parent.child_by_field_name("condition"),
+        parent.type == "condition_clause" and node,
+    ) and node.type in (
         "identifier",
         "call_expression",
         "field_expression",
@@ -111,7 +114,9 @@ def is_constant(node):
     if node.type in CONSTANT:
         return True
     if node.type in ("declaration", "field_declaration", "function_definition", "if_statement"):
-        return any(child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr" for child in node.children)
+        return any(
+            child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr" for child in node.children
+        )
     parent = node.parent
     return parent is not None and (
         (parent.type == "array_declarator" and node == parent.child_by_field_name("size"))
@@ -337,13 +342,19 @@ def main():
 
     made, stillborn, seconds = instrument(options.csrc, folder / "csrc", options.pytest)
     mutants = [m for m in made.mutants if m.id not in stillborn and options.only in (None, m.file)]
-    print(f"{len(mutants)} mutants, {sum(m.constant for m in mutants)} of them built one by one; {len(stillborn)} more are")
-    print(f"not C++. Without one the tests take {seconds:.1f} s. {len(results)} are known from {results_file}.", flush=True)
+    print(
+        f"{len(mutants)} mutants, {sum(m.constant for m in mutants)} of them built one by one; {len(stillborn)} more are"
+    )
+    print(
+        f"not C++. Without one the tests take {seconds:.1f} s. {len(results)} are known from {results_file}.",
+        flush=True,
+    )
 
     todo = [m for m in mutants if m.name not in results]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, results_file.open("a") as kept:
         jobs = {
-            pool.submit(outcome, made, options.csrc, folder / "csrc", m, options.pytest, 30 + 10 * seconds): m for m in todo
+            pool.submit(outcome, made, options.csrc, folder / "csrc", m, options.pytest, 30 + 10 * seconds): m
+            for m in todo
         }
         for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
             mutant = jobs[job]
@@ -358,7 +369,9 @@ def main():
     survivors = {m.name for m in mutants if results[m.name] == "survived"}
     unproven = sorted(survivors - equivalent.keys())
     stale = sorted(equivalent.keys() - survivors) if options.only is None else []
-    print(f"{len(mutants)} mutants, {len(mutants) - len(survivors)} noticed, {len(survivors & equivalent.keys())} equivalent,")
+    print(
+        f"{len(mutants)} mutants, {len(mutants) - len(survivors)} noticed, {len(survivors & equivalent.keys())} equivalent,"
+    )
     print(f"{len(unproven)} survived, {len(stale)} listed as equivalent that are none")
     for name in unproven:
         print(f"survived: {name}")
