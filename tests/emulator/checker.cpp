@@ -61,10 +61,12 @@ uint32_t chain = 0;
 Region* find_region(uintptr_t a) {
   if (last_region && a >= last_region->begin && a < last_region->end && last_region->active)
     return last_region;
-  const auto after = regions.upper_bound(a);
-  if (after == regions.begin()) return nullptr;
-  Region* region = std::prev(after)->second.get();
-  return region->active && a < region->end ? last_region = region : nullptr;
+  // One that begins later may lie within one that begins earlier.
+  for (auto it = regions.upper_bound(a); it != regions.begin();) {
+    Region* region = (--it)->second.get();
+    if (region->active && a < region->end) return last_region = region;
+  }
+  return nullptr;
 }
 
 bool knows(const Knowledge& knowledge, const Moment& what) {

@@ -25,11 +25,11 @@ import sys
 import time
 import tomllib
 
-import build
+import emulated_build
 import tree_sitter
 import tree_sitter_cpp
 
-EQUIVALENTS = build.EMULATOR / "equivalent_mutants.toml"
+EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
 # ---- the rules -------------------------------------------------------------------------------------------------------
@@ -214,6 +214,7 @@ class Instrumented:
 RUNTIME = """\
 #pragma once
 #include <cstdlib>
+#pragma GCC diagnostic ignored "-Wnarrowing"  // a chosen constant is none any more
 // Not to be seen by the checker.
 __attribute__((no_sanitize("thread"))) inline bool is_mutant(int id) {
   static const int chosen = [] {
@@ -280,9 +281,9 @@ def instrument(csrc, work, arguments):
         made = Instrumented(csrc, stillborn)
         made.write(work)
         try:
-            build.library(csrc=work)
+            emulated_build.library(csrc=work)
             break
-        except build.CompileError as error:
+        except emulated_build.CompileError as error:
             more = culprits(str(error), made.files) - stillborn
             if not more:
                 raise
@@ -301,9 +302,9 @@ def outcome(made, csrc, work, mutant, arguments, limit):
         shutil.copytree(work, own)
         try:
             made.write(own, compiled=mutant.id)
-            build.library(csrc=own)
+            emulated_build.library(csrc=own)
             passed = run_tests(arguments, own, 0, log, limit)
-        except build.CompileError:
+        except emulated_build.CompileError:
             return "does not compile"
         finally:
             shutil.rmtree(own)
@@ -316,7 +317,7 @@ def outcome(made, csrc, work, mutant, arguments, limit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csrc", type=pathlib.Path, default=build.ROOT / "csrc")
+    parser.add_argument("--csrc", type=pathlib.Path, default=emulated_build.ROOT / "csrc")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--only", metavar="FILE", help="of the mutants, those of one source file")
@@ -329,9 +330,15 @@ def main():
             print(f"{mutant.id:5} {'compiled' if mutant.constant else 'chosen  '} {mutant.name}")
         return 0
 
-    inputs = sorted([*options.csrc.rglob("*.*"), *build.EMULATOR.parent.rglob("*.py"), *build.EMULATOR.glob("*.*")])
+    inputs = sorted(
+        [
+            *options.csrc.rglob("*.*"),
+            *emulated_build.EMULATOR.parent.rglob("*.py"),
+            *emulated_build.EMULATOR.glob("*.*"),
+        ]
+    )
     digest = hashlib.sha256(repr(options.pytest).encode() + b"".join(p.read_bytes() for p in inputs if p.is_file()))
-    folder = build.ROOT / "build" / "mutants" / digest.hexdigest()[:16]
+    folder = emulated_build.ROOT / "build" / "mutants" / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     results_file = folder / "results.jsonl"
     results = {}

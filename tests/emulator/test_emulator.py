@@ -4,10 +4,10 @@ import pathlib
 import re
 import subprocess
 
-import build
+import emulated_build
 import pytest
 
-TABLES = [build.EMULATOR / "faults.cu", build.EMULATOR / "faults_async.cu"]
+TABLES = [emulated_build.EMULATOR / "faults.cu", emulated_build.EMULATOR / "faults_async.cu"]
 SCHEDULES = 8
 CASES = [
     pytest.param(table, name, id=name)
@@ -21,7 +21,7 @@ def reports():
     """Per case what was expected, and what was reported in every schedule."""
     found = {}
     for table in TABLES:
-        done = subprocess.run([build.program(table)], capture_output=True, text=True, check=True)
+        done = subprocess.run([emulated_build.program(table)], capture_output=True, text=True, check=True)
         for line in done.stdout.splitlines():
             name, expected, schedule, report = line.split("\t")
             found.setdefault(name, (expected, {}))[1][schedule] = report
@@ -48,30 +48,32 @@ def test_every_case_has_its_test(reports):
     assert set(reports) == {param.id for param in CASES}
 
 
-@pytest.mark.parametrize("mode", [build.CHECKED, build.PLAIN], ids=["checked", "plain"])
+@pytest.mark.parametrize("mode", [emulated_build.CHECKED, emulated_build.PLAIN], ids=["checked", "plain"])
 def test_semantics(mode):
-    done = subprocess.run([build.program(build.EMULATOR / "semantics.cu", mode=mode)], capture_output=True, text=True)
+    done = subprocess.run(
+        [emulated_build.program(emulated_build.EMULATOR / "semantics.cu", mode=mode)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_build_is_cached_by_content(tmp_path):
     source = tmp_path / "empty.cu"
     source.write_text("int main() { return 0; }\n")
-    first = build.program(source)
-    assert build.program(source) == first
+    first = emulated_build.program(source)
+    assert emulated_build.program(source) == first
     source.write_text("int main() { return 1; }\n")
-    assert build.program(source) != first
+    assert emulated_build.program(source) != first
 
 
 def test_compile_error_is_told(tmp_path):
     source = tmp_path / "broken.cu"
     source.write_text("int main() { return nothing; }\n")
-    with pytest.raises(build.CompileError, match="nothing"):
-        build.program(source)
+    with pytest.raises(emulated_build.CompileError, match="nothing"):
+        emulated_build.program(source)
 
 
 def test_no_cuda_headers_is_told(monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(pathlib.Path("/nonexistent")))
-    with pytest.raises(build.CompileError, match="no CUDA headers"):
-        build.cuda_include.__wrapped__()
+    monkeypatch.setattr(emulated_build.sysconfig, "get_path", lambda name: str(pathlib.Path("/nonexistent")))
+    with pytest.raises(emulated_build.CompileError, match="no CUDA headers"):
+        emulated_build.cuda_include.__wrapped__()

@@ -1,19 +1,21 @@
-"""The operators with the CUDA kernels on the CPU: torch.ops.layernorm_emulated."""
+"""The operators with the CUDA kernels on the CPU, for tests."""
 
 import contextlib
 import ctypes
 
-import build
+import emulated_build
 import torch
 
 ORDERS = ("forward", "reverse", "random")
 
 
 class Library:
-    def __init__(self, mode=build.CHECKED):
-        path = build.library(mode=mode)
+    """torch.ops.<namespace>, and the order in which its threads run. A process can have one library per namespace."""
+
+    def __init__(self, namespace="layernorm_emulated", mode=emulated_build.CHECKED):
+        path = emulated_build.library(namespace, mode)
         torch.ops.load_library(path)
-        self.ops = torch.ops.layernorm_emulated
+        self.ops = getattr(torch.ops, namespace)
         self._configure = ctypes.CDLL(str(path)).emulator_configure
         self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int)
 
