@@ -248,6 +248,39 @@ __global__ void send_to_peers(const float* in, float* out) {
   if (cluster_rank() == 0) out[threadIdx.x] = total;
   if (kFault == Fault::kNoBarrier) cluster_wait();
 }
+// The same for row after row, by every warp and into two sets of slots in turn. A set is sent to again when
+// the cluster has read it: the barrier's halves are a row apart, so nobody waits for it.
+template <Fault kFault>
+__global__ void exchange_rows(const float* in, float* out) {
+  constexpr int kWarps = kN / 32;
+  LAYERNORM_SHARED(parts, uint64_t[2][2 * kWarps]);
+  LAYERNORM_SHARED(received, MBarrier[2]);
+  const int warp = threadIdx.x / 32;
+  const unsigned lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&received[0], 1);
+    mbarrier_init(&received[1], 1);
+    mbarrier_fence_init();
+  }
+  cluster_arrive();
+  cluster_wait();
+  float total = 0.f;
+  for (int row = 0; row < 5; ++row) {
+    const int set = row % 2;
+    if (threadIdx.x == 0) mbarrier_arrive(&received[set], sizeof parts[set]);
+    float sum = in[threadIdx.x];
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    uint64_t* slot = &parts[set][cluster_rank() * kWarps + warp];
+    if (lane < 2) store_async(slot, __float_as_uint(sum), &received[set], lane);  // fault
+    mbarrier_wait(&received[set], row / 2 % 2);
+    for (uint64_t part : parts[set]) total += __uint_as_float(static_cast<unsigned>(part));  // fault
+    if (kFault == Fault::kNoBarrier) continue;
+    if (row > 0) cluster_wait();
+    cluster_arrive();
+  }
+  if (kFault != Fault::kNoBarrier) cluster_wait();
+  if (cluster_rank() == 0) out[threadIdx.x] = total / 5;
+}
 __global__ void arrive_twice(const float*, float*) {
   cluster_arrive();
   cluster_arrive();  // fault
@@ -392,6 +425,9 @@ int main() {
        launch_in(kPair, send_to_peers<Fault::kWrongPhase>)},
       {"send_expects_more", "lacks 0 arrivals and 8 bytes",
        launch_in(kPair, send_to_peers<Fault::kWrongBytes>)},
+      {"exchange_rows", "", launch_in(kPair, exchange_rows<Fault::kNone>), two_sums},
+      {"exchange_rows_without_barrier", "data race or which the asynchronous copy",
+       launch_in(kPair, exchange_rows<Fault::kNoBarrier>)},
       {"arrive_twice", "a second arrival", launch_in(kPair, arrive_twice)},
       {"wait_without_arrival", "without an arrival", launch_in(kPair, wait_without_arrival)},
       {"return_between", "returned between cluster_arrive and cluster_wait",
