@@ -53,8 +53,12 @@ def tool(name):
 
 
 def _demangle(names):
-    out = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return [re.sub(r"^void |\(anonymous namespace\)::|\((?!anonymous).*", "", line) for line in out.splitlines()]
+    out = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        re.sub(r"^void |\(anonymous namespace\)::|\((?!anonymous).*", "", line) for line in out.splitlines()
+    ]
 
 
 def _parse_ptxas(report):
@@ -92,11 +96,24 @@ def compile_kernels(source, architecture, include=CSRC):
     """Compiles a .cu for one architecture. Raises CompileError with nvcc's words, also for a warning."""
     with tempfile.TemporaryDirectory() as scratch:
         cubin = os.path.join(scratch, "kernels.cubin")
-        command = [tool("nvcc"), *FLAGS, *WARNINGS, f"-arch=sm_{architecture}", f"-I{include}", "-cubin", "-o", cubin]
+        command = [
+            tool("nvcc"),
+            *FLAGS,
+            *WARNINGS,
+            f"-arch=sm_{architecture}",
+            f"-I{include}",
+            "-cubin",
+            "-o",
+            cubin,
+        ]
         done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise CompileError(f"{pathlib.Path(source).name} for sm_{architecture}:\n{done.stdout}{done.stderr}")
-        listing = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
+            raise CompileError(
+                f"{pathlib.Path(source).name} for sm_{architecture}:\n{done.stdout}{done.stderr}"
+            )
+        listing = subprocess.run(
+            [tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True
+        ).stdout
     usage, sass = _parse_ptxas(done.stdout + done.stderr), _parse_sass(listing)
     kernels = []
     for mangled, name in zip(usage, _demangle(usage), strict=True):

@@ -1,11 +1,16 @@
-"""Every kernel compiles for every architecture without a warning, and keeps its values in registers. No GPU is needed."""
+"""Every kernel compiles for every architecture without a warning, and keeps its values in registers."""
+
+import subprocess
 
 import cuda_binary
 import pytest
+import torch
 
 for program in ("nvcc", "nvdisasm"):
     if cuda_binary.tool(program) is None:
-        pytest.skip(f"no {program}: install the CUDA toolkit, or nvidia-cuda-{program}", allow_module_level=True)
+        pytest.skip(
+            f"no {program}: install the CUDA toolkit, or nvidia-cuda-{program}", allow_module_level=True
+        )
 
 architectures = pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
 
@@ -28,15 +33,37 @@ def test_every_instruction_of_device_h(architecture):
         assert memory["clusters"]["STAS", 64] > 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_semantics_on_a_gpu(tmp_path):
+    """The checks that the emulator passes hold on the real thing."""
+    program = tmp_path / "semantics"
+    source = cuda_binary.ROOT / "tests/emulator/semantics.cu"
+    command = [
+        cuda_binary.tool("nvcc"),
+        *cuda_binary.FLAGS,
+        "-arch=native",
+        f"-I{cuda_binary.CSRC}",
+        source,
+        "-o",
+        program,
+    ]
+    subprocess.run(command, check=True)
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "0\n"
+
+
 def kernels_of(tmp_path, body):
     source = tmp_path / "kernel.cu"
-    source.write_text(f'#include "device.h"\n__global__ void kernel(const float* in, float* out, int i) {{ {body} }}\n')
+    source.write_text(
+        f'#include "device.h"\n__global__ void kernel(const float* in, float* out, int i) {{ {body} }}\n'
+    )
     return cuda_binary.compile_kernels(source, 90)
 
 
 # What the checks above rely on: each of these must be noticed.
 def test_wide_loads_are_counted(tmp_path):
-    (kernel,) = kernels_of(tmp_path, "((float4*)out)[i] = layernorm::cluster_rank() ? ((float4*)in)[i] : float4{};")
+    (kernel,) = kernels_of(
+        tmp_path, "((float4*)out)[i] = layernorm::cluster_rank() ? ((float4*)in)[i] : float4{};"
+    )
     assert kernel.name == "kernel"
     assert kernel.memory == {("LDG", 128): 1, ("STG", 128): 1}
     assert list(cuda_binary.faults(kernel)) == []
@@ -60,7 +87,8 @@ def test_spill_is_a_fault(tmp_path):
         "  for (int j = 0; j < n; ++j) sum += v[j] * v[n - 1 - j];\n"
         "  return sum;\n"
         "}\n"
-        "__global__ void __launch_bounds__(1024, 2) kernel(const float* in, float* out) { *out = keep<128>(in); }\n"
+        "__global__ void __launch_bounds__(1024, 2)\n"
+        "kernel(const float* in, float* out) { *out = keep<128>(in); }\n"
     )
     (kernel,) = cuda_binary.compile_kernels(source, 90)
     assert kernel.spilled > 0

@@ -43,8 +43,7 @@
 
 namespace layernorm {
 
-// ---- launching: for host code
-// ----------------------------------------------------------------------------------------------
+// ---- launching: for host code -----------------------------------------------------------------------------
 
 #if defined(__CUDACC__)
 using Stream = cudaStream_t;
@@ -208,8 +207,7 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
 
 #endif
 
-// ---- instructions: for kernels. PTX ISA names in the comments
-// --------------------------------------------------------------
+// ---- instructions: for kernels. PTX ISA names in the comments ---------------------------------------------
 
 #if defined(__CUDACC__)
 // An address in shared memory as PTX wants it.

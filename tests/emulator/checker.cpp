@@ -219,8 +219,7 @@ int note_module(dl_phdr_info* info, size_t, void*) {
 
 }  // namespace
 
-// ---- order
-// -----------------------------------------------------------------------------------------------------------------
+// ---- order ------------------------------------------------------------------------------------------------
 bool before(const Moment& a, const Moment& b) {
   const bool same_block = a.id.block == b.id.block;
   if (same_block && a.id.thread == b.id.thread) return a.time <= b.time;
@@ -248,8 +247,7 @@ void learn(Knowledge& mine, const Knowledge& other) {
 uint64_t tick() { return ++clock; }
 Moment now() { return {++clock, current->id, current->epochs}; }
 
-// ---- launches and memory
-// ---------------------------------------------------------------------------------------------------
+// ---- launches and memory ----------------------------------------------------------------------------------
 void checker_begin_launch(bool overlaps_previous) {
   chain = overlaps_previous ? chain + 1 : 0;
   modules.clear();
@@ -300,8 +298,7 @@ void shared_memory_leaving(Block& block) {
   shared_memory_gone(block);
 }
 
-// ---- accesses
-// --------------------------------------------------------------------------------------------------------------
+// ---- accesses ---------------------------------------------------------------------------------------------
 void check_access(const void* address, size_t bytes, Access access, const void* pc) {
   if (checking && current) check(reinterpret_cast<uintptr_t>(address), bytes, access, pc);
 }
@@ -343,8 +340,7 @@ void atomic_end(void* address, size_t bytes, uint64_t value) { std::memcpy(addre
 
 }  // namespace emulator
 
-// ---- what the compiler calls
-// -------------------------------------------------------------------------------------------------
+// ---- what the compiler calls ------------------------------------------------------------------------------
 namespace {
 
 using emulator::Access;

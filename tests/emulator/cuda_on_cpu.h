@@ -26,15 +26,13 @@
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 
-// ---- index variables
-// -------------------------------------------------------------------------------------------------------
+// ---- index variables --------------------------------------------------------------------------------------
 #define threadIdx (::emulator::self().thread_idx)
 #define blockIdx (::emulator::self().block_idx)
 #define blockDim (::emulator::self().block_dim)
 #define gridDim (::emulator::self().grid_dim)
 
-// ---- shared memory
-// ---------------------------------------------------------------------------------------------------------
+// ---- shared memory ----------------------------------------------------------------------------------------
 #define EMULATOR_SHARED(name, ...)                                                        \
   using name##_shared_type = __VA_ARGS__;                                                 \
   static const char name##_shared_key = 0;                                                \
@@ -43,8 +41,7 @@
 #define EMULATOR_DYNAMIC_SHARED(name, ...) \
   __VA_ARGS__* name = static_cast<__VA_ARGS__*>(::emulator::dynamic_shared(16))
 
-// ---- barriers, fences
-// ------------------------------------------------------------------------------------------------------
+// ---- barriers, fences -------------------------------------------------------------------------------------
 inline void __syncthreads(emulator::Place place = emulator::Place::current()) {
   emulator::block_barrier(emulator::Vote::kNone, false, place);
 }
@@ -64,8 +61,7 @@ inline void __nanosleep(unsigned) { emulator::yield(); }
 inline void __threadfence() {}  // memory is sequentially consistent here: a missing fence is not found
 [[noreturn]] inline void __trap() { emulator::trap(); }
 
-// ---- warp collectives
-// ------------------------------------------------------------------------------------------------------
+// ---- warp collectives -------------------------------------------------------------------------------------
 namespace emulator {
 template <class T>
 T shuffle(unsigned mask, T value, int source_lane, const Place& place) {
@@ -119,8 +115,7 @@ inline int __all_sync(unsigned mask, int predicate, emulator::Place place = emul
       emulator::warp_collective(emulator::Collective::kAll, mask, predicate != 0, 0, place));
 }
 
-// ---- loads and atomics
-// -----------------------------------------------------------------------------------------------------
+// ---- loads and atomics ------------------------------------------------------------------------------------
 #define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the kernel's line
 template <class T>
 EMULATOR_INLINE T __ldg(const T* address) {
@@ -154,8 +149,7 @@ EMULATOR_INLINE T atomicCAS(T* address, std::type_identity_t<T> expected, std::t
   return emulator::atomic_update(address, [=](T old) { return old == expected ? value : old; });
 }
 
-// ---- arithmetic that glibc does not have
-// -----------------------------------------------------------------------------------
+// ---- arithmetic that glibc does not have ------------------------------------------------------------------
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }

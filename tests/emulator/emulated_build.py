@@ -18,7 +18,7 @@ CACHE = ROOT / "build" / "emulator"
 
 RUNTIME = sorted(EMULATOR.glob("*.cpp"))
 
-# The checks and the plain speed of device code. -fsanitize only instruments: checker.cpp takes the place of the libraries.
+# How device code is compiled. -fsanitize only instruments: checker.cpp takes the place of the libraries.
 CHECKED = (
     "-O1",
     "-fno-omit-frame-pointer",
@@ -49,9 +49,12 @@ class CompileError(Exception):
 
 @functools.cache
 def cuda_include():
-    """The toolkit's headers: of CUDA_HOME, /usr/local/cuda, or the packages nvidia-cuda-{runtime,crt,cccl}."""
+    """The toolkit's headers: CUDA_HOME's, or those of the packages nvidia-cuda-{runtime,crt,cccl}."""
     site = pathlib.Path(sysconfig.get_path("purelib"))
-    places = [pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"), *site.glob("nvidia/*/include")]
+    places = [
+        pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"),
+        *site.glob("nvidia/*/include"),
+    ]
     for place in places:
         if (place / "cuda_bf16.h").exists():
             return place
@@ -70,9 +73,13 @@ def _compiler():
     return os.environ.get("CXX", "g++"), _run([os.environ.get("CXX", "g++"), "--version"])
 
 
-def _make(suffix, command, inputs):
-    """Runs `command` with `-o` a new file, unless its result is in the cache already."""
-    digest = hashlib.sha256(repr((command, _compiler())).encode())
+def _make(suffix, command, inputs, folder=None):
+    """Runs `command` with `-o` a new file, unless its result is in the cache already.
+
+    Where `folder` lies does not matter: copies of it share what is made of them.
+    """
+    words = [word.replace(str(folder), "") for word in command]
+    digest = hashlib.sha256(repr((words, _compiler())).encode())
     for path in inputs:
         digest.update(path.read_bytes())
     made = CACHE / (digest.hexdigest()[:24] + suffix)
@@ -81,7 +88,9 @@ def _make(suffix, command, inputs):
         # Another process may be making the same: whoever is last wins, with the same bytes.
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             # The names of coverage files are compiled in.
-            coverage = ["-dumpbase", str(made.with_suffix(""))] if {"-c", "--coverage"} <= set(command) else []
+            coverage = (
+                ["-dumpbase", str(made.with_suffix(""))] if {"-c", "--coverage"} <= set(command) else []
+            )
             _run([*command, *coverage, "-o", made.name], cwd=scratch)
             pathlib.Path(scratch, made.name).rename(made)
     return made
@@ -92,10 +101,18 @@ def _headers(folder):
 
 
 def _object(source, flags, csrc):
-    command = [_compiler()[0], *COMMON, *flags, f"-I{csrc / 'cuda'}", f"-I{EMULATOR}", "-isystem", str(cuda_include())]
+    command = [
+        _compiler()[0],
+        *COMMON,
+        *flags,
+        f"-I{csrc / 'cuda'}",
+        f"-I{EMULATOR}",
+        "-isystem",
+        str(cuda_include()),
+    ]
     # nvcc takes host code of 2017 as well; the emulator itself needs std::source_location.
     command += ["-std=c++20", "-x", "c++", "-c", str(source)]
-    return _make(".o", command, [source, *_headers(csrc), *_headers(EMULATOR)])
+    return _make(".o", command, [source, *_headers(csrc), *_headers(EMULATOR)], csrc)
 
 
 def _objects(jobs):
@@ -110,12 +127,14 @@ def _link(suffix, flags, objects):
 def program(*sources, mode=CHECKED):
     """Builds device code with a main() of its own, and returns the path of the executable."""
     csrc = ROOT / "csrc"
-    objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(path, mode, csrc) for path in sources])
+    objects = _objects(
+        [(path, ("-O2",), csrc) for path in RUNTIME] + [(path, mode, csrc) for path in sources]
+    )
     return _link("", (), objects)
 
 
 def library(namespace="layernorm_emulated", mode=CHECKED, csrc=None):
-    """Builds the operators with the CUDA kernels, on the CPU key of another namespace; for torch.ops.load_library.
+    """Builds the operators with the CUDA kernels, on another namespace's CPU key: for torch.ops.load_library.
 
     The sources are those of `csrc`, of LAYERNORM_EMULATED_SOURCES (for mutants), or of this tree.
     """
@@ -142,6 +161,11 @@ def library(namespace="layernorm_emulated", mode=CHECKED, csrc=None):
         + [(path, mode, csrc) for path in device]
         + [(path, host_flags, csrc) for path in host]
     )
-    flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *(("--coverage",) if "--coverage" in mode else ())]
+    flags = [
+        "-shared",
+        "-Wl,-Bsymbolic",
+        "-Wl,--no-undefined",
+        *(("--coverage",) if "--coverage" in mode else ()),
+    ]
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     return _make(".so", [_compiler()[0], *flags, *map(str, objects), *libraries], objects)

@@ -3,14 +3,15 @@
 import contextlib
 import ctypes
 
-import emulated_build
 import torch
+
+import emulated_build
 
 ORDERS = ("forward", "reverse", "random")
 
 
 class Library:
-    """torch.ops.<namespace>, and the order in which its threads run. A process can have one library per namespace."""
+    """torch.ops.<namespace>, and the order in which its threads run. One per namespace and process."""
 
     def __init__(self, namespace="layernorm_emulated", mode=emulated_build.CHECKED):
         path = emulated_build.library(namespace, mode)

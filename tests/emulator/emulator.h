@@ -48,8 +48,7 @@ struct Launch {
   Place place;
 };
 
-// ---- what a kernel asks for
-// -------------------------------------------------------------------------------------------------
+// ---- what a kernel asks for -------------------------------------------------------------------------------
 struct ThreadView {
   uint3 thread_idx, block_idx;
   dim3 block_dim, grid_dim;
@@ -96,8 +95,7 @@ void wait_for_previous_grid();
 // Ends the launch with a Fault. The fiber is abandoned: nothing on its stack is destroyed.
 [[noreturn]] void trap();
 
-// ---- launching
-// ---------------------------------------------------------------------------------------------------------------
+// ---- launching --------------------------------------------------------------------------------------------
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure);
 
 template <class... Params>

@@ -15,8 +15,7 @@ __device__ float warp_sum(float v) {
   return v;
 }
 
-// ---- memory
-// ----------------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 __global__ void read_past_end(const float* in, float* out) {
   const float v = in[threadIdx.x];  // fault
   __syncwarp();
@@ -77,8 +76,7 @@ __global__ void array_overrun(const float* in, float* out, int n) {
   out[threadIdx.x] = v[0];
 }
 
-// ---- races within a block
-// --------------------------------------------------------------------------------------------------
+// ---- races within a block ---------------------------------------------------------------------------------
 template <bool kBarrierBefore, bool kBarrierAfter>
 __device__ float block_sum(float v) {
   LAYERNORM_SHARED(partial, float[8]);
@@ -123,8 +121,7 @@ __global__ void early_return(const float* in, float* out) {  // right: the barri
   out[threadIdx.x] = tile[threadIdx.x ^ 1];
 }
 
-// ---- barriers and collectives
-// ----------------------------------------------------------------------------------------------
+// ---- barriers and collectives -----------------------------------------------------------------------------
 __global__ void barrier_in_branch(const float* in, float* out) {
   if (threadIdx.x < 128) __syncthreads();  // fault
   out[threadIdx.x] = in[threadIdx.x];
@@ -154,8 +151,7 @@ __global__ void shuffle_with_other_mask(const float* in, float* out) {
   __syncwarp();
 }
 
-// ---- between blocks
-// --------------------------------------------------------------------------------------------------------
+// ---- between blocks ---------------------------------------------------------------------------------------
 template <bool kAtomic>
 __global__ void add(const float* in, float* out) {
   if (kAtomic) {
@@ -193,8 +189,7 @@ __global__ void trapped(const float*, float*) {
   __trap();  // fault
 }
 
-// ---- the table
-// -------------------------------------------------------------------------------------------------------------
+// ---- the table --------------------------------------------------------------------------------------------
 float same(const Data& d, int i) { return d.in[i]; }
 float swapped(const Data& d, int i) { return d.in[i ^ 1]; }
 float three_sums(const Data& d, int) { return 3 * d.sum; }

@@ -25,8 +25,7 @@ enum class Fault {
   kNotInitialised,
 };
 
-// ---- read-only cache
-// -------------------------------------------------------------------------------------------------------
+// ---- read-only cache --------------------------------------------------------------------------------------
 __global__ void load_rows(const float* in, float* out) {
   if (threadIdx.x >= kN / 4) return;
   const uint4 v = load_once(reinterpret_cast<const uint4*>(in) + threadIdx.x);
@@ -46,8 +45,7 @@ __global__ void load_misaligned(const float* in, float* out) {
   out[threadIdx.x] = __uint_as_float(load_once(reinterpret_cast<const uint4*>(in + 1)).x);  // fault
 }
 
-// ---- cp.async
-// --------------------------------------------------------------------------------------------------------------
+// ---- cp.async ---------------------------------------------------------------------------------------------
 // Two rows through one buffer: the second is fetched when the block has read the first.
 template <Fault kFault>
 __global__ void fetch(const float* in, float* out) {
@@ -195,8 +193,7 @@ __global__ void copy_past_end(const float* in, float* out) {
   out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// ---- clusters
-// --------------------------------------------------------------------------------------------------------------
+// ---- clusters ---------------------------------------------------------------------------------------------
 __device__ float block_sum(float v) {
   LAYERNORM_SHARED(partial, float[8]);
   for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
@@ -298,8 +295,7 @@ __global__ void arrive_in_branch(const float*, float*) {
   }
 }
 
-// ---- overlapping launches
-// --------------------------------------------------------------------------------------------------
+// ---- overlapping launches ---------------------------------------------------------------------------------
 __global__ void fill(const float* in, float* workspace) {
   workspace[threadIdx.x] = in[threadIdx.x];
   let_next_grid_start();
@@ -333,8 +329,7 @@ __global__ void one_waits(const float* workspace, float* out) {  // right: the b
 }
 __global__ void never_waits(const float*, float*) {}
 
-// ---- the table
-// -------------------------------------------------------------------------------------------------------------
+// ---- the table --------------------------------------------------------------------------------------------
 float same(const Data& d, int i) { return d.in[i]; }
 float swapped(const Data& d, int i) { return d.in[i ^ 1]; }
 float two_sums(const Data& d, int) { return 2 * d.sum; }

@@ -14,8 +14,7 @@
 
 namespace emulator {
 
-// ---- time
-// ------------------------------------------------------------------------------------------------------------------
+// ---- time -------------------------------------------------------------------------------------------------
 struct ThreadId {
   uint32_t block = 0, cluster = 0;  // flat index in the grid
   uint32_t thread = 0;              // flat index in the block; or kAgent + the index of an mbarrier
@@ -41,8 +40,7 @@ bool before(const Moment& a, const Moment& b);
 using Knowledge = std::vector<Moment>;
 void learn(Knowledge& mine, const Knowledge& other);
 
-// ---- asynchronous copies
-// ---------------------------------------------------------------------------------------------------
+// ---- asynchronous copies ----------------------------------------------------------------------------------
 struct MBarrier {
   const void* address;
   ThreadId agent;
@@ -63,8 +61,7 @@ struct Transfer {
   const void* pc;
 };
 
-// ---- threads
-// ---------------------------------------------------------------------------------------------------------------
+// ---- threads ----------------------------------------------------------------------------------------------
 enum class Wait : uint8_t { kRunnable, kBlock, kWarp, kCluster, kMBarrier, kDone };
 
 struct Block;
@@ -172,13 +169,11 @@ Block& peer(Block& block, unsigned rank);
 // Whether an address lies in the shared memory of a block.
 bool in_shared(const Block& block, const void* address);
 
-// ---- asynchronous copies: transfers.cpp
-// ------------------------------------------------------------------------------------
+// ---- asynchronous copies: transfers.cpp -------------------------------------------------------------------
 bool deliver_transfers();  // true if there were any
 void check_nothing_in_flight(const Block& block);
 
-// ---- the checker: checker.cpp. Active if a kernel was compiled with -fsanitize=thread
-// ---------------------------------------
+// ---- the checker: checker.cpp. Active if a kernel was compiled with -fsanitize=thread ---------------------
 void checker_begin_launch(bool overlaps_previous);
 void checker_end_launch();
 uint64_t tick();

@@ -3,11 +3,13 @@
     python tests/emulator/mutants.py [--jobs 2] [--list] [--only FILE] -- -x -q tests -k emulated
 
 Everything after `--` are arguments of pytest. A mutant that no test notices survives, and is an error, unless
-equivalent_mutants.toml proves that it cannot be noticed. There is no sampling, and no mark in the sources excludes anything.
+equivalent_mutants.toml proves that it cannot be noticed. There is no sampling, and no mark in the sources
+excludes anything.
 
-Most mutants are compiled together and chosen when the tests run: `a < b` becomes `(MUTANT(7) ? (a <= b) : (a < b))`. Those in
-constant expressions (template arguments, array sizes, constexpr) are built one by one. A run that was interrupted goes on
-where it stopped, unless the sources or the tests have changed.
+Most mutants are compiled together and chosen when the tests run: `a < b` becomes
+`(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
+are built one by one. A run that was interrupted goes on where it stopped, unless the sources or the tests
+have changed. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
@@ -25,14 +27,15 @@ import sys
 import time
 import tomllib
 
-import emulated_build
 import tree_sitter
 import tree_sitter_cpp
+
+import emulated_build
 
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
-# ---- the rules -------------------------------------------------------------------------------------------------------
+# ---- the rules -------------------------------------------------------------------------------------------
 
 OPERATORS = {
     "<": ("<=", ">="),
@@ -56,6 +59,10 @@ OPERATORS = {
     "*=": ("/=",),
     "/=": ("*=",),
 }
+
+
+# Conditions that are no comparison.
+BARE = {"call_expression", "field_expression", "identifier", "pointer_expression"}
 
 
 def text(node):
@@ -87,14 +94,8 @@ def replacements(node):
         function = text(parent.parent.child_by_field_name("function") or parent.parent)
         if re.fullmatch(r"__\w+_sync|__syncwarp", function):
             yield f"({text(node)}) >> 1"  # the mask
-    elif node in (
-        parent.child_by_field_name("condition"),
-        parent.type == "condition_clause" and node,
-    ) and node.type in (
-        "identifier",
-        "call_expression",
-        "field_expression",
-        "pointer_expression",
+    elif node.type in BARE and (
+        parent.type == "condition_clause" or node == parent.child_by_field_name("condition")
     ):
         yield f"!({text(node)})"
 
@@ -115,7 +116,8 @@ def is_constant(node):
         return True
     if node.type in ("declaration", "field_declaration", "function_definition", "if_statement"):
         return any(
-            child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr" for child in node.children
+            child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr"
+            for child in node.children
         )
     parent = node.parent
     return parent is not None and (
@@ -124,7 +126,7 @@ def is_constant(node):
     )
 
 
-# ---- finding and compiling them in -----------------------------------------------------------------------------------
+# ---- finding and compiling them in -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Mutant:
 
 
 def parse(source):
-    """Parses device code, in which the words that are CUDA's and not C++'s have been made the same length of something."""
+    """Parses device code; the words that are CUDA's and not C++'s are replaced, in the same length."""
 
     def blank(match):
         return re.sub(rb"[^\n]", b" ", match.group())
@@ -176,7 +178,9 @@ class Instrumented:
         if node.type == "static_assert_declaration" or node.type.startswith("preproc_"):
             return self._source[node.start_byte : node.end_byte]
         if node.type == "function_definition":
-            function = re.match(r"[\w:~]*", text(node.child_by_field_name("declarator")).lstrip("*& ")).group()
+            function = re.match(
+                r"[\w:~]*", text(node.child_by_field_name("declarator")).lstrip("*& ")
+            ).group()
         constant = constant or is_constant(node)
         made, end = b"", node.start_byte
         for child in node.children:
@@ -194,7 +198,8 @@ class Instrumented:
     def _add(self, node, replacement, function, constant):
         row = node.start_point.row
         line = self._source.splitlines()[row].decode()
-        name = f"{self._file}: {function}: {line.strip()}: {' '.join(text(node).split())} => {' '.join(replacement.split())}"
+        change = " ".join(f"{text(node)} => {replacement}".split())
+        name = f"{self._file}: {function}: {line.strip()}: {change}"
         self._names[name] = self._names.get(name, 0) + 1
         if self._names[name] > 1:
             name += f" ({self._names[name]})"
@@ -228,7 +233,7 @@ __attribute__((no_sanitize("thread"))) inline bool is_mutant(int id) {
 
 
 def culprits(error, files):
-    """The mutants that a compiler's message is about: on each line it names, the last one before the column."""
+    """The mutants a compiler's message is about: on each line that it names, the last before the column."""
     found = set()
     for name, line, column in re.findall(r"(\w+\.cuh?):(\d+):(\d+): error", error):
         if name in files:
@@ -237,7 +242,7 @@ def culprits(error, files):
     return found
 
 
-# ---- running them ----------------------------------------------------------------------------------------------------
+# ---- running them ----------------------------------------------------------------------------------------
 
 
 def run_tests(arguments, csrc, mutant, log, limit):
@@ -249,8 +254,6 @@ def run_tests(arguments, csrc, mutant, log, limit):
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        import pytest
-
         code = 99
         with contextlib.suppress(BaseException):
             code = pytest.main(["-p", "no:cacheprovider", *arguments])
@@ -267,7 +270,7 @@ def run_tests(arguments, csrc, mutant, log, limit):
 
 
 def reason(log):
-    """The last line that says why a test failed."""
+    """The first line that says why a test failed."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("E  ")]
     return lines[0][1:].strip()[:200] if lines else "the process died"
 
@@ -290,11 +293,11 @@ def instrument(csrc, work, arguments):
             stillborn |= more
     begin = time.monotonic()
     if not run_tests(arguments, work, 0, work / "log", 3600):
-        raise SystemExit(f"the tests fail without a mutant:\n{(work / 'log').read_text()[-4000:]}")
+        raise SystemExit("the tests fail without a mutant:\n" + (work / "log").read_text()[-4000:])
     return made, stillborn, time.monotonic() - begin
 
 
-def outcome(made, csrc, work, mutant, arguments, limit):
+def outcome(made, work, mutant, arguments, limit):
     """Whether the tests notice a mutant, and how."""
     log = work.parent / f"{mutant.id}.log"
     if mutant.constant:
@@ -315,6 +318,16 @@ def outcome(made, csrc, work, mutant, arguments, limit):
     return result
 
 
+def digest(options):
+    """Of all that the results depend on."""
+    tests = emulated_build.EMULATOR.parent.rglob("*.py")
+    inputs = sorted(
+        path for path in [*options.csrc.rglob("*"), *tests, *emulated_build.RUNTIME] if path.is_file()
+    )
+    content = repr(options.pytest).encode() + b"".join(path.read_bytes() for path in inputs)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csrc", type=pathlib.Path, default=emulated_build.ROOT / "csrc")
@@ -330,60 +343,46 @@ def main():
             print(f"{mutant.id:5} {'compiled' if mutant.constant else 'chosen  '} {mutant.name}")
         return 0
 
-    inputs = sorted(
-        [
-            *options.csrc.rglob("*.*"),
-            *emulated_build.EMULATOR.parent.rglob("*.py"),
-            *emulated_build.EMULATOR.glob("*.*"),
-        ]
-    )
-    digest = hashlib.sha256(repr(options.pytest).encode() + b"".join(p.read_bytes() for p in inputs if p.is_file()))
-    folder = emulated_build.ROOT / "build" / "mutants" / digest.hexdigest()[:16]
+    folder = emulated_build.ROOT / "build" / "mutants" / digest(options)
     folder.mkdir(parents=True, exist_ok=True)
     results_file = folder / "results.jsonl"
-    results = {}
-    if results_file.exists():
-        results = dict(json.loads(line) for line in results_file.read_text().splitlines())
+    lines = results_file.read_text().splitlines() if results_file.exists() else []
+    results = dict(json.loads(line) for line in lines)
 
-    import torch  # noqa: F401  once, for all forks
+    import torch.testing  # noqa: F401  once, for all forks
 
     made, stillborn, seconds = instrument(options.csrc, folder / "csrc", options.pytest)
     mutants = [m for m in made.mutants if m.id not in stillborn and options.only in (None, m.file)]
-    print(
-        f"{len(mutants)} mutants, {sum(m.constant for m in mutants)} of them built one by one; {len(stillborn)} more are"
-    )
-    print(
-        f"not C++. Without one the tests take {seconds:.1f} s. {len(results)} are known from {results_file}.",
-        flush=True,
-    )
-
     todo = [m for m in mutants if m.name not in results]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, results_file.open("a") as kept:
-        jobs = {
-            pool.submit(outcome, made, options.csrc, folder / "csrc", m, options.pytest, 30 + 10 * seconds): m
-            for m in todo
-        }
-        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-            mutant = jobs[job]
-            results[mutant.name] = job.result()
-            print(json.dumps([mutant.name, job.result()]), file=kept, flush=True)
-            print(f"[{done}/{len(todo)}] {mutant.name}: {job.result()}", flush=True)
+    constant = sum(m.constant for m in mutants)
+    print(f"{len(mutants)} mutants, {constant} of them built one by one; {len(stillborn)} more are not C++")
+    print(f"{len(todo)} to go, the others are in {results_file}")
+    print(f"without a mutant the tests take {seconds:.1f} s", flush=True)
 
-    equivalent = {}
+    def outcome_of(mutant):
+        return mutant, outcome(made, folder / "csrc", mutant, options.pytest, 30 + 10 * seconds)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, results_file.open("a") as kept:
+        jobs = [pool.submit(outcome_of, mutant) for mutant in todo]
+        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+            mutant, result = job.result()
+            results[mutant.name] = result
+            print(json.dumps([mutant.name, result]), file=kept, flush=True)
+            print(f"[{done}/{len(todo)}] {mutant.name}: {result}", flush=True)
+
+    equivalent = set()
     if options.equivalents.exists():
         entries = tomllib.loads(options.equivalents.read_text())["equivalent"]
-        equivalent = {entry["mutant"]: entry["reason"] for entry in entries}
+        equivalent = {entry["mutant"] for entry in entries if entry["reason"]}
     survivors = {m.name for m in mutants if results[m.name] == "survived"}
-    unproven = sorted(survivors - equivalent.keys())
-    stale = sorted(equivalent.keys() - survivors) if options.only is None else []
-    print(
-        f"{len(mutants)} mutants, {len(mutants) - len(survivors)} noticed, {len(survivors & equivalent.keys())} equivalent,"
-    )
-    print(f"{len(unproven)} survived, {len(stale)} listed as equivalent that are none")
+    unproven = sorted(survivors - equivalent)
+    stale = sorted(equivalent - survivors) if options.only is None else []
+    print(f"{len(mutants)} mutants: {len(mutants) - len(survivors)} noticed, ", end="")
+    print(f"{len(survivors & equivalent)} equivalent, {len(unproven)} survived")
     for name in unproven:
         print(f"survived: {name}")
     for name in stale:
-        print(f"not equivalent: {name}")
+        print(f"listed as equivalent, and noticed or gone: {name}")
     return 1 if unproven or stale else 0
 
 

@@ -32,8 +32,7 @@ std::unique_ptr<Thread[]> threads;
 size_t thread_count = 0;
 std::vector<char*> arenas;
 
-// ---- fibers
-// ----------------------------------------------------------------------------------------------------------------
+// ---- fibers -----------------------------------------------------------------------------------------------
 #if !defined(__x86_64__)
 #error "the emulator switches stacks by hand, and knows x86-64 only"
 #endif
@@ -109,8 +108,7 @@ Thread* pick() {
   return nullptr;
 }
 
-// ---- reports
-// ---------------------------------------------------------------------------------------------------------------
+// ---- reports ----------------------------------------------------------------------------------------------
 std::string describe(const Place& place) {
   const std::string file = place.file_name();
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line());
@@ -160,8 +158,7 @@ bool same_place(const Place& a, const Place& b) {
   return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
 }
 
-// ---- completing barriers and collectives
-// -----------------------------------------------------------------------------------
+// ---- completing barriers and collectives ------------------------------------------------------------------
 void try_finish_block_barrier(Block& block) {
   if (block.live == 0 || block.arrived != block.live) return;
   for (unsigned i = 0; i < running->threads_per_block; ++i) {
@@ -245,8 +242,7 @@ void try_finish_cluster_barrier(Block& some_block) {
   for (unsigned rank = 0; rank < running->launch.cluster; ++rank) peer(some_block, rank).known = known;
 }
 
-// ---- the life of a thread and of a launch
-// ----------------------------------------------------------------------------------
+// ---- the life of a thread and of a launch -----------------------------------------------------------------
 [[noreturn]] void finish_thread() {
   Thread& thread = *current;
   Block& block = *thread.block;
@@ -400,8 +396,7 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
 
 }  // namespace
 
-// ---- what the rest of the emulator uses
-// -------------------------------------------------------------------------------------
+// ---- what the rest of the emulator uses -------------------------------------------------------------------
 std::string who(const ThreadId& id) {
   if (id.thread >= kAgent) return "an asynchronous copy";
   return "block " + std::to_string(id.block) + " thread " + std::to_string(id.thread);
@@ -443,8 +438,7 @@ bool in_shared(const Block& block, const void* address) {
   return a >= block.arena && a < block.arena + kArenaBytes;
 }
 
-// ---- what kernels use
-// --------------------------------------------------------------------------------------------------------
+// ---- what kernels use -------------------------------------------------------------------------------------
 Options& options() { return current_options; }
 
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {

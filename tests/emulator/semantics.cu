@@ -18,8 +18,7 @@ constexpr unsigned kAll = 0xffffffffu;
     if (!(__VA_ARGS__)) *wrong = __LINE__; \
   } while (0)
 
-// ---- warps
-// -----------------------------------------------------------------------------------------------------------------
+// ---- warps ------------------------------------------------------------------------------------------------
 __global__ void shuffles(int width, int* wrong) {
   const int lane = threadIdx.x % 32, begin = lane / width * width;
   const double v = 100.0 + lane;
@@ -69,8 +68,7 @@ __global__ void part_of_a_warp(int* wrong) {
   EXPECT(__ballot_sync(kAll, 1) == 0xffff0u);
 }
 
-// ---- indices and atomics
-// ---------------------------------------------------------------------------------------------------
+// ---- indices and atomics ----------------------------------------------------------------------------------
 __global__ void count_threads(int* counts) {
   const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
@@ -87,8 +85,7 @@ __global__ void check_atomics(const int* counts, int* wrong) {
   EXPECT(counts[0] == 192 && counts[1] == 5 && counts[2] == 77);
 }
 
-// ---- memory
-// ----------------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 __global__ void arithmetic(int* wrong) {
   EXPECT(min(3, -2) == -2 && max(2.5f, 1.f) == 2.5f);
   EXPECT(__float_as_uint(1.f) == 0x3f800000u && __uint_as_float(0x40000000u) == 2.f);

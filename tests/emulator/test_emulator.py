@@ -4,8 +4,9 @@ import pathlib
 import re
 import subprocess
 
-import emulated_build
 import pytest
+
+import emulated_build
 
 TABLES = [emulated_build.EMULATOR / "faults.cu", emulated_build.EMULATOR / "faults_async.cu"]
 SCHEDULES = 8
@@ -51,7 +52,9 @@ def test_every_case_has_its_test(reports):
 @pytest.mark.parametrize("mode", [emulated_build.CHECKED, emulated_build.PLAIN], ids=["checked", "plain"])
 def test_semantics(mode):
     done = subprocess.run(
-        [emulated_build.program(emulated_build.EMULATOR / "semantics.cu", mode=mode)], capture_output=True, text=True
+        [emulated_build.program(emulated_build.EMULATOR / "semantics.cu", mode=mode)],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 

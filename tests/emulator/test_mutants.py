@@ -1,10 +1,11 @@
-"""The rules of mutants.py: what it breaks, what it leaves alone, and that a broken program behaves as told."""
+"""The rules of mutants.py: what it breaks, what it leaves alone, and that a broken program is so."""
 
 import os
 import subprocess
 
-import emulated_build
 import pytest
+
+import emulated_build
 
 pytest.importorskip("tree_sitter_cpp", reason="needs the packages tree-sitter and tree-sitter-cpp")
 import mutants

@@ -75,8 +75,7 @@ void check_nothing_in_flight(const Block& block) {
   }
 }
 
-// ---- cp.async
-// ----------------------------------------------------------------------------------------------------------------
+// ---- cp.async ---------------------------------------------------------------------------------------------
 void async_copy(void* to, const void* from, size_t bytes) {
   const void* pc = __builtin_return_address(0);
   need(in_shared(*current->block, to),
@@ -99,8 +98,7 @@ void async_wait(int groups_left) {
   }
 }
 
-// ---- mbarriers
-// ---------------------------------------------------------------------------------------------------------------
+// ---- mbarriers --------------------------------------------------------------------------------------------
 void mbarrier_init(const void* address, unsigned arrivals) {
   const void* pc = __builtin_return_address(0);
   Block& block = *current->block;
