@@ -27,6 +27,7 @@ import sys
 import time
 import tomllib
 
+import pytest
 import tree_sitter
 import tree_sitter_cpp
 
