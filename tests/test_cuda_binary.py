@@ -51,6 +51,26 @@ def test_semantics_on_a_gpu(tmp_path):
     assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "0\n"
 
 
+def test_launch_error_tells_the_configuration(tmp_path):
+    """Whether for want of a GPU, or of one that runs so many threads."""
+    source, program = tmp_path / "launch.cu", tmp_path / "launch"
+    source.write_text(
+        '#include "device.h"\n'
+        "#include <cstdio>\n"
+        "__global__ void kernel(int) {}\n"
+        "int main() {\n"
+        "  try { layernorm::launch({1, 2048, 50000}, kernel, 1); }\n"
+        '  catch (const std::runtime_error& error) { std::printf("%s", error.what()); }\n'
+        "}\n"
+    )
+    command = [cuda_binary.tool("nvcc"), *cuda_binary.FLAGS, *cuda_binary.WARNINGS, f"-I{cuda_binary.CSRC}"]
+    subprocess.run([*command, source, "-o", program], check=True)
+    told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    assert (
+        "with grid (1, 1, 1), block (2048, 1, 1), cluster 1, 50000 bytes of dynamic shared memory: " in told
+    )
+
+
 def kernels_of(tmp_path, body):
     source = tmp_path / "kernel.cu"
     source.write_text(

@@ -246,6 +246,15 @@ def culprits(error, files):
 # ---- running them ----------------------------------------------------------------------------------------
 
 
+def warm_up():
+    """Imports once what else every fork would."""
+    import torch.testing
+
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    with contextlib.suppress(ImportError):
+        import hypothesis  # noqa: F401
+
+
 def run_tests(arguments, csrc, mutant, log, limit):
     """Runs pytest in a fork, which saves importing torch. True: all passed; False: not; None: out of time."""
     child = os.fork()
@@ -350,8 +359,7 @@ def main():
     lines = results_file.read_text().splitlines() if results_file.exists() else []
     results = dict(json.loads(line) for line in lines)
 
-    import torch.testing  # noqa: F401  once, for all forks
-
+    warm_up()
     made, stillborn, seconds = instrument(options.csrc, folder / "csrc", options.pytest)
     mutants = [m for m in made.mutants if m.id not in stillborn and options.only in (None, m.file)]
     todo = [m for m in mutants if m.name not in results]
