@@ -55,9 +55,8 @@ struct LaunchConfig {
   dim3 grid, block;
   size_t shared_bytes = 0;  // dynamic
   Stream stream = nullptr;
-  unsigned cluster = 1;  // blocks per cluster, along x; more than 1 from compute capability 9.0 on
-  bool overlaps_previous =
-      false;  // may start before the stream's previous kernel has ended, see wait_for_previous_grid
+  unsigned cluster = 1;            // blocks per cluster, along x; more than 1 from compute capability 9.0 on
+  bool overlaps_previous = false;  // with the stream's previous kernel, see wait_for_previous_grid
 #if !defined(__CUDACC__)
   emulator::Place place = emulator::Place::current();
 #endif
