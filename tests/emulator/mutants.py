@@ -83,8 +83,9 @@ def replacements(node):
     elif node.type == "unary_expression":
         yield text(node.child_by_field_name("argument"))
     elif node.type == "number_literal":
-        yield f"{text(node)} + 1"
-        if not re.search(r"[.e]", text(node).lower().removeprefix("0x")):
+        if not parent.type.endswith("array_declarator"):  # no test can tell a larger array
+            yield f"{text(node)} + 1"
+        if re.fullmatch(r"0x[\da-f]+[ul]*|\d+[ul]*", text(node), re.I):
             yield f"{text(node)} - 1"
     elif node.type == "call_expression" and parent.type == "expression_statement":
         yield "void()"
