@@ -1,0 +1,406 @@
+// The only file that knows nvcc from a host compiler: launching, shared memory, and the instructions that
+// CUDA C++ has no spelling for. The kernels are written against it, and compile twice: by nvcc for a GPU, and
+// by g++ with LAYERNORM_EMULATE for the emulator of tests/emulator, which runs them on a CPU and checks what
+// they do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <cxxabi.h>
+
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+// LAYERNORM_SHARED(partial, float[32]); declares shared memory, LAYERNORM_DYNAMIC_SHARED(row, float); points
+// to the dynamic part, aligned to 16 bytes.
+#define LAYERNORM_SHARED(name, ...)       \
+  using name##_shared_type = __VA_ARGS__; \
+  __shared__ name##_shared_type name
+#define LAYERNORM_DYNAMIC_SHARED(name, ...)                                 \
+  extern __shared__ __align__(16) unsigned char layernorm_dynamic_shared[]; \
+  auto* name = reinterpret_cast<__VA_ARGS__*>(layernorm_dynamic_shared)
+
+#elif defined(LAYERNORM_EMULATE)
+
+#include "cuda_on_cpu.h"
+
+#define LAYERNORM_SHARED EMULATOR_SHARED
+#define LAYERNORM_DYNAMIC_SHARED EMULATOR_DYNAMIC_SHARED
+
+#else
+#error "compile with nvcc, or with LAYERNORM_EMULATE for the emulator"
+#endif
+
+namespace layernorm {
+
+// ---- launching: for host code -----------------------------------------------------------------------------
+
+#if defined(__CUDACC__)
+using Stream = cudaStream_t;
+#else
+using Stream = void*;
+#endif
+
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared_bytes = 0;  // dynamic
+  Stream stream = nullptr;
+  unsigned cluster = 1;            // blocks per cluster, along x; more than 1 from compute capability 9.0 on
+  bool overlaps_previous = false;  // with the stream's previous kernel, see wait_for_previous_grid
+#if !defined(__CUDACC__)
+  emulator::Place place = emulator::Place::current();
+#endif
+};
+
+#if defined(__CUDACC__)
+
+namespace launching {
+
+inline std::string kernel_name(const void* kernel) {
+  const char* mangled = nullptr;
+  if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) return "a kernel";
+  int status = 0;
+  char* plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+  const std::string name = status == 0 ? plain : mangled;
+  std::free(plain);
+  return name.substr(0, name.rfind('('));
+}
+
+inline std::string describe(const dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
+
+inline void check(cudaError_t status, const void* kernel, const LaunchConfig& config) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // reported here, and not once more by the next call
+  throw std::runtime_error("layernorm: launch of " + kernel_name(kernel) + " with grid " +
+                           describe(config.grid) + ", block " + describe(config.block) + ", cluster " +
+                           std::to_string(config.cluster) + ", " + std::to_string(config.shared_bytes) +
+                           " bytes of dynamic shared memory: " + cudaGetErrorString(status));
+}
+
+inline int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, attribute, current_device());
+  return value;
+}
+
+// The driver's configuration, whose attributes point into it.
+struct Config {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attributes[2];
+
+  Config(const LaunchConfig& from, int architecture) {
+    config.gridDim = from.grid;
+    config.blockDim = from.block;
+    config.dynamicSmemBytes = from.shared_bytes;
+    config.stream = from.stream;
+    config.attrs = attributes;
+    if (from.cluster > 1) {
+      auto& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = from.cluster;
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
+    if (from.overlaps_previous && architecture >= 90) {
+      auto& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  Config(const Config&) = delete;
+};
+
+}  // namespace launching
+
+// Compute capability of the current device: 80, 90, 100, ...
+inline int architecture() {
+  return 10 * launching::device_attribute(cudaDevAttrComputeCapabilityMajor) +
+         launching::device_attribute(cudaDevAttrComputeCapabilityMinor);
+}
+
+// A kernel must be allowed more than 48 KiB of dynamic shared memory, once per device.
+template <class Kernel>
+void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
+  if (config.shared_bytes <= 48 * 1024) return;
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  const auto address = reinterpret_cast<const void*>(kernel);
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& bytes = allowed[{address, launching::current_device()}];
+  if (config.shared_bytes <= bytes) return;
+  launching::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(config.shared_bytes)),
+                   address, config);
+  bytes = config.shared_bytes;
+}
+
+// How many blocks of a kernel the current device runs at once. `config.grid` does not matter. Asked of the
+// driver once.
+template <class... Params>
+int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, unsigned, size_t, unsigned>, int> known;
+  const auto address = reinterpret_cast<const void*>(kernel);
+  const unsigned threads = config.block.x * config.block.y * config.block.z;
+  allow_shared_memory(kernel, config);
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& blocks = known[{address, launching::current_device(), threads, config.shared_bytes, config.cluster}];
+  if (blocks != 0) return blocks;
+  if (config.cluster > 1) {
+    LaunchConfig one_cluster = config;
+    one_cluster.grid = dim3(config.cluster);
+    const launching::Config driver_config(one_cluster, architecture());
+    int clusters = 0;
+    launching::check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &driver_config.config), address,
+                     one_cluster);
+    return blocks = clusters * static_cast<int>(config.cluster);
+  }
+  int per_multiprocessor = 0;
+  launching::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                       &per_multiprocessor, kernel, static_cast<int>(threads), config.shared_bytes),
+                   address, config);
+  return blocks = per_multiprocessor * launching::device_attribute(cudaDevAttrMultiProcessorCount);
+}
+
+// The only way to start a kernel. Throws, with the kernel's name and configuration, if it cannot be launched.
+template <class... Params, class... Args>
+void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
+  allow_shared_memory(kernel, config);
+  const launching::Config driver_config(config, config.overlaps_previous ? architecture() : 0);
+  launching::check(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
+                   reinterpret_cast<const void*>(kernel), config);
+}
+
+#else
+
+inline int architecture() { return emulator::options().architecture; }
+
+template <class... Params>
+int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
+  return emulator::options().resident_blocks * static_cast<int>(config.cluster);
+}
+
+template <class... Params, class... Args>
+void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
+  emulator::launch({config.grid, config.block, config.shared_bytes, config.cluster, config.overlaps_previous,
+                    config.place},
+                   kernel, args...);
+}
+
+#endif
+
+// ---- instructions: for kernels. PTX ISA names in the comments ---------------------------------------------
+
+#if defined(__CUDACC__)
+// An address in shared memory as PTX wants it.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+#endif
+
+// The instructions of compute capability 9.0 trap on an older one: host code chooses kernels by
+// architecture().
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define LAYERNORM_SM90_ASM(...) __trap()
+#else
+#define LAYERNORM_SM90_ASM(...) asm volatile(__VA_ARGS__)
+#endif
+
+// 16 bytes that are read once: past L1, which is left to the weights. The launch must not write them.
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
+#if defined(__CUDACC__)
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+#else
+  emulator::read_only_load(address, sizeof(uint4));
+  return *address;
+#endif
+}
+
+// cp.async: 16 bytes from global to shared memory. The thread's copies up to a commit form a group;
+// async_wait<n> waits until at most the n newest groups are under way, and shows the others to this thread
+// (to its block: after a barrier).
+__device__ __forceinline__ void async_copy16(void* shared, const void* global) {
+#if defined(__CUDACC__)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+#else
+  emulator::async_copy(shared, global, 16);
+#endif
+}
+__device__ __forceinline__ void async_commit() {
+#if defined(__CUDACC__)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+  emulator::async_commit();
+#endif
+}
+template <int kGroupsLeft>
+__device__ __forceinline__ void async_wait() {
+#if defined(__CUDACC__)
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroupsLeft) : "memory");
+#else
+  emulator::async_wait(kGroupsLeft);
+#endif
+}
+
+// mbarrier: in shared memory; counts arrivals and the bytes that asynchronous copies bring. A phase ends, and
+// the next begins, when both are complete.
+struct alignas(8) MBarrier {
+  uint64_t state;
+};
+
+// By one thread; then the fence, then a barrier of the block or cluster before others use it.
+__device__ __forceinline__ void mbarrier_init(MBarrier* barrier, unsigned arrivals) {
+#if defined(__CUDACC__)
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+#else
+  emulator::mbarrier_init(barrier, arrivals);
+#endif
+}
+// Shows the thread's initialisations to the cluster and to bulk copies.
+__device__ __forceinline__ void mbarrier_fence_init() {
+#if defined(__CUDACC__)
+  LAYERNORM_SM90_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
+#else
+  emulator::mbarrier_fence_init();
+#endif
+}
+// Arrives, and tells that copies will bring so many bytes in this phase: at most 1048575.
+__device__ __forceinline__ void mbarrier_arrive(MBarrier* barrier, unsigned expected_bytes = 0) {
+#if defined(__CUDACC__)
+  LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                     "r"(expected_bytes) : "memory");
+#else
+  emulator::mbarrier_arrive(barrier, expected_bytes);
+#endif
+}
+// Waits for the end of the phase of this parity: 0 for the first, 1 for the second, and so on. Shows what its
+// copies brought and what happened before its arrivals.
+__device__ __forceinline__ void mbarrier_wait(MBarrier* barrier, unsigned parity) {
+#if defined(__CUDACC__)
+  unsigned done = 0;
+  while (done == 0) {
+    LAYERNORM_SM90_ASM(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(done) : "r"(shared_address(barrier)),
+        "r"(parity) : "memory");
+  }
+#else
+  emulator::mbarrier_wait(barrier, parity);
+#endif
+}
+// cp.async.bulk: from global to shared memory; addresses and size are multiples of 16 bytes. Completes on the
+// mbarrier.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, unsigned bytes,
+                                          MBarrier* barrier) {
+#if defined(__CUDACC__)
+  LAYERNORM_SM90_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+#else
+  emulator::bulk_copy(shared, global, bytes, barrier);
+#endif
+}
+
+// Clusters: blocks that run together and reach each other's shared memory. A block must not return while
+// others may still reach for its shared memory, nor be reached for before it has started: both take a cluster
+// barrier or an mbarrier.
+__device__ __forceinline__ unsigned cluster_rank() {
+#if defined(__CUDACC__)
+  unsigned rank = 0;
+  LAYERNORM_SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return emulator::cluster_rank();
+#endif
+}
+// The barrier of all threads of the cluster, in two halves: what comes before an arrival is seen after the
+// wait.
+__device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDACC__)
+  LAYERNORM_SM90_ASM("barrier.cluster.arrive.release.aligned;" :: : "memory");
+#else
+  emulator::cluster_arrive();
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDACC__)
+  LAYERNORM_SM90_ASM("barrier.cluster.wait.acquire.aligned;" :: : "memory");
+#else
+  emulator::cluster_wait();
+#endif
+}
+// Where the block of this rank has what is at `shared` here.
+template <class T>
+__device__ __forceinline__ T* cluster_peer(T* shared, unsigned rank) {
+#if defined(__CUDACC__)
+  uint64_t address = 0;
+  LAYERNORM_SM90_ASM("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+  return reinterpret_cast<T*>(address);
+#else
+  return static_cast<T*>(emulator::cluster_peer(shared, rank));
+#endif
+}
+// st.async: 8 bytes into the shared memory of the block of this rank; counts as 8 bytes at its mbarrier.
+// `shared` and `barrier` are the caller's own, the peer's lie at the same place.
+__device__ __forceinline__ void store_async(uint64_t* shared, uint64_t value, MBarrier* barrier,
+                                            unsigned rank) {
+#if defined(__CUDACC__)
+  LAYERNORM_SM90_ASM(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %1, [barrier];\n"
+      "}" ::"r"(shared_address(shared)),
+      "l"(value), "r"(shared_address(barrier)), "r"(rank) : "memory");
+#else
+  emulator::store_async(shared, value, barrier, rank);
+#endif
+}
+
+// griddepcontrol: in a launch with overlaps_previous, what the previous kernel writes may be read, and what
+// it reads may be written, after this wait alone. Else, and before compute capability 9.0, it is nothing.
+__device__ __forceinline__ void wait_for_previous_grid() {
+#if !defined(__CUDACC__)
+  emulator::wait_for_previous_grid();
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start, if it overlaps_previous, once all blocks have come here or returned.
+__device__ __forceinline__ void let_next_grid_start() {
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#undef LAYERNORM_SM90_ASM
+
+}  // namespace layernorm

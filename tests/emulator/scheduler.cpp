@@ -1,0 +1,592 @@
+// Fibers, barriers, warp collectives, shared memory and launches.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+
+#include "machine.h"
+
+namespace emulator {
+
+ThreadView* current_view = nullptr;
+Running* running = nullptr;
+Thread* current = nullptr;
+
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr size_t kGuardBytes = 4096;  // below every stack
+constexpr uint8_t kFresh = 0xff;      // fresh shared memory reads as NaN, -1, or a wild index
+
+Options current_options;
+std::mutex one_launch_at_a_time;
+void* host_stack_pointer = nullptr;
+// Kept from launch to launch.
+std::unique_ptr<Thread[]> threads;
+size_t thread_count = 0;
+std::vector<char*> arenas;
+
+// ---- fibers -----------------------------------------------------------------------------------------------
+#if !defined(__x86_64__)
+#error "the emulator switches stacks by hand, and knows x86-64 only"
+#endif
+// Pushes the registers that a callee must keep, stores the stack pointer to *save, and continues on the other
+// stack.
+extern "C" void emulator_switch_stack(void** save, void* load);
+asm(R"(
+.text
+.p2align 4
+.type emulator_switch_stack,@function
+emulator_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch_stack,.-emulator_switch_stack
+)");
+
+char* map_memory(size_t bytes) {
+  void* memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw Fault("the emulator is out of memory");
+  return static_cast<char*>(memory);
+}
+
+void need_threads(size_t count) {
+  if (count <= thread_count) return;
+  auto more = std::make_unique<Thread[]>(count);
+  for (size_t i = 0; i < thread_count; ++i) more[i].stack = threads[i].stack;
+  const size_t stride = kGuardBytes + kStackBytes;
+  char* memory = map_memory((count - thread_count) * stride);
+  for (size_t i = thread_count; i < count; ++i, memory += stride) {
+    mprotect(memory, kGuardBytes, PROT_NONE);
+    more[i].stack = memory + kGuardBytes;
+  }
+  threads = std::move(more);
+  thread_count = count;
+}
+
+void set_current(Thread* thread) {
+  current = thread;
+  current_view = thread ? &thread->view : nullptr;
+}
+
+Thread* pick() {
+  Running& r = *running;
+  const Order order = current_options.order;
+  if (order == Order::kRandom && (r.random() & 63) == 0)
+    std::shuffle(r.order.begin(), r.order.end(), r.random);
+  for (unsigned index : r.order) {
+    Warp& warp = r.warps[index];
+    if (warp.runnable == 0) continue;
+    int lane = std::countr_zero(warp.runnable);
+    if (order == Order::kReverse) lane = kWarpSize - 1 - std::countl_zero(warp.runnable);
+    if (order == Order::kRandom) {
+      const int turn = static_cast<int>(r.random() % kWarpSize);
+      lane = (std::countr_zero(std::rotr(warp.runnable, turn)) + turn) % kWarpSize;
+    }
+    warp.runnable &= ~(1u << lane);
+    return &warp.lanes[lane];
+  }
+  return nullptr;
+}
+
+// ---- reports ----------------------------------------------------------------------------------------------
+std::string describe(const Place& place) {
+  const std::string file = place.file_name();
+  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line());
+}
+
+std::string describe_wait(const Thread& thread) {
+  std::ostringstream s;
+  switch (thread.wait) {
+    case Wait::kBlock:
+      s << "at a block barrier, " << describe(thread.place);
+      break;
+    case Wait::kWarp:
+      s << "in a warp collective with mask 0x" << std::hex << thread.mask << ", " << describe(thread.place);
+      break;
+    case Wait::kCluster:
+      s << "at a cluster barrier, " << at(thread.pc);
+      break;
+    case Wait::kMBarrier:
+      s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << thread.mbarrier->pending
+        << " arrivals and " << thread.mbarrier->bytes_left << " bytes, " << at(thread.pc);
+      break;
+    case Wait::kRunnable:
+    case Wait::kDone:
+      break;
+  }
+  return s.str();
+}
+
+std::string describe_deadlock() {
+  std::map<std::string, std::pair<unsigned, const Thread*>> groups;  // how many wait so, and the first
+  for (const Block& block : running->blocks) {
+    for (unsigned i = 0; i < running->threads_per_block; ++i) {
+      const Thread& thread = block.threads[i];
+      auto& [count, first] = groups[thread.wait == Wait::kDone ? "" : describe_wait(thread)];
+      if (count++ == 0) first = &thread;
+    }
+  }
+  std::string text = "deadlock:";
+  for (const auto& [how, group] : groups) {
+    text += "\n  " + std::to_string(group.first) + " thread(s) ";
+    text += how.empty() ? "have returned" : "wait " + how + " (first: " + who(group.second->id) + ")";
+  }
+  return text;
+}
+
+bool same_place(const Place& a, const Place& b) {
+  return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
+// ---- completing barriers and collectives ------------------------------------------------------------------
+void try_finish_block_barrier(Block& block) {
+  if (block.live == 0 || block.arrived != block.live) return;
+  for (unsigned i = 0; i < running->threads_per_block; ++i) {
+    Thread& thread = block.threads[i];
+    if (thread.wait != Wait::kBlock) continue;
+    const int votes = block.votes, live = static_cast<int>(block.live);
+    thread.vote_result = thread.vote == Vote::kAnd  ? votes == live
+                         : thread.vote == Vote::kOr ? votes != 0
+                                                    : votes;
+    thread.epochs.block++;
+    learn(block.known, thread.known);
+    thread.known.clear();
+    block.waited_for_previous_grid |= thread.waited_for_previous_grid;
+    make_runnable(thread);
+  }
+  block.arrived = 0;
+  block.votes = 0;
+}
+
+void try_finish_collective(Warp& warp, unsigned mask) {
+  const unsigned lanes = mask & warp.live;
+  if (lanes == 0 || (warp.waiting & lanes) != lanes) return;
+  const Thread& leader = warp.lanes[std::countr_zero(lanes)];
+  const auto for_each_lane = [&](auto f) {
+    for (unsigned rest = lanes; rest != 0; rest &= rest - 1) f(warp.lanes[std::countr_zero(rest)]);
+  };
+  bool agree = true;
+  for_each_lane([&](const Thread& t) {
+    agree &= t.mask == mask && t.collective == leader.collective && same_place(t.place, leader.place);
+  });
+  if (!agree) return;  // ends as a deadlock, which tells who waits where
+
+  uint64_t values[kWarpSize];
+  unsigned ballot = 0;
+  for_each_lane([&](const Thread& t) {
+    values[t.lane] = t.value;
+    ballot |= static_cast<unsigned>(t.value & 1) << t.lane;
+  });
+  for_each_lane([&](Thread& t) {
+    switch (t.collective) {
+      case Collective::kSync:
+        break;
+      case Collective::kBallot:
+        t.value = ballot;
+        break;
+      case Collective::kAny:
+        t.value = ballot != 0;
+        break;
+      case Collective::kAll:
+        t.value = ballot == lanes;
+        break;
+      case Collective::kShuffle:
+        if (t.source_lane < 0 || t.source_lane >= kWarpSize || !(lanes >> t.source_lane & 1)) {
+          fail("shuffle of " + who(t.id) + " at " + describe(t.place) + " reads lane " +
+               std::to_string(t.source_lane) + ", which does not take part");
+        }
+        t.value = values[t.source_lane];
+    }
+    // Of the collectives only __syncwarp orders memory accesses; here only that of all lanes does.
+    if (t.collective == Collective::kSync && lanes == warp.live) t.epochs.warp++;
+    make_runnable(t);
+  });
+  warp.waiting &= ~lanes;
+}
+
+void try_finish_cluster_barrier(Block& some_block) {
+  Cluster& cluster = *some_block.cluster;
+  if (cluster.live == 0 || cluster.arrived != cluster.live) return;
+  cluster.arrived = 0;
+  cluster.phase++;
+  Knowledge known;
+  for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
+    Block& block = peer(some_block, rank);
+    learn(known, block.known);
+    for (unsigned i = 0; i < running->threads_per_block; ++i) {
+      Thread& thread = block.threads[i];
+      learn(known, thread.known);
+      if (thread.wait == Wait::kCluster) make_runnable(thread);
+    }
+  }
+  for (unsigned rank = 0; rank < running->launch.cluster; ++rank) peer(some_block, rank).known = known;
+}
+
+// ---- the life of a thread and of a launch -----------------------------------------------------------------
+[[noreturn]] void finish_thread() {
+  Thread& thread = *current;
+  Block& block = *thread.block;
+  if (!thread.open_copies.empty() || !thread.copy_groups.empty()) {
+    fail(who(thread.id) + " returned before its asynchronous copies were complete");
+  }
+  if (thread.arrived_at_cluster) fail(who(thread.id) + " returned between cluster_arrive and cluster_wait");
+  block.waited_for_previous_grid |= thread.waited_for_previous_grid;
+  thread.wait = Wait::kDone;
+  thread.warp->live &= ~(1u << thread.lane);
+  running->live--;
+  block.cluster->live--;
+  if (--block.live == 0) {
+    check_nothing_in_flight(block);
+    shared_memory_leaving(block);
+    if (running->launch.overlaps_previous && !block.waited_for_previous_grid) {
+      fail("block " + std::to_string(thread.id.block) +
+           " returned without a wait for the previous grid: the next grid could start before that one has "
+           "ended");
+    }
+  }
+  // Those who wait for this thread wait no longer.
+  try_finish_block_barrier(block);
+  for (unsigned rest = thread.warp->waiting; rest != 0; rest &= rest - 1) {
+    const Thread& other = thread.warp->lanes[std::countr_zero(rest)];
+    if (other.wait == Wait::kWarp) try_finish_collective(*thread.warp, other.mask);
+  }
+  try_finish_cluster_barrier(block);
+  switch_away();
+  std::abort();
+}
+
+void thread_main() {
+  running->body(running->closure);
+  finish_thread();
+}
+
+uint3 unflatten(uint64_t i, dim3 d) {
+  return {static_cast<unsigned>(i % d.x), static_cast<unsigned>(i / d.x % d.y),
+          static_cast<unsigned>(i / d.x / d.y)};
+}
+
+void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_id) {
+  Warp& warp =
+      running->warps[static_cast<size_t>(&block - running->blocks.data()) * running->warps_per_block +
+                     index / kWarpSize];
+  char* stack = thread.stack;
+  thread = {};
+  thread.stack = stack;
+  thread.view = {unflatten(index, running->launch.block), block.index, running->launch.block,
+                 running->launch.grid};
+  thread.id = {static_cast<uint32_t>(block_id), static_cast<uint32_t>(block_id / running->launch.cluster),
+               index};
+  thread.lane = index % kWarpSize;
+  thread.block = &block;
+  thread.warp = &warp;
+  if (thread.lane == 0) warp.lanes = &thread;
+  warp.live |= 1u << thread.lane;
+  make_runnable(thread);
+  // As emulator_switch_stack leaves a stack: six registers, where to return to, and what aligns as after a
+  // call.
+  auto* top = reinterpret_cast<void**>(stack + kStackBytes);
+  *--top = nullptr;
+  *--top = reinterpret_cast<void*>(&thread_main);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  thread.stack_pointer = top;
+}
+
+// Makes blocks resident. Their clusters are complete.
+void start_blocks(const std::vector<uint64_t>& ids) {
+  Running& r = *running;
+  r.blocks.assign(ids.size(), {});
+  r.clusters.assign(ids.size() / r.launch.cluster, {});
+  r.warps.assign(ids.size() * r.warps_per_block, {});
+  r.live = static_cast<unsigned>(ids.size()) * r.threads_per_block;
+  for (size_t k = 0; k < ids.size(); ++k) {
+    Block& block = r.blocks[k];
+    block.index = unflatten(ids[k], r.launch.grid);
+    block.rank = static_cast<unsigned>(k % r.launch.cluster);
+    block.live = r.threads_per_block;
+    block.cluster = &r.clusters[k / r.launch.cluster];
+    block.cluster->live += r.threads_per_block;
+    block.arena = arenas[k];
+    block.threads = &threads[k * r.threads_per_block];
+    shared_memory_gone(block);
+    for (unsigned i = 0; i < r.threads_per_block; ++i) start_thread(block.threads[i], block, i, ids[k]);
+  }
+  r.order.resize(r.warps.size());
+  std::iota(r.order.begin(), r.order.end(), 0);
+  if (current_options.order == Order::kReverse) std::reverse(r.order.begin(), r.order.end());
+  if (current_options.order == Order::kRandom) std::shuffle(r.order.begin(), r.order.end(), r.random);
+}
+
+void run_blocks() {
+  while (running->fault.empty() && running->live > 0) {
+    Thread* next = pick();
+    if (next == nullptr) {
+      if (!deliver_transfers() && running->fault.empty()) running->fault = describe_deadlock();
+      continue;
+    }
+    set_current(next);
+    emulator_switch_stack(&host_stack_pointer, next->stack_pointer);
+  }
+  set_current(nullptr);
+}
+
+void check_launch(const Launch& l) {
+  const uint64_t per_block = static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z;
+  if (per_block == 0 || per_block > 1024 || l.block.z > 64) throw Fault("invalid block size");
+  if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0 || l.grid.x > 0x7fffffffu || l.grid.y > 65535 ||
+      l.grid.z > 65535)
+    throw Fault("invalid grid size");
+  if (l.cluster == 0 || l.cluster > 8 || l.grid.x % l.cluster != 0) throw Fault("invalid cluster size");
+  if (l.cluster > 1 && current_options.architecture < 90) throw Fault("clusters need compute capability 9.0");
+  if (l.shared_bytes > kMaxShared) throw Fault("more than 227 KiB of shared memory");
+}
+
+void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
+  check_launch(launch);
+  const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
+  Running r{launch, body, closure};
+  r.threads_per_block = threads_per_block;
+  r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
+  r.random.seed(current_options.seed);
+  r.slots_end = kRedZone;
+
+  std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z /
+                              launch.cluster);
+  std::iota(order.begin(), order.end(), 0);
+  if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
+  if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), r.random);
+  const size_t at_once =
+      std::min<size_t>(std::max(1u, current_options.concurrent_blocks / launch.cluster), order.size());
+  need_threads(at_once * launch.cluster * threads_per_block);
+  while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
+
+  running = &r;
+  checker_begin_launch(launch.overlaps_previous && current_options.architecture >= 90);
+  for (size_t begin = 0; begin < order.size() && r.fault.empty(); begin += at_once) {
+    std::vector<uint64_t> ids;
+    for (size_t k = begin; k < std::min(order.size(), begin + at_once); ++k) {
+      for (unsigned rank = 0; rank < launch.cluster; ++rank) ids.push_back(order[k] * launch.cluster + rank);
+    }
+    start_blocks(ids);
+    run_blocks();
+  }
+  running = nullptr;
+  checker_end_launch();
+  if (!r.fault.empty()) throw Fault(explain(r.fault));
+}
+
+}  // namespace
+
+// ---- what the rest of the emulator uses -------------------------------------------------------------------
+std::string who(const ThreadId& id) {
+  if (id.thread >= kAgent) return "an asynchronous copy";
+  return "block " + std::to_string(id.block) + " thread " + std::to_string(id.thread);
+}
+
+void fail(std::string what) {
+  if (running->fault.empty()) running->fault = std::move(what);
+  switch_away();
+  std::abort();
+}
+
+void need(bool condition, const char* otherwise, const void* pc) {
+  if (!condition) fail(std::string(otherwise) + ", by " + who(current->id) + " at " + at(pc));
+}
+
+void make_runnable(Thread& thread) {
+  thread.wait = Wait::kRunnable;
+  thread.warp->runnable |= 1u << thread.lane;
+}
+
+// Leaves the current thread for the next runnable one, or for the host, which then looks for the reason.
+void switch_away() {
+  Thread* me = current;
+  Thread* next = running->fault.empty() ? pick() : nullptr;
+  if (next == me) return;
+  if (++running->switches == current_options.max_switches) {
+    running->fault =
+        "the threads switched " + std::to_string(running->switches) + " times: a loop waits in vain";
+    next = nullptr;
+  }
+  set_current(next);
+  emulator_switch_stack(&me->stack_pointer, next ? next->stack_pointer : host_stack_pointer);
+}
+
+Block& peer(Block& block, unsigned rank) { return *(&block - block.rank + rank); }
+
+bool in_shared(const Block& block, const void* address) {
+  const char* a = static_cast<const char*>(address);
+  return a >= block.arena && a < block.arena + kArenaBytes;
+}
+
+// ---- what kernels use -------------------------------------------------------------------------------------
+Options& options() { return current_options; }
+
+void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
+  std::lock_guard lock(one_launch_at_a_time);
+  try {
+    run_checked(launch, body, closure);
+  } catch (const Fault& fault) {
+    throw Fault(kernel_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
+  }
+}
+
+void trap() { fail("__trap() by " + who(current->id) + " at " + at(__builtin_return_address(0))); }
+
+int block_barrier(Vote vote, bool predicate, const Place& place) {
+  Block& block = *current->block;
+  if (block.arrived == 0) {
+    block.place = place;
+  } else if (!same_place(block.place, place)) {
+    fail("divergent block barrier: " + who(current->id) + " arrives at " + describe(place) +
+         " while others wait at " + describe(block.place));
+  }
+  current->place = place;
+  current->wait = Wait::kBlock;
+  current->vote = vote;
+  block.arrived++;
+  block.votes += predicate;
+  try_finish_block_barrier(block);
+  switch_away();
+  return current->vote_result;
+}
+
+uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane,
+                         const Place& place) {
+  Thread& thread = *current;
+  if (!(mask >> thread.lane & 1)) {
+    fail(who(thread.id) + " is not in the mask of its own warp collective at " + describe(place));
+  }
+  thread.collective = what;
+  thread.mask = mask;
+  thread.value = value;
+  thread.source_lane = source_lane;
+  thread.place = place;
+  thread.wait = Wait::kWarp;
+  thread.warp->waiting |= 1u << thread.lane;
+  try_finish_collective(*thread.warp, mask);
+  switch_away();
+  return thread.value;
+}
+
+int lane() { return static_cast<int>(current->lane); }
+
+void yield() {
+  make_runnable(*current);
+  auto& order = running->order;
+  const auto mine =
+      std::find(order.begin(), order.end(), static_cast<unsigned>(current->warp - running->warps.data()));
+  std::rotate(mine, mine + 1, order.end());  // last in the queue
+  switch_away();
+}
+
+unsigned cluster_rank() { return current->block->rank; }
+
+void cluster_arrive() {
+  Thread& thread = *current;
+  thread.pc = __builtin_return_address(0);
+  need(!thread.arrived_at_cluster, "a second arrival at one cluster barrier", thread.pc);
+  thread.arrived_at_cluster = true;
+  thread.epochs.cluster_arrived++;
+  thread.cluster_phase = thread.block->cluster->phase;
+  thread.block->cluster->arrived++;
+  try_finish_cluster_barrier(*thread.block);
+}
+
+void cluster_wait() {
+  Thread& thread = *current;
+  thread.pc = __builtin_return_address(0);
+  need(thread.arrived_at_cluster, "a wait at a cluster barrier without an arrival", thread.pc);
+  while (thread.block->cluster->phase == thread.cluster_phase) {
+    thread.wait = Wait::kCluster;
+    switch_away();
+  }
+  thread.arrived_at_cluster = false;
+  thread.epochs.cluster_waited++;
+}
+
+void* cluster_peer(const void* address, unsigned rank) {
+  Block& block = *current->block;
+  const void* pc = __builtin_return_address(0);
+  need(rank < running->launch.cluster, "a block that the cluster does not have", pc);
+  need(in_shared(block, address), "the peer of an address outside the block's shared memory", pc);
+  need(peer(block, rank).live != 0, "the shared memory of a block that has returned", pc);
+  return peer(block, rank).arena + (static_cast<const char*>(address) - block.arena);
+}
+
+void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
+  Running& r = *running;
+  Block& block = *current->block;
+  const auto slot =
+      std::find_if(r.slots.begin(), r.slots.end(), [&](const SharedSlot& s) { return s.key == key; });
+  const size_t index = static_cast<size_t>(slot - r.slots.begin());
+  if (slot == r.slots.end()) {
+    r.static_bytes += bytes;
+    // Aligned as declared and no better, so that a wider access is misaligned.
+    const size_t step = std::max<size_t>(alignment, 4);
+    const size_t offset = (r.slots_end / (2 * step) + 1) * (2 * step) + step;
+    r.slots_end = offset + bytes + kRedZone;
+    if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase)
+      fail("more than 48 KiB of static shared memory");
+    r.slots.push_back({key, offset, bytes, name});
+  }
+  if (block.slot_ready.size() <= index || !block.slot_ready[index]) {
+    for (unsigned rank = 0; rank < r.launch.cluster;
+         ++rank) {  // all of a cluster: a remote block may come first
+      Block& owner = peer(block, rank);
+      owner.slot_ready.resize(r.slots.size());
+      owner.slot_ready[index] = true;
+      char* base = owner.arena + r.slots[index].offset;
+      std::memset(base, kFresh, bytes);
+      shared_memory_here(owner, base, bytes, name);
+    }
+  }
+  return block.arena + r.slots[index].offset;
+}
+
+void* dynamic_shared(size_t alignment) {
+  Block& block = *current->block;
+  const size_t bytes = running->launch.shared_bytes,
+               offset = kDynamicBase + alignment;  // no better aligned than asked
+  if (running->static_bytes + bytes > kMaxShared) fail("more than 227 KiB of shared memory");
+  if (!block.dynamic_ready) {
+    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
+      Block& owner = peer(block, rank);
+      owner.dynamic_ready = true;
+      std::memset(owner.arena + offset, kFresh, bytes);
+      shared_memory_here(owner, owner.arena + offset, bytes, "dynamic shared memory");
+    }
+  }
+  return block.arena + offset;
+}
+
+void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
+
+}  // namespace emulator
+
+// For tests that load the emulator as a library.
+extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture) {
+  emulator::options().order = static_cast<emulator::Order>(order);
+  emulator::options().seed = seed;
+  emulator::options().concurrent_blocks = concurrent_blocks;
+  emulator::options().architecture = architecture;
+}

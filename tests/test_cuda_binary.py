@@ -1,0 +1,120 @@
+"""Every kernel compiles for every architecture without a warning, and keeps its values in registers."""
+
+import subprocess
+
+import cuda_binary
+import pytest
+import torch
+
+for program in ("nvcc", "nvdisasm"):
+    if cuda_binary.tool(program) is None:
+        pytest.skip(
+            f"no {program}: install the CUDA toolkit, or nvidia-cuda-{program}", allow_module_level=True
+        )
+
+architectures = pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
+
+
+@architectures
+@pytest.mark.parametrize("source", sorted(cuda_binary.CSRC.glob("*.cu")), ids=lambda path: path.name)
+def test_kernels(source, architecture):
+    kernels = cuda_binary.compile_kernels(source, architecture)
+    assert [fault for kernel in kernels for fault in cuda_binary.faults(kernel)] == []
+
+
+@architectures
+def test_every_instruction_of_device_h(architecture):
+    kernels = cuda_binary.compile_kernels(cuda_binary.ROOT / "tests/emulator/semantics.cu", architecture)
+    assert [fault for kernel in kernels for fault in cuda_binary.faults(kernel)] == []
+    memory = {kernel.name: kernel.memory for kernel in kernels}
+    assert memory["async_copies"]["LDGSTS", 128] == 2
+    if architecture >= 90:
+        assert memory["phases"]["UBLKCP", 32] > 0
+        assert memory["clusters"]["STAS", 64] > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_semantics_on_a_gpu(tmp_path):
+    """The checks that the emulator passes hold on the real thing."""
+    program = tmp_path / "semantics"
+    source = cuda_binary.ROOT / "tests/emulator/semantics.cu"
+    command = [
+        cuda_binary.tool("nvcc"),
+        *cuda_binary.FLAGS,
+        "-arch=native",
+        f"-I{cuda_binary.CSRC}",
+        source,
+        "-o",
+        program,
+    ]
+    subprocess.run(command, check=True)
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "0\n"
+
+
+def test_launch_error_tells_the_configuration(tmp_path):
+    """Whether for want of a GPU, or of one that runs so many threads."""
+    source, program = tmp_path / "launch.cu", tmp_path / "launch"
+    source.write_text(
+        '#include "device.h"\n'
+        "#include <cstdio>\n"
+        "__global__ void kernel(int) {}\n"
+        "int main() {\n"
+        "  try { layernorm::launch({1, 2048, 50000}, kernel, 1); }\n"
+        '  catch (const std::runtime_error& error) { std::printf("%s", error.what()); }\n'
+        "}\n"
+    )
+    command = [cuda_binary.tool("nvcc"), *cuda_binary.FLAGS, *cuda_binary.WARNINGS, f"-I{cuda_binary.CSRC}"]
+    subprocess.run([*command, source, "-o", program], check=True)
+    told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    assert (
+        "with grid (1, 1, 1), block (2048, 1, 1), cluster 1, 50000 bytes of dynamic shared memory: " in told
+    )
+
+
+def kernels_of(tmp_path, body):
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        f'#include "device.h"\n__global__ void kernel(const float* in, float* out, int i) {{ {body} }}\n'
+    )
+    return cuda_binary.compile_kernels(source, 90)
+
+
+# What the checks above rely on: each of these must be noticed.
+def test_wide_loads_are_counted(tmp_path):
+    (kernel,) = kernels_of(
+        tmp_path, "((float4*)out)[i] = layernorm::cluster_rank() ? ((float4*)in)[i] : float4{};"
+    )
+    assert kernel.name == "kernel"
+    assert kernel.memory == {("LDG", 128): 1, ("STG", 128): 1}
+    assert list(cuda_binary.faults(kernel)) == []
+
+
+def test_local_memory_is_a_fault(tmp_path):
+    (kernel,) = kernels_of(
+        tmp_path, "float v[64]; for (int j = 0; j < i; ++j) v[j * i % 64] = in[j]; *out = v[i % 64];"
+    )
+    assert kernel.stack == 256
+    assert any("local memory" in fault for fault in cuda_binary.faults(kernel))
+
+
+def test_spill_is_a_fault(tmp_path):
+    source = tmp_path / "spills.cu"
+    source.write_text(
+        "template <int n> __device__ float keep(const float* in) {\n"
+        "  float v[n], sum = 0;\n"
+        "  for (int j = 0; j < n; ++j) v[j] = in[j * 1024];\n"
+        "  __syncthreads();\n"
+        "  for (int j = 0; j < n; ++j) sum += v[j] * v[n - 1 - j];\n"
+        "  return sum;\n"
+        "}\n"
+        "__global__ void __launch_bounds__(1024, 2)\n"
+        "kernel(const float* in, float* out) { *out = keep<128>(in); }\n"
+    )
+    (kernel,) = cuda_binary.compile_kernels(source, 90)
+    assert kernel.spilled > 0
+    assert any("spills" in fault for fault in cuda_binary.faults(kernel))
+
+
+def test_warning_is_an_error(tmp_path):
+    with pytest.raises(cuda_binary.CompileError, match="never referenced"):
+        kernels_of(tmp_path, "int unused;")
