@@ -30,7 +30,7 @@ def statistics_dtype(dtype):
 
 def exact(tensor):
     """Return a tensor as a numpy array of wide numbers."""
-    array = tensor.detach().cpu().double().numpy()
+    array = tensor.detach().cpu().double().resolve_neg().numpy()
     return array.astype(np.longdouble) if tensor.dtype == F64 else array
 
 

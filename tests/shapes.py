@@ -89,8 +89,8 @@ def lazy_zeros(shape, dtype, device):
 
 
 def bits(tensor):
-    """Return the tensor's bytes: unlike numbers, they tell -0 from 0, and NaN equals itself."""
-    return tensor.contiguous().view(torch.uint8)
+    """Return a copy of the tensor's bytes: unlike numbers, they tell -0 from 0, and NaN equals itself."""
+    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def layouts(x):
