@@ -1,12 +1,15 @@
-CPP := $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install test lint format ci clean
+.PHONY: install test test-device lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
 
 test:
 	python -m pytest
+
+test-device:
+	python -m pytest tests/emulator
 
 lint:
 	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)

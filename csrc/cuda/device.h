@@ -83,9 +83,9 @@ inline std::string describe(const dim3& d) {
 inline void check(cudaError_t status, const void* kernel, const LaunchConfig& config) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // reported here, and not once more by the next call
-  throw std::runtime_error("layernorm: launch of " + kernel_name(kernel) + " with grid " +
-                           describe(config.grid) + ", block " + describe(config.block) + ", cluster " +
-                           std::to_string(config.cluster) + ", " + std::to_string(config.shared_bytes) +
+  throw std::runtime_error("layernorm: launch of " + kernel_name(kernel) + " with grid " + describe(config.grid) +
+                           ", block " + describe(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
+                           std::to_string(config.shared_bytes) +
                            " bytes of dynamic shared memory: " + cudaGetErrorString(status));
 }
 
@@ -145,9 +145,9 @@ void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
   const std::lock_guard<std::mutex> lock(mutex);
   size_t& bytes = allowed[{address, launching::current_device()}];
   if (config.shared_bytes <= bytes) return;
-  launching::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(config.shared_bytes)),
-                   address, config);
+  launching::check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(config.shared_bytes)),
+      address, config);
   bytes = config.shared_bytes;
 }
 
@@ -168,13 +168,12 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
     one_cluster.grid = dim3(config.cluster);
     const launching::Config driver_config(one_cluster, architecture());
     int clusters = 0;
-    launching::check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &driver_config.config), address,
-                     one_cluster);
+    launching::check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &driver_config.config), address, one_cluster);
     return blocks = clusters * static_cast<int>(config.cluster);
   }
   int per_multiprocessor = 0;
-  launching::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                       &per_multiprocessor, kernel, static_cast<int>(threads), config.shared_bytes),
+  launching::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, static_cast<int>(threads),
+                                                                 config.shared_bytes),
                    address, config);
   return blocks = per_multiprocessor * launching::device_attribute(cudaDevAttrMultiProcessorCount);
 }
@@ -199,9 +198,9 @@ int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
 
 template <class... Params, class... Args>
 void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
-  emulator::launch({config.grid, config.block, config.shared_bytes, config.cluster, config.overlaps_previous,
-                    config.place},
-                   kernel, args...);
+  emulator::launch(
+      {config.grid, config.block, config.shared_bytes, config.cluster, config.overlaps_previous, config.place}, kernel,
+      args...);
 }
 
 #endif
@@ -242,8 +241,7 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
 // (to its block: after a barrier).
 __device__ __forceinline__ void async_copy16(void* shared, const void* global) {
 #if defined(__CUDACC__)
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 #else
   emulator::async_copy(shared, global, 16);
 #endif
@@ -273,8 +271,7 @@ struct alignas(8) MBarrier {
 // By one thread; then the fence, then a barrier of the block or cluster before others use it.
 __device__ __forceinline__ void mbarrier_init(MBarrier* barrier, unsigned arrivals) {
 #if defined(__CUDACC__)
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
-               : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 #else
   emulator::mbarrier_init(barrier, arrivals);
 #endif
@@ -316,13 +313,11 @@ __device__ __forceinline__ void mbarrier_wait(MBarrier* barrier, unsigned parity
 }
 // cp.async.bulk: from global to shared memory; addresses and size are multiples of 16 bytes. Completes on the
 // mbarrier.
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, unsigned bytes,
-                                          MBarrier* barrier) {
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, unsigned bytes, MBarrier* barrier) {
 #if defined(__CUDACC__)
-  LAYERNORM_SM90_ASM(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+  LAYERNORM_SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(shared)),
+                     "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 #else
   emulator::bulk_copy(shared, global, bytes, barrier);
 #endif
@@ -369,8 +364,7 @@ __device__ __forceinline__ T* cluster_peer(T* shared, unsigned rank) {
 }
 // st.async: 8 bytes into the shared memory of the block of this rank; counts as 8 bytes at its mbarrier.
 // `shared` and `barrier` are the caller's own, the peer's lie at the same place.
-__device__ __forceinline__ void store_async(uint64_t* shared, uint64_t value, MBarrier* barrier,
-                                            unsigned rank) {
+__device__ __forceinline__ void store_async(uint64_t* shared, uint64_t value, MBarrier* barrier, unsigned rank) {
 #if defined(__CUDACC__)
   LAYERNORM_SM90_ASM(
       "{\n"

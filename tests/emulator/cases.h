@@ -48,8 +48,7 @@ inline std::string outcome(const Case& c) {
     return fault.what();
   }
   for (int i = 0; c.want && i < kN; ++i) {
-    if (out[i] != c.want(data, i))
-      return "wrong value " + std::to_string(out[i]) + " at " + std::to_string(i);
+    if (out[i] != c.want(data, i)) return "wrong value " + std::to_string(out[i]) + " at " + std::to_string(i);
   }
   return "";
 }

@@ -44,7 +44,7 @@ struct Region {
   bool writable = true, needs_write = true;  // before a read
   const char* arena = nullptr;               // of the block whose shared memory it is, or null
   bool active = true;
-  uint32_t serial = 1;  // grows with every launch, or every block: records of another serial are from before
+  uint32_t serial = 1;        // grows with every launch, or every block: records of another serial are from before
   uint32_t first_serial = 1;  // when it was registered
   std::vector<Unit> units;
 };
@@ -59,8 +59,7 @@ std::vector<std::pair<uintptr_t, uintptr_t>> modules;  // code and constants
 uint32_t chain = 0;
 
 Region* find_region(uintptr_t a) {
-  if (last_region && a >= last_region->begin && a < last_region->end && last_region->active)
-    return last_region;
+  if (last_region && a >= last_region->begin && a < last_region->end && last_region->active) return last_region;
   // One that begins later may lie within one that begins earlier.
   for (auto it = regions.upper_bound(a); it != regions.begin();) {
     Region* region = (--it)->second.get();
@@ -70,8 +69,7 @@ Region* find_region(uintptr_t a) {
 }
 
 bool knows(const Knowledge& knowledge, const Moment& what) {
-  return std::any_of(knowledge.begin(), knowledge.end(),
-                     [&](const Moment& known) { return before(what, known); });
+  return std::any_of(knowledge.begin(), knowledge.end(), [&](const Moment& known) { return before(what, known); });
 }
 
 bool ordered(const Moment& what, const Thread& thread) {
@@ -103,8 +101,7 @@ bool overlaps(const Region& region, uint32_t serial) {
 }
 
 // What the previous grid may still be doing with this unit.
-void check_previous_grid(const Region& region, const Unit& unit, bool write, const std::string& what,
-                         uintptr_t a) {
+void check_previous_grid(const Region& region, const Unit& unit, bool write, const std::string& what, uintptr_t a) {
   const auto stop = [&](const char* why) {
     fail(what + " before the wait for the previous grid, " + why + " " + place(region, a));
   };
@@ -120,11 +117,10 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   const Thread& thread = *current;
   const auto stack = reinterpret_cast<uintptr_t>(thread.stack), self = reinterpret_cast<uintptr_t>(&thread);
   if (a - stack < kStackBytes || a - self < sizeof(Thread)) return;
-  const bool write = access == Access::kWrite || access == Access::kAtomic,
-             atomic = access == Access::kAtomic;
+  const bool write = access == Access::kWrite || access == Access::kAtomic, atomic = access == Access::kAtomic;
   const auto describe = [&] {
-    return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " +
-           who(thread.id) + " at " + at(pc);
+    return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " + who(thread.id) +
+           " at " + at(pc);
   };
   Region* found = find_region(a);
   if (found == nullptr || a + bytes > found->end) {
@@ -137,8 +133,7 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   if (write && !region.writable) fail(describe() + " to read-only " + place(region, a));
   const bool shared = region.arena != nullptr;
   if (shared && region.arena != thread.block->arena && thread.epochs.cluster_waited == 0) {
-    fail(describe() + " to " + place(region, a) +
-         " of a block that may not have started: no cluster barrier before");
+    fail(describe() + " to " + place(region, a) + " of a block that may not have started: no cluster barrier before");
   }
   const bool overlapping =
       !shared && chain != 0 && !thread.waited_for_previous_grid && !thread.block->waited_for_previous_grid;
@@ -182,8 +177,7 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
       // Reads of one block between two of its barriers are not ordered: look for ordered ones when the epoch
       // changes.
       const Record* last = unit.reads.empty() ? nullptr : &unit.reads.back();
-      if (last &&
-          (last->when.id.block != thread.id.block || last->when.epochs.block != thread.epochs.block)) {
+      if (last && (last->when.id.block != thread.id.block || last->when.epochs.block != thread.epochs.block)) {
         std::erase_if(unit.reads, [&](const Record& read) { return ordered(read.when, thread); });
       } else if (last && last->when.id.thread == thread.id.thread) {
         unit.reads.pop_back();
@@ -226,8 +220,7 @@ bool before(const Moment& a, const Moment& b) {
   if ((a.id.thread | b.id.thread) & kAgent) return false;  // passes no barriers
   if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
   if (!same_block) return false;
-  return a.epochs.block < b.epochs.block ||
-         (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
+  return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
 }
 
 void learn(Knowledge& mine, const Knowledge& other) {
@@ -287,8 +280,7 @@ void shared_memory_leaving(Block& block) {
       const bool own = record.when.id.block == current->id.block && record.when.id.thread < kAgent;
       if (record.serial != region->serial || own || seen(record.when)) return;
       fail("block " + std::to_string(current->id.block) + " can return before " + who(record.when.id) +
-           " accesses its shared memory '" + region->name + "' at " + at(record.pc) +
-           ": nothing orders the two");
+           " accesses its shared memory '" + region->name + "' at " + at(record.pc) + ": nothing orders the two");
     };
     for (const Unit& unit : region->units) {
       check(unit.write);
@@ -351,8 +343,7 @@ void check_aligned(const void* address, size_t bytes, Access access, const void*
       reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(current ? current->stack : nullptr);
   if (current && reinterpret_cast<uintptr_t>(address) % bytes != 0 && on_stack >= emulator::kStackBytes) {
     emulator::fail(std::string("misaligned ") + (access == Access::kWrite ? "write" : "read") + " of " +
-                   std::to_string(bytes) + " bytes by " + emulator::who(current->id) + " at " +
-                   emulator::at(pc));
+                   std::to_string(bytes) + " bytes by " + emulator::who(current->id) + " at " + emulator::at(pc));
   }
   emulator::check_access(address, bytes, access, pc);
 }
@@ -365,8 +356,8 @@ struct UndefinedBehaviour {  // what every report of -fsanitize=undefined begins
 [[noreturn]] void undefined_behaviour(const char* what, const void* data) {
   const auto* where = static_cast<const UndefinedBehaviour*>(data);
   const std::string file = where->file;
-  const std::string text = std::string("undefined behaviour (") + what + ") at " +
-                           file.substr(file.rfind('/') + 1) + ":" + std::to_string(where->line);
+  const std::string text = std::string("undefined behaviour (") + what + ") at " + file.substr(file.rfind('/') + 1) +
+                           ":" + std::to_string(where->line);
   if (current) emulator::fail(text + " by " + emulator::who(current->id));
   std::fprintf(stderr, "%s\n", text.c_str());
   std::abort();
@@ -375,27 +366,19 @@ struct UndefinedBehaviour {  // what every report of -fsanitize=undefined begins
 }  // namespace
 
 extern "C" {
-#define EMULATOR_ACCESS(n)                                                                                   \
-  void __tsan_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }          \
-  void __tsan_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }        \
-  void __tsan_volatile_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); } \
-  void __tsan_volatile_write##n(void* a) {                                                                   \
-    check_aligned(a, n, Access::kWrite, __builtin_return_address(0));                                        \
-  }                                                                                                          \
-  void __tsan_unaligned_read##n(void* a) {                                                                   \
-    emulator::check_access(a, n, Access::kRead, __builtin_return_address(0));                                \
-  }                                                                                                          \
-  void __tsan_unaligned_write##n(void* a) {                                                                  \
-    emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0));                               \
-  }
+#define EMULATOR_ACCESS(n)                                                                                             \
+  void __tsan_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }                    \
+  void __tsan_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }                  \
+  void __tsan_volatile_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }           \
+  void __tsan_volatile_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }         \
+  void __tsan_unaligned_read##n(void* a) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); } \
+  void __tsan_unaligned_write##n(void* a) { emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0)); }
 EMULATOR_ACCESS(1)
 EMULATOR_ACCESS(2)
 EMULATOR_ACCESS(4)
 EMULATOR_ACCESS(8)
 EMULATOR_ACCESS(16)
-void __tsan_read_range(void* a, size_t n) {
-  emulator::check_access(a, n, Access::kRead, __builtin_return_address(0));
-}
+void __tsan_read_range(void* a, size_t n) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); }
 void __tsan_write_range(void* a, size_t n) {
   emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0));
 }
@@ -414,9 +397,7 @@ EMULATOR_UNDEFINED(shift_out_of_bounds)
 EMULATOR_UNDEFINED(out_of_bounds)
 EMULATOR_UNDEFINED(pointer_overflow)
 EMULATOR_UNDEFINED(load_invalid_value)
-void __ubsan_handle_type_mismatch_v1_abort(const void* data) {
-  undefined_behaviour("misaligned address", data);
-}
+void __ubsan_handle_type_mismatch_v1_abort(const void* data) { undefined_behaviour("misaligned address", data); }
 void __ubsan_handle_builtin_unreachable(const void* data) { undefined_behaviour("unreachable", data); }
 void __ubsan_handle_missing_return(const void* data) { undefined_behaviour("missing return", data); }
 }

@@ -33,13 +33,12 @@
 #define gridDim (::emulator::self().grid_dim)
 
 // ---- shared memory ----------------------------------------------------------------------------------------
-#define EMULATOR_SHARED(name, ...)                                                        \
-  using name##_shared_type = __VA_ARGS__;                                                 \
-  static const char name##_shared_key = 0;                                                \
-  name##_shared_type& name = *static_cast<name##_shared_type*>(::emulator::static_shared( \
-      &name##_shared_key, sizeof(name##_shared_type), alignof(name##_shared_type), #name))
-#define EMULATOR_DYNAMIC_SHARED(name, ...) \
-  __VA_ARGS__* name = static_cast<__VA_ARGS__*>(::emulator::dynamic_shared(16))
+#define EMULATOR_SHARED(name, ...)                              \
+  using name##_shared_type = __VA_ARGS__;                       \
+  static const char name##_shared_key = 0;                      \
+  name##_shared_type& name = *static_cast<name##_shared_type*>( \
+      ::emulator::static_shared(&name##_shared_key, sizeof(name##_shared_type), alignof(name##_shared_type), #name))
+#define EMULATOR_DYNAMIC_SHARED(name, ...) __VA_ARGS__* name = static_cast<__VA_ARGS__*>(::emulator::dynamic_shared(16))
 
 // ---- barriers, fences -------------------------------------------------------------------------------------
 inline void __syncthreads(emulator::Place place = emulator::Place::current()) {
@@ -78,10 +77,9 @@ inline int segment_end(int lane, int width) { return lane | (width - 1); }
 }  // namespace emulator
 
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32,
-              emulator::Place place = emulator::Place::current()) {
-  return emulator::shuffle(mask, value,
-                           emulator::segment_begin(emulator::lane(), width) + (source & (width - 1)), place);
+T __shfl_sync(unsigned mask, T value, int source, int width = 32, emulator::Place place = emulator::Place::current()) {
+  return emulator::shuffle(mask, value, emulator::segment_begin(emulator::lane(), width) + (source & (width - 1)),
+                           place);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
@@ -101,18 +99,15 @@ T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
   const int lane = emulator::lane(), source = lane - static_cast<int>(delta);
   return emulator::shuffle(mask, value, source < emulator::segment_begin(lane, width) ? lane : source, place);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate,
-                              emulator::Place place = emulator::Place::current()) {
+inline unsigned __ballot_sync(unsigned mask, int predicate, emulator::Place place = emulator::Place::current()) {
   return static_cast<unsigned>(
       emulator::warp_collective(emulator::Collective::kBallot, mask, predicate != 0, 0, place));
 }
 inline int __any_sync(unsigned mask, int predicate, emulator::Place place = emulator::Place::current()) {
-  return static_cast<int>(
-      emulator::warp_collective(emulator::Collective::kAny, mask, predicate != 0, 0, place));
+  return static_cast<int>(emulator::warp_collective(emulator::Collective::kAny, mask, predicate != 0, 0, place));
 }
 inline int __all_sync(unsigned mask, int predicate, emulator::Place place = emulator::Place::current()) {
-  return static_cast<int>(
-      emulator::warp_collective(emulator::Collective::kAll, mask, predicate != 0, 0, place));
+  return static_cast<int>(emulator::warp_collective(emulator::Collective::kAll, mask, predicate != 0, 0, place));
 }
 
 // ---- loads and atomics ------------------------------------------------------------------------------------

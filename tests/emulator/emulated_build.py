@@ -88,9 +88,7 @@ def _make(suffix, command, inputs, folder=None):
         # Another process may be making the same: whoever is last wins, with the same bytes.
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             # The names of coverage files are compiled in.
-            coverage = (
-                ["-dumpbase", str(made.with_suffix(""))] if {"-c", "--coverage"} <= set(command) else []
-            )
+            coverage = ["-dumpbase", str(made.with_suffix(""))] if {"-c", "--coverage"} <= set(command) else []
             _run([*command, *coverage, "-o", made.name], cwd=scratch)
             pathlib.Path(scratch, made.name).rename(made)
     return made
@@ -127,9 +125,7 @@ def _link(suffix, flags, objects):
 def program(*sources, mode=CHECKED):
     """Builds device code with a main() of its own, and returns the path of the executable."""
     csrc = ROOT / "csrc"
-    objects = _objects(
-        [(path, ("-O2",), csrc) for path in RUNTIME] + [(path, mode, csrc) for path in sources]
-    )
+    objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(path, mode, csrc) for path in sources])
     return _link("", (), objects)
 
 

@@ -3,9 +3,8 @@
 import contextlib
 import ctypes
 
-import torch
-
 import emulated_build
+import torch
 
 ORDERS = ("forward", "reverse", "random")
 

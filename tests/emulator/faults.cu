@@ -202,8 +202,7 @@ std::function<void(const Data&)> launch_in(LaunchConfig config, void (*kernel)(c
 }  // namespace
 
 int main() {
-  const LaunchConfig one{1, kN}, larger{1, kN + 1}, two{2, kN}, four{4, kN},
-      with_row{1, kN, kN * sizeof(float)};
+  const LaunchConfig one{1, kN}, larger{1, kN + 1}, two{2, kN}, four{4, kN}, with_row{1, kN, kN * sizeof(float)};
   return cases::run({
       {"read_past_end", "outside any buffer", launch_in(larger, read_past_end)},
       {"read_before_start", "4 bytes before 'in'", launch_in(one, read_before_start)},
@@ -221,8 +220,7 @@ int main() {
        },
        same},
       {"static_overrun", "undefined behaviour (out_of_bounds)", launch_in(one, static_overrun)},
-      {"dynamic_overrun", "0 bytes after the end of 'dynamic shared memory'",
-       launch_in(with_row, dynamic_overrun)},
+      {"dynamic_overrun", "0 bytes after the end of 'dynamic shared memory'", launch_in(with_row, dynamic_overrun)},
       {"uninitialised_shared", "uninitialised shared memory 'tile'", launch_in(one, uninitialised_shared)},
       {"misaligned_global", "misaligned", launch_in(one, misaligned_global)},
       {"misaligned_shared", "misaligned", launch_in(one, misaligned_shared)},
@@ -252,13 +250,11 @@ int main() {
 
       {"atomic_add", "", launch_in(four, add<true>), four_times},
       {"plain_add", "data race", launch_in(four, add<false>)},
-      {"last_block", "",
-       [=](const Data& d) { launch(four, last_block<true>, d.in, d.workspace, d.ticket, d.out); },
+      {"last_block", "", [=](const Data& d) { launch(four, last_block<true>, d.in, d.workspace, d.ticket, d.out); },
        four_times},
       {"last_block_without_barrier", "global memory 'workspace'",
        [=](const Data& d) { launch(four, last_block<false>, d.in, d.workspace, d.ticket, d.out); }},
-      {"blocks_overwrite", "data race (write after write) on global memory 'out'",
-       launch_in(two, other_block)},
+      {"blocks_overwrite", "data race (write after write) on global memory 'out'", launch_in(two, other_block)},
       {"wait_for_block", "a loop waits in vain",
        [=](const Data& d) {
          emulator::options().concurrent_blocks = 1;
@@ -270,7 +266,6 @@ int main() {
       {"empty_grid", "invalid grid size", launch_in({0, kN}, sums<true, true>)},
       {"block_too_large", "invalid block size", launch_in({1, 1056}, sums<true, true>)},
       {"too_much_shared", "more than 227 KiB of shared memory", launch_in({1, kN, 300000}, sums<true, true>)},
-      {"cluster_does_not_divide", "invalid cluster size",
-       launch_in({3, kN, 0, nullptr, 2}, sums<true, true>)},
+      {"cluster_does_not_divide", "invalid cluster size", launch_in({3, kN, 0, nullptr, 2}, sums<true, true>)},
   });
 }

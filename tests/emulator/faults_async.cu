@@ -319,9 +319,7 @@ __global__ void overwrite_input(const float* in, float* workspace) {
   workspace[threadIdx.x] = in[threadIdx.x];  // fault
   wait_for_previous_grid();
 }
-__global__ void copy_workspace(const float* workspace, float* out) {
-  out[threadIdx.x] = workspace[threadIdx.x];
-}
+__global__ void copy_workspace(const float* workspace, float* out) { out[threadIdx.x] = workspace[threadIdx.x]; }
 __global__ void one_waits(const float* workspace, float* out) {  // right: the barrier comes after its wait
   if (threadIdx.x == 0) wait_for_previous_grid();
   __syncthreads();
@@ -360,8 +358,7 @@ int main() {
   return cases::run({
       {"load_once", "", launch_in(kOne, load_rows), same},
       {"load_after_write", "written in this launch", launch_in(kOne, load_after_write)},
-      {"write_after_load", "which this launch reads through the read-only cache",
-       launch_in(kOne, write_after_load)},
+      {"write_after_load", "which this launch reads through the read-only cache", launch_in(kOne, write_after_load)},
       {"load_misaligned", "misaligned", launch_in(kOne, load_misaligned)},
 
       {"fetch", "", launch_in(kWithRow, fetch<Fault::kNone>), swapped},
@@ -376,26 +373,21 @@ int main() {
 
       {"ring", "", launch_in(kWithTwoRows, ring<Fault::kNone>), swapped},
       {"ring_without_wait", "which the asynchronous copy", launch_in(kWithTwoRows, ring<Fault::kNoWait>)},
-      {"ring_waits_for_wrong_phase", "which the asynchronous copy",
-       launch_in(kWithTwoRows, ring<Fault::kWrongPhase>)},
+      {"ring_waits_for_wrong_phase", "which the asynchronous copy", launch_in(kWithTwoRows, ring<Fault::kWrongPhase>)},
       {"ring_read_by_others", "shared memory", launch_in(kWithTwoRows, ring<Fault::kReadByOthers>)},
-      {"ring_initialised_without_barrier", "mbarrier or 'full'",
-       launch_in(kWithTwoRows, ring<Fault::kNoBarrier>)},
+      {"ring_initialised_without_barrier", "mbarrier or 'full'", launch_in(kWithTwoRows, ring<Fault::kNoBarrier>)},
       {"ring_without_fence", "was not fenced", launch_in(kWithTwoRows, ring<Fault::kNoFence>)},
       {"ring_not_initialised", "an mbarrier that was not initialised",
        launch_in(kWithTwoRows, ring<Fault::kNotInitialised>)},
       {"ring_misaligned", "not multiples of 16 bytes", launch_in(kWithTwoRows, ring<Fault::kMisaligned>)},
       {"ring_odd_size", "not multiples of 16 bytes", launch_in(kWithTwoRows, ring<Fault::kOddSize>)},
-      {"ring_expects_more", "lacks 0 arrivals and 16 bytes",
-       launch_in(kWithTwoRows, ring<Fault::kWrongBytes>)},
+      {"ring_expects_more", "lacks 0 arrivals and 16 bytes", launch_in(kWithTwoRows, ring<Fault::kWrongBytes>)},
       {"ring_refilled_too_early", "data race or which the asynchronous copy",
        launch_in(kWithTwoRows, ring<Fault::kTooEarly>)},
       {"hand_back", "", launch_in(kWithRow, hand_back<true>), same},
-      {"hand_back_not_awaited", "data race or which the asynchronous copy",
-       launch_in(kWithRow, hand_back<false>)},
+      {"hand_back_not_awaited", "data race or which the asynchronous copy", launch_in(kWithRow, hand_back<false>)},
       {"wait_for_all", "", launch_in(kWithRow, wait_for_all), same},
-      {"arrive_too_often", "more arrivals at an mbarrier than a phase has",
-       launch_in(kOne, arrive_too_often)},
+      {"arrive_too_often", "more arrivals at an mbarrier than a phase has", launch_in(kOne, arrive_too_often)},
       {"expect_too_much", "more than 1048575 bytes", launch_in(kOne, expect_too_much)},
       {"write_in_flight", "which the asynchronous copy", launch_in(kWithRow, write_in_flight)},
       {"leave_bulk_copy", "into its shared memory was complete", launch_in(kWithRow, leave_bulk_copy)},
@@ -404,32 +396,26 @@ int main() {
       {"bulk_copy_on_sm80", "compute capability 9.0", launch_in_sm80(kWithRow, wait_for_all)},
 
       {"read_peers", "", launch_in(kPair, read_peers<Fault::kNone>), two_sums},
-      {"read_peers_without_barrier",
-       "a block that may not have started or uninitialised shared memory 'part'",
+      {"read_peers_without_barrier", "a block that may not have started or uninitialised shared memory 'part'",
        launch_in(kPair, read_peers<Fault::kNoBarrier>)},
       {"read_peers_and_return", "block", launch_in(kPair, read_peers<Fault::kTooEarly>)},
-      {"read_absent_peer", "a block that the cluster does not have",
-       launch_in(kPair, read_peers<Fault::kWrongPhase>)},
+      {"read_absent_peer", "a block that the cluster does not have", launch_in(kPair, read_peers<Fault::kWrongPhase>)},
       {"send_to_peers", "", launch_in(kPair, send_to_peers<Fault::kNone>), two_sums},
       {"send_without_barrier", "mbarrier or 'received'", launch_in(kPair, send_to_peers<Fault::kNoBarrier>)},
       {"send_without_fence", "was not fenced", launch_in(kPair, send_to_peers<Fault::kNoFence>)},
       {"send_not_initialised", "an mbarrier that was not initialised",
        launch_in(kPair, send_to_peers<Fault::kNotInitialised>)},
       {"send_without_wait", "shared memory 'parts'", launch_in(kPair, send_to_peers<Fault::kNoWait>)},
-      {"send_waits_for_wrong_phase", "shared memory 'parts'",
-       launch_in(kPair, send_to_peers<Fault::kWrongPhase>)},
-      {"send_expects_more", "lacks 0 arrivals and 8 bytes",
-       launch_in(kPair, send_to_peers<Fault::kWrongBytes>)},
+      {"send_waits_for_wrong_phase", "shared memory 'parts'", launch_in(kPair, send_to_peers<Fault::kWrongPhase>)},
+      {"send_expects_more", "lacks 0 arrivals and 8 bytes", launch_in(kPair, send_to_peers<Fault::kWrongBytes>)},
       {"exchange_rows", "", launch_in(kPair, exchange_rows<Fault::kNone>), two_sums},
       {"exchange_rows_without_barrier", "data race or which the asynchronous copy",
        launch_in(kPair, exchange_rows<Fault::kNoBarrier>)},
       {"arrive_twice", "a second arrival", launch_in(kPair, arrive_twice)},
       {"wait_without_arrival", "without an arrival", launch_in(kPair, wait_without_arrival)},
-      {"return_between", "returned between cluster_arrive and cluster_wait",
-       launch_in(kPair, return_between)},
+      {"return_between", "returned between cluster_arrive and cluster_wait", launch_in(kPair, return_between)},
       {"arrive_in_branch", "deadlock", launch_in(kPair, arrive_in_branch)},
-      {"cluster_on_sm80", "clusters need compute capability 9.0",
-       launch_in_sm80(kPair, read_peers<Fault::kNone>)},
+      {"cluster_on_sm80", "clusters need compute capability 9.0", launch_in_sm80(kPair, read_peers<Fault::kNone>)},
 
       {"overlap", "",
        [](const Data& d) {
@@ -455,7 +441,6 @@ int main() {
          launch(kOverlapping, one_waits, d.in, d.out);
          launch(kOverlapping, read_before_wait, d.workspace, d.out);
        }},
-      {"overlap_never_waits", "returned without a wait for the previous grid",
-       launch_after_fill(never_waits)},
+      {"overlap_never_waits", "returned without a wait for the previous grid", launch_after_fill(never_waits)},
   });
 }

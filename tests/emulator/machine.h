@@ -179,13 +179,7 @@ void checker_end_launch();
 uint64_t tick();
 Moment now();  // of the current thread
 // A thread's own access.
-enum class Access {
-  kRead,
-  kLook,
-  kWrite,
-  kAtomic,
-  kReadOnlyCache
-};  // kLook: a read that nothing has to wait for
+enum class Access { kRead, kLook, kWrite, kAtomic, kReadOnlyCache };  // kLook: a read that nothing has to wait for
 void check_access(const void* address, size_t bytes, Access access, const void* pc);
 // A copy's: nobody else may touch the target between the two. `by` is who wrote it in the end.
 void begin_transfer(const Transfer& transfer);

@@ -27,11 +27,10 @@ import sys
 import time
 import tomllib
 
+import emulated_build
 import pytest
 import tree_sitter
 import tree_sitter_cpp
-
-import emulated_build
 
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
@@ -96,9 +95,7 @@ def replacements(node):
         function = text(parent.parent.child_by_field_name("function") or parent.parent)
         if re.fullmatch(r"__\w+_sync|__syncwarp", function):
             yield f"({text(node)}) >> 1"  # the mask
-    elif node.type in BARE and (
-        parent.type == "condition_clause" or node == parent.child_by_field_name("condition")
-    ):
+    elif node.type in BARE and (parent.type == "condition_clause" or node == parent.child_by_field_name("condition")):
         yield f"!({text(node)})"
 
 
@@ -118,8 +115,7 @@ def is_constant(node):
         return True
     if node.type in ("declaration", "field_declaration", "function_definition", "if_statement"):
         return any(
-            child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr"
-            for child in node.children
+            child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr" for child in node.children
         )
     parent = node.parent
     return parent is not None and (
@@ -180,9 +176,7 @@ class Instrumented:
         if node.type == "static_assert_declaration" or node.type.startswith("preproc_"):
             return self._source[node.start_byte : node.end_byte]
         if node.type == "function_definition":
-            function = re.match(
-                r"[\w:~]*", text(node.child_by_field_name("declarator")).lstrip("*& ")
-            ).group()
+            function = re.match(r"[\w:~]*", text(node.child_by_field_name("declarator")).lstrip("*& ")).group()
         constant = constant or is_constant(node)
         made, end = b"", node.start_byte
         for child in node.children:
@@ -332,9 +326,7 @@ def outcome(made, work, mutant, arguments, limit):
 def digest(options):
     """Of all that the results depend on."""
     tests = emulated_build.EMULATOR.parent.rglob("*.py")
-    inputs = sorted(
-        path for path in [*options.csrc.rglob("*"), *tests, *emulated_build.RUNTIME] if path.is_file()
-    )
+    inputs = sorted(path for path in [*options.csrc.rglob("*"), *tests, *emulated_build.RUNTIME] if path.is_file())
     content = repr(options.pytest).encode() + b"".join(path.read_bytes() for path in inputs)
     return hashlib.sha256(content).hexdigest()[:16]
 

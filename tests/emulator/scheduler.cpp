@@ -63,8 +63,7 @@ emulator_switch_stack:
 )");
 
 char* map_memory(size_t bytes) {
-  void* memory =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw Fault("the emulator is out of memory");
   return static_cast<char*>(memory);
 }
@@ -91,8 +90,7 @@ void set_current(Thread* thread) {
 Thread* pick() {
   Running& r = *running;
   const Order order = current_options.order;
-  if (order == Order::kRandom && (r.random() & 63) == 0)
-    std::shuffle(r.order.begin(), r.order.end(), r.random);
+  if (order == Order::kRandom && (r.random() & 63) == 0) std::shuffle(r.order.begin(), r.order.end(), r.random);
   for (unsigned index : r.order) {
     Warp& warp = r.warps[index];
     if (warp.runnable == 0) continue;
@@ -165,9 +163,7 @@ void try_finish_block_barrier(Block& block) {
     Thread& thread = block.threads[i];
     if (thread.wait != Wait::kBlock) continue;
     const int votes = block.votes, live = static_cast<int>(block.live);
-    thread.vote_result = thread.vote == Vote::kAnd  ? votes == live
-                         : thread.vote == Vote::kOr ? votes != 0
-                                                    : votes;
+    thread.vote_result = thread.vote == Vote::kAnd ? votes == live : thread.vote == Vote::kOr ? votes != 0 : votes;
     thread.epochs.block++;
     learn(block.known, thread.known);
     thread.known.clear();
@@ -212,8 +208,8 @@ void try_finish_collective(Warp& warp, unsigned mask) {
         break;
       case Collective::kShuffle:
         if (t.source_lane < 0 || t.source_lane >= kWarpSize || !(lanes >> t.source_lane & 1)) {
-          fail("shuffle of " + who(t.id) + " at " + describe(t.place) + " reads lane " +
-               std::to_string(t.source_lane) + ", which does not take part");
+          fail("shuffle of " + who(t.id) + " at " + describe(t.place) + " reads lane " + std::to_string(t.source_lane) +
+               ", which does not take part");
         }
         t.value = values[t.source_lane];
     }
@@ -281,21 +277,18 @@ void thread_main() {
 }
 
 uint3 unflatten(uint64_t i, dim3 d) {
-  return {static_cast<unsigned>(i % d.x), static_cast<unsigned>(i / d.x % d.y),
-          static_cast<unsigned>(i / d.x / d.y)};
+  return {static_cast<unsigned>(i % d.x), static_cast<unsigned>(i / d.x % d.y), static_cast<unsigned>(i / d.x / d.y)};
 }
 
 void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_id) {
   Warp& warp =
-      running->warps[static_cast<size_t>(&block - running->blocks.data()) * running->warps_per_block +
-                     index / kWarpSize];
+      running
+          ->warps[static_cast<size_t>(&block - running->blocks.data()) * running->warps_per_block + index / kWarpSize];
   char* stack = thread.stack;
   thread = {};
   thread.stack = stack;
-  thread.view = {unflatten(index, running->launch.block), block.index, running->launch.block,
-                 running->launch.grid};
-  thread.id = {static_cast<uint32_t>(block_id), static_cast<uint32_t>(block_id / running->launch.cluster),
-               index};
+  thread.view = {unflatten(index, running->launch.block), block.index, running->launch.block, running->launch.grid};
+  thread.id = {static_cast<uint32_t>(block_id), static_cast<uint32_t>(block_id / running->launch.cluster), index};
   thread.lane = index % kWarpSize;
   thread.block = &block;
   thread.warp = &warp;
@@ -352,8 +345,7 @@ void run_blocks() {
 void check_launch(const Launch& l) {
   const uint64_t per_block = static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z;
   if (per_block == 0 || per_block > 1024 || l.block.z > 64) throw Fault("invalid block size");
-  if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0 || l.grid.x > 0x7fffffffu || l.grid.y > 65535 ||
-      l.grid.z > 65535)
+  if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0 || l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535)
     throw Fault("invalid grid size");
   if (l.cluster == 0 || l.cluster > 8 || l.grid.x % l.cluster != 0) throw Fault("invalid cluster size");
   if (l.cluster > 1 && current_options.architecture < 90) throw Fault("clusters need compute capability 9.0");
@@ -369,8 +361,7 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   r.random.seed(current_options.seed);
   r.slots_end = kRedZone;
 
-  std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z /
-                              launch.cluster);
+  std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster);
   std::iota(order.begin(), order.end(), 0);
   if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
   if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), r.random);
@@ -423,8 +414,7 @@ void switch_away() {
   Thread* next = running->fault.empty() ? pick() : nullptr;
   if (next == me) return;
   if (++running->switches == current_options.max_switches) {
-    running->fault =
-        "the threads switched " + std::to_string(running->switches) + " times: a loop waits in vain";
+    running->fault = "the threads switched " + std::to_string(running->switches) + " times: a loop waits in vain";
     next = nullptr;
   }
   set_current(next);
@@ -457,8 +447,8 @@ int block_barrier(Vote vote, bool predicate, const Place& place) {
   if (block.arrived == 0) {
     block.place = place;
   } else if (!same_place(block.place, place)) {
-    fail("divergent block barrier: " + who(current->id) + " arrives at " + describe(place) +
-         " while others wait at " + describe(block.place));
+    fail("divergent block barrier: " + who(current->id) + " arrives at " + describe(place) + " while others wait at " +
+         describe(block.place));
   }
   current->place = place;
   current->wait = Wait::kBlock;
@@ -470,8 +460,7 @@ int block_barrier(Vote vote, bool predicate, const Place& place) {
   return current->vote_result;
 }
 
-uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane,
-                         const Place& place) {
+uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane, const Place& place) {
   Thread& thread = *current;
   if (!(mask >> thread.lane & 1)) {
     fail(who(thread.id) + " is not in the mask of its own warp collective at " + describe(place));
@@ -493,8 +482,7 @@ int lane() { return static_cast<int>(current->lane); }
 void yield() {
   make_runnable(*current);
   auto& order = running->order;
-  const auto mine =
-      std::find(order.begin(), order.end(), static_cast<unsigned>(current->warp - running->warps.data()));
+  const auto mine = std::find(order.begin(), order.end(), static_cast<unsigned>(current->warp - running->warps.data()));
   std::rotate(mine, mine + 1, order.end());  // last in the queue
   switch_away();
 }
@@ -536,8 +524,7 @@ void* cluster_peer(const void* address, unsigned rank) {
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
   Running& r = *running;
   Block& block = *current->block;
-  const auto slot =
-      std::find_if(r.slots.begin(), r.slots.end(), [&](const SharedSlot& s) { return s.key == key; });
+  const auto slot = std::find_if(r.slots.begin(), r.slots.end(), [&](const SharedSlot& s) { return s.key == key; });
   const size_t index = static_cast<size_t>(slot - r.slots.begin());
   if (slot == r.slots.end()) {
     r.static_bytes += bytes;
@@ -545,13 +532,11 @@ void* static_shared(const void* key, size_t bytes, size_t alignment, const char*
     const size_t step = std::max<size_t>(alignment, 4);
     const size_t offset = (r.slots_end / (2 * step) + 1) * (2 * step) + step;
     r.slots_end = offset + bytes + kRedZone;
-    if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase)
-      fail("more than 48 KiB of static shared memory");
+    if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
     r.slots.push_back({key, offset, bytes, name});
   }
   if (block.slot_ready.size() <= index || !block.slot_ready[index]) {
-    for (unsigned rank = 0; rank < r.launch.cluster;
-         ++rank) {  // all of a cluster: a remote block may come first
+    for (unsigned rank = 0; rank < r.launch.cluster; ++rank) {  // all of a cluster: a remote block may come first
       Block& owner = peer(block, rank);
       owner.slot_ready.resize(r.slots.size());
       owner.slot_ready[index] = true;

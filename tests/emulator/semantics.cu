@@ -74,9 +74,7 @@ __global__ void count_threads(int* counts) {
   const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
   atomicAdd(&counts[block * 24 + thread], 1);
 }
-__global__ void check_counts(const int* counts, int* wrong) {
-  EXPECT(counts[blockIdx.x * 24 + threadIdx.x] == 1);
-}
+__global__ void check_counts(const int* counts, int* wrong) { EXPECT(counts[blockIdx.x * 24 + threadIdx.x] == 1); }
 __global__ void atomics(int* counts) {
   atomicAdd(&counts[0], 1);
   if (atomicCAS(&counts[1], 0, 5) == 0) atomicExch(&counts[2], 77);

@@ -4,9 +4,8 @@ import pathlib
 import re
 import subprocess
 
-import pytest
-
 import emulated_build
+import pytest
 
 TABLES = [emulated_build.EMULATOR / "faults.cu", emulated_build.EMULATOR / "faults_async.cu"]
 SCHEDULES = 8

@@ -3,12 +3,9 @@
 import os
 import subprocess
 
-import pytest
-
 import emulated_build
-
-pytest.importorskip("tree_sitter_cpp", reason="needs the packages tree-sitter and tree-sitter-cpp")
 import mutants
+import pytest
 
 PROGRAM = """\
 #include <cstdio>

@@ -12,9 +12,7 @@ namespace {
 
 constexpr int64_t kMaxBytesPerPhase = (1 << 20) - 1;  // of an mbarrier's transaction count, PTX ISA
 
-void need_sm90(const void* pc) {
-  need(options().architecture >= 90, "an instruction of compute capability 9.0", pc);
-}
+void need_sm90(const void* pc) { need(options().architecture >= 90, "an instruction of compute capability 9.0", pc); }
 bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
 MBarrier& find_mbarrier(Block& block, const void* address, const void* pc) {
@@ -78,8 +76,7 @@ void check_nothing_in_flight(const Block& block) {
 // ---- cp.async ---------------------------------------------------------------------------------------------
 void async_copy(void* to, const void* from, size_t bytes) {
   const void* pc = __builtin_return_address(0);
-  need(in_shared(*current->block, to),
-       "an asynchronous copy to somewhere else than the block's shared memory", pc);
+  need(in_shared(*current->block, to), "an asynchronous copy to somewhere else than the block's shared memory", pc);
   need(aligned(to, bytes) && aligned(from, bytes), "a misaligned asynchronous copy", pc);
   const Transfer transfer{to, from, 0, bytes, nullptr, pc};
   start(transfer);
@@ -108,8 +105,7 @@ void mbarrier_init(const void* address, unsigned arrivals) {
   need(arrivals >= 1 && arrivals < 1 << 20, "an mbarrier with an invalid number of arrivals", pc);
   check_access(address, sizeof(uint64_t), Access::kWrite, pc);
   for (const Transfer& transfer : running->transfers) {
-    need(transfer.barrier->address != address, "an mbarrier is initialised again while copies are under way",
-         pc);
+    need(transfer.barrier->address != address, "an mbarrier is initialised again while copies are under way", pc);
   }
   const ThreadId agent{current->id.block, current->id.cluster, kAgent + running->mbarriers++};
   block.mbarriers[address] = {address, agent, arrivals, arrivals, 0, 0, false, current->id.thread, {}, {}};
@@ -126,8 +122,7 @@ void mbarrier_arrive(const void* address, unsigned expected_bytes) {
   MBarrier& barrier = find_mbarrier(*current->block, address, pc);
   need(barrier.pending != 0, "more arrivals at an mbarrier than a phase has", pc);
   barrier.bytes_left += expected_bytes;
-  need(barrier.bytes_left <= kMaxBytesPerPhase,
-       "more than 1048575 bytes expected in one phase of an mbarrier", pc);
+  need(barrier.bytes_left <= kMaxBytesPerPhase, "more than 1048575 bytes expected in one phase of an mbarrier", pc);
   learn(barrier.arriving, current->known);
   learn(barrier.arriving, current->block->known);
   learn(barrier.arriving, {now()});
@@ -170,9 +165,7 @@ void store_async(void* to, uint64_t value, const void* address, unsigned rank) {
   need(in_shared(block, to) && aligned(to, sizeof value),
        "a store to a peer of something else than 8 aligned bytes of shared memory", pc);
   need(target.live != 0, "a store to a block that has returned", pc);
-  const auto there = [&](const void* mine) {
-    return target.arena + (static_cast<const char*>(mine) - block.arena);
-  };
+  const auto there = [&](const void* mine) { return target.arena + (static_cast<const char*>(mine) - block.arena); };
   MBarrier& barrier = find_mbarrier(target, there(address), pc);
   need(barrier.fenced, "a store to an mbarrier whose initialisation was not fenced", pc);
   const Transfer transfer{there(to), nullptr, value, sizeof value, &barrier, pc};

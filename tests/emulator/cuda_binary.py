@@ -1,6 +1,6 @@
 """What nvcc makes of the kernels, without a GPU: registers, spills, shared memory and instructions of each.
 
-python tests/cuda_binary.py prints the table. It needs nvcc, and nvdisasm of the toolkit or of the package
+python tests/emulator/cuda_binary.py prints the table. It needs nvcc, and nvdisasm of the toolkit or of the package
 nvidia-cuda-nvdisasm.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sysconfig
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "cuda"
 ARCHITECTURES = (80, 90, 100)
 # What setup.py passes; C++17, because that is what the oldest supported torch compiles extensions as.
@@ -53,12 +53,8 @@ def tool(name):
 
 
 def _demangle(names):
-    out = subprocess.run(
-        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
-    ).stdout
-    return [
-        re.sub(r"^void |\(anonymous namespace\)::|\((?!anonymous).*", "", line) for line in out.splitlines()
-    ]
+    out = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"^void |\(anonymous namespace\)::|\((?!anonymous).*", "", line) for line in out.splitlines()]
 
 
 def _parse_ptxas(report):
@@ -108,12 +104,8 @@ def compile_kernels(source, architecture, include=CSRC):
         ]
         done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise CompileError(
-                f"{pathlib.Path(source).name} for sm_{architecture}:\n{done.stdout}{done.stderr}"
-            )
-        listing = subprocess.run(
-            [tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
+            raise CompileError(f"{pathlib.Path(source).name} for sm_{architecture}:\n{done.stdout}{done.stderr}")
+        listing = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
     usage, sass = _parse_ptxas(done.stdout + done.stderr), _parse_sass(listing)
     kernels = []
     for mangled, name in zip(usage, _demangle(usage), strict=True):
