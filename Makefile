@@ -1,6 +1,6 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install test test-device lint format ci clean
+.PHONY: install test test-device bench-cpu lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -10,6 +10,9 @@ test:
 
 test-device:
 	python -m pytest tests/emulator
+
+bench-cpu:
+	python benchmarks/cpu.py --output cpu.json
 
 lint:
 	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)
