@@ -112,9 +112,7 @@ def measure(rows: int, cols: int, dtype: torch.dtype, budget: float) -> dict:
 
 def machine() -> dict:
     with open("/proc/cpuinfo") as file:
-        model = next(
-            (line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.processor()
-        )
+        models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),

@@ -35,15 +35,16 @@ int64_t sweep_rows(int64_t cols) {
 }
 
 // What the second sweep needs to know of a row: with d = x * scale - mean,
-//   xhat = d * rstd_scaled + minus_shift        dx = g * rstd + (xhat * minus_c1 + minus_c2)
+//   xhat = d * rstd_scaled + minus_shift        dx = rstd * ((g - c2) + xhat * minus_c1)
+// where g - c2 is exactly 0 if g is the same in the whole row, as it is for the sum of the outputs, or for one column.
 template <class Acc>
 struct Coefficients {
   Acc scale;        // 1, or kScale where x - mean might overflow
   Acc mean;         // times scale
   Acc rstd_scaled;  // rstd / scale
   Acc minus_shift;  // average of xhat before it is corrected
-  Acc minus_c1;     // rstd * mean(g * xhat)
-  Acc minus_c2;     // rstd * mean(g)
+  Acc minus_c1;     // mean(g * xhat)
+  Acc c2;           // mean(g)
 };
 static_assert(sizeof(Coefficients<float>) == kCoefficients * sizeof(float));
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
@@ -110,10 +111,9 @@ void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
   });
   const double cols = b.p.cols;
   for (int k = 0; k < kCount; ++k) {
-    const double rstd = static_cast<const Acc*>(b.p.rstd)[r + k];
     const double shift = sums.of[k][kXhat] / cols, mean_g = sums.of[k][kG] / cols;
     const double mean_g_xhat = sums.of[k][kGXhat] / cols - shift * mean_g;
-    c[k] = {scale, mean[k], rstd_scaled[k], Acc(-shift), Acc(-rstd * mean_g_xhat), Acc(-rstd * mean_g)};
+    c[k] = {scale, mean[k], rstd_scaled[k], Acc(-shift), Acc(-mean_g_xhat), Acc(mean_g)};
   }
 }
 
@@ -161,11 +161,11 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
   Acc* const dweight = b.dweight(slot);
   Acc* const dbias = b.dbias(slot);
   const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, cols = b.p.cols;
-  Acc mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
+  Acc mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], c2[kCount];
   for (int k = 0; k < kCount; ++k) {
     mean[k] = c[k].mean, rstd_scaled[k] = c[k].rstd_scaled, minus_shift[k] = c[k].minus_shift;
     rstd[k] = scaled ? rstd_scaled[k] * c[k].scale : rstd_scaled[k], minus_c1[k] = c[k].minus_c1;
-    minus_c2[k] = c[k].minus_c2;
+    c2[k] = c[k].c2;
   }
   for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     Pack<Acc> w, dw = {}, db = {};
@@ -180,7 +180,7 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
-          const auto result = fma(v * w, rstd[k], fma(xhat, minus_c1[k], minus_c2[k]));
+          const auto result = fma(xhat, minus_c1[k], v * w - c2[k]) * rstd[k];
           store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
         }
       }
