@@ -41,12 +41,12 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
 
 namespace {
 // Weight gradients are summed over the rows of a slot in order, then over the slots in order and in double:
-// the result does not depend on which thread takes which slot. At least 64 slots from 1024 rows up keep many
-// threads busy; at most 256 rows a slot keep the fp32 sums exact; at least 16 keep the slots' memory below a
+// the result does not depend on which thread takes which slot. At least 64 slots from 2048 rows up keep many
+// threads busy; at most 256 rows a slot keep the fp32 sums exact; at least 32 keep the slots' memory below a
 // tenth of the input's.
 inline int64_t rows_per_slot(int64_t rows) {
   const int64_t wanted = (rows + 63) / 64;
-  return wanted < 16 ? 16 : wanted > 256 ? 256 : wanted;
+  return wanted < 32 ? 32 : wanted > 256 ? 256 : wanted;
 }
 inline int64_t num_slots(int64_t rows) { return (rows + rows_per_slot(rows) - 1) / rows_per_slot(rows); }
 }  // namespace
