@@ -28,8 +28,7 @@ using std::optional;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// ---- the operators as compositions of differentiable operations
-// -------------------------------------------------------
+// ---- the operators as compositions of differentiable operations -----------------------------------------------------
 
 // Sums and means over the parts of a tensor [batch..., normalized...].
 struct Dims {
@@ -103,8 +102,7 @@ Outputs backward_composite(const Tensor& grad_output, const Tensor& input, SymIn
   return {grad_input, grad_weight, grad_bias};
 }
 
-// ---- nodes of the autograd graph
-// ------------------------------------------------------------------------------------
+// ---- nodes of the autograd graph ------------------------------------------------------------------------------------
 
 // Node is counted by std::shared_ptr up to torch 2.12, by c10::intrusive_ptr later.
 template <class N, class Pointer = decltype(torch::autograd::Edge::function)>
@@ -190,8 +188,7 @@ struct LayerNormBackward : torch::autograd::Node {
   std::vector<c10::SymInt> normalized_shape;
 };
 
-// ---- the Autograd key
-// -----------------------------------------------------------------------------------------------
+// ---- the Autograd key -----------------------------------------------------------------------------------------------
 
 bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 bool has_tangent(const optional<Tensor>& t) { return t && has_tangent(*t); }

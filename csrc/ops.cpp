@@ -27,8 +27,7 @@ namespace layernorm {
 using c10::SymIntArrayRef;
 using std::optional;
 
-// ---- checks
-// ---------------------------------------------------------------------------------------------------------
+// ---- checks ---------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -133,8 +132,7 @@ void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayR
   check_statistic("rstd", rstd, input, shape);
 }
 
-// ---- forward and backward for any backend
-// ---------------------------------------------------------------------------
+// ---- forward and backward for any backend ---------------------------------------------------------------------------
 
 void no_kernel_for(Dtype dtype, Dtype param_dtype) {
   TORCH_INTERNAL_ASSERT(false, "no kernel for input dtype ", static_cast<int>(dtype), " and parameter dtype ",
@@ -272,8 +270,7 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef 
   return {grad_input, grad_weight, grad_bias};
 }
 
-// ---- shape functions
-// ------------------------------------------------------------------------------------------------
+// ---- shape functions ------------------------------------------------------------------------------------------------
 
 Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
                      const optional<Tensor>& bias, double eps) {
@@ -298,8 +295,7 @@ Outputs backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArra
 
 }  // namespace
 
-// ---- the dispatcher
-// -------------------------------------------------------------------------------------------------
+// ---- the dispatcher -------------------------------------------------------------------------------------------------
 
 #define LAYERNORM_STRING_(name) #name
 #define LAYERNORM_STRING(name) LAYERNORM_STRING_(name)

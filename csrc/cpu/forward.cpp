@@ -57,8 +57,10 @@ void statistics(const T* x, int64_t stride, const Groups& groups, double eps, St
     const double correction = deviations.of[r][0] / cols;
     double variance = deviations.of[r][1] / cols - correction * correction;
     if (variance < 0) variance = 0;  // written so that NaN stays NaN
-    stats[r] = {mean[r], static_cast<Acc>(correction), static_cast<Acc>(1 / std::sqrt(variance + eps)),
-                std::isfinite(variance)};
+    // Scaled, eps itself may be too small a number for a double; its root is not.
+    const double deviation =
+        scaled ? ::hypot(std::sqrt(variance), std::sqrt(eps) * kScale<Acc>) : std::sqrt(variance + eps);
+    stats[r] = {mean[r], static_cast<Acc>(correction), static_cast<Acc>(1 / deviation), std::isfinite(variance)};
   }
 }
 
@@ -115,7 +117,7 @@ void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
     for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kParts, T, W>(p, groups, r + k);
   } else {  // a sum has overflowed, or the row holds NaN or infinity and gives NaN again
     constexpr Acc s = kScale<Acc>;
-    statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps * s * s, stats);
+    statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps, stats);
     normalize<Threads, 1, true>(x, p.input_stride, groups, stats, weight, bias, y);
     *mean = static_cast<Acc>((double(stats->mean) + stats->correction) / s);
     *rstd = stats->rstd * s;

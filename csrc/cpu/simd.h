@@ -44,8 +44,7 @@ template <class Acc>
 using Vec = typename VectorOf<Acc>::type;
 using Words = Vec<uint32_t>;
 
-// ---- packs
-// ----------------------------------------------------------------------------------------------------------
+// ---- packs ----------------------------------------------------------------------------------------------------------
 
 // The unit of all loops: two vectors, which is one register full of 16-bit numbers once they are widened.
 template <class Acc>
@@ -115,8 +114,7 @@ inline Pack<Acc> fma(const Pack<Acc>& x, const Y& y, const Z& z) {
   return {fma_vectors(x.a, part_a(y), part_a(z)), fma_vectors(x.b, part_b(y), part_b(z))};
 }
 
-// ---- sums over a pack
-// -----------------------------------------------------------------------------------------------
+// ---- sums over a pack -----------------------------------------------------------------------------------------------
 
 template <class V>
 using HalfVector = typename VectorOf<std::decay_t<decltype(V{}[0])>, sizeof(V) / 2>::type;
@@ -152,8 +150,7 @@ inline Acc sum_pack(const Pack<Acc>& p) {
   return sum_lanes(p.a + p.b);
 }
 
-// ---- elements outside the row become zero
-// ---------------------------------------------------------------------------
+// ---- elements outside the row become zero ---------------------------------------------------------------------------
 
 template <bool even_odd, class Acc>
 inline Pack<Acc> keep(const Pack<Acc>& p, All) {
@@ -172,8 +169,7 @@ inline Pack<Acc> keep(const Pack<Acc>& p, First lanes) {
   return {index_a < count ? p.a : Vec<Acc>{}, index_b < count ? p.b : Vec<Acc>{}};
 }
 
-// ---- conversions
-// ----------------------------------------------------------------------------------------------------
+// ---- conversions ----------------------------------------------------------------------------------------------------
 
 inline Words bits_of(Vec<float> v) { return reinterpret_cast<Words>(v); }
 inline Vec<float> number_of(Words v) { return reinterpret_cast<Vec<float>>(v); }
@@ -289,8 +285,7 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 }
 #endif
 
-// ---- loads and stores; nothing outside the row is touched
-// -----------------------------------------------------------
+// ---- loads and stores; nothing outside the row is touched -----------------------------------------------------------
 
 // All elements, in order.
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
@@ -398,8 +393,7 @@ inline void store(Element* p, const Pack<AccOf<T>>& pack, Lanes lanes) {
   }
 }
 
-// ---- doubles, for sums over many rows
-// -------------------------------------------------------------------------------
+// ---- doubles, for sums over many rows -------------------------------------------------------------------------------
 
 template <class Acc>
 struct Doubles {
