@@ -34,7 +34,6 @@ if IS_X86:
     CPU_CAPABILITIES["AVX512"] = [
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
         "-mprefer-vector-width=512",
-        *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns of its own avx512fintrin.h
     ]
 
 
