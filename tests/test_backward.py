@@ -26,8 +26,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ALL = [True, True, True]
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
 
-# Weight gradients are summed over slots of 16 rows at least and, from 4096 rows up, of 64 to 256.
-SLOT_ROWS = [15, 16, 17, 31, 32, 33, 1023, 1024, 1025, 4095, 4096, 4097, 16383, 16384, 16385, 65537]
+# Weight gradients are summed over slots of rows, from 16 or 32 to 256 of them: around one, two and many slots.
+SLOT_ROWS = [15, 16, 17, 31, 32, 33, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097]
+SLOT_ROWS += [16383, 16384, 16385, 65537]
 
 
 def gradients(backend, dy, x, weight=None, bias=None, eps=1e-5, mask=ALL, normalized=None):
