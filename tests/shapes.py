@@ -16,8 +16,8 @@ COLUMNS = {
     "the last narrow row of fp16 and bf16": [511, 512, 513],
     "widths of transformers": [767, 768, 769, 1023, 1024, 1025, 1535, 1536, 1537],
     "every tail of wide rows, of two packs in flight": [*range(1153, 1217)],
-    "a chunk of the sums, one and two": [4095, 4096, 4097, 8191, 8192, 8193],
-    "many chunks, and nothing round": [70001],
+    "chunks of the sums, four and eight": [4095, 4096, 4097, 8191, 8192, 8193],
+    "many chunks, and nothing round": [20001],
 }
 
 # Narrow rows are swept four at a time in forward and two in backward, the rest one by one.

@@ -66,9 +66,10 @@ def test_slots(backend, dtypes, rows):
         check_backward(gradients(backend, dy, x, w, w), dy, x, w, context=(rows, cols))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_rows_of_more_than_a_million(backend, dtypes):
-    """Beyond 2^20 columns the sums get another level: groups of chunks."""
+    """Rows of so many columns get another level of sums: groups of chunks."""
     cols = (1 << 20) + 1
     x, dy = (randn((2, cols), dtypes[0], backend.device) for _ in range(2))
     w = randn(cols, dtypes[1], backend.device)
