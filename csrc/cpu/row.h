@@ -22,11 +22,12 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 //
 // A function of the dtype and the number of columns alone, whichever threads and however many rows at a time do the
 // work: elements of a chunk in the lanes of kParts packs in turn; lanes and packs; chunks in order, in double; and for
-// rows of more than 262,144 columns, groups of chunks likewise, so that threads can share a row.
+// rows of more than 256 chunks, groups of chunks likewise, so that threads can share a row.
 
-// Short, because small equal numbers that are added to a large one all err in the same direction: of an outlier and
-// 8191 equal numbers the output is off by 7e-7 of itself with chunks of 4096, which is more than is promised.
-constexpr int64_t kChunk = 1024;
+// So short that a lane of a long row adds up 16 floats: small equal numbers that are added to a large one all err in
+// the same direction. Of one outlier and 8191 equal numbers, four times as many put the output off by more than is
+// promised.
+constexpr int64_t kChunk = 16 * kVectorBytes;
 constexpr int64_t kMaxGroups = 256;
 
 // Narrow rows are swept kRows at a time, which keeps the adders busy and shares the loads of the parameters.

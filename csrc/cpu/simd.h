@@ -261,8 +261,7 @@ inline Pack<float> to_even_odd(const Pack<float>& p) {
 }
 inline Pack<float> from_even_odd(const Pack<float>& p) {
   const __m256 a = permute_quarters(p.a), b = permute_quarters(p.b);
-  const __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
-  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+  return {_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)};
 }
 #else
 inline Pack<float> to_even_odd(const Pack<float>& p) {
