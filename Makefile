@@ -8,8 +8,10 @@ install:
 test:
 	python -m pytest
 
+# The CUDA kernels, without a GPU.
 test-device:
 	python -m pytest tests/emulator
+	python -m pytest --backends emulated -k emulated
 
 bench-cpu:
 	python benchmarks/cpu.py --output cpu.json

@@ -27,6 +27,7 @@ struct ForwardParams {
   void* rstd;    // [rows] of Acc
   Dtype dtype;
   Dtype param_dtype;
+  void* stream;  // a cudaStream_t; unused on a CPU
 };
 
 struct BackwardParams {
@@ -42,17 +43,23 @@ struct BackwardParams {
   void* grad_input;    // [rows, cols] of dtype, contiguous; null: not wanted
   void* grad_weight;   // [cols] of param_dtype; null: not wanted
   void* grad_bias;     // [cols] of param_dtype; null: not wanted
-  void* workspace;     // backward_workspace(rows, cols) bytes, aligned like any tensor
+  void* workspace;     // backward_workspace() bytes, aligned like any tensor
   Dtype dtype;
   Dtype param_dtype;
+  void* stream;  // a cudaStream_t; unused on a CPU
 };
 
 namespace cpu {
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
-// Bytes of scratch memory for the partial sums of the weight gradients; a function of the shape and dtype
-// alone.
-int64_t backward_workspace(int64_t rows, int64_t cols, Dtype dtype);
+// Bytes of scratch memory for partial sums, asked for with all other fields of the parameters filled in.
+int64_t backward_workspace(const BackwardParams& params);
 }  // namespace cpu
+
+namespace cuda {  // on the current device
+void forward(const ForwardParams& params);
+void backward(const BackwardParams& params);
+int64_t backward_workspace(const BackwardParams& params);
+}  // namespace cuda
 
 }  // namespace layernorm

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "cuda/platform.h"
 #include "dtypes.h"
 #include "layer_norm.h"
 
@@ -191,13 +192,11 @@ Rows rows_of(const Tensor& tensor, const Extents& extents) {
 // A parameter of shape normalized_shape, contiguous; undefined if absent.
 Tensor parameter(const optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
 
-const void* input_pointer(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-void* output_pointer(Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
-
 template <void (*kernel)(const ForwardParams&)>
 Outputs forward(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
                 const optional<Tensor>& bias, double eps) {
   check_forward(input, normalized_shape, weight, bias);
+  const Launching on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const auto statistics_options = options.dtype(accumulate_type(input));
@@ -213,24 +212,26 @@ Outputs forward(const Tensor& input, SymIntArrayRef normalized_shape, const opti
   ForwardParams params;
   params.rows = extents.rows;
   params.cols = extents.cols;
-  params.input = input_pointer(x.tensor);
+  params.input = on.input(x.tensor, "input");
   params.input_stride = x.stride;
-  params.weight = input_pointer(w);
-  params.bias = input_pointer(b);
+  params.weight = on.input(w, "weight");
+  params.bias = on.input(b, "bias");
   params.eps = eps;
-  params.output = output_pointer(output);
-  params.mean = output_pointer(mean);
-  params.rstd = output_pointer(rstd);
+  params.output = on.output(output, "output");
+  params.mean = on.output(mean, "mean");
+  params.rstd = on.output(rstd, "rstd");
   params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(parameter_type(input, weight, bias));
+  params.stream = on.stream();
   kernel(params);
   return {output, mean, rstd};
 }
 
-template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(int64_t rows, int64_t cols, Dtype)>
+template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
 Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape, const Tensor& mean,
                  const Tensor& rstd, const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
   check_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias);
+  const Launching on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const auto param_type = parameter_type(input, weight, bias);
@@ -248,24 +249,24 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef 
 
   const Rows dy = rows_of(grad_output, extents), x = rows_of(input, extents);
   const Tensor w = parameter(weight);
-  const Dtype dtype = dtype_of(input.scalar_type());
-  Tensor workspace = at::empty({workspace_size(extents.rows, extents.cols, dtype)}, options.dtype(at::kByte));
   BackwardParams params;
   params.rows = extents.rows;
   params.cols = extents.cols;
-  params.grad_output = input_pointer(dy.tensor);
+  params.grad_output = on.input(dy.tensor, "grad_output");
   params.grad_output_stride = dy.stride;
-  params.input = input_pointer(x.tensor);
+  params.input = on.input(x.tensor, "input");
   params.input_stride = x.stride;
-  params.mean = input_pointer(mean);
-  params.rstd = input_pointer(rstd);
-  params.weight = input_pointer(w);
-  params.grad_input = output_pointer(grad_input);
-  params.grad_weight = output_pointer(grad_weight);
-  params.grad_bias = output_pointer(grad_bias);
-  params.workspace = output_pointer(workspace);
-  params.dtype = dtype;
+  params.mean = on.input(mean, "mean");
+  params.rstd = on.input(rstd, "rstd");
+  params.weight = on.input(w, "weight");
+  params.grad_input = on.output(grad_input, "grad_input");
+  params.grad_weight = on.output(grad_weight, "grad_weight");
+  params.grad_bias = on.output(grad_bias, "grad_bias");
+  params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(param_type);
+  params.stream = on.stream();
+  const Tensor workspace = at::empty({workspace_size(params)}, options.dtype(at::kByte));
+  params.workspace = on.output(workspace, "workspace");
   kernel(params);
   return {grad_input, grad_weight, grad_bias};
 }
@@ -319,12 +320,19 @@ Outputs call_backward(const Tensor& grad_output, const Tensor& input, SymIntArra
 
 }  // namespace layernorm
 
+#ifndef LAYERNORM_EMULATE
 LAYERNORM_LIBRARY_IMPL(CPU, m) {
   m.impl("forward", &layernorm::forward<layernorm::cpu::forward>);
   m.impl("backward", &layernorm::backward<layernorm::cpu::backward, layernorm::cpu::backward_workspace>);
 }
+#endif
 
-#ifndef WITH_CUDA
+#if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
+LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
+  m.impl("forward", &layernorm::forward<layernorm::cuda::forward>);
+  m.impl("backward", &layernorm::backward<layernorm::cuda::backward, layernorm::cuda::backward_workspace>);
+}
+#else
 namespace {
 // Says more than the dispatcher's list of all backends.
 void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
@@ -333,7 +341,7 @@ void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
 }
 }  // namespace
 
-LAYERNORM_LIBRARY_IMPL(CUDA, m) {
+LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
   m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
   m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }

@@ -8,10 +8,13 @@
 #include <optional>
 #include <tuple>
 
-// The tests register the same sources under another namespace and dispatch key, to run the CUDA kernels on a
-// CPU.
+// The tests register the same sources under another namespace, and the CUDA kernels on another dispatch key, to
+// run those on a CPU.
 #ifndef LAYERNORM_NAMESPACE
 #define LAYERNORM_NAMESPACE layernorm
+#endif
+#ifndef LAYERNORM_CUDA_KEY
+#define LAYERNORM_CUDA_KEY CUDA
 #endif
 
 namespace layernorm {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layernorm_ext
-from layernorm_ext import _C
+from layernorm_ext import _C, _build_info
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,63 @@ class Backend:
         return self.name
 
 
-BACKENDS = [
-    Backend(
-        name="cpu",
-        device="cpu",
+def installed(device):
+    """The package as it is installed."""
+    return Backend(
+        name=device,
+        device=device,
         forward=torch.ops.layernorm.forward,
         backward=torch.ops.layernorm.backward,
         layer_norm=layernorm_ext.layer_norm,
     )
-]
 
 
-@pytest.fixture(params=BACKENDS, ids=str)
+def emulated():
+    """The CUDA kernels, run on CPU tensors; tests/emulator runs fewer examples, and checks every access."""
+    import emulated_build  # of tests/emulator; needs CUDA's headers
+    import emulated_ops
+
+    ops = emulated_ops.library(emulated_build.PLAIN).ops
+    return Backend(
+        name="emulated",
+        device="cpu",
+        forward=ops.forward,
+        backward=ops.backward,
+        layer_norm=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: ops.forward(
+            input, normalized_shape, weight, bias, eps
+        )[0],
+    )
+
+
+BACKENDS = {"cpu": lambda: installed("cpu"), "cuda": lambda: installed("cuda"), "emulated": emulated}
+
+
+def pytest_addoption(parser):
+    default = "cpu cuda" if torch.cuda.is_available() and _build_info.with_cuda else "cpu"
+    parser.addoption(
+        "--backends",
+        default=default,
+        help=f"which of {', '.join(BACKENDS)} to test, in quotes (default: {default})",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        names = metafunc.config.getoption("backends").split()
+        metafunc.parametrize("backend", names, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items):
+    def is_too_large(item):  # the emulator runs some 10^7 elements a second
+        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+        return backend == "emulated" and item.get_closest_marker("large")
+
+    items[:] = [item for item in items if not is_too_large(item)]
+
+
+@pytest.fixture(scope="session")
 def backend(request):
-    return request.param
+    return BACKENDS[request.param]()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import layernorm_ext
 from layernorm_ext import _build_info
 
 X = torch.ones(2, 3)
@@ -203,15 +204,15 @@ def test_gradient_or_statistic_on_another_device(backend, name):
         backend.backward(**arguments, input=x, normalized_shape=[3], weight=None, bias=None, output_mask=ALL)
 
 
-def test_not_a_tensor(backend):
+def test_not_a_tensor():
     with pytest.raises(TypeError, match="layer_norm"):
-        backend.layer_norm([[1.0, 2.0]], [2])
+        layernorm_ext.layer_norm([[1.0, 2.0]], [2])
 
 
-def test_normalized_shape_is_not_an_int(backend):
+def test_normalized_shape_is_not_an_int():
     """As torch's functional form; the module takes an int."""
     with pytest.raises(TypeError):
-        backend.layer_norm(X, 3)
+        layernorm_ext.layer_norm(X, 3)
 
 
 @pytest.mark.skipif(_build_info.with_cuda, reason="there are CUDA kernels")

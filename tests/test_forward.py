@@ -367,8 +367,8 @@ def test_overlapping_rows(backend):
 
 def test_writes_nothing_outside(backend):
     """Run every tail with glibc's checking allocator, which aborts where a byte behind an allocation has changed."""
-    if backend.device != "cpu":
-        pytest.skip("glibc allocates on the CPU alone")
+    if backend.name != "cpu":
+        pytest.skip("glibc allocates on the CPU alone, and the emulator looks at every access itself")
     libraries = [
         Path(folder) / "libc_malloc_debug.so.0"
         for folder in ("/lib/x86_64-linux-gnu", "/lib64", "/usr/lib", "/lib/aarch64-linux-gnu")
@@ -380,7 +380,7 @@ def test_writes_nothing_outside(backend):
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     code = (
         "import test_forward; from conftest import BACKENDS\n"
-        f"test_forward.touch_every_end(next(b for b in BACKENDS if b.name == {backend.name!r}))"
+        f"test_forward.touch_every_end(BACKENDS[{backend.name!r}]())"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "done\n", (done.returncode, done.stdout, done.stderr[-2000:])

@@ -42,10 +42,10 @@ void run_on_threads(int64_t n, int64_t grain, Task task, const void* context) {
   }
 }
 
-int64_t backward_workspace(int64_t rows, int64_t cols, Dtype dtype) {
-  const int64_t acc_size = dtype == Dtype::kFloat64 ? 8 : 4;
-  const int64_t padded_cols = (cols + kMaxPackSize - 1) / kMaxPackSize * kMaxPackSize;
-  return (2 * num_slots(rows) * padded_cols + kCoefficients * rows) * acc_size;
+int64_t backward_workspace(const BackwardParams& p) {
+  const int64_t acc_size = p.dtype == Dtype::kFloat64 ? 8 : 4;
+  const int64_t padded_cols = (p.cols + kMaxPackSize - 1) / kMaxPackSize * kMaxPackSize;
+  return (2 * num_slots(p.rows) * padded_cols + kCoefficients * p.rows) * acc_size;
 }
 
 void forward(const ForwardParams& params) { kernels().forward(params); }

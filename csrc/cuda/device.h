@@ -151,6 +151,10 @@ void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
   bytes = config.shared_bytes;
 }
 
+// The length of the longest rows that a kernel takes: as given, but the emulator's tests may lower it, to send short
+// rows to the kernels for long ones.
+constexpr int64_t path_limit(int64_t limit) { return limit; }
+
 // How many blocks of a kernel the current device runs at once. `config.grid` does not matter. Asked of the
 // driver once.
 template <class... Params>
@@ -190,6 +194,11 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
 #else
 
 inline int architecture() { return emulator::options().architecture; }
+
+inline int64_t path_limit(int64_t limit) {
+  const int64_t lowered = emulator::options().path_limit;
+  return lowered < limit ? lowered : limit;
+}
 
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {

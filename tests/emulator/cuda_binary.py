@@ -19,6 +19,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "cuda"
+SOURCES = sorted(CSRC.glob("*.cu"))
 ARCHITECTURES = (80, 90, 100)
 # What setup.py passes; C++17, because that is what the oldest supported torch compiles extensions as.
 FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo")
@@ -88,6 +89,7 @@ def _parse_sass(listing):
     return kernels
 
 
+@functools.cache
 def compile_kernels(source, architecture, include=CSRC):
     """Compiles a .cu for one architecture. Raises CompileError with nvcc's words, also for a warning."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -125,7 +127,7 @@ def faults(kernel):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sources", nargs="*", type=pathlib.Path, default=sorted(CSRC.glob("*.cu")))
+    parser.add_argument("sources", nargs="*", type=pathlib.Path, default=SOURCES)
     jobs = [(source, sm) for source in parser.parse_args().sources for sm in ARCHITECTURES]
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
         kernels = [kernel for made in pool.map(lambda job: compile_kernels(*job), jobs) for kernel in made]

@@ -141,7 +141,7 @@ def library(namespace="layernorm_emulated", mode=CHECKED, csrc=None):
     host_flags = (
         "-O1",
         f"-DLAYERNORM_NAMESPACE={namespace}",
-        "-DLAYERNORM_DISPATCH_KEY=CPU",
+        "-DLAYERNORM_CUDA_KEY=CPU",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
         "-Wno-deprecated",

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import functools
 
 import emulated_build
 import torch
 
 ORDERS = ("forward", "reverse", "random")
+UNLIMITED = 2**63 - 1
 
 
 class Library:
@@ -16,14 +18,30 @@ class Library:
         path = emulated_build.library(namespace, mode)
         torch.ops.load_library(path)
         self.ops = getattr(torch.ops, namespace)
-        self._configure = ctypes.CDLL(str(path)).emulator_configure
-        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int)
+        emulator = ctypes.CDLL(str(path))
+        self._configure = emulator.emulator_configure
+        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
+        self._launched = emulator.emulator_launched
+        self._launched.restype = ctypes.c_char_p
 
     @contextlib.contextmanager
-    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90):
-        """Within it, threads run in this order, for kernels of this compute capability."""
-        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture)
+    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
+        """Within it, threads run in this order, for kernels of this compute capability.
+
+        Kernels that take rows up to some number of vectors leave those of more than `path_limit` to the next.
+        """
+        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit)
         try:
             yield
         finally:
-            self._configure(0, 0, 1, 90)
+            self._configure(0, 0, 1, 90, UNLIMITED)
+
+    def launched(self):
+        """Return the names of the kernels that have been launched."""
+        return set(self._launched().decode().splitlines())
+
+
+@functools.cache
+def library(mode):
+    """Return the library of this process, built if need be."""
+    return Library(mode=mode)

@@ -37,6 +37,7 @@ struct Options {
   uint64_t max_switches = 1ull << 28;  // of threads in one launch; more is a loop that waits in vain
   int architecture = 90;               // compute capability: below 90 clusters, bulk copies and overlap are faults
   int resident_blocks = 3;             // what the occupancy query answers; few, so that persistent loops go round
+  int64_t path_limit = INT64_MAX;      // see device.h
 };
 Options& options();
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 #include "machine.h"
@@ -31,6 +32,7 @@ void* host_stack_pointer = nullptr;
 std::unique_ptr<Thread[]> threads;
 size_t thread_count = 0;
 std::vector<char*> arenas;
+std::set<const void*> launched;  // kernels
 
 // ---- fibers -----------------------------------------------------------------------------------------------
 #if !defined(__x86_64__)
@@ -433,6 +435,7 @@ Options& options() { return current_options; }
 
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
   std::lock_guard lock(one_launch_at_a_time);
+  launched.insert(kernel);
   try {
     run_checked(launch, body, closure);
   } catch (const Fault& fault) {
@@ -569,9 +572,19 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 }  // namespace emulator
 
 // For tests that load the emulator as a library.
-extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture) {
+extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture,
+                                   int64_t path_limit) {
   emulator::options().order = static_cast<emulator::Order>(order);
   emulator::options().seed = seed;
   emulator::options().concurrent_blocks = concurrent_blocks;
   emulator::options().architecture = architecture;
+  emulator::options().path_limit = path_limit;
+}
+
+// The kernels that have been launched, a line each.
+extern "C" const char* emulator_launched() {
+  static std::string lines;
+  lines.clear();
+  for (const void* kernel : emulator::launched) lines += emulator::kernel_name(kernel) + "\n";
+  return lines.c_str();
 }

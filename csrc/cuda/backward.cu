@@ -1,0 +1,399 @@
+// With xhat = (x - mean) * rstd and g = dy * weight, for every row of x and dy [rows, cols], on a GPU:
+//
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))      dweight = sum of dy * xhat over the rows      dbias = of dy
+//
+// Short rows: blocks take rows in turn. The threads that share a row hold it in registers, so that x and dy come from
+// memory once; each adds up dweight and dbias of its columns over the rows it sees, and leaves them in the workspace,
+// whose rows a second kernel adds up in order: 3 * rows * cols * sizeof(T) bytes are moved, and no atomic operation
+// leaves the result to chance. Long rows: a block sweeps a row twice; another kernel goes down the columns.
+//
+// Exactness is that of the CPU kernels (cpu/backward.cpp): the saved mean is rounded, so that the average of xhat is
+// not 0; a third sum finds it, and it is taken off before xhat is used.
+//
+// Source: Ba et al. 2016, arXiv:1607.06450.
+#include <algorithm>
+
+#include "../dtypes.h"
+#include "row.cuh"
+
+namespace layernorm::cuda {
+namespace {
+
+// After so many rows, sums in Acc go to the workspace, to keep them exact.
+constexpr int64_t kRowsPerSum = 256;
+
+// The saved statistics of a row, for numbers that are multiplied by `scale` first.
+template <class Acc>
+struct Statistics {
+  Acc scale = 1, mean = 0, rstd = 0;
+
+  // Of a row that does not exist.
+  __device__ __forceinline__ Statistics() {}
+
+  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+  __device__ __forceinline__ Statistics(const BackwardParams& p, int64_t row) {
+    mean = static_cast<const Acc*>(p.mean)[row];
+    rstd = static_cast<const Acc*>(p.rstd)[row];
+    const bool is_huge = rstd < Acc(0x1p-60);
+    scale = is_huge ? kScale<Acc> : 1;
+    mean *= scale;
+    rstd *= is_huge ? 1 / kScale<Acc> : 1;
+  }
+  __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
+};
+
+// What the gradients need to know of a row besides.
+template <class Acc>
+struct Means {
+  Acc xhat;  // that of xhat as computed from the saved mean
+  Acc g;
+  Acc g_xhat;  // with xhat corrected
+};
+
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Its first difference is exactly 0 if g is the same in the whole
+// row, as it is for the sum of the outputs, or for one column.
+template <class Acc>
+__device__ __forceinline__ Acc grad_input(Acc g, Acc xhat, const Means<Acc>& means, const Statistics<Acc>& row) {
+  return fma(xhat, -means.g_xhat, g - means.g) * (row.rstd * row.scale);
+}
+
+// Three sums over the threads of a tile. Double-buffered, by `phase`: one barrier a row.
+template <class Tile, class Acc>
+__device__ __forceinline__ void sum_tile(Acc (&sums)[3], const Place<Tile>& place, int phase) {
+#pragma unroll
+  for (Acc& sum : sums) sum = sum_lanes<Tile::kLanes>(sum, place.lanes);
+  if constexpr (Tile::kWarps > 1) {
+    LAYERNORM_SHARED(of_warps, Acc[2][Tile::kWarps][3]);
+    if (place.lane == 0) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) of_warps[phase][place.warp][k] = sums[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      sums[k] = sum_lanes<Tile::kWarps>(of_warps[phase][place.lane % Tile::kWarps][k], place.lanes);
+    }
+  }
+}
+
+// Adds the sums of this thread's columns to those of the block in the workspace [cols], or begins them.
+template <class Tile, int kCount, class Acc>
+__device__ __forceinline__ void add_to_workspace(Acc* workspace, const Acc (&sums)[Tile::kVectors][kCount], bool first,
+                                                 const Place<Tile>& place, int cols, bool aligned) {
+  if constexpr (Tile::kRows == 1) {
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      const Columns columns = place.template columns<kCount>(i, cols, aligned);
+      Vector<Acc, kCount> total = {};
+      if (!first) load(total, workspace, columns);
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) total.of[e] += sums[i][e];
+      store(workspace, total, columns);
+    }
+  } else {
+    constexpr int kCols = Tile::kThreads * kCount;  // of one vector of all threads
+    LAYERNORM_SHARED(of_rows, Acc[Tile::kRows][kCols]);
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      __syncthreads();
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) of_rows[place.row][place.thread * kCount + e] = sums[i][e];
+      __syncthreads();
+      for (int c = threadIdx.x; c < kCols && i * kCols + c < cols; c += Tile::kBlock) {
+        Acc total = 0;
+        for (int r = 0; r < Tile::kRows; ++r) total += of_rows[r][c];
+        Acc& sum = workspace[i * kCols + c];
+        sum = first ? total : sum + total;
+      }
+    }
+  }
+}
+
+// Blocks take the rows in turn, and leave dweight [blocks, cols] in the workspace and after it dbias [blocks, cols].
+template <class T, class W, class Tile>
+__global__ void __launch_bounds__(Tile::kBlock) backward_in_registers(const BackwardParams p, const bool aligned) {
+  using Acc = AccOf<T>;
+  constexpr int kCount = kVectorSize<T>;
+  const Place<Tile> place;
+  const bool needs_x = p.grad_input || p.grad_weight;
+  const int64_t step = int64_t{gridDim.x} * Tile::kRows;
+  Acc* const dweight = static_cast<Acc*>(p.workspace) + blockIdx.x * p.cols;
+  Acc* const dbias = dweight + (p.grad_weight ? gridDim.x * p.cols : 0);
+
+  int phase = 0;
+  int64_t first_row = int64_t{blockIdx.x} * Tile::kRows;
+  for (bool first = true; first_row < p.rows; first = false) {
+    Acc dw[Tile::kVectors][kCount] = {}, db[Tile::kVectors][kCount] = {};
+    const int64_t end = min(p.rows, first_row + kRowsPerSum * step);
+    for (; first_row < end; first_row += step) {
+      // A block's last rows may not exist. They have no columns, and numbers that keep NaN away from the sums.
+      const bool exists = first_row + place.row < p.rows;
+      const int64_t row = exists ? first_row + place.row : 0;
+      const int cols = exists ? static_cast<int>(p.cols) : 0;
+      const T* const x_row = static_cast<const T*>(p.input) + row * p.input_stride;
+      const T* const dy_row = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
+      const auto statistics = exists ? Statistics<Acc>(p, row) : Statistics<Acc>();
+
+      Vector<T, kCount> x[Tile::kVectors], dy[Tile::kVectors];
+#pragma unroll
+      for (int i = 0; i < Tile::kVectors; ++i) {
+        const Columns columns = place.template columns<kCount>(i, cols, aligned);
+        if (needs_x) load<Cache::kPastL1>(x[i], x_row, columns);
+        load<Cache::kPastL1>(dy[i], dy_row, columns);
+      }
+      Means<Acc> means = {};
+      if (needs_x) {
+        Acc sums[3] = {};
+#pragma unroll
+        for (int i = 0; i < Tile::kVectors; ++i) {
+          const Columns columns = place.template columns<kCount>(i, cols, aligned);
+          Vector<W, kCount> w;
+          load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
+          for_each_valid<kCount>(columns, [&](int e) {
+            const Acc xhat = statistics.xhat(x[i].of[e], 0);
+            const Acc g = static_cast<Acc>(dy[i].of[e]) * static_cast<Acc>(w.of[e]);
+            sums[0] += xhat;
+            sums[1] += g;
+            sums[2] = fma(g, xhat, sums[2]);
+          });
+        }
+        sum_tile<Tile>(sums, place, phase);
+        phase ^= 1;
+        means.xhat = sums[0] / static_cast<int>(p.cols);
+        means.g = sums[1] / static_cast<int>(p.cols);
+        means.g_xhat = sums[2] / static_cast<int>(p.cols) - means.xhat * means.g;
+      }
+#pragma unroll
+      for (int i = 0; i < Tile::kVectors; ++i) {
+        if (p.grad_bias) {
+#pragma unroll
+          for (int e = 0; e < kCount; ++e) db[i][e] += static_cast<Acc>(dy[i].of[e]);
+        }
+        if (!needs_x) continue;
+        Acc xhat[kCount];
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) xhat[e] = statistics.xhat(x[i].of[e], means.xhat);
+        if (p.grad_weight) {
+#pragma unroll
+          for (int e = 0; e < kCount; ++e) dw[i][e] = fma(static_cast<Acc>(dy[i].of[e]), xhat[e], dw[i][e]);
+        }
+        if (p.grad_input) {
+          const Columns columns = place.template columns<kCount>(i, cols, aligned);
+          Vector<W, kCount> w;
+          load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
+          Acc dx[kCount];
+#pragma unroll
+          for (int e = 0; e < kCount; ++e) {
+            const Acc g = static_cast<Acc>(dy[i].of[e]) * static_cast<Acc>(w.of[e]);
+            dx[e] = grad_input(g, xhat[e], means, statistics);
+          }
+          store(static_cast<T*>(p.grad_input) + row * p.cols, rounded<T>(dx), columns);
+        }
+      }
+    }
+    const int cols = static_cast<int>(p.cols);
+    if (p.grad_weight) add_to_workspace<Tile, kCount>(dweight, dw, first, place, cols, aligned);
+    if (p.grad_bias) add_to_workspace<Tile, kCount>(dbias, db, first, place, cols, aligned);
+  }
+}
+
+// A block for each row: dx, and for sum_columns the mean of xhat, in xhat_means [rows].
+template <class T, class W>
+__global__ void __launch_bounds__(kSweepThreads)
+    backward_in_sweeps(const BackwardParams p, AccOf<T>* const xhat_means, const bool aligned) {
+  using Acc = AccOf<T>;
+  constexpr int kCount = kVectorSize<T>;
+  const int64_t row = blockIdx.x;
+  const T* const x_row = static_cast<const T*>(p.input) + row * p.input_stride;
+  const T* const dy_row = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
+  const Statistics<Acc> statistics(p, row);
+  const auto load_g = [&](Acc(&g)[kCount], Columns columns) {
+    Vector<T, kCount> dy;
+    Vector<W, kCount> w;
+    load(dy, dy_row, columns);
+    load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) g[e] = static_cast<Acc>(dy.of[e]) * static_cast<Acc>(w.of[e]);
+  };
+
+  Acc run[3] = {};
+  double sums[3] = {};
+  sweep<kCount>(
+      p.cols, aligned,
+      [&](Columns columns) {
+        Vector<T, kCount> x;
+        Acc g[kCount];
+        load(x, x_row, columns);
+        load_g(g, columns);
+        for_each_valid<kCount>(columns, [&](int e) {
+          const Acc xhat = statistics.xhat(x.of[e], 0);
+          run[0] += xhat;
+          run[1] += g[e];
+          run[2] = fma(g[e], xhat, run[2]);
+        });
+      },
+      [&] {
+#pragma unroll
+        for (int k = 0; k < 3; ++k) sums[k] += run[k], run[k] = 0;
+      });
+  sum_block(sums);
+  const double cols = static_cast<double>(p.cols), xhat_mean = sums[0] / cols, g_mean = sums[1] / cols;
+  const Means<Acc> means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
+                            static_cast<Acc>(sums[2] / cols - xhat_mean * g_mean)};
+  if (threadIdx.x == 0) xhat_means[row] = means.xhat;
+  if (!p.grad_input) return;
+  sweep<kCount>(
+      p.cols, aligned,
+      [&](Columns columns) {
+        Vector<T, kCount> x;
+        Acc g[kCount], dx[kCount];
+        load(x, x_row, columns);
+        load_g(g, columns);
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) {
+          dx[e] = grad_input(g[e], statistics.xhat(x.of[e], means.xhat), means, statistics);
+        }
+        store(static_cast<T*>(p.grad_input) + row * p.cols, rounded<T>(dx), columns);
+      },
+      [] {});
+}
+
+constexpr int kColumnThreads = 128;
+
+// Each thread has a vector of columns, each blockIdx.y a part of the rows: dweight and dbias of these, as
+// backward_in_registers leaves them.
+template <class T>
+__global__ void __launch_bounds__(kColumnThreads)
+    sum_columns(const BackwardParams p, const AccOf<T>* const xhat_means, const bool aligned) {
+  using Acc = AccOf<T>;
+  constexpr int kCount = kVectorSize<T>;
+  const int64_t begin = (int64_t{blockIdx.x} * kColumnThreads + threadIdx.x) * kCount, valid = p.cols - begin;
+  if (valid <= 0) return;
+  const Columns columns{begin, static_cast<int>(min(valid, int64_t{kCount})), aligned};
+  double dweight[kCount] = {}, dbias[kCount] = {};
+  int64_t row = p.rows * blockIdx.y / gridDim.y;
+  const int64_t end = p.rows * (blockIdx.y + 1) / gridDim.y;
+  while (row < end) {
+    Acc dw[kCount] = {}, db[kCount] = {};
+    for (const int64_t part_end = min(end, row + kRowsPerSum); row < part_end; ++row) {
+      Vector<T, kCount> x, dy;
+      load(dy, static_cast<const T*>(p.grad_output) + row * p.grad_output_stride, columns);
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) db[e] += static_cast<Acc>(dy.of[e]);
+      if (!p.grad_weight) continue;
+      const Statistics<Acc> statistics(p, row);
+      load(x, static_cast<const T*>(p.input) + row * p.input_stride, columns);
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        dw[e] = fma(static_cast<Acc>(dy.of[e]), statistics.xhat(x.of[e], xhat_means[row]), dw[e]);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) dweight[e] += dw[e], dbias[e] += db[e];
+  }
+  Acc* workspace = static_cast<Acc*>(p.workspace) + blockIdx.y * p.cols;
+  if (p.grad_weight) {
+    store(workspace, rounded<Acc>(dweight), columns);
+    workspace += gridDim.y * p.cols;
+  }
+  if (p.grad_bias) store(workspace, rounded<Acc>(dbias), columns);
+}
+
+constexpr int kAdders = 8;  // threads that share a column of add_partials
+
+// The second stage: adds up the rows of the workspace in a fixed order. blockIdx.y: of dweight, or of dbias.
+template <class Acc, class W>
+__global__ void __launch_bounds__(kAdders* kWarpSize)
+    add_partials(const Acc* const workspace, const int64_t partials, const int64_t cols, W* const first,
+                 W* const second) {
+  LAYERNORM_SHARED(sums, double[kAdders][kWarpSize]);
+  const int lane = threadIdx.x % kWarpSize, adder = threadIdx.x / kWarpSize;
+  const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
+  const Acc* const partial = workspace + blockIdx.y * partials * cols + column;
+  double sum = 0;
+  if (column < cols) {
+    for (int64_t r = adder; r < partials; r += kAdders) sum += partial[r * cols];
+  }
+  sums[adder][lane] = sum;
+  __syncthreads();
+  if (adder > 0 || column >= cols) return;
+  for (int a = 1; a < kAdders; ++a) sum += sums[a][lane];
+  (blockIdx.y == 0 ? first : second)[column] = W(static_cast<Acc>(sum));
+}
+
+// Of 16-bit elements, longer rows do not fit into registers beside the sums.
+template <class T>
+constexpr int kLongestInRegisters = sizeof(T) == 2 ? 1024 : 2048;
+
+// How many rows of partial sums there are: for short rows the blocks, which is as many as the device holds at once; for
+// long ones the parts that sum_columns has.
+template <class T, class W>
+int64_t num_partials(const BackwardParams& p) {
+  int64_t partials = std::min(ceil_div(p.rows, 32), int64_t{64});
+  with_tile<T, kLongestInRegisters<T>>(p.cols, [&](auto tile) {
+    using Tile = decltype(tile);
+    const LaunchConfig config = {1, Tile::kBlock};
+    partials =
+        std::min(ceil_div(p.rows, Tile::kRows), int64_t{resident_blocks(config, backward_in_registers<T, W, Tile>)});
+  });
+  return partials;
+}
+
+template <class Acc>
+int64_t size_of_partials(const BackwardParams& p, int64_t partials) {
+  const int gradients = (p.grad_weight != nullptr) + (p.grad_bias != nullptr);
+  return gradients * partials * p.cols * static_cast<int64_t>(sizeof(Acc));
+}
+
+}  // namespace
+
+int64_t backward_workspace(const BackwardParams& p) {
+  int64_t bytes = 0;
+  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
+    using T = typename decltype(pair)::T;
+    using W = typename decltype(pair)::W;
+    using Acc = AccOf<T>;
+    const bool is_short = with_tile<T, kLongestInRegisters<T>>(p.cols, [](auto) {});
+    bytes = size_of_partials<Acc>(p, num_partials<T, W>(p)) + (is_short ? 0 : p.rows * sizeof(Acc));
+  });
+  return bytes;
+}
+
+void backward(const BackwardParams& p) {
+  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
+    using T = typename decltype(pair)::T;
+    using W = typename decltype(pair)::W;
+    using Acc = AccOf<T>;
+    const bool aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
+                         is_aligned<T>(p.grad_output, p.grad_output_stride) && is_aligned<T>(p.grad_input, p.cols) &&
+                         is_aligned<W>(p.weight, 0);
+    const auto stream = static_cast<Stream>(p.stream);
+    const int64_t partials = num_partials<T, W>(p);
+    const unsigned parts = static_cast<unsigned>(partials);
+    const bool is_short = with_tile<T, kLongestInRegisters<T>>(p.cols, [&](auto tile) {
+      using Tile = decltype(tile);
+      launch({parts, Tile::kBlock, 0, stream}, backward_in_registers<T, W, Tile>, p, aligned);
+    });
+    if (!is_short) {
+      auto* const xhat_means =
+          reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + size_of_partials<Acc>(p, partials));
+      if (p.grad_input || p.grad_weight) {
+        launch({static_cast<unsigned>(p.rows), kSweepThreads, 0, stream}, backward_in_sweeps<T, W>, p, xhat_means,
+               aligned);
+      }
+      if (p.grad_weight || p.grad_bias) {
+        const int64_t blocks = ceil_div(p.cols, kColumnThreads * kVectorSize<T>);
+        launch({dim3(static_cast<unsigned>(blocks), parts), kColumnThreads, 0, stream}, sum_columns<T>, p, xhat_means,
+               aligned);
+      }
+    }
+    if (!p.grad_weight && !p.grad_bias) return;
+    const unsigned gradients = p.grad_weight && p.grad_bias ? 2 : 1;
+    auto* const first = static_cast<W*>(p.grad_weight ? p.grad_weight : p.grad_bias);
+    launch({dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)), gradients), kAdders * kWarpSize, 0, stream},
+           add_partials<Acc, W>, static_cast<const Acc*>(p.workspace), partials, p.cols, first,
+           static_cast<W*>(p.grad_bias));
+  });
+}
+
+}  // namespace layernorm::cuda

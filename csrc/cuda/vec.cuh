@@ -1,0 +1,123 @@
+// Elements and vectors of them: 16 bytes of a row, and as many of the parameters.
+#pragma once
+
+#include <type_traits>
+
+#include "device.h"
+
+namespace layernorm::cuda {
+
+// The element types of the CUDA kernels for dtypes.h.
+struct Elements {
+  using Float64 = double;
+  using Float32 = float;
+  using Float16 = __half;
+  using BFloat16 = __nv_bfloat16;
+};
+
+template <class T>
+using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Elements of T that a thread handles at a time.
+template <class T>
+constexpr int kVectorSize = 16 / sizeof(T);
+
+template <class E, int kCount>
+struct alignas(16) Vector {
+  E of[kCount];
+};
+
+// Which columns a vector holds: `valid` of its elements exist. Where everything is aligned, that is all or none (or
+// less: it may be negative).
+struct Columns {
+  int64_t begin;
+  int valid;
+  bool aligned;
+};
+
+enum class Cache { kAll, kPastL1 };  // kPastL1: for what is read once, and not written by the launch
+
+// Zeros beyond the valid elements.
+template <Cache cache = Cache::kAll, class E, int kCount>
+__device__ __forceinline__ void load(Vector<E, kCount>& v, const E* row, Columns columns) {
+  v = {};
+  if (columns.aligned) {
+    if (columns.valid > 0) {
+      const auto* from = reinterpret_cast<const uint4*>(row + columns.begin);
+      auto* to = reinterpret_cast<uint4*>(v.of);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) {
+        to[i] = cache == Cache::kPastL1 ? load_once(from + i) : from[i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (e < columns.valid) v.of[e] = row[columns.begin + e];
+    }
+  }
+}
+
+// With `otherwise` for an array that is not there.
+template <class E, int kCount>
+__device__ __forceinline__ void load_or(Vector<E, kCount>& v, const E* row, Columns columns, E otherwise) {
+  if (row) {
+    load(v, row, columns);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) v.of[e] = otherwise;
+  }
+}
+
+template <class E, int kCount>
+__device__ __forceinline__ void store(E* row, const Vector<E, kCount>& v, Columns columns) {
+  if (columns.aligned) {
+    if (columns.valid > 0) {
+      auto* to = reinterpret_cast<uint4*>(row + columns.begin);
+      const auto* from = reinterpret_cast<const uint4*>(v.of);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) to[i] = from[i];
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (e < columns.valid) row[columns.begin + e] = v.of[e];
+    }
+  }
+}
+
+// To the nearest, ties to even; subnormal numbers stay.
+template <class E, class Acc, int kCount>
+__device__ __forceinline__ Vector<E, kCount> rounded(const Acc (&v)[kCount]) {
+  Vector<E, kCount> result;
+  if constexpr (sizeof(E) == 2) {  // one instruction converts two
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      if constexpr (std::is_same_v<E, __half>) {
+        reinterpret_cast<__half2&>(result.of[e]) = __floats2half2_rn(v[e], v[e + 1]);
+      } else {
+        reinterpret_cast<__nv_bfloat162&>(result.of[e]) = __floats2bfloat162_rn(v[e], v[e + 1]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) result.of[e] = static_cast<E>(v[e]);
+  }
+  return result;
+}
+
+// Calls f(e) for the elements that exist.
+template <int kCount, class F>
+__device__ __forceinline__ void for_each_valid(Columns columns, const F& f) {
+  if (columns.valid >= kCount) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) f(e);
+  } else if (!columns.aligned) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (e < columns.valid) f(e);
+    }
+  }
+}
+
+}  // namespace layernorm::cuda

@@ -1,0 +1,139 @@
+"""Every CUDA kernel is run with each of its memory accesses checked, in several orders of its threads.
+
+What they compute is what the ordinary tests look at, with `--backends emulated`; here sizes are the ones at which
+another kernel takes over, one less and one more.
+"""
+
+import itertools
+
+import cuda_binary
+import emulated_build
+import emulated_ops
+import pytest
+import torch
+from reference import BF16, DTYPES, F32, check_backward, check_forward
+from shapes import all_dtypes, bits, randn
+
+# The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are swept.
+LIMITS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]  # the last: blocks at a time
+ALL = [True, True, True]
+
+
+@pytest.fixture(scope="module")
+def library():
+    return emulated_ops.library(emulated_build.CHECKED)
+
+
+def run(library, x, dy, w=None, b=None, mask=ALL, eps=1e-5):
+    normalized = x.shape[-1:]
+    output, mean, rstd = library.ops.forward(x, normalized, w, b, eps)
+    return (output, mean, rstd), library.ops.backward(dy, x, normalized, mean, rstd, w, b, mask)
+
+
+def arguments(rows, cols, dtypes):
+    x, dy = (randn((rows, cols), dtypes[0]) for _ in range(2))
+    return x, dy, randn(cols, dtypes[1]), randn(cols, dtypes[1])
+
+
+@all_dtypes
+@pytest.mark.parametrize("limit", LIMITS)
+def test_sizes_at_the_limits(library, dtypes, limit):
+    """N, which is aligned, and N - 1 and N + 1, which are not; any order of the threads gives the same bits."""
+    vector = 16 // dtypes[0].itemsize
+    for cols in (limit * vector - 1, limit * vector, limit * vector + 1, limit * vector + vector):
+        # Three blocks take turns, with up to 16 rows at a time.
+        rows = max(3, 4 * 128 // (4 * limit)) if limit < 128 else 4
+        x, dy, w, b = arguments(rows, cols, dtypes)
+        first = None
+        for order, seed, blocks in SCHEDULES if limit <= 512 else SCHEDULES[1:3]:
+            with library.schedule(order, seed, blocks):
+                forward, backward = run(library, x, dy, w, b)
+            if first is None:
+                first = forward + backward
+                check_forward(forward, x, w, b, context=(cols,))
+                check_backward(backward, dy, x, w, context=(cols,))
+            for actual, expected in zip(forward + backward, first, strict=True):
+                assert torch.equal(bits(actual), bits(expected)), (cols, order, seed)
+
+
+@all_dtypes
+@pytest.mark.parametrize("limit", [0, 2, 40])
+def test_shorter_rows_on_the_paths_for_longer_ones(library, dtypes, limit):
+    """Rows that fit into registers are swept all the same."""
+    for rows, cols in [(1, 1), (3, 7), (5, 64), (2, 1000), (70, 10)]:
+        x, dy, w, b = arguments(rows, cols, dtypes)
+        with library.schedule("random", limit, 2, path_limit=limit):
+            forward, backward = run(library, x, dy, w, b)
+        check_forward(forward, x, w, b, context=(rows, cols))
+        check_backward(backward, dy, x, w, context=(rows, cols))
+
+
+@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=["fp32", "bf16-fp32"])
+def test_masks_and_absent_parameters(library, dtypes, path_limit):
+    """Nothing is written that was not asked for: its memory does not exist."""
+    for cols, mask in itertools.product((40, 200, 1200), itertools.product((False, True), repeat=3)):
+        x, dy, w, b = arguments(7, cols, dtypes)
+        for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
+            with library.schedule("reverse", path_limit=path_limit):
+                forward, backward = run(library, x, dy, weight, bias, list(mask))
+            check_forward(forward, x, weight, bias)
+            assert [gradient is not None for gradient in backward] == list(mask)
+            parameter_dtype = dtypes[1] if weight is not None or bias is not None else dtypes[0]
+            check_backward(backward, dy, x, weight, parameter_dtype)
+
+
+@all_dtypes
+def test_alignment_and_strides_do_not_change_bits(library, dtypes):
+    """In registers and swept."""
+    for cols, path_limit in itertools.product((64, 1024, 2400), (0, emulated_ops.UNLIMITED)):
+        x, dy, w, b = arguments(3, cols, dtypes)
+        with library.schedule(path_limit=path_limit):
+            expected = run(library, x, dy, w, b)
+            for gap, offset in ((0, 1), (3, 0), (16, 0), (16, 5)):
+                views = []
+                for tensor in (x, dy):
+                    buffer = torch.full((3 * (cols + gap) + offset,), torch.nan, dtype=tensor.dtype)
+                    views.append(buffer[offset:].as_strided((3, cols), (cols + gap, 1), offset).copy_(tensor))
+                actual = run(library, *views, w, b)
+                for a, e in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
+                    assert torch.equal(bits(a), bits(e)), (cols, gap, offset)
+
+
+def test_many_rows(library):
+    """More than are summed in one go, by blocks of several rows and of one."""
+    for rows, cols, path_limit in [(2600, 16, 4), (900, 200, 99), (900, 5, 0), (800, 520, 999)]:
+        x, dy, w, b = arguments(rows, cols, (F32, F32))
+        with library.schedule("random", rows, 3, path_limit=path_limit):
+            forward, backward = run(library, x, dy, w, b)
+        check_forward(forward, x, w, b)
+        check_backward(backward, dy, x, w)
+
+
+@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+def test_numbers_that_overflow(library, path_limit):
+    """Rows are gone over twice."""
+    for cols in (5, 40, 600):
+        x, dy, w, b = arguments(9, cols, (F32, F32))
+        x[1::2] *= 1e37
+        x[2] = torch.inf
+        x[4] = torch.nan
+        with library.schedule("random", cols, 2, path_limit=path_limit):
+            (output, *_), (dx, *_) = run(library, x, dy, w, b, [True, False, False])
+        wrong = torch.zeros(9, dtype=torch.bool)
+        wrong[[2, 4]] = True
+        assert torch.equal(output.isnan().all(1), wrong) and torch.equal(output.isnan().any(1), wrong)
+        assert torch.equal(dx.isnan().any(1), wrong)
+
+
+@pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
+def test_every_kernel_is_run(library, architecture):
+    """The kernels in the real binary are those that run here."""
+    with library.schedule(architecture=architecture):
+        for dtypes, limit in itertools.product(DTYPES, [*LIMITS, 2049]):
+            x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
+            run(library, x, dy, w, b)
+    kernels = {k.name for source in cuda_binary.SOURCES for k in cuda_binary.compile_kernels(source, architecture)}
+    assert {name.replace("(anonymous namespace)::", "") for name in library.launched()} == kernels
+    assert len(kernels) > 100
