@@ -109,15 +109,19 @@ CONSTANT = {
 }
 
 
+def is_constexpr(node):
+    return any(child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr" for child in node.children)
+
+
 def is_constant(node):
     """Whether what is in a node must be known to the compiler."""
     if node.type in CONSTANT:
         return True
-    if node.type in ("declaration", "field_declaration", "function_definition", "if_statement"):
-        return any(
-            child.type in ("type_qualifier", "constexpr") and text(child) == "constexpr" for child in node.children
-        )
     parent = node.parent
+    if node.type in ("declaration", "field_declaration", "function_definition"):
+        return is_constexpr(node)
+    if node.type == "condition_clause":
+        return is_constexpr(parent)
     return parent is not None and (
         (parent.type == "array_declarator" and node == parent.child_by_field_name("size"))
         or (parent.type == "case_statement" and node == parent.child_by_field_name("value"))
