@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
 #include "ops.h"
@@ -116,12 +117,85 @@ auto make_node() {
 
 SavedVariable save(const Tensor& t) { return SavedVariable(t, /*is_output=*/false); }
 
+// A node of three inputs. N::derivative(gradients, wanted) is what it computes, from parts that it has saved and names
+// in N::for_each_saved(node, f), so that compiled autograd can record a call of it and make that again elsewhere.
+template <class N>
+struct RecordableNode : torch::autograd::Node {
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<N&>(*this).derivative(gradients, wanted());
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    N::for_each_saved(static_cast<N&>(*this), [](auto& saved) {
+      if constexpr (std::is_same_v<decltype(saved), SavedVariable&>) saved.reset_data();
+    });
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    N::for_each_saved(static_cast<const N&>(*this), [&](const auto& saved) {
+      if constexpr (std::is_same_v<decltype(saved), const SavedVariable&>) {
+        args.collect(saved, /*is_output=*/false);
+      } else {
+        args.collect(saved);
+      }
+    });
+  }
+
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 torch::dynamo::autograd::SwapSavedVariables& tracing) override {
+    using namespace torch::dynamo::autograd;
+    N& node = static_cast<N&>(*this);
+    PackedArgs args;
+    std::vector<at::TypePtr> types;
+    const auto pack = [&](const auto& value) {
+      args.pack(value);
+      types.push_back(IValuePacker<std::decay_t<decltype(value)>>::packed_type());
+    };
+    N::for_each_saved(node, [&](auto& saved) {
+      tracing.before(saved);
+      if constexpr (std::is_same_v<decltype(saved), SavedVariable&>) {
+        pack(saved.unpack());
+      } else {
+        pack(saved);
+      }
+    });
+    pack(wanted());
+    const auto replay = [](const variable_list& gradients, const std::vector<at::IValue>& packed) {
+      PackedArgs args(packed);
+      const auto node = make_node<N>();
+      N::for_each_saved(*node, [&](auto& saved) {
+        if constexpr (std::is_same_v<decltype(saved), SavedVariable&>) {
+          saved = save(args.unpack<Tensor>());
+        } else {
+          saved = args.unpack<std::decay_t<decltype(saved)>>();
+        }
+      });
+      return node->derivative(gradients, args.unpack<Mask>());
+    };
+    const auto& compiler = getPyCompilerInterface();
+    const auto name = compiler->bind_function(tracing.get_py_compiler(), node.name(), replay, types,
+                                              /*is_custom_function=*/true, /*is_traceable=*/true);
+    const auto output_metadata =
+        IValuePacker<std::vector<optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
+    const auto outputs = compiler->call_function(tracing.get_py_compiler(), "apply_functional", name, gradients,
+                                                 args.vec(), output_metadata);
+    N::for_each_saved(node, [&](auto& saved) { tracing.after(saved); });
+    return outputs;
+  }
+
+ private:
+  Mask wanted() {
+    return {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+  }
+};
+
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
 // Derivative of `backward`, for the cotangents v of (grad_input, grad_weight, grad_bias).
-struct LayerNormBackwardBackward : torch::autograd::Node {
-  variable_list apply(variable_list&& v) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
+  variable_list derivative(const variable_list& v, Mask wanted) const {
     variable_list grads(3);  // of grad_output, input, weight
     const auto& [v_input, v_weight, v_bias] = std::tie(v[0], v[1], v[2]);
     if (!v_input.defined() && !v_weight.defined() && !v_bias.defined()) return grads;
@@ -143,42 +217,40 @@ struct LayerNormBackwardBackward : torch::autograd::Node {
     }
     if (v_bias.defined()) add(grad_dy, v_bias.to(acc).expand_as(t.dy));
 
-    if (task_should_compute_output(0)) grads[0] = grad_dy.to(dy.scalar_type());
-    if (task_should_compute_output(1) && grad_xhat.defined()) {
+    if (wanted[0]) grads[0] = grad_dy.to(dy.scalar_type());
+    if (wanted[1] && grad_xhat.defined()) {
       Tensor grad_x = t.project(grad_xhat);
       if (vx.defined()) grad_x = grad_x - t.rstd * t.xhat * t.dims.mean(vx * t.project(t.g));
       grads[1] = (t.rstd * grad_x).to(x.scalar_type());
     }
-    if (task_should_compute_output(2) && u.defined()) grads[2] = t.dims.sum_rows(t.dy * u).to(w.scalar_type());
+    if (wanted[2] && u.defined()) grads[2] = t.dims.sum_rows(t.dy * u).to(w.scalar_type());
     return grads;
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable* saved : {&grad_output, &input, &weight, &rstd}) saved->reset_data();
+  template <class Self, class F>
+  static void for_each_saved(Self& self, const F& f) {
+    f(self.grad_output), f(self.input), f(self.weight), f(self.rstd), f(self.normalized_dims);
   }
 
   std::string name() const override { return "LayerNormBackwardBackward"; }
 
   SavedVariable grad_output, input, weight, rstd;
-  size_t normalized_dims = 0;
+  int64_t normalized_dims = 0;
 };
 
 // Derivative of `forward`.
-struct LayerNormBackward : torch::autograd::Node {
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+struct LayerNormBackward : RecordableNode<LayerNormBackward> {
+  variable_list derivative(const variable_list& grads, Mask wanted) const {
     if (!grads[0].defined()) return variable_list(3);
-    const Mask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     auto [grad_input, grad_weight, grad_bias] =
         call_backward(grads[0], input.unpack(), normalized_shape, mean.unpack(), rstd.unpack(),
-                      as_optional(weight.unpack()), as_optional(bias.unpack()), mask);
+                      as_optional(weight.unpack()), as_optional(bias.unpack()), wanted);
     return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable* saved : {&input, &weight, &bias, &mean, &rstd}) saved->reset_data();
+  template <class Self, class F>
+  static void for_each_saved(Self& self, const F& f) {
+    f(self.input), f(self.weight), f(self.bias), f(self.mean), f(self.rstd), f(self.normalized_shape);
   }
 
   std::string name() const override { return "LayerNormBackward"; }
@@ -243,7 +315,7 @@ Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, SymInt
   const Tensor w = weight.value_or(Tensor());
   const auto node = make_node<LayerNormBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w));
-  node->normalized_dims = normalized_shape.size();
+  node->normalized_dims = static_cast<int64_t>(normalized_shape.size());
   Outputs outputs = call();
   auto& [grad_input, grad_weight, grad_bias] = outputs;
   torch::autograd::set_history({grad_input, grad_weight, grad_bias}, node);

@@ -154,5 +154,130 @@ def test_double_backward_of_compiled_code_is_an_error():
         torch.autograd.grad(value, args[:1], create_graph=True)[0].sum().backward()
 
 
+# Compiled autograd
+
+
+@pytest.mark.parametrize(("weight", "bias"), list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("order", [1, 2])
+def test_compiled_autograd(backend, weight, bias, order):
+    """The graph of derivatives that eager code has left is compiled, with the batch changing."""
+
+    def gradients(rows):
+        x = torch.linspace(-1, 2, 8 * rows, dtype=torch.float64).exp().reshape(rows, 8).requires_grad_()
+        w = torch.linspace(1, 2, 8, dtype=torch.float64).requires_grad_() if weight else None
+        b = torch.linspace(2, 3, 8, dtype=torch.float64).requires_grad_() if bias else None
+        value = backend.layer_norm(x, (8,), w, b).sin().sum()
+        if order == 2:
+            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+            value = gradient.square().sum()
+        value.backward()
+        return [t.grad for t in (x, w, b) if t is not None and t.grad is not None]
+
+    for rows in (3, 4, 5):
+        expected = gradients(rows)
+        assert len(expected) >= 1 + weight
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            actual = gradients(rows)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)  # the same kernels; sums around them may differ
+
+
+def test_compiled_autograd_computes_only_what_is_wanted(backend):
+    w = torch.ones(8, requires_grad=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        backend.layer_norm(torch.randn(3, 8), (8,), w).sum().backward()
+    assert w.grad is not None
+
+
+def test_compiled_autograd_with_inductor():
+    """Forward and backward compiled as one, as `torch._dynamo.config.compiled_autograd` asks for."""
+    module, x = LayerNorm(16), torch.randn(4, 16)
+    module(x).sin().sum().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: module(x).sin().sum().backward())()
+    for p, e in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, e, **TOLERANCE)
+
+
+# Modes of the compiler
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode):
+    args = arguments(4, 16)
+    expected = torch.autograd.grad(loss(*args), args)
+    actual = torch.autograd.grad(torch.compile(loss, mode=mode, fullgraph=True)(*args), args)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode):
+    module, x = LayerNorm(64), torch.randn(5, 64)
+    compiled = torch.compile(module, fullgraph=True)
+    with mode():
+        assert torch.equal(compiled(x), module(x))
+
+
+def test_training_under_autocast():
+    """A compiled block of matrix products in bfloat16 around the norm, whose parameters stay float32."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), LayerNorm(16), torch.nn.Linear(16, 4))
+    x, gradients = torch.randn(8, 16), []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for actual, expected in zip(*gradients, strict=True):
+        assert actual.dtype == torch.float32
+        # inductor may keep float32 where eager code rounds to bfloat16, which has 8 bits
+        torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
+
+
+class Backward(torch.nn.Module):
+    """The operator called by hand, for some of its gradients."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, dy, x, mean, rstd, w):
+        gradients = torch.ops.layernorm.backward(dy, x, x.shape[-1:], mean, rstd, w, None, self.mask)
+        return [gradient for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("mask", [[True, True, True], [True, False, False]], ids=["all", "masked"])
+def test_export_of_backward(mask, tmp_path):
+    """Exported, a masked backward runs; torch's ahead-of-time compiler takes it only where nothing is masked.
+
+    (It gives an output that is None no C++ type, in 2.11 as in 2.13. Within torch.compile such a backward works.)
+    """
+    x, w = torch.randn(3, 8), torch.randn(8)
+    _, mean, rstd = torch.ops.layernorm.forward(x, [8], w)
+    arguments = (torch.randn(3, 8), x, mean, rstd, w)
+    module = Backward(mask)
+    program = torch.export.export(module, arguments)
+    expected = module(*arguments)
+    for actual in (program.module()(*arguments), torch.compile(module, fullgraph=True)(*arguments)):
+        for a, e in zip(actual, expected, strict=True):
+            assert torch.equal(a, e)
+
+    def compile_ahead():
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "backward.pt2"))
+        return torch._inductor.aoti_load_package(package)(*arguments)
+
+    if all(mask):
+        for a, e in zip(compile_ahead(), expected, strict=True):
+            assert torch.equal(a, e)
+    else:
+        with pytest.raises(torch._inductor.exc.InductorError):
+            compile_ahead()
+
+
 def test_public_names():
     assert set(layernorm_ext.__all__) == {"LayerNorm", "layer_norm"}
