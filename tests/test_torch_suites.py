@@ -1,10 +1,11 @@
 """The cases that torch ships for its own layer norm, put to ours."""
 
 import itertools
+import math
 
 import pytest
 import torch
-from reference import BF16, F16, F32, F64, dtype_id
+from reference import BF16, F16, F32, F64, check_backward, dtype_id
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
@@ -17,17 +18,15 @@ OPERATOR = OPERATORS["native_layer_norm"]
 
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtype_id)
 
-# Torch's results in float64 are the reference: good to some 1e-13, which is what it says of gradients that are 0. What is
-# left is a rounding to the dtype of the result, and what float32 loses in between, relative to the largest value.
+# Torch's results in float64 are the reference. What is left is a rounding to the dtype of the result, and what float32
+# loses in between, relative to the largest value.
 TOLERANCE = {F64: 1e-12, F32: 1e-6, F16: 2**-10, BF16: 2**-7}
 
 
 def assert_near(actual, expected, dtype):
     finite = expected[expected.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 1.0
-    torch.testing.assert_close(
-        actual.double(), expected, rtol=0, atol=TOLERANCE[dtype] * largest + 1e-12, equal_nan=True
-    )
+    atol = TOLERANCE[dtype] * (finite.abs().max().item() if finite.numel() else 1)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol, equal_nan=True)
 
 
 def wide(arguments):
@@ -48,12 +47,16 @@ def test_samples(backend, dtype):
         count += 1
         if expected.isnan().any():
             continue
-        leaves, exact_leaves = ([a for a in args if torch.is_tensor(a)] for args in (arguments, exact_arguments))
+        x, sizes, *parameters = arguments
         dy = torch.randn_like(actual)
-        gradients = torch.autograd.grad(actual, leaves, dy)
-        exact = torch.autograd.grad(expected, exact_leaves, dy.double())
-        for actual_gradient, exact_gradient in zip(gradients, exact, strict=True):
-            assert_near(actual_gradient, exact_gradient, dtype)
+        gradients = torch.autograd.grad(actual, (x, *parameters), dy)
+        assert [g.shape for g in gradients] == [t.shape for t in (x, *parameters)]
+        if actual.numel() > 0:  # by the formulas: torch's own gradients of few columns are off by more than is promised
+            cols = math.prod(sizes)
+            rows = [t.detach().reshape(-1, cols) for t in (dy, x)]
+            weight = parameters[0].detach().reshape(cols) if parameters else None
+            results = [gradients[0].reshape(-1, cols), *(g.reshape(cols) for g in gradients[1:]), None, None][:3]
+            check_backward(results, *rows, weight, eps=sample.kwargs.get("eps", 1e-5))
     assert count >= 6
 
 
