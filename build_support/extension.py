@@ -25,7 +25,7 @@ CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cpp") + glob.glob("csrc/cuda/*.cu")
 # These see no torch header and are compiled once per instruction set.
 KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp"]
 # Only the multiply-adds that are written out may be fused: results must not depend on the compiler's choice.
-KERNEL_FLAGS = ["-ffp-contract=off", "-Wno-psabi"]
+KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_CAPABILITIES = {"DEFAULT": []}

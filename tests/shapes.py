@@ -11,11 +11,11 @@ data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtype_
 
 # What the numbers of columns are for, and the numbers.
 COLUMNS = {
-    "every tail of every pack (4 to 32 numbers), and the last narrow row of fp64": [*range(1, 132)],
-    "the last narrow row (1024 bytes) of fp32": [255, 256, 257],
-    "the last narrow row of fp16 and bf16": [511, 512, 513],
-    "widths of transformers": [767, 768, 769, 1023, 1024, 1025, 1535, 1536, 1537],
-    "every tail of wide rows, of two packs in flight": [*range(1153, 1217)],
+    "every tail of every pack (4 to 32 numbers)": [*range(1, 132)],
+    "the last narrow row (4096 bytes) of fp64": [511, 512, 513],
+    "widths of transformers, and the last narrow row of fp32": [767, 768, 769, 1023, 1024, 1025, 1535, 1536, 1537],
+    "the last narrow row of fp16 and bf16": [2047, 2048],
+    "every tail of wide rows, of two packs in flight": [*range(2049, 2113)],
     "chunks of the sums, four and eight": [4095, 4096, 4097, 8191, 8192, 8193],
     "many chunks, and nothing round": [20001],
 }

