@@ -11,7 +11,7 @@ test:
 # The CUDA kernels, without a GPU.
 test-device:
 	python -m pytest tests/emulator
-	python -m pytest --backends emulated -k emulated
+	python -m pytest -n auto --backends emulated -k emulated
 
 bench-cpu:
 	python benchmarks/cpu.py --output cpu.json

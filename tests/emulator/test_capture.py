@@ -23,7 +23,7 @@ CAPTURABLE = {
 def runtime_calls(source, tmp_path):
     made = tmp_path / "host.o"
     ptx_alone = "-gencode=arch=compute_90,code=compute_90"  # for time: the device code is not looked at
-    options = [*cuda_binary.FLAGS, ptx_alone, f"-I{cuda_binary.CSRC}"]
+    options = [*cuda_binary.FLAGS, "-Xcicc=-O0", ptx_alone, f"-I{cuda_binary.CSRC}"]
     subprocess.run([cuda_binary.tool("nvcc"), *options, "-c", source, "-o", made], check=True)
     symbols = subprocess.run(["nm", "--undefined-only", made], capture_output=True, text=True, check=True).stdout
     return set(re.findall(r" U (cuda\w+)", symbols))
