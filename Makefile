@@ -1,9 +1,16 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install test test-device bench-cpu lint format ci clean
+.PHONY: install cuda-build test test-device bench-cpu lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
+
+# The package with its CUDA kernels, for the torch that is installed, which must be a CUDA build; then what of it can be
+# tested without a GPU.
+cuda-build:
+	FORCE_CUDA=1 pip install '.[test]'
+	python -m layernorm_ext
+	python -m pytest --backends cpu tests/test_cuda.py tests/test_build.py tests/test_errors.py tests/test_autograd.py
 
 test:
 	python -m pytest

@@ -61,8 +61,12 @@ def compile_flags() -> dict[str, list[str]]:
     else:
         # -g0: Python's own flags may ask for debug information, which makes the module twenty times as large.
         host, device = ["-O3", "-g0"], ["-O3", "-lineinfo", "-Xfatbin", "-compress-all"]
+    # torch's own flags take the operators and conversions of __half and __nv_bfloat16 away.
+    hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+    device += [f"-U__CUDA_NO_{what}__" for what in hidden]
     # Without -fopenmp, at::parallel_for is silently serial.
-    return {"cxx": [*host, "-fopenmp", "-fvisibility=hidden", "-Wall"], "nvcc": device}
+    both = ["-fvisibility=hidden", "-Wall"]
+    return {"cxx": [*host, "-fopenmp", *both], "nvcc": [*device, f"-Xcompiler={','.join(both)}"]}
 
 
 def kernel_flags(capability: str) -> list[str]:

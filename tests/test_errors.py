@@ -215,7 +215,7 @@ def test_normalized_shape_is_not_an_int():
         layernorm_ext.layer_norm(X, 3)
 
 
-@pytest.mark.skipif(_build_info.with_cuda, reason="there are CUDA kernels")
+@pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
 def test_no_cuda_kernels():
     """What a CUDA tensor meets, called by the dispatch key because there may be no CUDA device."""
     with raises("layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints"):

@@ -14,16 +14,23 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # for a run as a script
+
+from build_support import extension  # noqa: E402
+
 CSRC = ROOT / "csrc" / "cuda"
 SOURCES = sorted(CSRC.glob("*.cu"))
 ARCHITECTURES = (80, 90, 100)
-# What setup.py passes; C++17, because that is what the oldest supported torch compiles extensions as.
-FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo")
-WARNINGS = ("-Xcompiler=-Wall,-Wextra", "-Werror=all-warnings", "-Xptxas=-v,-Werror")
+# What the build passes; C++17, because that is what the oldest supported torch compiles extensions as.
+FLAGS = ("-std=c++17", *COMMON_NVCC_FLAGS, *extension.compile_flags()["nvcc"])
+WARNINGS = ("-Xcompiler=-Wextra", "-Werror=all-warnings", "-Xptxas=-v,-Werror")
 
 
 class CompileError(Exception):

@@ -1,0 +1,50 @@
+"""What is CUDA's alone: the binary and the host code, of which much can be tested without a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from reference import statistics_dtype
+from shapes import all_dtypes
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from layernorm_ext import _C, _build_info
+
+ALL = [True, True, True]
+
+built_with_cuda = pytest.mark.skipif(not _build_info.with_cuda, reason="the package was built without CUDA")
+
+
+@all_dtypes
+def test_shape_functions(dtypes):
+    """What torch.compile knows of the operators' results; no GPU is needed to trace for one."""
+    with FakeTensorMode():
+        x = torch.empty(3, 4, 8, dtype=dtypes[0], device="cuda")
+        w = torch.empty(8, dtype=dtypes[1], device="cuda")
+        output, mean, rstd = torch.ops.layernorm.forward(x, [8], w, w)
+        gradients = torch.ops.layernorm.backward(output, x, [8], mean, rstd, w, w, ALL)
+    results = (output, mean, rstd, *gradients)
+    assert {result.device for result in results} == {torch.device("cuda:0")}
+    assert [result.shape for result in results] == [(3, 4, 8), (3, 4, 1), (3, 4, 1), (3, 4, 8), (8,), (8,)]
+    statistics = [statistics_dtype(dtypes[0])] * 2
+    assert [result.dtype for result in results] == [dtypes[0], *statistics, dtypes[0], dtypes[1], dtypes[1]]
+
+
+@built_with_cuda
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launches them")
+def test_a_kernel_that_cannot_be_launched_is_a_runtime_error():
+    """For want of a GPU. The kernels of CUDA are called by the dispatch key, because no tensor can be there."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    x, statistics = torch.ones(2, 3), torch.ones(2, 1)
+    message = r"^layernorm: launch of .* with grid \(1, 1, 1\), block \(128, 1, 1\), .*: CUDA driver"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.layernorm.forward.default.redispatch(keys, x, [3], None, None, 1e-5)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.layernorm.backward.default.redispatch(keys, x, x, [3], statistics, statistics, None, None, ALL)
+
+
+@built_with_cuda
+@pytest.mark.skipif(_build_info.debug, reason="built with DEBUG=1")
+def test_size_of_the_module():
+    """A limit that this project sets itself: 10 MB for three architectures."""
+    assert Path(_C.__file__).stat().st_size < 10e6 / 3 * max(3, len(_build_info.cuda_architectures.split(";")))
