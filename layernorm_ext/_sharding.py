@@ -1,0 +1,92 @@
+"""How the operators are sharded: importing this module tells DTensor the rules of both.
+
+Batch dimensions (sequences among them) may be sharded, because a row depends on nothing but itself: every tensor that
+has them is then sharded alike, the parameters are replicated, and parameter gradients, which are sums over rows, are
+partial sums. Normalized dimensions are replicated. These are the rules of ``aten::native_layer_norm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+
+Placements = list[Placement | None]  # None for what is not a tensor
+Rules = list[tuple[Placements, Placements]]  # of the outputs, of the arguments
+
+_ops = torch.ops.layernorm
+
+
+def _register(op: torch._ops.OpOverload, first_static_argument: int) -> Callable:
+    """Register the decorated rules; arguments from the given one on decide about them as the placements do."""
+
+    def register(rules: Callable[..., Rules]) -> Callable[..., Rules]:
+        register_sharding(op)(rules)
+        # DTensor keeps what it has derived. Of register_sharding it learns that only tensors and integers matter; two
+        # calls that differ in normalized_shape, a missing parameter or output_mask would be given the same rules.
+        known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+        known[op] = RuntimeSchemaInfo(first_static_argument)
+        return rules
+
+    return register
+
+
+def _batch_placements(normalized_shape: Sequence[int], *tensors: DTensorSpec) -> list[Placement]:
+    """Return the ways to lay out one dimension of the mesh: replicated, or one of the tensors' own shards of the batch.
+
+    No other shards are offered, because DTensor would scatter what can stay whole; and not a ``Shard`` of the same
+    dimension, because those of reshaped tensors may be strided.
+    """
+    batch_dims = range(tensors[0].ndim - len(normalized_shape))
+    own = [placement for tensor in tensors for placement in tensor.placements]
+    shards = [placement for placement in own if getattr(placement, "dim", None) in batch_dims]
+    return [Replicate(), *dict.fromkeys(shards)]
+
+
+def _parameter(present: object) -> Placement | None:
+    return None if present is None else Replicate()
+
+
+@_register(_ops.forward.default, first_static_argument=1)
+def _forward(
+    input: DTensorSpec,
+    normalized_shape: Sequence[int],
+    weight: DTensorSpec | None = None,
+    bias: DTensorSpec | None = None,
+    eps: float = 1e-5,
+) -> Rules:
+    return [
+        (
+            [batch, batch, batch],  # output, mean, rstd
+            [batch, None, _parameter(weight), _parameter(bias), None],
+        )
+        for batch in _batch_placements(normalized_shape, input)
+    ]
+
+
+@_register(_ops.backward.default, first_static_argument=2)
+def _backward(
+    grad_output: DTensorSpec,
+    input: DTensorSpec,
+    normalized_shape: Sequence[int],
+    mean: DTensorSpec,
+    rstd: DTensorSpec,
+    weight: DTensorSpec | None,
+    bias: DTensorSpec | None,
+    output_mask: Sequence[bool],
+) -> Rules:
+    rules = []
+    for batch in _batch_placements(normalized_shape, grad_output, input):
+        gradient = Replicate() if batch.is_replicate() else Partial()  # of weight and bias
+        outputs = [batch, gradient, gradient]
+        rules.append(
+            (
+                [placement if wanted else None for placement, wanted in zip(outputs, output_mask, strict=True)],
+                [batch, batch, None, batch, batch, _parameter(weight), _parameter(bias), None],
+            )
+        )
+    return rules
