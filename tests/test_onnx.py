@@ -1,0 +1,129 @@
+"""Exported to ONNX, and computed by onnxruntime."""
+
+import doctest
+import sys
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import layernorm_ext.onnx
+from layernorm_ext import LayerNorm, layer_norm
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+# Values are about 1. onnxruntime adds in another order, which in float32 is some roundings of 6e-8, and may round the
+# result to the other neighbour in float16 and bfloat16. In float64 its eps is the float32 nearest to 1e-5, whose
+# error of 3e-13 counts more than the arithmetic.
+TOLERANCE = {F64: 1e-11, F32: 2e-6, F16: torch.finfo(F16).eps, BF16: torch.finfo(BF16).eps}
+
+
+class Norm(torch.nn.Module):
+    """With any combination of parameters, which torch.nn.LayerNorm has not."""
+
+    def __init__(self, normalized_shape, dtype, weight, bias, eps):
+        super().__init__()
+        self.normalized_shape, self.eps = normalized_shape, eps
+        self.weight = torch.nn.Parameter(torch.randn(normalized_shape).to(dtype)) if weight else None
+        self.bias = torch.nn.Parameter(torch.randn(normalized_shape).to(dtype)) if bias else None
+
+    def forward(self, x):
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def export(model, x):
+    program = torch.onnx.export(
+        model.eval(),
+        (x,),
+        dynamo=True,
+        custom_translation_table=layernorm_ext.onnx.translations(),
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        verbose=False,
+    ).model_proto
+    onnx.checker.check_model(program, full_check=True)
+    return program
+
+
+def run(program, x):
+    """The outputs of the program; numpy has no bfloat16, so that it travels as its bits."""
+    session = onnxruntime.InferenceSession(program.SerializeToString(), providers=["CPUExecutionProvider"])
+    if x.dtype == BF16:
+        bits = x.view(torch.uint16).numpy()
+        value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)
+    else:
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(x.numpy())
+    (name,) = (value.name for value in session.get_inputs())
+    return [torch.from_dlpack(output._ortvalue) for output in session.run_with_ort_values(None, {name: value})]
+
+
+def nodes(program):
+    return [node.op_type for node in program.graph.node]
+
+
+def attributes(program):
+    (node,) = (node for node in program.graph.node if node.op_type == "LayerNormalization")
+    return {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+@pytest.mark.parametrize("normalized_shape", [(8,), (5, 8)], ids=str)
+@pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)])
+def test_parameters_and_dimensions(normalized_shape, weight, bias):
+    """The batch is another than the exported one; the axis counts from the end."""
+    model = Norm(normalized_shape, F32, weight, bias, eps=0.5)
+    program = export(model, torch.randn(3, 5, 8))
+    assert nodes(program) == ["LayerNormalization"]
+    assert attributes(program)["axis"] == -len(normalized_shape)
+    assert attributes(program)["epsilon"] == 0.5
+    x = torch.randn(7, 5, 8)
+    torch.testing.assert_close(run(program, x)[0], model(x), rtol=TOLERANCE[F32], atol=TOLERANCE[F32])
+
+
+PAIRS = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
+
+
+@pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
+@pytest.mark.parametrize("weight", [True, False])
+def test_dtypes(dtype, param_dtype, weight):
+    """Input and output keep their dtype; float32 parameters are not rounded to it."""
+    model = Norm((8,), param_dtype, weight, bias=True, eps=1e-5)
+    program = export(model, torch.randn(3, 8).to(dtype))
+    expected = ["LayerNormalization"] if dtype == param_dtype else ["Cast", "LayerNormalization", "Cast"]
+    assert nodes(program) == expected
+    x = torch.randn(64, 8).to(dtype)
+    # assert_close compares the dtypes too
+    torch.testing.assert_close(run(program, x)[0], model(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_statistics():
+    """Those of the operator are outputs of the node."""
+
+    class Operator(torch.nn.Module):
+        def forward(self, x):
+            return torch.ops.layernorm.forward(x, (8,))
+
+    program = export(Operator(), torch.randn(3, 5, 8))
+    assert nodes(program) == ["LayerNormalization"]
+    x = torch.randn(7, 5, 8)
+    for actual, expected in zip(run(program, x), Operator()(x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=TOLERANCE[F32], atol=TOLERANCE[F32])
+
+
+def test_model():
+    """One node for each normalization, between operators of torch's."""
+    model = torch.nn.Sequential(LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.ReLU(), LayerNorm(16, bias=False))
+    program = export(model, torch.randn(3, 8))
+    assert nodes(program).count("LayerNormalization") == 2
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(run(program, x)[0], model(x), rtol=1e-5, atol=1e-5)  # a matrix product between
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)  # to import it is an ImportError
+    with pytest.raises(ImportError, match="needs the packages onnx and onnxscript.*pip install onnx onnxscript"):
+        layernorm_ext.onnx.translations()
+
+
+def test_examples_in_the_documentation():
+    result = doctest.testmod(layernorm_ext.onnx, extraglobs={"torch": torch, "layernorm_ext": layernorm_ext})
+    assert result.attempted > 0 and result.failed == 0
