@@ -8,7 +8,7 @@ _locate.check_torch()
 from importlib.metadata import version as _version
 
 from .functional import layer_norm
-from .modules import LayerNorm
+from .modules import LayerNorm, LazyLayerNorm
 
-__all__ = ["LayerNorm", "layer_norm"]
+__all__ = ["LayerNorm", "LazyLayerNorm", "layer_norm"]
 __version__ = _version("layernorm-ext")

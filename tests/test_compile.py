@@ -280,4 +280,4 @@ def test_export_of_backward(mask, tmp_path):
 
 
 def test_public_names():
-    assert set(layernorm_ext.__all__) == {"LayerNorm", "layer_norm"}
+    assert set(layernorm_ext.__all__) == {"LayerNorm", "LazyLayerNorm", "layer_norm"}

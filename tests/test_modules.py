@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import layernorm_ext
-from layernorm_ext import LayerNorm, layer_norm
+from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm
 
 SIGNATURES = [
     {"elementwise_affine": True, "bias": True},
@@ -211,3 +211,81 @@ def test_trains_a_model():
 def test_examples_in_the_documentation(module):
     result = doctest.testmod(module, extraglobs={"torch": torch})
     assert result.attempted > 0 and result.failed == 0
+
+
+# LazyLayerNorm
+
+
+@pytest.mark.parametrize("options", SIGNATURES, ids=str)
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_lazy(options, dimensions):
+    """After the first call it is a LayerNorm in every respect."""
+    lazy, x = LazyLayerNorm(dimensions, eps=1e-3, **options), torch.randn(2, 3, 5)
+    assert repr(lazy).startswith(f"LazyLayerNorm(dimensions={dimensions}, eps=0.001")
+    norm = LayerNorm(x.shape[-dimensions:], eps=1e-3, **options)
+    assert torch.equal(lazy(x), norm(x))
+    assert type(lazy) is LayerNorm and repr(lazy) == repr(norm)
+    assert vars(lazy).keys() == vars(norm).keys()
+    assert [(name, p.shape) for name, p in lazy.named_parameters()] == [
+        (name, p.shape) for name, p in norm.named_parameters()
+    ]
+    with pytest.raises(RuntimeError, match="expected input with shape"):
+        lazy(torch.randn(2, 3, 6))
+
+
+def test_lazy_in_a_model():
+    """The sizes come from the data; dtype and device as told; gradients reach what was made."""
+    model = torch.nn.Sequential(torch.nn.LazyLinear(7), LazyLayerNorm(dtype=torch.float64)).double()
+    model(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
+    assert model[1].weight.dtype == torch.float64 and model[1].bias.grad.shape == (7,)
+
+
+def test_lazy_loads_and_saves():
+    x, norm = torch.randn(2, 5), LayerNorm(5)
+    torch.nn.init.normal_(norm.weight)
+    lazy = LazyLayerNorm()
+    lazy.load_state_dict(norm.state_dict())
+    assert torch.equal(lazy(x), norm(x)) and lazy.normalized_shape == (5,)
+    again = LazyLayerNorm()
+    again.load_state_dict(LazyLayerNorm().state_dict())
+    assert again(x).shape == x.shape
+    loaded = LazyLayerNorm()
+    loaded.load_state_dict(norm.state_dict())
+    with pytest.raises(RuntimeError, match="Expected weight to be of same shape"):
+        loaded(torch.randn(2, 6))
+
+
+def test_lazy_errors():
+    with pytest.raises(ValueError, match="Expected dimensions to be at least 1, but got dimensions=0"):
+        LazyLayerNorm(0)
+    with pytest.raises(RuntimeError, match=r"at least dimensions=3 dimensions, but got input of size\[2, 5\]"):
+        LazyLayerNorm(3)(torch.randn(2, 5))
+
+
+# Checkpoints from elsewhere
+
+
+@pytest.mark.parametrize("names", [("gamma", "beta"), ("gain", "bias"), ("weight", "beta")])
+def test_other_names_of_the_parameters(names):
+    w, b = torch.randn(5), torch.randn(5)
+    for model, prefix in ((LayerNorm(5), ""), (torch.nn.Sequential(LayerNorm(5)), "0.")):
+        state = {prefix + names[0]: w, prefix + names[1]: b}
+        before = dict(state)
+        assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+        assert state.keys() == before.keys()
+        assert [torch.equal(p, t) for p, t in zip(model.parameters(), (w, b), strict=True)] == [True, True]
+
+
+def test_other_names_are_as_strict():
+    """Nothing is guessed: a parameter under two names, or one that the module does not have, is unexpected."""
+    w = torch.randn(5)
+    for module, state, words in [
+        (LayerNorm(5), {"weight": w, "gamma": w, "bias": w}, 'Unexpected key.* "gamma"'),
+        (LayerNorm(5), {"gamma": w, "gain": w, "bias": w}, 'Unexpected key.* "gain"'),
+        (LayerNorm(5), {"gamma": w}, 'Missing key.* "bias"'),
+        (LayerNorm(5, bias=False), {"gamma": w, "beta": w}, 'Unexpected key.* "beta"'),
+        (LayerNorm(5), {"gamma": torch.randn(6), "beta": w}, "size mismatch for weight"),
+        (torch.nn.Sequential(LayerNorm(5)), {"0.gamma": w, "0.delta": w, "0.beta": w}, 'Unexpected key.* "0.delta"'),
+    ]:
+        with pytest.raises(RuntimeError, match=f"(?s){words}"):
+            module.load_state_dict(state)
