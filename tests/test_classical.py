@@ -126,8 +126,8 @@ def test_one_line_replaces_it(kind):
         if kind == "trailing dimensions":
             classical(x)
         ours = replaced(randomize(classical), ours.double())
-        # Where the deviation is not 1 but s, 1e-6 beside it and 2e-6 under the root differ by 1e-6 * (1 / s - 1 / s^2) of
-        # the output; s is 0.6 to 1.4, and parameters and outputs are a few times 1.
+        # Where the deviation is not 1 but s, 1e-6 beside it and 2e-6 under the root differ by 1e-6 * (1 / s - 1 / s^2)
+        # of the output; s is 0.6 to 1.4, and parameters and outputs are a few times 1.
         tolerance = 1e-4 if kind == "eps beside the deviation" else 1e-11
         results = []
         for module in (classical, ours):
