@@ -21,7 +21,7 @@ own = torch.backends.cpu.get_cpu_capability()
 lesser = SETS[: SETS.index(own)] if own in SETS else []
 
 # What depends on the instruction set: the width of the packs and so all tails, conversions, orders of summation.
-SELECTED = "columns_and_rows or rows_of or constant or subnormal or nan_keeps or masks or huge_numbers"
+SELECTED = "columns_and_rows or rows_of or constant or subnormal or nan_keeps or masks or huge_numbers or beyond"
 
 
 def test_own_set_is_used():

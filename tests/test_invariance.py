@@ -44,6 +44,18 @@ def assert_same(results, expected, *context):
 
 
 @all_dtypes
+@pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
+def test_beyond_the_caches(backend, dtypes, odd):
+    """An output of 64 MB and more may be written past the caches, and gets the same numbers."""
+    cols = 8192 // dtypes[0].itemsize + odd
+    x = randn((7, cols), dtypes[0], backend.device, offset=10).repeat(1200, 1)
+    w, b = (randn(cols, dtypes[1], backend.device) for _ in range(2))
+    expected = backend.forward(x[:7], (cols,), w, b, 1e-5)
+    results = backend.forward(x, (cols,), w, b, 1e-5)
+    assert_same([r.view(1200, -1) for r in results], [e.view(1, -1).expand(1200, -1) for e in expected])
+
+
+@all_dtypes
 @pytest.mark.parametrize("cols", [1, 5, 33, 64, 100, 129, 256, 257, 511, 513, 1024, 1100, 5000, 9001])
 def test_batch_and_position(backend, dtypes, cols):
     """A row gives the same alone, among others, and wherever it stands among them."""

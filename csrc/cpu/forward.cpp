@@ -68,8 +68,8 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups
   return stats;
 }
 
-template <class Threads, int kCount, bool scaled, class T, class W>
-void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>, kCount>& stats,
+template <class Threads, int kCount, bool scaled, bool past, class T, class W>
+void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>, kCount>& stats, bool fetch,
                const W* weight, const W* bias, T* y) {
   using Acc = AccOf<T>;
   Threads::for_each(groups, [&](int64_t begin, int64_t n) {
@@ -87,9 +87,11 @@ void normalize(const T* x, int64_t stride, const Groups& groups, const Statistic
         } else if (bias) {
           v = v + b;
         }
-        store<T, !std::is_same_v<T, W>>(y + r * groups.cols + j, v, lanes);
+        store<T, !std::is_same_v<T, W>>(y + r * groups.cols + j, v, where_to_write<past>(lanes));
+        if (fetch) fetch_to_read(x + (r + kCount) * stride + j);
       }
     });
+    if (past) finish_writes_past();
   });
 }
 
@@ -104,14 +106,20 @@ void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
   Acc* mean = static_cast<Acc*>(p.mean) + r;
   Acc* rstd = static_cast<Acc*>(p.rstd) + r;
 
-  if (is_long<T>(p.cols)) {
+  const bool fetch = is_worth_fetching<T>(p.rows, p.cols, kCount);
+  const bool past = kCount == 1 && belongs_past_caches(static_cast<const T*>(p.output), p.rows, p.cols);
+  if (is_long<T>(p.cols) && !past) {
     Threads::for_each(groups, [&](int64_t begin, int64_t n) { fetch_to_write(y + begin, n); });
   }
   const auto stats = statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps);
   bool finite = true;
   for (int k = 0; k < kCount; ++k) finite &= stats.finite[k];
   if (finite) {
-    normalize<Threads, kCount, false>(x, p.input_stride, groups, stats, weight, bias, y);
+    if (past) {
+      normalize<Threads, kCount, false, kCount == 1>(x, p.input_stride, groups, stats, fetch, weight, bias, y);
+    } else {
+      normalize<Threads, kCount, false, false>(x, p.input_stride, groups, stats, fetch, weight, bias, y);
+    }
     for (int k = 0; k < kCount; ++k) {
       mean[k] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
       rstd[k] = stats.rstd[k];
@@ -121,7 +129,7 @@ void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
   } else {  // a sum has overflowed, or the row holds NaN or infinity and gives NaN again
     constexpr Acc s = kScale<Acc>;
     const auto scaled = statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps);
-    normalize<Threads, 1, true>(x, p.input_stride, groups, scaled, weight, bias, y);
+    normalize<Threads, 1, true, false>(x, p.input_stride, groups, scaled, fetch, weight, bias, y);
     *mean = static_cast<Acc>((double(*scaled.mean) + *scaled.correction) / s);
     *rstd = *scaled.rstd * s;
   }

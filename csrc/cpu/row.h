@@ -166,6 +166,41 @@ inline void fetch_to_write(T* p, int64_t n) {
   for (int64_t j = 0; j < n; j += kLine / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + j, 1);
 }
 
+// Of an output so large that no cache will hold it, the lines are not worth reading before they are overwritten: past
+// the caches, forward is 1.25 times as fast (2048 x 16384, Sapphire Rapids), as is a copy 1.5 times. From 16 MB to 32
+// MB a copy gains nothing, and whoever reads the output next would lose. Nor do short rows, swept several at a time.
+template <class T>
+inline bool belongs_past_caches(const T* p, int64_t rows, int64_t cols) {
+  constexpr int64_t kBytes = int64_t{1} << 26;
+  const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
+  return is_long<T>(cols) && rows * row_bytes >= kBytes && row_bytes % kVectorBytes == 0 &&
+         reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
+}
+template <bool past>
+inline auto where_to_write(All) {
+  return std::conditional_t<past, Past, All>{};
+}
+template <bool past>
+inline First where_to_write(First lanes) {
+  return lanes;
+}
+
+// Whether to ask for the rows that a thread takes next while it still computes, because they come from beyond the
+// second-level cache and fit into the first: forward is 1.1 (fp32) and 1.2 (bf16) times as fast with it (4096 x 768,
+// Sapphire Rapids). From the second level, it would be slower.
+template <class T>
+inline bool is_worth_fetching(int64_t rows, int64_t cols, int count) {
+  const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
+  return rows * row_bytes > 1 << 21 && count * row_bytes <= 1 << 15;
+}
+
+// Asks for a pack of them.
+template <class T>
+inline void fetch_to_read(const T* p) {
+  __builtin_prefetch(p);
+  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T));
+}
+
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
 // Rows whose numbers are so large that sums of squares, or differences, overflow are scaled by a power of two

@@ -311,6 +311,39 @@ inline Words read_words(const BFloat16* p, All) {
 }
 inline void write_words(BFloat16* p, Words words, All) { std::memcpy(p, &words, sizeof(words)); }
 
+// All elements, to memory past the caches; p is a multiple of kVectorBytes. The baseline has no such stores, and nor
+// does fp16, whose vectors are half as long.
+struct Past {};
+#if defined(__AVX512F__)
+template <class V>
+inline void write_past(void* p, V v) {
+  _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(v));
+}
+#elif defined(__AVX2__)
+template <class V>
+inline void write_past(void* p, V v) {
+  _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(v));
+}
+#else
+template <class V>
+inline void write_past(void* p, V v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+#endif
+template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
+inline void write(Acc* p, const Pack<Acc>& pack, Past) {
+  write_past(p, pack.a);
+  write_past(p + kPackSize<Acc> / 2, pack.b);
+}
+inline void write(Half* p, const Pack<float>& pack, Past) { write(p, pack, All{}); }
+inline void write_words(BFloat16* p, Words words, Past) { write_past(p, words); }
+// Other threads see what was written past the caches only after it.
+inline void finish_writes_past() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // The first few, in order; the others are zero, or not written.
 #if defined(__AVX512F__)
 inline uint32_t mask(First lanes) { return (1u << lanes.count) - 1; }
