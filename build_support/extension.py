@@ -63,7 +63,7 @@ def compile_flags() -> dict[str, list[str]]:
         host, device = ["-O3", "-g0"], ["-O3", "-lineinfo", "-Xfatbin", "-compress-all"]
     # torch's own flags take the operators and conversions of __half and __nv_bfloat16 away.
     hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
-    device += [f"-U__CUDA_NO_{what}__" for what in hidden]
+    device += [*DEVICE_FLAGS, *(f"-U__CUDA_NO_{what}__" for what in hidden)]
     # Without -fopenmp, at::parallel_for is silently serial.
     both = ["-fvisibility=hidden", "-Wall"]
     return {"cxx": [*host, "-fopenmp", *both], "nvcc": [*device, f"-Xcompiler={','.join(both)}"]}
