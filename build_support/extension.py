@@ -26,6 +26,7 @@ CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cpp") + glob.glob("csrc/cuda/*.cu")
 KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp"]
 # Only the multiply-adds that are written out may be fused: results must not depend on the compiler's choice.
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
+DEVICE_FLAGS = ["-fmad=false"]
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_CAPABILITIES = {"DEFAULT": []}
