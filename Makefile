@@ -1,6 +1,6 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device bench-cpu lint format ci clean
+.PHONY: install cuda-build test test-device gpu-test gpu-sanitize gpu-quick bench-cpu lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -19,6 +19,18 @@ test:
 test-device:
 	python -m pytest tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
+
+# For a machine with a GPU: each within eight minutes, without a network; logs and summaries go to OUT.
+OUT ?= build/gpu
+
+gpu-test:
+	python tests/gpu.py test --out $(OUT)
+
+gpu-sanitize:
+	python tests/gpu.py sanitize --out $(OUT)
+
+gpu-quick:
+	python tests/gpu.py quick --out $(OUT)
 
 bench-cpu:
 	python benchmarks/cpu.py --output cpu.json

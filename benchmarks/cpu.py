@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from operators import DTYPES, Operators, ratio
 from tqdm import tqdm
 
 import layernorm_ext
@@ -29,9 +30,6 @@ from layernorm_ext._ops import _C
 
 SHAPES = ["32x128", "32x768", "512x768", "4096x768", "4097x771", "8192x1024", "1024x4096", "256x16384", "1024x16384"]
 SHAPES += ["64x65536", "65536x64", "262144x32"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-EPS = 1e-5
-ALL = [True, True, True]
 
 
 def keep_pages() -> None:
@@ -59,48 +57,15 @@ def in_turn(functions: list[Callable], budget: float) -> list[list[float]]:
     return list(zip(*([seconds(f, calls) for f in functions] for _ in range(rounds)), strict=True))
 
 
-def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    quartiles = statistics.quantiles((t / o for t, o in zip(theirs, ours, strict=True)), n=4)
-    return dict(zip(("low", "median", "high"), quartiles, strict=True))
-
-
-def check(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Against a wrong result, not for its last bits, which the tests look at: within 4 roundings of the largest."""
-    error = (actual.double() - expected).abs().max() / expected.abs().max()
-    if not error <= 4 * torch.finfo(actual.dtype).eps:
-        raise SystemExit(f"cpu.py: {name} is off by {error:.1e} of its largest value")
-
-
 def measure(rows: int, cols: int, dtype: torch.dtype, budget: float) -> dict:
-    x, dy = (torch.randn(rows, cols).to(dtype) for _ in range(2))
-    w, b = (torch.randn(cols).to(dtype) for _ in range(2))
-    ours, theirs, shape = torch.ops.layernorm, torch.ops.aten, [cols]
-    output, mean, rstd = ours.forward(x, shape, w, b, EPS)
-    _, their_mean, their_rstd = theirs.native_layer_norm(x, shape, w, b, EPS)
-    gradients = ours.backward(dy, x, shape, mean, rstd, w, b, ALL)
-
-    wide = [t.double().requires_grad_() for t in (x, w, b)]
-    expected = torch.nn.functional.layer_norm(wide[0], shape, *wide[1:], EPS)
-    check(output, expected, "output")
-    for actual, right in zip(gradients, torch.autograd.grad(expected, wide, dy.double()), strict=True):
-        check(actual, right, "gradient")
-
-    copy = torch.empty_like(x)
+    operators = Operators(rows, cols, dtype)
+    operators.check()
+    copy = torch.empty_like(operators.x)
     forward = in_turn(
-        [
-            lambda: theirs.native_layer_norm(x, shape, w, b, EPS),
-            lambda: ours.forward(x, shape, w, b, EPS),
-            lambda: copy.copy_(x),
-        ],
+        [operators.their_forward, operators.our_forward, lambda: copy.copy_(operators.x)],
         budget,
     )
-    backward = in_turn(
-        [
-            lambda: theirs.native_layer_norm_backward(dy, x, shape, their_mean, their_rstd, w, b, ALL),
-            lambda: ours.backward(dy, x, shape, mean, rstd, w, b, ALL),
-        ],
-        budget,
-    )
+    backward = in_turn([operators.their_backward, operators.our_backward], budget)
     return {
         "forward_us": statistics.median(forward[1]) * 1e6,
         "forward_ratio": ratio(forward[0], forward[1]),

@@ -1,6 +1,7 @@
 """Derivatives of every order and mode, against finite differences or autograd through the formula written out."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -21,8 +22,21 @@ CASES = [
 ]
 
 
+device = "cpu"  # of the backend under test
+
+
+@pytest.fixture(autouse=True)
+def use_device(backend, monkeypatch):
+    """As torch.device() in a with statement would, but that sends every call on a detour through Python."""
+    monkeypatch.setattr(sys.modules[__name__], "device", backend.device)
+
+
+def randn(*shape):
+    return torch.randn(shape, device=device)
+
+
 def double(*shape):
-    return torch.randn(shape, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64, device=device)
 
 
 def formula(x, weight=None, bias=None):
@@ -86,8 +100,8 @@ def test_higher_order(layer_norm, order):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("param_dtype", [None, torch.float32])
 def test_double_backward_keeps_dtypes(layer_norm, dtype, param_dtype):
-    x = torch.randn(4, 8).to(dtype).requires_grad_()
-    w, b = (torch.randn(8).to(param_dtype or dtype).requires_grad_() for _ in range(2))
+    x = randn(4, 8).to(dtype).requires_grad_()
+    w, b = (randn(8).to(param_dtype or dtype).requires_grad_() for _ in range(2))
     first = torch.autograd.grad(layer_norm(x, w, b).float().pow(2).sum(), (x, w, b), create_graph=True)
     second = torch.autograd.grad(sum(g.float().pow(2).sum() for g in first), (x, w))
     assert [g.dtype for g in (*first, *second)] == [x.dtype, w.dtype, b.dtype, x.dtype, w.dtype]
@@ -246,7 +260,7 @@ def test_transforms_check_their_arguments(layer_norm, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_transforms_are_as_exact_as_the_kernels(layer_norm, dtype):
     """In the accumulation type, and with the mean corrected: at an offset the plain formula is off by 1e-4."""
-    x = (torch.randn(4, 64) + (1e4 if dtype == torch.float32 else 0)).to(dtype)
+    x = (randn(4, 64) + (1e4 if dtype == torch.float32 else 0)).to(dtype)
     expected = formula(x.double())
     actual = vmap(layer_norm)(x)
     assert actual.dtype == dtype

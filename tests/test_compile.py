@@ -74,20 +74,20 @@ PAIRS = [
 @pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
 @pytest.mark.parametrize(("weight", "bias"), list(itertools.product([True, False], repeat=2)))
 def test_opcheck_forward(backend, dtype, param_dtype, weight, bias):
-    x = torch.randn(3, 2, 4).to(dtype).requires_grad_()
-    w = torch.randn(2, 4).to(param_dtype).requires_grad_() if weight else None
-    b = torch.randn(2, 4).to(param_dtype).requires_grad_() if bias else None
+    x = torch.randn(3, 2, 4, device=backend.device).to(dtype).requires_grad_()
+    w = torch.randn(2, 4, device=backend.device).to(param_dtype).requires_grad_() if weight else None
+    b = torch.randn(2, 4, device=backend.device).to(param_dtype).requires_grad_() if bias else None
     torch.library.opcheck(backend.forward.default, (x, (2, 4), w, b, 1e-5))
 
 
 @pytest.mark.parametrize(("weight", "bias"), list(itertools.product([True, False], repeat=2)))
 @pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3)), ids=str)
 def test_opcheck_backward(backend, weight, bias, mask):
-    x = torch.randn(3, 2, 4, requires_grad=True)
-    w = torch.randn(2, 4, requires_grad=True) if weight else None
-    b = torch.randn(2, 4, requires_grad=True) if bias else None
+    x = torch.randn(3, 2, 4, device=backend.device, requires_grad=True)
+    w = torch.randn(2, 4, device=backend.device, requires_grad=True) if weight else None
+    b = torch.randn(2, 4, device=backend.device, requires_grad=True) if bias else None
     _, mean, rstd = backend.forward(x, (2, 4), w, b, 1e-5)
-    dy = torch.randn(3, 2, 4, requires_grad=True)
+    dy = torch.randn(3, 2, 4, device=backend.device, requires_grad=True)
     torch.library.opcheck(backend.backward.default, (dy, x, (2, 4), mean, rstd, w, b, list(mask)))
 
 
@@ -95,11 +95,11 @@ def test_opcheck_backward(backend, weight, bias, mask):
 def test_opcheck_layouts(backend, layout):
     """Strides of the outputs are those that the shape functions promise, whatever those of the inputs."""
     x = {
-        "transposed": torch.randn(4, 5, 3).transpose(0, 1),
-        "channels_last": torch.randn(2, 4, 5, 3).to(memory_format=torch.channels_last),
-        "sliced": torch.randn(6, 5, 3)[::2],
-        "expanded": torch.randn(1, 3).expand(4, 3),
-        "empty": torch.randn(0, 3),
+        "transposed": torch.randn(4, 5, 3, device=backend.device).transpose(0, 1),
+        "channels_last": torch.randn(2, 4, 5, 3, device=backend.device).to(memory_format=torch.channels_last),
+        "sliced": torch.randn(6, 5, 3, device=backend.device)[::2],
+        "expanded": torch.randn(1, 3, device=backend.device).expand(4, 3),
+        "empty": torch.randn(0, 3, device=backend.device),
     }[layout]
     torch.library.opcheck(backend.forward.default, (x, x.shape[-1:]))
     _, mean, rstd = backend.forward(x, x.shape[-1:])

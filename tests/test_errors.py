@@ -30,6 +30,13 @@ def raises(message, error=RuntimeError):
     return pytest.raises(error, match=re.escape(message))
 
 
+def on_device_of(backend, value):
+    """Return a tensor on the device of the backend, with its strides; anything else as it is."""
+    if not torch.is_tensor(value):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=backend.device).copy_(value)
+
+
 # (input, normalized_shape, weight, bias), message. Where torch checks too, the sentence is torch's.
 FORWARD = {
     "normalized_shape is empty": (
@@ -86,7 +93,7 @@ FORWARD = {
 @pytest.mark.parametrize(("arguments", "message"), FORWARD.values(), ids=FORWARD.keys())
 def test_forward(backend, context, arguments, message):
     with raises(message):
-        backend.forward(*arguments, 1e-5)
+        backend.forward(*(on_device_of(backend, argument) for argument in arguments), 1e-5)
 
 
 @pytest.mark.parametrize(("arguments", "message"), FORWARD.values(), ids=FORWARD.keys())
@@ -116,7 +123,7 @@ def test_unsupported_dtype(backend, context, dtype):
         f"BFloat16 also Float), but got input of dtype {name}"
     )
     with raises(message) as refusal:
-        backend.forward(torch.empty(2, 3, dtype=dtype), [3], None, None, 1e-5)
+        backend.forward(torch.empty(2, 3, dtype=dtype, device=backend.device), [3], None, None, 1e-5)
     # torch's own exception; a shape function must not raise it, as it would mean that there is no shape function.
     assert context is fake_tensors or isinstance(refusal.value, NotImplementedError)
 
@@ -182,7 +189,7 @@ def test_backward(backend, context, changes, message):
         "output_mask": ALL,
     }
     with raises(message):
-        backend.backward(**{**arguments, **changes})
+        backend.backward(**{name: on_device_of(backend, value) for name, value in {**arguments, **changes}.items()})
 
 
 META = torch.ones(3, device="meta")

@@ -1,0 +1,54 @@
+"""What the benchmarks time: ours and torch's on the same tensors, once the results are known to be right."""
+
+import statistics
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+EPS = 1e-5
+ALL = [True, True, True]
+
+
+def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    quartiles = statistics.quantiles((t / o for t, o in zip(theirs, ours, strict=True)), n=4)
+    return dict(zip(("low", "median", "high"), quartiles, strict=True))
+
+
+def check(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Against a wrong result, not for its last bits, which the tests look at: within 4 roundings of the largest."""
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    if not error <= 4 * torch.finfo(actual.dtype).eps:
+        raise SystemExit(f"{name} is off by {error:.1e} of its largest value")
+
+
+class Operators:
+    """Rows, gradients and parameters, and the calls of both."""
+
+    def __init__(self, rows: int, cols: int, dtype: torch.dtype, device: str = "cpu"):
+        self.x, self.dy = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
+        self.w, self.b = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
+        self.shape = [cols]
+        _, *self.statistics = self.our_forward()
+        _, *self.their_statistics = self.their_forward()
+
+    def our_forward(self) -> tuple[torch.Tensor, ...]:
+        return torch.ops.layernorm.forward(self.x, self.shape, self.w, self.b, EPS)
+
+    def their_forward(self) -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten.native_layer_norm(self.x, self.shape, self.w, self.b, EPS)
+
+    def our_backward(self) -> tuple[torch.Tensor, ...]:
+        return torch.ops.layernorm.backward(self.dy, self.x, self.shape, *self.statistics, self.w, self.b, ALL)
+
+    def their_backward(self) -> tuple[torch.Tensor, ...]:
+        arguments = (self.dy, self.x, self.shape, *self.their_statistics, self.w, self.b, ALL)
+        return torch.ops.aten.native_layer_norm_backward(*arguments)
+
+    def check(self) -> None:
+        """Compare our results with float64."""
+        wide = [t.double().requires_grad_() for t in (self.x, self.w, self.b)]
+        expected = torch.nn.functional.layer_norm(wide[0], self.shape, *wide[1:], EPS)
+        check(self.our_forward()[0], expected.detach(), "output")
+        gradients = torch.autograd.grad(expected, wide, self.dy.double())
+        for actual, right in zip(self.our_backward(), gradients, strict=True):
+            check(actual, right, "gradient")
