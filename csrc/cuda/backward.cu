@@ -389,10 +389,11 @@ void backward(const BackwardParams& p) {
     }
     if (!p.grad_weight && !p.grad_bias) return;
     const unsigned gradients = p.grad_weight && p.grad_bias ? 2 : 1;
+    const auto* const workspace = static_cast<const Acc*>(p.workspace);
     auto* const first = static_cast<W*>(p.grad_weight ? p.grad_weight : p.grad_bias);
+    auto* const second = static_cast<W*>(p.grad_bias);
     launch({dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)), gradients), kAdders * kWarpSize, 0, stream},
-           add_partials<Acc, W>, static_cast<const Acc*>(p.workspace), partials, p.cols, first,
-           static_cast<W*>(p.grad_bias));
+           add_partials<Acc, W>, workspace, partials, p.cols, first, second);
   });
 }
 

@@ -27,8 +27,8 @@ CHECKED = (
     "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
     "-fno-sanitize-recover=all",
 )
-PLAIN = ("-O2",)
-COVERAGE = ("-O1", "--coverage")
+PLAIN = ("-O1",)
+COVERAGE = ("-O0", "--coverage")
 
 COMMON = (
     "-g1",  # lines, for the reports
@@ -110,7 +110,10 @@ def _object(source, flags, csrc):
     ]
     # nvcc takes host code of 2017 as well; the emulator itself needs std::source_location.
     command += ["-std=c++20", "-x", "c++", "-c", str(source)]
-    return _make(".o", command, [source, *_headers(csrc), *_headers(EMULATOR)], csrc)
+    headers = [*_headers(csrc), *_headers(EMULATOR)]
+    if source.suffix != ".cu":
+        headers = [path for path in headers if path.suffix != ".cuh"]
+    return _make(".o", command, [source, *headers], csrc)
 
 
 def _objects(jobs):
@@ -145,6 +148,7 @@ def library(namespace="layernorm_emulated", mode=CHECKED, csrc=None):
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
         "-Wno-deprecated",
+        *(("--coverage",) if "--coverage" in mode else ()),
         "-isystem",
         str(torch_root / "include"),
         "-isystem",
