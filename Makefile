@@ -1,6 +1,6 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device gpu-test gpu-sanitize gpu-quick bench-cpu lint format ci clean
+.PHONY: install cuda-build test test-device mutants gpu-test gpu-sanitize gpu-quick bench-cpu lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -19,6 +19,10 @@ test:
 test-device:
 	python -m pytest tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
+
+# Whether the tests notice every change of the CUDA kernels: an hour on 2 cores; goes on where it was interrupted.
+mutants:
+	python tests/emulator/mutants.py
 
 # For a machine with a GPU: each within eight minutes, without a network; logs and summaries go to OUT.
 OUT ?= build/gpu

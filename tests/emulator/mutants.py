@@ -1,26 +1,25 @@
 """Breaks the device code in every way its rules know, one at a time, and asks whether the tests notice.
 
-    python tests/emulator/mutants.py [--jobs 2] [--list] [--only FILE] -- -x -q tests -k emulated
+    python tests/emulator/mutants.py [--jobs 2] [--list] [--only TEXT]
 
-Everything after `--` are arguments of pytest. A mutant that no test notices survives, and is an error, unless
-equivalent_mutants.toml proves that it cannot be noticed. There is no sampling, and no mark in the sources
-excludes anything.
+A mutant that no test notices survives, and is an error, unless equivalent_mutants.toml proves that it cannot be
+noticed. There is no sampling, and no mark in the sources excludes anything.
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
-are built one by one. A run that was interrupted goes on where it stopped, unless the sources or the tests
-have changed. Needs the packages tree-sitter and tree-sitter-cpp.
+are built one by one. The tests look at values first, which is quick, and then at every access. A run that was
+interrupted goes on where it stopped, unless the sources or the tests have changed. Needs the packages
+tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
-import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -33,6 +32,8 @@ import tree_sitter
 import tree_sitter_cpp
 
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
+TESTS = [str(emulated_build.EMULATOR / "test_kernels.py"), "-knot every_kernel"]  # arguments of pytest
+MODES = ("PLAIN", "CHECKED")  # of emulated_build. The second is for those tests that ask for it.
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
 # ---- the rules -------------------------------------------------------------------------------------------
@@ -76,11 +77,12 @@ def replacements(node):
         left, right = text(node.child_by_field_name("left")), text(node.child_by_field_name("right"))
         operator = text(node.child_by_field_name("operator"))
         if operator in ("&&", "||"):
-            yield from (left, right)
+            yield from (f"bool({left})", f"bool({right})")
         for other in OPERATORS.get(operator, ()):
             yield f"{left} {other} {right}"
     elif node.type == "unary_expression":
-        yield text(node.child_by_field_name("argument"))
+        argument = text(node.child_by_field_name("argument"))
+        yield f"bool({argument})" if text(node).startswith("!") else argument
     elif node.type == "number_literal":
         if not parent.type.endswith("array_declarator"):  # no test can tell a larger array
             yield f"{text(node)} + 1"
@@ -89,7 +91,7 @@ def replacements(node):
     elif node.type == "call_expression" and parent.type == "expression_statement":
         yield "void()"
 
-    if parent.type == "subscript_argument_list":
+    if parent.type == "subscript_argument_list" and node.type != "number_literal":
         yield f"({text(node)}) + 1"
     elif parent.type == "argument_list" and node == parent.named_children[0]:
         function = text(parent.parent.child_by_field_name("function") or parent.parent)
@@ -165,10 +167,11 @@ def walk(node):
 
 
 class Instrumented:
-    """A copy of the sources with all mutants in it."""
+    """A copy of the sources with all mutants in it that can be chosen, or with the one that is `compiled` in."""
 
-    def __init__(self, csrc, stillborn=()):
-        self.mutants, self.files, self._names, self._stillborn = [], {}, {}, set(stillborn)
+    def __init__(self, csrc, stillborn=(), compiled=None):
+        self.mutants, self.files, self._names = [], {}, {}
+        self._stillborn, self._compiled = set(stillborn), compiled
         for path in sorted([*csrc.glob("cuda/*.cu"), *csrc.glob("cuda/*.cuh")]):
             root, errors = parse(path.read_bytes())
             if errors:
@@ -189,10 +192,12 @@ class Instrumented:
         made += self._source[end : node.end_byte]
         for replacement in replacements(node) if node.is_named and node.parent else ():
             mutant = self._add(node, replacement, function, constant)
-            if mutant.id not in self._stillborn:
-                which = "COMPILED_MUTANT" if constant else "MUTANT"
-                otherwise = b"void(" + made + b")" if replacement == "void()" else made
-                made = f"({which}({mutant.id}) ? ({replacement}) : (".encode() + otherwise + b"))"
+            if mutant.id == self._compiled:
+                made = f"({replacement})".encode()
+            elif not (self._compiled or constant or mutant.id in self._stillborn):
+                of = re.match("void|bool|!|", replacement).group()  # what both must be
+                cast = "bool" if of == "!" else of
+                made = f"(MUTANT({mutant.id}) ? ({replacement}) : {cast}(".encode() + made + b"))"
         return made
 
     def _add(self, node, replacement, function, constant):
@@ -206,26 +211,22 @@ class Instrumented:
         self.mutants.append(Mutant(len(self.mutants) + 1, self._file, row + 1, name, constant))
         return self.mutants[-1]
 
-    def write(self, csrc, compiled=0):
+    def write(self, csrc):
         (csrc / "cuda" / "mutant.h").write_text(RUNTIME)
         for name, instrumented in self.files.items():
-            # Only a .cu tells which mutant is compiled in: host code need not be compiled again.
-            head = f"#define COMPILED_MUTANT(id) ((id) == {compiled})\n" if name.endswith(".cu") else ""
             body = instrumented.replace("#pragma once", "", 1)
             guard = "#pragma once\n" if name.endswith(".cuh") else ""
-            (csrc / "cuda" / name).write_text(f'{guard}{head}#include "mutant.h"\n#line 1 "{name}"\n{body}')
+            (csrc / "cuda" / name).write_text(f'{guard}#include "mutant.h"\n#line 1 "{name}"\n{body}')
 
 
 RUNTIME = """\
 #pragma once
 #include <cstdlib>
 #pragma GCC diagnostic ignored "-Wnarrowing"  // a chosen constant is none any more
-// Not to be seen by the checker.
-__attribute__((no_sanitize("thread"))) inline bool is_mutant(int id) {
-  static const int chosen = [] {
-    const char* text = std::getenv("LAYERNORM_MUTANT");
-    return text ? std::atoi(text) : 0;
-  }();
+static const int chosen_mutant = std::getenv("LAYERNORM_MUTANT") ? std::atoi(std::getenv("LAYERNORM_MUTANT")) : 0;
+inline bool is_mutant(int id) {
+  int chosen;
+  asm("movl %1, %0" : "=r"(chosen) : "m"(chosen_mutant));  // the checker does not see it
   return id == chosen;
 }
 #define MUTANT(id) is_mutant(id)
@@ -245,47 +246,56 @@ def culprits(error, files):
 # ---- running them ----------------------------------------------------------------------------------------
 
 
-def warm_up():
-    """Imports once what else every fork would."""
-    import torch.testing
+class Forks:
+    """A plugin of pytest: once the tests are collected, `body` runs them again and again, in forks of this process."""
 
-    torch.testing.assert_close(torch.ones(1), torch.ones(1))
-    with contextlib.suppress(ImportError):
-        import hypothesis  # noqa: F401
+    def __init__(self, body):
+        self._body = body
+
+    def pytest_runtestloop(self, session):
+        self._tests = session.items
+        self._body(self)
+        return True
+
+    def pytest_runtest_logreport(self, report):
+        """In a fork: stops at the first failure."""
+        if report.when == "call":
+            self._seconds[report.nodeid] = report.duration
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._finish(1, crash.message if crash else str(report.longrepr))
+
+    def _finish(self, code, message):
+        self._log.write_text(message)
+        os._exit(code)
+
+    def start(self, mode, csrc, chosen, log, limit):
+        """Starts the tests on the library made of `csrc`, for at most `limit` seconds; returns the process."""
+        child = os.fork()
+        if child:
+            return child
+        self._log, self._seconds = log, {}
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1), os.dup2(null, 2)
+        os.environ.update(
+            LAYERNORM_EMULATED_SOURCES=str(csrc), LAYERNORM_EMULATED_MODE=mode, LAYERNORM_MUTANT=str(chosen)
+        )
+        try:
+            emulated_build.library(mode=getattr(emulated_build, mode))
+        except emulated_build.CompileError as error:
+            self._finish(1, f"does not compile: {error}")
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        tests = [test for test in self._tests if mode == "PLAIN" or "library" in test.fixturenames]
+        for test, following in zip(tests, [*tests[1:], None], strict=True):
+            test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
+        self._finish(0, json.dumps(self._seconds))
+
+    def quickest_first(self, seconds):
+        self._tests.sort(key=lambda test: seconds.get(test.nodeid, 0))
 
 
-def run_tests(arguments, csrc, mutant, log, limit):
-    """Runs pytest in a fork, which saves importing torch. True: all passed; False: not; None: out of time."""
-    child = os.fork()
-    if child == 0:
-        os.setpgid(0, 0)
-        os.environ.update(LAYERNORM_EMULATED_SOURCES=str(csrc), LAYERNORM_MUTANT=str(mutant))
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        code = 99
-        with contextlib.suppress(BaseException):
-            code = pytest.main(["-p", "no:cacheprovider", *arguments])
-        os._exit(int(code))
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return status == 0
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-def reason(log):
-    """The first line that says why a test failed."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("E  ")]
-    return lines[0][1:].strip()[:200] if lines else "the process died"
-
-
-def instrument(csrc, work, arguments):
-    """Compiles all mutants in, less those that are not C++, and checks that without one the tests pass."""
+def instrument(csrc, work):
+    """Compiles all mutants in, less those that are not C++, which are returned, too."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(csrc, work)
     stillborn = set()
@@ -293,46 +303,105 @@ def instrument(csrc, work, arguments):
         made = Instrumented(csrc, stillborn)
         made.write(work)
         try:
-            emulated_build.library(csrc=work)
-            break
+            for mode in MODES:
+                emulated_build.library(csrc=work, mode=getattr(emulated_build, mode))
+            return made, stillborn
         except emulated_build.CompileError as error:
             more = culprits(str(error), made.files) - stillborn
             if not more:
                 raise
             stillborn |= more
-    begin = time.monotonic()
-    if not run_tests(arguments, work, 0, work / "log", 3600):
-        raise SystemExit("the tests fail without a mutant:\n" + (work / "log").read_text()[-4000:])
-    return made, stillborn, time.monotonic() - begin
 
 
-def outcome(made, work, mutant, arguments, limit):
-    """Whether the tests notice a mutant, and how."""
-    log = work.parent / f"{mutant.id}.log"
-    if mutant.constant:
-        own = work.parent / f"mutant{mutant.id}"
-        shutil.copytree(work, own)
-        try:
-            made.write(own, compiled=mutant.id)
-            emulated_build.library(csrc=own)
-            passed = run_tests(arguments, own, 0, log, limit)
-        except emulated_build.CompileError:
-            return "does not compile"
-        finally:
-            shutil.rmtree(own)
-    else:
-        passed = run_tests(arguments, work, mutant.id, log, limit)
-    result = "survived" if passed else "out of time" if passed is None else reason(log)
-    log.unlink(missing_ok=True)
-    return result
+def outcomes(forks, csrc, work, mutants, jobs):
+    """Yields each mutant with how the tests notice it, or "survived"."""
+    limits = {}
+    for mode in MODES:
+        log, begin = work.parent / f"{mode}.log", time.monotonic()
+        _, status = os.waitpid(forks.start(mode, work, 0, log, 3600), 0)
+        if status:
+            raise SystemExit(f"the tests fail without a mutant: {log.read_text()}")
+        seconds = json.loads(log.read_text())
+        forks.quickest_first(seconds)
+        limits[mode] = 30 + int(10 * (time.monotonic() - begin))
+        print(f"without a mutant the tests take {time.monotonic() - begin:.1f} s, mode {mode}", flush=True)
+
+    todo = [(mutant, mode) for mode in MODES for mutant in mutants]  # quick ones for all, before slow ones for any
+    dead, running = set(), {}
+    while todo or running:
+        while todo and len(running) < jobs:
+            mutant, mode = todo.pop(0)
+            if mutant in dead or any(mutant == other for other, _ in running.values()):
+                continue
+            own, log = work.parent / f"mutant{mutant.id}", work.parent / f"{mutant.id}.log"
+            if mutant.constant:
+                shutil.copytree(csrc, own, dirs_exist_ok=True)
+                Instrumented(csrc, compiled=mutant.id).write(own)
+            sources, chosen = (own, 0) if mutant.constant else (work, mutant.id)
+            log.write_text("the process died")
+            running[forks.start(mode, sources, chosen, log, limits[mode])] = mutant, mode
+        process, status = os.wait()
+        mutant, mode = running.pop(process)
+        log = work.parent / f"{mutant.id}.log"
+        if status or mode == MODES[-1]:
+            dead.add(mutant)
+            out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+            yield mutant, "survived" if not status else "out of time" if out_of_time else log.read_text()[:200]
+            shutil.rmtree(work.parent / f"mutant{mutant.id}", ignore_errors=True)
+        log.unlink()
 
 
 def digest(options):
     """Of all that the results depend on."""
     tests = emulated_build.EMULATOR.parent.rglob("*.py")
     inputs = sorted(path for path in [*options.csrc.rglob("*"), *tests, *emulated_build.RUNTIME] if path.is_file())
-    content = repr(options.pytest).encode() + b"".join(path.read_bytes() for path in inputs)
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
+
+
+def run(forks, options):
+    """Runs what has not been run yet; returns the exit code."""
+    folder = emulated_build.ROOT / "build" / "mutants" / digest(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    results_file = folder / "results.jsonl"
+    lines = results_file.read_text().splitlines() if results_file.exists() else []
+    results = dict(json.loads(line) for line in lines)
+
+    made, stillborn = instrument(options.csrc, folder / "csrc")
+    mutants = [m for m in made.mutants if m.id not in stillborn and options.only in m.name]
+    todo = [m for m in mutants if m.name not in results]
+    constant = sum(m.constant for m in mutants)
+    print(f"{len(mutants)} mutants, {constant} of them built one by one; {len(stillborn)} more are not C++")
+    print(f"{len(todo)} to go, the others are in {results_file}", flush=True)
+    with results_file.open("a") as kept:
+        found = outcomes(forks, options.csrc, folder / "csrc", todo, options.jobs)
+        for done, (mutant, result) in enumerate(found, 1):
+            results[mutant.name] = result
+            print(json.dumps([mutant.name, result]), file=kept, flush=True)
+            print(f"[{done}/{len(todo)}] {mutant.name}: {' '.join(result.split())}", flush=True)
+
+    survivors = {m.name for m in mutants if results[m.name] == "survived"}
+    unproven, stale = judge(survivors, options.equivalents)
+    print(f"{len(mutants)} mutants: {len(mutants) - len(survivors)} noticed, ", end="")
+    print(f"{len(survivors) - len(unproven)} equivalent, {len(unproven)} survived")
+    for name in unproven:
+        print(f"survived: {name}")
+    if options.only:
+        stale = []
+    for pattern in stale:
+        print(f"listed as equivalent, but no mutant that survives is called: {pattern}")
+    return 1 if unproven or stale else 0
+
+
+def judge(survivors, equivalents):
+    """The survivors that no entry of the list proves equivalent, and the entries that match none."""
+    entries = tomllib.loads(equivalents.read_text())["equivalent"] if equivalents.exists() else []
+    proven = {
+        pattern: {survivor for survivor in survivors if re.fullmatch(pattern, survivor)}
+        for entry in entries
+        if entry["reason"]
+        for pattern in entry["mutants"]
+    }
+    return sorted(survivors.difference(*proven.values())), [pattern for pattern in proven if not proven[pattern]]
 
 
 def main():
@@ -340,9 +409,8 @@ def main():
     parser.add_argument("--csrc", type=pathlib.Path, default=emulated_build.ROOT / "csrc")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
-    parser.add_argument("--only", metavar="FILE", help="of the mutants, those of one source file")
+    parser.add_argument("--only", metavar="TEXT", default="", help="of the mutants, those with this in their names")
     parser.add_argument("--equivalents", type=pathlib.Path, default=EQUIVALENTS)
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest")
     options = parser.parse_args()
 
     if options.list:
@@ -350,46 +418,11 @@ def main():
             print(f"{mutant.id:5} {'compiled' if mutant.constant else 'chosen  '} {mutant.name}")
         return 0
 
-    folder = emulated_build.ROOT / "build" / "mutants" / digest(options)
-    folder.mkdir(parents=True, exist_ok=True)
-    results_file = folder / "results.jsonl"
-    lines = results_file.read_text().splitlines() if results_file.exists() else []
-    results = dict(json.loads(line) for line in lines)
-
-    warm_up()
-    made, stillborn, seconds = instrument(options.csrc, folder / "csrc", options.pytest)
-    mutants = [m for m in made.mutants if m.id not in stillborn and options.only in (None, m.file)]
-    todo = [m for m in mutants if m.name not in results]
-    constant = sum(m.constant for m in mutants)
-    print(f"{len(mutants)} mutants, {constant} of them built one by one; {len(stillborn)} more are not C++")
-    print(f"{len(todo)} to go, the others are in {results_file}")
-    print(f"without a mutant the tests take {seconds:.1f} s", flush=True)
-
-    def outcome_of(mutant):
-        return mutant, outcome(made, folder / "csrc", mutant, options.pytest, 30 + 10 * seconds)
-
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, results_file.open("a") as kept:
-        jobs = [pool.submit(outcome_of, mutant) for mutant in todo]
-        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-            mutant, result = job.result()
-            results[mutant.name] = result
-            print(json.dumps([mutant.name, result]), file=kept, flush=True)
-            print(f"[{done}/{len(todo)}] {mutant.name}: {result}", flush=True)
-
-    equivalent = set()
-    if options.equivalents.exists():
-        entries = tomllib.loads(options.equivalents.read_text())["equivalent"]
-        equivalent = {entry["mutant"] for entry in entries if entry["reason"]}
-    survivors = {m.name for m in mutants if results[m.name] == "survived"}
-    unproven = sorted(survivors - equivalent)
-    stale = sorted(equivalent - survivors) if options.only is None else []
-    print(f"{len(mutants)} mutants: {len(mutants) - len(survivors)} noticed, ", end="")
-    print(f"{len(survivors & equivalent)} equivalent, {len(unproven)} survived")
-    for name in unproven:
-        print(f"survived: {name}")
-    for name in stale:
-        print(f"listed as equivalent, and noticed or gone: {name}")
-    return 1 if unproven or stale else 0
+    code = []
+    forks = Forks(lambda forks: code.append(run(forks, options)))
+    os.environ["MAX_JOBS"] = "1"  # there are enough processes
+    pytest.main(["-pno:cacheprovider", "-sq", "--backends=emulated", *TESTS], plugins=[forks])
+    return code[0] if code else 2
 
 
 if __name__ == "__main__":

@@ -79,11 +79,10 @@ def test_what_is_broken_when_the_tests_run(made):
         "1 => 1 + 1",
         "1 => 1 - 1",
         "n != 1 => n == 1",
-        "threadIdx.x == 0 && n != 1 => threadIdx.x == 0",
-        "threadIdx.x == 0 && n != 1 => n != 1",
+        "threadIdx.x == 0 && n != 1 => bool(threadIdx.x == 0)",
+        "threadIdx.x == 0 && n != 1 => bool(n != 1)",
         "1 => 1 + 1 (2)",
         "1 => 1 - 1 (2)",
-        "1 => (1) + 1",
     ]
 
 
@@ -99,9 +98,9 @@ def test_names_are_unique(made):
     assert len({m.name for m in made.mutants}) == len(made.mutants)
 
 
-def run(csrc, made, tmp_path, mutant=0, compiled=0):
+def run(made, tmp_path, mutant=0):
     (tmp_path / "cuda").mkdir(exist_ok=True)
-    made.write(tmp_path, compiled)
+    made.write(tmp_path)
     program = emulated_build.program(tmp_path / "cuda" / "sum.cu")
     environment = {**os.environ, "LAYERNORM_MUTANT": str(mutant)}
     done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
@@ -110,12 +109,12 @@ def run(csrc, made, tmp_path, mutant=0, compiled=0):
 
 def test_mutants_do_what_they_say(csrc, made, tmp_path):
     by_change = {m.name.rpartition(": ")[2]: m for m in made.mutants}
-    assert run(csrc, made, tmp_path) == "4096"  # the neighbour's 0 * 0 + 64 * 64
-    assert run(csrc, made, tmp_path, by_change["negative => !(negative)"].id) == "-4096"
-    assert "shared memory 'tile'" in run(csrc, made, tmp_path, by_change["__syncthreads() => void()"].id)
-    assert "outside any buffer" in run(csrc, made, tmp_path, by_change["i < n => i <= n"].id)
+    assert run(made, tmp_path) == "4096"  # the neighbour's 0 * 0 + 64 * 64
+    assert run(made, tmp_path, by_change["negative => !(negative)"].id) == "-4096"
+    assert "shared memory 'tile'" in run(made, tmp_path, by_change["__syncthreads() => void()"].id)
+    assert "outside any buffer" in run(made, tmp_path, by_change["i < n => i <= n"].id)
     with pytest.raises(emulated_build.CompileError, match="static assertion failed"):
-        run(csrc, made, tmp_path, compiled=by_change["64 => 64 + 1"].id)
+        run(mutants.Instrumented(csrc, compiled=by_change["64 => 64 + 1"].id), tmp_path)
 
 
 def test_what_is_not_understood_is_refused(tmp_path):
@@ -129,3 +128,14 @@ def test_culprits_of_a_compile_error():
     files = {"a.cu": "int x = (MUTANT(7) ? (p + q) : (MUTANT(8) ? (p * q) : (p - q)));"}
     column = files["a.cu"].index("p * q") + 1
     assert mutants.culprits(f"/tmp/a.cu:1:{column}: error: invalid operands", files) == {8}
+
+
+def test_the_list_of_equivalents(tmp_path):
+    """An entry is a regular expression of names, and must be needed."""
+    listed = tmp_path / "equivalent.toml"
+    listed.write_text('[[equivalent]]\nmutants = ["a.cu: .*", "c"]\nreason = "a tunable number"\n')
+    survivors = {"a.cu: x", "a.cu: y", "b"}
+    assert mutants.judge(survivors, listed) == (["b"], ["c"])
+    assert mutants.judge(survivors, tmp_path / "none.toml") == (sorted(survivors), [])
+    listed.write_text('[[equivalent]]\nmutants = ["b"]\nreason = ""\n')
+    assert mutants.judge({"b"}, listed) == (["b"], [])
