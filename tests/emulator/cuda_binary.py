@@ -1,7 +1,7 @@
 """What nvcc makes of the kernels, without a GPU: registers, spills, shared memory and instructions of each.
 
-python tests/emulator/cuda_binary.py prints the table. It needs nvcc, and nvdisasm of the toolkit or of the package
-nvidia-cuda-nvdisasm.
+python tests/emulator/cuda_binary.py prints a table, --write keeps it in cuda_binary.md. It needs nvcc, and nvdisasm of
+the toolkit or of the package nvidia-cuda-nvdisasm.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 
+import sass
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ from build_support import extension  # noqa: E402
 
 CSRC = ROOT / "csrc" / "cuda"
 SOURCES = sorted(CSRC.glob("*.cu"))
+TABLE = pathlib.Path(__file__).with_suffix(".md")
 ARCHITECTURES = (80, 90, 100)
 # What the build passes; C++17, because that is what the oldest supported torch compiles extensions as.
 FLAGS = ("-std=c++17", *COMMON_NVCC_FLAGS, *extension.compile_flags()["nvcc"])
@@ -50,6 +52,17 @@ class Kernel:
     # Instructions by what they do and how many bits a thread moves: ("LDG", 128).
     memory: collections.Counter
     instructions: int
+    path: "Path | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """What a thread does for a full, aligned row, or a tile of one; see sass.py."""
+
+    elements: int  # of the row, that it handles
+    loads: int  # of 16 bytes, that the source makes
+    stores: int
+    instructions: int | None  # None: there is no way on which it makes just these
 
 
 @functools.cache
@@ -81,7 +94,7 @@ def _parse_ptxas(report):
 
 
 def _parse_sass(listing):
-    """Instructions by mangled name: (opcode, bits) counted, and how many there are."""
+    """By mangled name: instructions by (opcode, bits), how many there are, and their listing."""
     kernels = {}
     for section in re.split(r"^\s*\.section\s+\.text\.", listing, flags=re.M)[1:]:
         opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", section, re.M)
@@ -92,8 +105,38 @@ def _parse_sass(listing):
                 bits = [int(m) for m in modifiers if m in ("64", "128", "256")]
                 narrow = [int(m[1:]) for m in modifiers if m in ("U8", "S8", "U16", "S16")]
                 memory[name, (bits or narrow or [32])[0]] += 1
-        kernels[re.match(r"[^,\s]+", section)[0].strip('"')] = memory, sum(name != "NOP" for name in opcodes)
+        instructions = sum(name != "NOP" for name in opcodes)
+        kernels[re.match(r"[^,\s]+", section)[0].strip('"')] = memory, instructions, section
     return kernels
+
+
+def _source_path(name):
+    """Elements, and loads and stores of 16 bytes that the source makes of a full, aligned row; None: none at all."""
+    sizes = {"double": 8, "float": 4, "__half": 2, "__nv_bfloat16": 2}
+    found = re.fullmatch(r"layernorm::cuda::(\w+)<(\w+)(?:, (\w+))?(?:, layernorm::cuda::Tile<(\d+), (\d+)> ?)?>", name)
+    if found is None or found[1] == "add_partials" or found[2] not in sizes:
+        return None
+    kernel, size = found[1], sizes[found[2]]
+    count = 16 // size  # elements of a vector
+    parameters = max(1, sizes.get(found[3], 0) // size)  # 16 bytes of them to a vector
+    sums = max(size, 4) // size
+    if kernel == "sum_columns":
+        return count, 2, 2 * sums
+    vectors = int(found[5]) if found[5] else 16 // count
+    loads = {
+        "forward_in_registers": 1 + 2 * parameters,
+        "forward_in_sweeps": 3 + 2 * parameters,
+        "backward_in_registers": 2 + 2 * parameters,
+        "backward_in_sweeps": 2 * (2 + parameters),
+    }[kernel]
+    # A row of threads that has its block to itself leaves its sums in the workspace.
+    partials = 2 * sums if kernel == "backward_in_registers" and int(found[4]) >= 128 else 0
+    return vectors * count, vectors * loads, vectors * (1 + partials)
+
+
+def _path(name, section):
+    source = _source_path(name)
+    return source and Path(*source, sass.executed(section, *source[1:]))
 
 
 @functools.cache
@@ -115,12 +158,27 @@ def compile_kernels(source, architecture, include=CSRC):
         if done.returncode != 0:
             raise CompileError(f"{pathlib.Path(source).name} for sm_{architecture}:\n{done.stdout}{done.stderr}")
         listing = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
-    usage, sass = _parse_ptxas(done.stdout + done.stderr), _parse_sass(listing)
+    usage, code = _parse_ptxas(done.stdout + done.stderr), _parse_sass(listing)
     kernels = []
     for mangled, name in zip(usage, _demangle(usage), strict=True):
-        memory, instructions = sass[mangled]
-        kernels.append(Kernel(name, architecture, **usage[mangled], memory=memory, instructions=instructions))
+        memory, instructions, section = code[mangled]
+        path = _path(name, section)
+        kernels.append(
+            Kernel(name, architecture, **usage[mangled], memory=memory, instructions=instructions, path=path)
+        )
     return kernels
+
+
+# Of sum_columns, nvcc splits stores to the workspace, which are few, into single numbers.
+SPLIT = re.compile("::sum_columns<")
+PREFACE = (
+    "# What nvcc makes of the kernels",
+    "",
+    "Written by `python tests/emulator/cuda_binary.py --write`, compared by `make test-device`: every change shows.",
+    "No kernel spills registers or uses local memory. How the way of a full, aligned row is found, and what its",
+    "figure leaves out, stands in [sass.py](sass.py).",
+    "",
+)
 
 
 def faults(kernel):
@@ -130,20 +188,64 @@ def faults(kernel):
         yield f"{kernel.name} for sm_{kernel.architecture} spills {kernel.spilled} bytes"
     if local:
         yield f"{kernel.name} for sm_{kernel.architecture} uses local memory in {local} instructions"
+    if kernel.path and kernel.path.instructions is None and not SPLIT.search(kernel.name):
+        yield (
+            f"{kernel.name} for sm_{kernel.architecture} does not make its {kernel.path.loads} loads and "
+            f"{kernel.path.stores} stores of 16 bytes"
+        )
+
+
+def compile_all(sources=SOURCES):
+    """Compiles for every architecture, on as many cores as MAX_JOBS says."""
+    jobs = [(source, architecture) for source in sources for architecture in ARCHITECTURES]
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
+        return [kernel for made in pool.map(lambda job: compile_kernels(*job), jobs) for kernel in made]
+
+
+def version():
+    """nvcc's: another one makes other code."""
+    return re.search(r"V([\d.]+)", subprocess.run([tool("nvcc"), "--version"], capture_output=True, text=True).stdout)[
+        1
+    ]
+
+
+def table(kernels):
+    """A row for each kernel, with the figures of all architectures."""
+    rows = collections.defaultdict(dict)
+    for kernel in kernels:
+        rows[kernel.name.replace("layernorm::cuda::", "")][kernel.architecture] = kernel
+
+    def per_element(kernel):
+        path = kernel.path
+        return f"{path.instructions / path.elements:.1f}" if path and path.instructions else "-"
+
+    yield f"nvcc {version()}; figures for {', '.join(f'sm_{architecture}' for architecture in ARCHITECTURES)}"
+    yield ""
+    yield "| kernel | registers | shared bytes | SASS | per element of a full row | its 16-byte loads, stores |"
+    yield "|---|---|---|---|---|---|"
+    for name, of in sorted(rows.items()):
+        figures = [of[architecture] for architecture in sorted(of)]
+        columns = [
+            [kernel.registers for kernel in figures],
+            [figures[0].shared] if len({kernel.shared for kernel in figures}) == 1 else [k.shared for k in figures],
+            [kernel.instructions for kernel in figures],
+            [per_element(kernel) for kernel in figures],
+        ]
+        path = figures[0].path
+        accesses = f"{path.loads}, {path.stores}" if path and path.instructions else "-"
+        yield f"| `{name}` | {' | '.join(' / '.join(map(str, column)) for column in columns)} | {accesses} |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sources", nargs="*", type=pathlib.Path, default=SOURCES)
-    jobs = [(source, sm) for source in parser.parse_args().sources for sm in ARCHITECTURES]
-    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
-        kernels = [kernel for made in pool.map(lambda job: compile_kernels(*job), jobs) for kernel in made]
-    print("| kernel | sm | registers | spilled | stack | shared | SASS | loads and stores |")
-    print("|---|---|---|---|---|---|---|---|")
-    for k in sorted(kernels, key=lambda k: (k.name, k.architecture)):
-        memory = ", ".join(f"{count} {name}.{bits}" for (name, bits), count in sorted(k.memory.items()))
-        row = (k.name, k.architecture, k.registers, k.spilled, k.stack, k.shared, k.instructions, memory)
-        print("|", " | ".join(map(str, row)), "|")
+    parser.add_argument("--write", action="store_true", help=f"to {TABLE.name}")
+    options = parser.parse_args()
+    kernels = compile_all(options.sources)
+    lines = list(table(kernels))
+    print(*lines, sep="\n")
+    if options.write:
+        TABLE.write_text("\n".join([*PREFACE, *lines]) + "\n")
     bad = [fault for kernel in kernels for fault in faults(kernel)]
     print(f"{len(kernels)} kernels", *bad, sep="\n")
     return 1 if bad else 0

@@ -4,6 +4,7 @@ import subprocess
 
 import cuda_binary
 import pytest
+import sass
 import torch
 
 architectures = pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
@@ -14,6 +15,14 @@ architectures = pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURE
 def test_kernels(source, architecture):
     kernels = cuda_binary.compile_kernels(source, architecture)
     assert [fault for kernel in kernels for fault in cuda_binary.faults(kernel)] == []
+
+
+def test_table_is_the_one_in_the_repository():
+    """With `python tests/emulator/cuda_binary.py --write`."""
+    kept = cuda_binary.TABLE.read_text().splitlines()
+    if f"nvcc {cuda_binary.version()};" not in "\n".join(kept):
+        pytest.skip("the table is of another version of nvcc")
+    assert kept == [*cuda_binary.PREFACE, *cuda_binary.table(cuda_binary.compile_all())]
 
 
 @architectures
@@ -106,3 +115,53 @@ def test_spill_is_a_fault(tmp_path):
 def test_warning_is_an_error(tmp_path):
     with pytest.raises(cuda_binary.CompileError, match="never referenced"):
         kernels_of(tmp_path, "int unused;")
+
+
+def test_narrow_access_is_a_fault(tmp_path):
+    """A kernel of the name and type of a real one, that loads vectors of 8 bytes."""
+    source = tmp_path / "narrow.cu"
+    template = (
+        '#include "device.h"\n'
+        "namespace layernorm::cuda {{\n"
+        "template <class T> __global__ void backward_in_sweeps(const {0}* x, {0}* y, int n) {{\n"
+        "  if (n > 3) for (int i = 0; i < 4; ++i) y[i * 32] = x[i * 64 + 1];\n"
+        "#pragma unroll\n"
+        "  for (int i = 0; i < 24; ++i) y[i * 512] = x[i * 512];\n"
+        "}}\n"
+        "template __global__ void backward_in_sweeps<float>(const {0}*, {0}*, int);\n"
+        "}}\n"
+    )
+    source.write_text(template.format("float2"))
+    (kernel,) = cuda_binary.compile_kernels(source, 90)
+    assert kernel.path == cuda_binary.Path(16, 24, 4, None)
+    assert any("24 loads and 4 stores of 16 bytes" in fault for fault in cuda_binary.faults(kernel))
+
+
+LISTING = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/              @P0 BRA `(.L_x_1) ;
+        /*0020*/                   LDG.E R8, desc[UR4][R2.64] ;
+        /*0030*/                   LDG.E R9, desc[UR4][R2.64+0x4] ;
+        /*0040*/                   BRA `(.L_x_2) ;
+.L_x_1:
+        /*0050*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0060*/                   FADD R4, R4, R8 ;
+        /*0070*/              @P1 BRA `(.L_x_1) ;
+        /*0080*/              @P2 EXIT ;
+        /*0090*/                   CALL.REL.NOINC `(slow) ;
+        /*00a0*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*00b0*/                   EXIT ;
+.L_x_3:
+        /*00c0*/                   BRA `(.L_x_3) ;
+        /*00d0*/                   NOP ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "stores", "instructions"),
+    [(2, 1, 9), (1, 1, 11), (2, 0, 6), (1, 0, 8), (3, 1, None), (2, 2, None)],
+)
+def test_way_of_a_row(loads, stores, instructions):
+    """Round no loop twice, by the shortest way that makes the accesses."""
+    assert sass.executed(LISTING, loads, stores) == instructions
