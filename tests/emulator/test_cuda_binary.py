@@ -147,7 +147,7 @@ LISTING = """
         /*0050*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
 .L_x_2:
         /*0060*/                   FADD R4, R4, R8 ;
-        /*0070*/              @P1 BRA `(.L_x_1) ;
+        /*0070*/              @P1 BRA `(.L_x_2) ;
         /*0080*/              @P2 EXIT ;
         /*0090*/                   CALL.REL.NOINC `(slow) ;
         /*00a0*/                   STG.E.128 desc[UR4][R2.64], R4 ;
