@@ -189,6 +189,7 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
         if constexpr (with_dx) {
           const auto result = fma(xhat, minus_c1[k], multiply_subtract<T, W>(v, w, c2[k])) * rstd[k];
           store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
+          fetch_to_write(dx + k * cols + j);
         }
       }
     }
@@ -265,10 +266,6 @@ void backward(const Backward<T, W>& b) {
         for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
           Coefficients<Acc> c[kSweepRows];
           int64_t k = 0;
-          if (p.grad_input && is_long<T>(p.cols)) {
-            for (; k < count; ++k) fetch_to_write(b.dx(r + k), p.cols);
-            k = 0;
-          }
           if (narrow) {
             for (; k + kSumRows <= count; k += kSumRows)
               coefficients<OneThread, kSumRows, kNarrowParts>(b, r + k, c + k);

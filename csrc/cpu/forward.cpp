@@ -89,6 +89,7 @@ void normalize(const T* x, int64_t stride, const Groups& groups, const Statistic
         }
         store<T, !std::is_same_v<T, W>>(y + r * groups.cols + j, v, where_to_write<past>(lanes));
         if (fetch) fetch_to_read(x + (r + kCount) * stride + j);
+        if (kCount == 1 && !past) fetch_to_write(y + j);
       }
     });
     if (past) finish_writes_past();
@@ -108,9 +109,6 @@ void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
 
   const bool fetch = is_worth_fetching<T>(p.rows, p.cols, kCount);
   const bool past = kCount == 1 && belongs_past_caches(static_cast<const T*>(p.output), p.rows, p.cols);
-  if (is_long<T>(p.cols) && !past) {
-    Threads::for_each(groups, [&](int64_t begin, int64_t n) { fetch_to_write(y + begin, n); });
-  }
   const auto stats = statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps);
   bool finite = true;
   for (int k = 0; k < kCount; ++k) finite &= stats.finite[k];
@@ -143,8 +141,10 @@ void forward(const ForwardParams& p) {
     using W = typename decltype(pair)::W;
     const Groups groups(p.cols, kChunk<AccOf<T>>);
     if (is_narrow<T>(p.cols)) {
+      const bool several = sweeps_several<T>(p.rows, p.cols);
       parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
-        for (; r + kRows <= end; r += kRows) forward_rows<OneThread, kRows, kNarrowParts, T, W>(p, groups, r);
+        for (; several && r + kRows <= end; r += kRows)
+          forward_rows<OneThread, kRows, kNarrowParts, T, W>(p, groups, r);
         for (; r < end; ++r) forward_rows<OneThread, 1, kNarrowParts, T, W>(p, groups, r);
       });
     } else if (p.rows < num_threads() && groups.count > 1) {
