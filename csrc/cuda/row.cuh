@@ -1,6 +1,7 @@
 // How threads share rows, and add up what they found. Shared by forward and backward.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
 #include "../layer_norm.h"
@@ -11,6 +12,7 @@ namespace layernorm::cuda {
 constexpr int kWarpSize = 32;
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr bool is_power_of_2(int n) { return (n & (n - 1)) == 0; }
 
 // ---- short rows: held in registers ----------------------------------------------------------------------------------
 
@@ -19,10 +21,11 @@ __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a
 template <int kThreads_, int kVectors_>
 struct Tile {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_;
-  static constexpr int kRows = kThreads < 128 ? 128 / kThreads : 1;
-  static constexpr int kBlock = kRows * kThreads;
-  static constexpr int kLanes = kThreads < kWarpSize ? kThreads : kWarpSize;
+  static constexpr int kBlock = std::max(kThreads, 128);
+  static constexpr int kRows = kBlock / kThreads;
+  static constexpr int kLanes = std::min(kThreads, kWarpSize);
   static constexpr int kWarps = kThreads / kLanes;
+  static_assert(is_power_of_2(kThreads) && kBlock % kWarpSize == 0 && kWarps <= kLanes);
 };
 
 // The one table of tiles: calls f(Tile{}) for rows of so many columns, or returns false for those of more than
@@ -99,6 +102,7 @@ constexpr int kSweepRun = 16;
 // Calls f(columns) for this thread's vectors of one tile after the other, and between tiles end_of_tile().
 template <int kCount, class F, class G>
 __device__ __forceinline__ void sweep(int64_t cols, bool aligned, const F& f, const G& end_of_tile) {
+  static_assert(kSweepRun % kCount == 0);
   constexpr int64_t kTile = int64_t{kSweepThreads} * kSweepRun;
   for (int64_t tile = 0; tile < cols; tile += kTile) {
 #pragma unroll
@@ -115,6 +119,7 @@ __device__ __forceinline__ void sweep(int64_t cols, bool aligned, const F& f, co
 template <int kCount>
 __device__ __forceinline__ void sum_block(double (&values)[kCount]) {
   constexpr int kWarps = kSweepThreads / kWarpSize;
+  static_assert(kSweepThreads % kWarpSize == 0 && is_power_of_2(kWarps) && kWarps <= kWarpSize);
   LAYERNORM_SHARED(partial, double[kWarps][kCount]);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll

@@ -38,8 +38,8 @@ class Library:
             self._configure(0, 0, 1, 90, UNLIMITED)
 
     def launched(self):
-        """Return the names of the kernels that have been launched."""
-        return set(self._launched().decode().splitlines())
+        """Return the names of the kernels that have been launched since the last call."""
+        return set(self._launched().decode().replace("(anonymous namespace)::", "").splitlines())
 
 
 @functools.cache

@@ -326,29 +326,30 @@ def outcomes(forks, csrc, work, mutants, jobs):
         limits[mode] = 30 + int(10 * (time.monotonic() - begin))
         print(f"without a mutant the tests take {time.monotonic() - begin:.1f} s, mode {mode}", flush=True)
 
-    todo = [(mutant, mode) for mode in MODES for mutant in mutants]  # quick ones for all, before slow ones for any
-    dead, running = set(), {}
-    while todo or running:
-        while todo and len(running) < jobs:
-            mutant, mode = todo.pop(0)
-            if mutant in dead or any(mutant == other for other, _ in running.values()):
-                continue
-            own, log = work.parent / f"mutant{mutant.id}", work.parent / f"{mutant.id}.log"
+    for mode in MODES:  # quick tests for all mutants, before slow ones for any
+        waiting, running, survivors = list(reversed(mutants)), {}, []
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mutant = waiting.pop()
+                sources, chosen, log = work, mutant.id, work.parent / f"{mutant.id}.log"
+                if mutant.constant:
+                    sources, chosen = work.parent / f"mutant{mutant.id}", 0
+                    shutil.copytree(csrc, sources, dirs_exist_ok=True)
+                    Instrumented(csrc, compiled=mutant.id).write(sources)
+                log.write_text("the process died")
+                running[forks.start(mode, sources, chosen, log, limits[mode])] = mutant, sources, log
+            process, status = os.wait()
+            mutant, sources, log = running.pop(process)
+            if not status:
+                survivors.append(mutant)
+            if status or mode == MODES[-1]:
+                signals = (signal.SIGXCPU, signal.SIGKILL)
+                out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in signals
+                yield mutant, "survived" if not status else "out of time" if out_of_time else log.read_text()[:200]
+            log.unlink()
             if mutant.constant:
-                shutil.copytree(csrc, own, dirs_exist_ok=True)
-                Instrumented(csrc, compiled=mutant.id).write(own)
-            sources, chosen = (own, 0) if mutant.constant else (work, mutant.id)
-            log.write_text("the process died")
-            running[forks.start(mode, sources, chosen, log, limits[mode])] = mutant, mode
-        process, status = os.wait()
-        mutant, mode = running.pop(process)
-        log = work.parent / f"{mutant.id}.log"
-        if status or mode == MODES[-1]:
-            dead.add(mutant)
-            out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-            yield mutant, "survived" if not status else "out of time" if out_of_time else log.read_text()[:200]
-            shutil.rmtree(work.parent / f"mutant{mutant.id}", ignore_errors=True)
-        log.unlink()
+                shutil.rmtree(sources)
+        mutants = survivors
 
 
 def digest(options):

@@ -581,10 +581,11 @@ extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent
   emulator::options().path_limit = path_limit;
 }
 
-// The kernels that have been launched, a line each.
+// The kernels that have been launched since the last call, a line each.
 extern "C" const char* emulator_launched() {
   static std::string lines;
   lines.clear();
   for (const void* kernel : emulator::launched) lines += emulator::kernel_name(kernel) + "\n";
+  emulator::launched.clear();
   return lines.c_str();
 }
