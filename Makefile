@@ -20,7 +20,7 @@ test-device:
 	python -m pytest tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
 
-# Whether the tests notice every change of the CUDA kernels: an hour on 2 cores; goes on where it was interrupted.
+# Whether the tests notice every change of the CUDA kernels. Takes long; goes on where it was interrupted.
 mutants:
 	python tests/emulator/mutants.py
 

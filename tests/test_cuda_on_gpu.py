@@ -81,6 +81,32 @@ def test_cuda_graph(shape):
         assert_same(captured, everything(*arguments))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cuda_graph_of_a_training_step(shape):
+    """Forward, backward and the optimizer's step, captured as one: replayed, they give the parameters of eager steps."""
+    x, dy, *_ = tensors(*shape)
+    modules = [LayerNorm(shape[1], device="cuda") for _ in range(2)]
+    optimizers = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in modules]
+
+    def step(module, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        module(x).backward(dy)
+        optimizer.step()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            step(module, optimizer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(modules[0], optimizers[0])
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        step(modules[1], optimizers[1])
+        assert_same(modules[0].parameters(), modules[1].parameters())
+
+
 def test_two_python_threads_on_two_streams():
     """The first calls of a kernel too, which fill the caches of its properties."""
     arguments = [tensors(*shape) for shape in SHAPES[:2]]

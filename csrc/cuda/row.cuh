@@ -29,7 +29,7 @@ struct Tile {
 };
 
 // The one table of tiles: calls f(Tile{}) for rows of so many columns, or returns false for those of more than
-// `longest` vectors. It looks at nothing else, so that the order of summation is a function of the dtype and the number
+// kLongest vectors. It looks at nothing else, so that the order of summation is a function of the dtype and the number
 // of columns.
 template <class T, int kLongest, class F>
 bool with_tile(int64_t cols, const F& f) {
