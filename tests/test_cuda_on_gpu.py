@@ -83,7 +83,7 @@ def test_cuda_graph(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cuda_graph_of_a_training_step(shape):
-    """Forward, backward and the optimizer's step, captured as one: replayed, they give the parameters of eager steps."""
+    """Forward, backward and the optimizer's step, captured as one: replays give the parameters of eager steps."""
     x, dy, *_ = tensors(*shape)
     modules = [LayerNorm(shape[1], device="cuda") for _ in range(2)]
     optimizers = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in modules]
