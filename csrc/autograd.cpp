@@ -9,10 +9,14 @@
 // mean(z * xhat):
 //
 //   dx = rstd * P(g)      dweight = sum over rows of dy * xhat      dbias = sum over rows of dy
+//
+// and P(z) = z - xhat * mean(z * xhat) for RMSNorm. What holds of x holds of a sum of input and residual, to whose
+// gradient that of the returned sum is added.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/rsqrt.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -43,24 +47,35 @@ struct Dims {
   std::vector<int64_t> batch_dims, normalized_dims;
 };
 
-// x - mean, with the rounding of the mean taken off as the kernels do.
-Tensor centre(const Tensor& x, const Dims& dims) {
+// x - mean, with the rounding of the mean taken off as the kernels do; for RMSNorm x itself.
+Tensor centre(const Tensor& x, const Dims& dims, Variant variant) {
+  if (variant.rms) return x;
   const Tensor d = x - dims.mean(x);
   return d - dims.mean(d);
 }
 
-Outputs forward_composite(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                          const optional<Tensor>& bias, double eps) {
-  check_forward(input, normalized_shape, weight, bias);
+// The weight as it is multiplied by, in the accumulation type.
+Tensor factor(const Tensor& weight, at::ScalarType acc, Variant variant) {
+  const Tensor w = weight.to(acc);
+  return variant.zero_centered_weight ? w + 1 : w;
+}
+
+NormOutputs forward_composite(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
+                              bool in_place) {
+  check_forward(input, residual, normalized_shape, weight, bias);
   const Dims dims(input, normalized_shape.size());
   const auto acc = accumulate_type(input);
-  const Tensor x = input.to(acc);
-  const Tensor d = centre(x, dims);
+  Tensor sum, mean;
+  if (present(residual)) sum = in_place ? residual->add_(input) : input + *residual;
+  const Tensor x = (sum.defined() ? sum : input).to(acc);
+  const Tensor d = centre(x, dims, variant);
+  if (!variant.rms) mean = dims.mean(x).detach();
   const Tensor rstd = at::rsqrt(dims.mean(d * d) + eps);
   Tensor y = d * rstd;
-  if (present(weight)) y = y * weight->to(acc);
+  if (present(weight)) y = y * factor(*weight, acc, variant);
   if (present(bias)) y = y + bias->to(acc);
-  return {y.to(input.scalar_type()), dims.mean(x).detach(), rstd.detach()};
+  return {y.to(input.scalar_type()), sum, mean, rstd.detach()};
 }
 
 // What the derivatives of one call are made of, in the accumulation type.
@@ -69,35 +84,50 @@ struct Terms {
   // factor of value one that has them: rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - value
   // of var)), which needs no eps.
   Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_, size_t count,
-        bool differentiate_rstd)
-      : dims(input, count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
+        bool differentiate_rstd, Variant variant)
+      : variant(variant), dims(input, count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
     const auto acc = saved_rstd.scalar_type();
-    const Tensor d = centre(input.to(acc), dims);
+    const Tensor d = centre(input.to(acc), dims, variant);
     if (differentiate_rstd) {
       const Tensor variance = dims.mean(d * d);
       rstd = rstd * at::rsqrt(rstd * rstd * (variance - variance.detach()) + 1);
     }
     xhat = d * rstd;
-    if (weight_.defined()) weight = weight_.to(acc);
+    if (weight_.defined()) weight = factor(weight_, acc, variant);
     g = times_weight(dy);
   }
 
   Tensor times_weight(const Tensor& t) const { return weight.defined() ? t * weight : t; }
-  Tensor project(const Tensor& z) const { return z - dims.mean(z) - xhat * dims.mean(z * xhat); }
+  Tensor project(const Tensor& z) const {
+    const Tensor p = z - xhat * dims.mean(z * xhat);
+    return variant.rms ? p : p - dims.mean(z);
+  }
 
+  Variant variant;
   Dims dims;
   Tensor dy, rstd, weight, xhat, g;
 };
 
-Outputs backward_composite(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                           const Tensor& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                           const optional<Tensor>& bias, Mask output_mask) {
-  check_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias);
-  const Terms t(grad_output, input, rstd, present(weight) ? *weight : Tensor(), normalized_shape.size(),
-                /*differentiate_rstd=*/true);
+// xhat is found in the output only if its derivative is not wanted: rstd is no function of the output.
+constexpr const char* kNoDerivative =
+    "The derivative of a backward pass needs the input, which memory_efficient=True does not keep; use "
+    "memory_efficient=False";
+
+Outputs backward_composite(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
+                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
+                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
+                           Variant variant) {
+  check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
+  TORCH_CHECK_NOT_IMPLEMENTED(!variant.memory_efficient, kNoDerivative);
+  const Terms t(grad_output, input, rstd, weight.value_or(Tensor()), normalized_shape.size(),
+                /*differentiate_rstd=*/true, variant);
   const auto param_type = parameter_type(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) grad_input = (t.rstd * t.project(t.g)).to(input.scalar_type());
+  if (output_mask[0]) {
+    grad_input = t.rstd * t.project(t.g);
+    if (present(grad_sum)) grad_input = grad_input + grad_sum->to(grad_input.scalar_type());
+    grad_input = grad_input.to(input.scalar_type());
+  }
   if (output_mask[1]) grad_weight = t.dims.sum_rows(t.dy * t.xhat).to(param_type);
   if (output_mask[2]) grad_bias = t.dims.sum_rows(t.dy).to(param_type);
   return {grad_input, grad_weight, grad_bias};
@@ -115,10 +145,21 @@ auto make_node() {
   }
 }
 
-SavedVariable save(const Tensor& t) { return SavedVariable(t, /*is_output=*/false); }
+// A tensor that a node keeps. Its own outputs it keeps without keeping itself.
+struct Saved {
+  Saved() = default;
+  explicit Saved(const Tensor& t, bool is_output = false) : variable(t, is_output), is_output(is_output) {}
+  template <class N>
+  Tensor unpack(N& node) const {
+    return is_output ? variable.unpack(node.getptr()) : variable.unpack();
+  }
 
-// A node of three inputs. N::derivative(gradients, wanted) is what it computes, from parts that it has saved and names
-// in N::for_each_saved(node, f), so that compiled autograd can record a call of it and make that again elsewhere.
+  SavedVariable variable;
+  bool is_output = false;
+};
+
+// A node of up to four inputs. N::derivative(gradients, wanted) is what it computes, from parts that it has saved and
+// names in N::for_each_saved(node, f), so that compiled autograd can record a call of it and make that again elsewhere.
 template <class N>
 struct RecordableNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
@@ -129,14 +170,14 @@ struct RecordableNode : torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     N::for_each_saved(static_cast<N&>(*this), [](auto& saved) {
-      if constexpr (std::is_same_v<decltype(saved), SavedVariable&>) saved.reset_data();
+      if constexpr (is_tensor<decltype(saved)>) saved.variable.reset_data();
     });
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     N::for_each_saved(static_cast<const N&>(*this), [&](const auto& saved) {
-      if constexpr (std::is_same_v<decltype(saved), const SavedVariable&>) {
-        args.collect(saved, /*is_output=*/false);
+      if constexpr (is_tensor<decltype(saved)>) {
+        args.collect(saved.variable, saved.is_output);
       } else {
         args.collect(saved);
       }
@@ -154,10 +195,11 @@ struct RecordableNode : torch::autograd::Node {
       types.push_back(IValuePacker<std::decay_t<decltype(value)>>::packed_type());
     };
     N::for_each_saved(node, [&](auto& saved) {
-      tracing.before(saved);
-      if constexpr (std::is_same_v<decltype(saved), SavedVariable&>) {
-        pack(saved.unpack());
+      if constexpr (is_tensor<decltype(saved)>) {
+        tracing.before(saved.variable);
+        pack(saved.unpack(node));
       } else {
+        tracing.before(saved);
         pack(saved);
       }
     });
@@ -166,13 +208,13 @@ struct RecordableNode : torch::autograd::Node {
       PackedArgs args(packed);
       const auto node = make_node<N>();
       N::for_each_saved(*node, [&](auto& saved) {
-        if constexpr (std::is_same_v<decltype(saved), SavedVariable&>) {
-          saved = save(args.unpack<Tensor>());
+        if constexpr (is_tensor<decltype(saved)>) {
+          saved = Saved(args.unpack<Tensor>());
         } else {
           saved = args.unpack<std::decay_t<decltype(saved)>>();
         }
       });
-      return node->derivative(gradients, args.unpack<Mask>());
+      return node->derivative(gradients, args.unpack<Wanted>());
     };
     const auto& compiler = getPyCompilerInterface();
     const auto name = compiler->bind_function(tracing.get_py_compiler(), node.name(), replay, types,
@@ -181,26 +223,42 @@ struct RecordableNode : torch::autograd::Node {
         IValuePacker<std::vector<optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
     const auto outputs = compiler->call_function(tracing.get_py_compiler(), "apply_functional", name, gradients,
                                                  args.vec(), output_metadata);
-    N::for_each_saved(node, [&](auto& saved) { tracing.after(saved); });
+    N::for_each_saved(node, [&](auto& saved) {
+      if constexpr (is_tensor<decltype(saved)>) {
+        tracing.after(saved.variable);
+      } else {
+        tracing.after(saved);
+      }
+    });
     return outputs;
   }
 
+ protected:
+  using Wanted = std::array<bool, 4>;
+
  private:
-  Mask wanted() {
-    return {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+  template <class T>
+  static constexpr bool is_tensor = std::is_same_v<std::decay_t<T>, Saved>;
+
+  Wanted wanted() {
+    Wanted result = {};
+    for (size_t i = 0; i < num_outputs(); ++i) result[i] = task_should_compute_output(i);
+    return result;
   }
 };
 
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// Derivative of `backward`, for the cotangents v of (grad_input, grad_weight, grad_bias).
+// Derivative of norm_backward, for the cotangents v of (grad_input, grad_weight, grad_bias).
 struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
-  variable_list derivative(const variable_list& v, Mask wanted) const {
-    variable_list grads(3);  // of grad_output, input, weight
+  variable_list derivative(const variable_list& v, Wanted wanted) {
+    variable_list grads(4);  // of grad_output, input, weight, grad_sum
     const auto& [v_input, v_weight, v_bias] = std::tie(v[0], v[1], v[2]);
     if (!v_input.defined() && !v_weight.defined() && !v_bias.defined()) return grads;
-    const Tensor dy = grad_output.unpack(), x = input.unpack(), w = weight.unpack();
-    const Terms t(dy, x, rstd.unpack(), w, normalized_dims, at::GradMode::is_enabled());
+    TORCH_CHECK_NOT_IMPLEMENTED(!memory_efficient, kNoDerivative);
+    const Tensor dy = grad_output.unpack(*this), x = input.unpack(*this), w = weight.unpack(*this);
+    const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(),
+                  {rms, zero_centered_weight});
     const auto acc = t.rstd.scalar_type();
 
     Tensor grad_dy, grad_xhat;  // grad_xhat is what reaches xhat other than through rstd
@@ -224,40 +282,56 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
       grads[1] = (t.rstd * grad_x).to(x.scalar_type());
     }
     if (wanted[2] && u.defined()) grads[2] = t.dims.sum_rows(t.dy * u).to(w.scalar_type());
+    if (wanted[3]) grads[3] = v_input;
     return grads;
   }
 
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.grad_output), f(self.input), f(self.weight), f(self.rstd), f(self.normalized_dims);
+    f(self.rms), f(self.zero_centered_weight), f(self.memory_efficient);
   }
 
   std::string name() const override { return "LayerNormBackwardBackward"; }
 
-  SavedVariable grad_output, input, weight, rstd;
+  Saved grad_output, input, weight, rstd;
   int64_t normalized_dims = 0;
+  bool rms = false, zero_centered_weight = false, memory_efficient = false;
 };
 
-// Derivative of `forward`.
+// Derivative of norm_forward.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
-  variable_list derivative(const variable_list& grads, Mask wanted) const {
-    if (!grads[0].defined()) return variable_list(3);
-    auto [grad_input, grad_weight, grad_bias] =
-        call_backward(grads[0], input.unpack(), normalized_shape, mean.unpack(), rstd.unpack(),
-                      as_optional(weight.unpack()), as_optional(bias.unpack()), wanted);
-    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  variable_list derivative(const variable_list& grads, Wanted wanted) {
+    const Tensor grad_sum = has_residual ? grads[1] : Tensor();
+    variable_list result(4);  // of input, weight, bias, residual
+    const bool wants_x = wanted[0] || wanted[3];
+    if (grads[0].defined()) {
+      std::tie(result[0], result[1], result[2]) = call_norm_backward(
+          grads[0], as_optional(grad_sum), input.unpack(*this), normalized_shape, as_optional(mean.unpack(*this)),
+          rstd.unpack(*this), as_optional(weight.unpack(*this)), as_optional(bias.unpack(*this)),
+          {wants_x, wanted[1], wanted[2]}, {rms, zero_centered_weight, memory_efficient});
+    } else if (wants_x) {
+      result[0] = grad_sum;
+    }
+    if (wanted[3]) result[3] = result[0];
+    if (!wanted[0]) result[0] = Tensor();
+    result.resize(has_residual ? 4 : 3);
+    return result;
   }
 
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.input), f(self.weight), f(self.bias), f(self.mean), f(self.rstd), f(self.normalized_shape);
+    f(self.has_residual), f(self.rms), f(self.zero_centered_weight), f(self.memory_efficient);
   }
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  SavedVariable input, weight, mean, rstd;
-  SavedVariable bias;  // only where there is no weight: for the dtype of its gradient
+  Saved input;  // the sum, if there is a residual; the output, if memory_efficient
+  Saved weight, mean, rstd;
+  Saved bias;  // only if memory_efficient, or where there is no weight: for the dtype of its gradient
   std::vector<c10::SymInt> normalized_shape;
+  bool has_residual = false, rms = false, zero_centered_weight = false, memory_efficient = false;
 };
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
@@ -272,57 +346,89 @@ bool inside_transform() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
-Outputs forward_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                         const optional<Tensor>& bias, double eps) {
-  if (has_tangent(input) || has_tangent(weight) || has_tangent(bias) || inside_transform()) {
-    return forward_composite(input, normalized_shape, weight, bias, eps);
+NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                             const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
+                             bool in_place) {
+  if (has_tangent(input) || has_tangent(residual) || has_tangent(weight) || has_tangent(bias) || inside_transform()) {
+    return forward_composite(input, residual, normalized_shape, weight, bias, eps, variant, in_place);
   }
+  const bool records = at::GradMode::is_enabled() && (requires_grad(input) || requires_grad(residual) ||
+                                                      requires_grad(weight) || requires_grad(bias));
   const auto call = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_forward(input, normalized_shape, weight, bias, eps);
+    // What is not recorded keeps nothing, and need not be fit for it.
+    if (!records) variant.memory_efficient = false;
+    if (in_place && records) {
+      TORCH_CHECK(!residual->is_view(),
+                  "Expected residual not to be a view of another tensor where it is changed in "
+                  "place and gradients are recorded, but got a view of a tensor of shape ",
+                  residual->_base().sym_sizes());
+      torch::autograd::check_inplace(*residual, records);
+    }
+    NormOutputs outputs;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      outputs = call_norm_forward(input, residual, normalized_shape, weight, bias, eps, variant, in_place);
+    }
+    if (in_place && !residual->is_inference()) torch::autograd::increment_version(*residual);
+    return outputs;
   };
-  if (!at::GradMode::is_enabled() || !(requires_grad(input) || requires_grad(weight) || requires_grad(bias))) {
-    return call();
-  }
+  if (!records) return call();
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
   const auto node = make_node<LayerNormBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(input, w, b));
+  node->has_residual = present(residual);
+  node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(input, w, b, *residual)
+                                          : torch::autograd::collect_next_edges(input, w, b));
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
-  Outputs outputs = call();
-  auto& [output, mean, rstd] = outputs;
-  torch::autograd::set_history(output, node);
-  node->input = save(input);
-  node->weight = save(w);
-  if (!w.defined()) node->bias = save(b);
-  node->mean = save(mean);
-  node->rstd = save(rstd);
+  std::tie(node->rms, node->zero_centered_weight, node->memory_efficient) =
+      std::tie(variant.rms, variant.zero_centered_weight, variant.memory_efficient);
+  NormOutputs outputs = call();
+  auto& [output, sum, mean, rstd] = outputs;
+  if (in_place) {
+    torch::autograd::rebase_history({output, sum}, node);
+  } else {
+    torch::autograd::set_history(output, node);
+    if (sum.defined()) torch::autograd::set_history(sum, node);
+  }
+  const Tensor& x = variant.memory_efficient ? output : sum.defined() ? sum : input;
+  node->input = Saved(x, /*is_output=*/!x.is_same(input));
+  node->weight = Saved(w);
+  if (!w.defined() || variant.memory_efficient) node->bias = Saved(b);
+  if (needs_mean(variant)) node->mean = Saved(mean);
+  node->rstd = Saved(rstd);
   return outputs;
 }
 
-Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                          const Tensor& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                          const optional<Tensor>& bias, Mask output_mask) {
-  if (has_tangent(grad_output) || has_tangent(input) || has_tangent(weight) || inside_transform()) {
-    return backward_composite(grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask);
+Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
+                          SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
+                          const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
+                          Variant variant) {
+  if (has_tangent(grad_output) || has_tangent(grad_sum) || has_tangent(input) || has_tangent(weight) ||
+      inside_transform()) {
+    return backward_composite(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
+                              variant);
   }
   const auto call = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return call_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask);
+    return call_norm_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
+                              variant);
   };
-  if (!at::GradMode::is_enabled() || !(requires_grad(grad_output) || requires_grad(input) || requires_grad(weight))) {
+  if (!at::GradMode::is_enabled() ||
+      !(requires_grad(grad_output) || requires_grad(grad_sum) || requires_grad(input) || requires_grad(weight))) {
     return call();
   }
   const Tensor w = weight.value_or(Tensor());
   const auto node = make_node<LayerNormBackwardBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w));
+  node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));
   node->normalized_dims = static_cast<int64_t>(normalized_shape.size());
+  std::tie(node->rms, node->zero_centered_weight, node->memory_efficient) =
+      std::tie(variant.rms, variant.zero_centered_weight, variant.memory_efficient);
   Outputs outputs = call();
   auto& [grad_input, grad_weight, grad_bias] = outputs;
   torch::autograd::set_history({grad_input, grad_weight, grad_bias}, node);
-  node->grad_output = save(grad_output);
-  node->input = save(input);
-  node->weight = save(w);
-  node->rstd = save(rstd);
+  node->grad_output = Saved(grad_output);
+  node->input = Saved(input);
+  node->weight = Saved(w);
+  node->rstd = Saved(rstd);
   return outputs;
 }
 
@@ -330,12 +436,12 @@ Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, SymInt
 }  // namespace layernorm
 
 LAYERNORM_LIBRARY_IMPL(Autograd, m) {
-  m.impl("forward", &layernorm::forward_autograd);
-  m.impl("backward", &layernorm::backward_autograd);
+  using namespace layernorm;
+  Family<forward_autograd, backward_autograd>::implement(m);
 }
 
 // vmap: each aten operation of the composite has its batching rule.
 LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
-  m.impl("forward", &layernorm::forward_composite);
-  m.impl("backward", &layernorm::backward_composite);
+  using namespace layernorm;
+  Family<forward_composite, backward_composite>::implement(m);
 }

@@ -7,10 +7,20 @@
 
 namespace {
 
-// What layernorm_ext.layer_norm calls in eager mode: it costs a small call less than the way through torch.ops.
+// What the functions of layernorm_ext call in eager mode: it costs a small call less than the way through torch.ops.
 at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                       const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps) {
-  return std::get<0>(layernorm::call_forward(input, normalized_shape, weight, bias, eps));
+  return std::get<0>(
+      layernorm::call_norm_forward(input, {}, normalized_shape, weight, bias, eps, {}, /*in_place=*/false));
+}
+
+std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& input, const std::optional<at::Tensor>& residual,
+                                        c10::SymIntArrayRef normalized_shape, const std::optional<at::Tensor>& weight,
+                                        const std::optional<at::Tensor>& bias, double eps, bool rms,
+                                        bool zero_centered_weight, bool memory_efficient, bool in_place) {
+  auto [output, sum, mean, rstd] = layernorm::call_norm_forward(
+      input, residual, normalized_shape, weight, bias, eps, {rms, zero_centered_weight, memory_efficient}, in_place);
+  return {std::move(output), std::move(sum)};
 }
 
 }  // namespace
@@ -19,6 +29,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   m.def("layer_norm", &layer_norm, py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
         py::arg("bias") = py::none(), py::arg("eps") = 1e-5, py::call_guard<py::gil_scoped_release>());
+  m.def("norm", &norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight"),
+        py::arg("bias"), py::arg("eps"), py::kw_only(), py::arg("rms"), py::arg("zero_centered_weight"),
+        py::arg("memory_efficient"), py::arg("in_place"), py::call_guard<py::gil_scoped_release>(),
+        "(output, sum) of the whole family.");
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

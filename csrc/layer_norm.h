@@ -4,7 +4,11 @@
 //   mean[r] = sum_j x[r, j] / cols          var[r] = sum_j (x[r, j] - mean[r])^2 / cols
 //   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias
 //
-// Source: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450.
+// Of the family: RMSNorm has mean[r] = 0, so that rstd[r] = 1 / sqrt(sum_j x[r, j]^2 / cols + eps). With a residual,
+// x is input + residual, rounded to their dtype. A zero-centred weight is kept less one.
+//
+// Sources: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450. Zhang and Sennrich, Root Mean Square
+// Layer Normalization, 2019, arXiv:1910.07467.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +23,17 @@ struct ForwardParams {
   int64_t cols;          // >= 1
   const void* input;     // [rows, cols] of dtype
   int64_t input_stride;  // elements from row to row; any value, the columns are contiguous
-  const void* weight;    // [cols] of param_dtype; null: ones
-  const void* bias;      // [cols] of param_dtype; null: zeros
+  const void* residual;  // [rows, cols] of dtype; null: none
+  int64_t residual_stride;
+  void* sum;           // [rows, cols] of dtype, contiguous: input + residual; may be residual itself; null: no residual
+  const void* weight;  // [cols] of param_dtype; null: ones
+  const void* bias;    // [cols] of param_dtype; null: zeros
   double eps;
-  void* output;  // [rows, cols] of dtype, contiguous
-  void* mean;    // [rows] of Acc
-  void* rstd;    // [rows] of Acc
+  void* output;               // [rows, cols] of dtype, contiguous
+  void* mean;                 // [rows] of Acc; null for RMSNorm
+  void* rstd;                 // [rows] of Acc
+  bool rms;                   // RMSNorm
+  bool zero_centered_weight;  // the weight, if there is one, is `weight` + 1
   Dtype dtype;
   Dtype param_dtype;
   void* stream;  // a cudaStream_t; unused on a CPU
@@ -37,13 +46,19 @@ struct BackwardParams {
   int64_t grad_output_stride;
   const void* input;  // [rows, cols] of dtype
   int64_t input_stride;
-  const void* mean;    // [rows] of Acc
-  const void* rstd;    // [rows] of Acc
-  const void* weight;  // [cols] of param_dtype; null: ones
-  void* grad_input;    // [rows, cols] of dtype, contiguous; null: not wanted
-  void* grad_weight;   // [cols] of param_dtype; null: not wanted
-  void* grad_bias;     // [cols] of param_dtype; null: not wanted
-  void* workspace;     // backward_workspace() bytes, aligned like any tensor
+  const void* grad_sum;  // [rows, cols] of dtype, added to grad_input; null: zeros
+  int64_t grad_sum_stride;
+  const void* mean;           // [rows] of Acc; null for RMSNorm, and if from_output
+  const void* rstd;           // [rows] of Acc
+  const void* weight;         // [cols] of param_dtype; null: ones
+  const void* bias;           // [cols] of param_dtype; null: zeros; looked at only if from_output
+  void* grad_input;           // [rows, cols] of dtype, contiguous; null: not wanted
+  void* grad_weight;          // [cols] of param_dtype; null: not wanted
+  void* grad_bias;            // [cols] of param_dtype; null: not wanted
+  void* workspace;            // backward_workspace() bytes, aligned like any tensor
+  bool rms;                   // RMSNorm
+  bool zero_centered_weight;  // the weight, if there is one, is `weight` + 1
+  bool from_output;           // input is forward's output instead: xhat = (input - bias) / weight
   Dtype dtype;
   Dtype param_dtype;
   void* stream;  // a cudaStream_t; unused on a CPU

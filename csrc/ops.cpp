@@ -1,27 +1,44 @@
 // The operators: schema; checks; forward and backward for any backend; shape functions; registrations.
 #include "ops.h"
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "cuda/platform.h"
 #include "dtypes.h"
 #include "layer_norm.h"
 
+// The first two are of torch's signatures. The norm_* are the whole family; add_* name what is most wanted of it.
 LAYERNORM_LIBRARY(m) {
-  m.def(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float "
-      "eps=1e-05) -> "
-      "(Tensor output, Tensor mean, Tensor rstd)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
+  const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
+  define(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
-      "Tensor? weight, "
-      "Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
+      "Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  define(
+      "norm_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False, "
+      "bool memory_efficient=False) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  define(
+      "norm_forward_(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, SymInt[] normalized_shape, Tensor? mean, "
+      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask, *, bool rms=False, "
+      "bool zero_centered_weight=False, bool memory_efficient=False) -> (Tensor, Tensor, Tensor)");
+  define(
+      "add_forward(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  define(
+      "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
+      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 }
 
 namespace layernorm {
@@ -81,6 +98,16 @@ c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalize
   return shape;
 }
 
+// Of a tensor that is like the input in everything but its strides.
+void check_like(const char* name, const Tensor& tensor, const Tensor& input) {
+  TORCH_CHECK(tensor.sym_sizes().equals(input.sym_sizes()), "Expected ", name, " to be of the shape of input, but got ",
+              name, " of shape ", tensor.sym_sizes(), " and input of shape ", input.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), "Expected ", name, " to be of the dtype of input, but got ",
+              name, " of dtype ", name_of(tensor.scalar_type()), " and input of dtype ", name_of(input.scalar_type()));
+  TORCH_CHECK(tensor.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
+              " on ", tensor.device(), " and input on ", input.device());
+}
+
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
   TORCH_CHECK(statistic.sym_sizes().equals(shape), "Expected ", name, " of shape ", shape, ", but got ", name,
               " of shape ", statistic.sym_sizes());
@@ -95,8 +122,8 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 
 }  // namespace
 
-void check_forward(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                   const optional<Tensor>& bias) {
+void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                   const optional<Tensor>& weight, const optional<Tensor>& bias) {
   TORCH_CHECK(!normalized_shape.empty(),
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one "
               "element, but got "
@@ -115,22 +142,22 @@ void check_forward(const Tensor& input, SymIntArrayRef normalized_shape, const o
   TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
               "Expected weight and bias of the same dtype, but got weight of dtype ", name_of(weight->scalar_type()),
               " and bias of dtype ", name_of(bias->scalar_type()));
+  if (present(residual)) check_like("residual", *residual, input);
 }
 
-void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape, const Tensor& mean,
-                    const Tensor& rstd, const optional<Tensor>& weight, const optional<Tensor>& bias) {
-  check_forward(input, normalized_shape, weight, bias);
-  TORCH_CHECK(grad_output.sym_sizes().equals(input.sym_sizes()),
-              "Expected grad_output to be of the shape of input, but got grad_output of shape ",
-              grad_output.sym_sizes(), " and input of shape ", input.sym_sizes());
-  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(),
-              "Expected grad_output to be of the dtype of input, but got grad_output of dtype ",
-              name_of(grad_output.scalar_type()), " and input of dtype ", name_of(input.scalar_type()));
-  TORCH_CHECK(grad_output.device() == input.device(),
-              "Expected grad_output to be on the device of input, but got grad_output on ", grad_output.device(),
-              " and input on ", input.device());
+void check_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
+                    SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
+                    const optional<Tensor>& weight, const optional<Tensor>& bias, Variant variant) {
+  check_forward(input, std::nullopt, normalized_shape, weight, bias);
+  check_like("grad_output", grad_output, input);
+  if (present(grad_sum)) check_like("grad_sum", *grad_sum, input);
   const auto shape = statistics_shape(input, normalized_shape);
-  check_statistic("mean", mean, input, shape);
+  if (needs_mean(variant)) {
+    TORCH_CHECK(present(mean),
+                "Expected mean to be a tensor, but got None; only RMSNorm has none, and a backward from "
+                "the output");
+    check_statistic("mean", *mean, input, shape);
+  }
   check_statistic("rstd", rstd, input, shape);
 }
 
@@ -169,7 +196,7 @@ struct Extents {
 // A tensor whose rows lie `stride` elements apart, each contiguous.
 struct Rows {
   Tensor tensor;
-  int64_t stride;
+  int64_t stride = 0;
 };
 
 // The tensor in place if its layout allows, else a contiguous copy.
@@ -198,45 +225,75 @@ Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);
 }
 
+// Of what backward from the output divides by. See the docstring of LayerNorm for what that costs.
+constexpr double kSmallestWeight = 0x1p-16;
+
+void check_weight_divides(const optional<Tensor>& weight, Variant variant) {
+  if (!variant.memory_efficient || !present(weight) || weight->numel() == 0) return;
+  const Tensor w = variant.zero_centered_weight ? *weight + 1 : *weight;
+  const double smallest = w.abs().amin().item<double>();
+  TORCH_CHECK(!(smallest < kSmallestWeight), "Expected the absolute value of every weight to be at least ",
+              kSmallestWeight, " with memory_efficient=True, because backward divides by it, but got weight with ",
+              smallest, " as the smallest; use memory_efficient=False");
+}
+
 template <void (*kernel)(const ForwardParams&)>
-Outputs forward(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                const optional<Tensor>& bias, double eps) {
-  check_forward(input, normalized_shape, weight, bias);
+NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                         const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
+                         bool in_place) {
+  check_forward(input, residual, normalized_shape, weight, bias);
+  check_weight_divides(weight, variant);
+  if (in_place) {
+    at::assert_no_internal_overlap(*residual);
+    at::assert_no_partial_overlap(*residual, input);
+  }
   const Launching on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const auto statistics_options = options.dtype(accumulate_type(input));
-  Tensor output = allocate(input.sizes(), options);
+  Tensor output = allocate(input.sizes(), options), sum, mean;
+  if (present(residual)) sum = in_place && residual->is_contiguous() ? *residual : allocate(input.sizes(), options);
   at::DimVector shape(input.sizes().slice(0, extents.batch_dims));
   shape.resize(input.dim(), 1);
-  Tensor mean = allocate(shape, statistics_options), rstd = allocate(shape, statistics_options);
-  if (extents.rows == 0) return {output, mean, rstd};
-  if (extents.cols == 0) return {output, mean.zero_(), rstd.zero_()};
+  if (!variant.rms) mean = allocate(shape, statistics_options);
+  Tensor rstd = allocate(shape, statistics_options);
+  if (extents.rows == 0 || extents.cols == 0) {
+    if (mean.defined()) mean.zero_();
+    return {output, sum, mean, rstd.zero_()};
+  }
 
   const Rows x = rows_of(input, extents);
+  const Rows added = present(residual) ? rows_of(*residual, extents) : Rows{};
   const Tensor w = parameter(weight), b = parameter(bias);
   ForwardParams params;
   params.rows = extents.rows;
   params.cols = extents.cols;
   params.input = on.input(x.tensor, "input");
   params.input_stride = x.stride;
+  params.sum = sum.is_same(added.tensor) ? on.in_out(sum, "residual") : on.output(sum, "sum");
+  params.residual = sum.is_same(added.tensor) ? params.sum : on.input(added.tensor, "residual");
+  params.residual_stride = added.stride;
   params.weight = on.input(w, "weight");
   params.bias = on.input(b, "bias");
   params.eps = eps;
   params.output = on.output(output, "output");
   params.mean = on.output(mean, "mean");
   params.rstd = on.output(rstd, "rstd");
+  params.rms = variant.rms;
+  params.zero_centered_weight = variant.zero_centered_weight;
   params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(parameter_type(input, weight, bias));
   params.stream = on.stream();
   kernel(params);
-  return {output, mean, rstd};
+  if (in_place && !sum.is_same(*residual)) residual->copy_(sum);
+  return {output, sum, mean, rstd};
 }
 
 template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
-Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape, const Tensor& mean,
-                 const Tensor& rstd, const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
-  check_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias);
+Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
+                      SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
+                      const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask, Variant variant) {
+  check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
   const Launching on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
@@ -253,7 +310,8 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef 
   if (empty || output_mask == Mask{}) return {grad_input, grad_weight, grad_bias};
 
   const Rows dy = rows_of(grad_output, extents), x = rows_of(input, extents);
-  const Tensor w = parameter(weight);
+  const Rows dsum = output_mask[0] && present(grad_sum) ? rows_of(*grad_sum, extents) : Rows{};
+  const Tensor w = parameter(weight), b = variant.memory_efficient ? parameter(bias) : Tensor();
   BackwardParams params;
   params.rows = extents.rows;
   params.cols = extents.cols;
@@ -261,12 +319,18 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef 
   params.grad_output_stride = dy.stride;
   params.input = on.input(x.tensor, "input");
   params.input_stride = x.stride;
-  params.mean = on.input(mean, "mean");
+  params.grad_sum = on.input(dsum.tensor, "grad_sum");
+  params.grad_sum_stride = dsum.stride;
+  params.mean = needs_mean(variant) ? on.input(*mean, "mean") : nullptr;
   params.rstd = on.input(rstd, "rstd");
   params.weight = on.input(w, "weight");
+  params.bias = on.input(b, "bias");
   params.grad_input = on.output(grad_input, "grad_input");
   params.grad_weight = on.output(grad_weight, "grad_weight");
   params.grad_bias = on.output(grad_bias, "grad_bias");
+  params.rms = variant.rms;
+  params.zero_centered_weight = variant.zero_centered_weight;
+  params.from_output = variant.memory_efficient;
   params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(param_type);
   params.stream = on.stream();
@@ -279,19 +343,23 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef 
 
 // ---- shape functions ------------------------------------------------------------------------------------------------
 
-Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                     const optional<Tensor>& bias, double eps) {
-  check_forward(input, normalized_shape, weight, bias);
+NormOutputs norm_forward_meta(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
+                              bool in_place) {
+  check_forward(input, residual, normalized_shape, weight, bias);
   const auto statistics_options = input.options().dtype(accumulate_type(input));
   const auto shape = statistics_shape(input, normalized_shape);
-  return {at::empty_symint(input.sym_sizes(), input.options()), at::empty_symint(shape, statistics_options),
-          at::empty_symint(shape, statistics_options)};
+  Tensor sum, mean;
+  if (present(residual)) sum = in_place ? *residual : at::empty_symint(input.sym_sizes(), input.options());
+  if (!variant.rms) mean = at::empty_symint(shape, statistics_options);
+  return {at::empty_symint(input.sym_sizes(), input.options()), sum, mean, at::empty_symint(shape, statistics_options)};
 }
 
-Outputs backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                      const Tensor& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                      const optional<Tensor>& bias, Mask output_mask) {
-  check_backward(grad_output, input, normalized_shape, mean, rstd, weight, bias);
+Outputs norm_backward_meta(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
+                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
+                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
+                           Variant variant) {
+  check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
   const auto param_options = input.options().dtype(parameter_type(input, weight, bias));
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = at::empty_symint(input.sym_sizes(), input.options());
@@ -300,43 +368,82 @@ Outputs backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArra
   return {grad_input, grad_weight, grad_bias};
 }
 
+// ---- names ----------------------------------------------------------------------------------------------------------
+
+NormOutputs add_forward(const Tensor& input, const Tensor& residual, SymIntArrayRef normalized_shape,
+                        const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
+  return call_norm_forward(input, residual, normalized_shape, weight, bias, eps, {}, /*in_place=*/false);
+}
+
+Outputs add_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& sum,
+                     SymIntArrayRef normalized_shape, const Tensor& mean, const Tensor& rstd,
+                     const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
+  return call_norm_backward(grad_output, grad_sum, sum, normalized_shape, mean, rstd, weight, bias, output_mask, {});
+}
+
 }  // namespace
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
 
 #define LAYERNORM_STRING_(name) #name
 #define LAYERNORM_STRING(name) LAYERNORM_STRING_(name)
+#define LAYERNORM_OPERATOR(name) LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::" name
 
-Outputs call_forward(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                     const optional<Tensor>& bias, double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::forward", "")
-                             .typed<decltype(call_forward)>();
-  return op.call(input, normalized_shape, weight, bias, eps);
+namespace {
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+}  // namespace
+
+NormOutputs call_norm_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
+                              bool in_place) {
+  using Ops = Family<norm_forward_meta, norm_backward_meta>;
+  const auto& [rms, zero_centered_weight, memory_efficient] = variant;
+  if (in_place) {
+    static const auto op = find<decltype(Ops::norm_forward_in_place)>(LAYERNORM_OPERATOR("norm_forward_"));
+    auto [output, mean, rstd] =
+        op.call(input, *residual, normalized_shape, weight, bias, eps, rms, zero_centered_weight);
+    return {std::move(output), *residual, std::move(mean), std::move(rstd)};
+  }
+  if (present(residual) || rms || zero_centered_weight || memory_efficient) {
+    static const auto op = find<decltype(Ops::norm_forward)>(LAYERNORM_OPERATOR("norm_forward"));
+    return op.call(input, residual, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient);
+  }
+  static const auto op = find<decltype(Ops::forward)>(LAYERNORM_OPERATOR("forward"));
+  auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps);
+  return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
-Outputs call_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                      const Tensor& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                      const optional<Tensor>& bias, Mask output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::backward", "")
-                             .typed<decltype(call_backward)>();
-  return op.call(grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask);
+Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
+                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
+                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
+                           Variant variant) {
+  using Ops = Family<norm_forward_meta, norm_backward_meta>;
+  const auto& [rms, zero_centered_weight, memory_efficient] = variant;
+  if (present(grad_sum) || rms || zero_centered_weight || memory_efficient) {
+    static const auto op = find<decltype(Ops::norm_backward)>(LAYERNORM_OPERATOR("norm_backward"));
+    return op.call(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask, rms,
+                   zero_centered_weight, memory_efficient);
+  }
+  static const auto op = find<decltype(Ops::backward)>(LAYERNORM_OPERATOR("backward"));
+  return op.call(grad_output, input, normalized_shape, *mean, rstd, weight, bias, output_mask);
 }
 
 }  // namespace layernorm
 
 #ifndef LAYERNORM_EMULATE
 LAYERNORM_LIBRARY_IMPL(CPU, m) {
-  m.impl("forward", &layernorm::forward<layernorm::cpu::forward>);
-  m.impl("backward", &layernorm::backward<layernorm::cpu::backward, layernorm::cpu::backward_workspace>);
+  using namespace layernorm;
+  Family<norm_forward<cpu::forward>, norm_backward<cpu::backward, cpu::backward_workspace>>::implement(m);
 }
 #endif
 
 #if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
 LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  m.impl("forward", &layernorm::forward<layernorm::cuda::forward>);
-  m.impl("backward", &layernorm::backward<layernorm::cuda::backward, layernorm::cuda::backward_workspace>);
+  using namespace layernorm;
+  Family<norm_forward<cuda::forward>, norm_backward<cuda::backward, cuda::backward_workspace>>::implement(m);
 }
 #else
 namespace {
@@ -348,12 +455,18 @@ void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
 }  // namespace
 
 LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const char* name : {"forward", "norm_forward", "norm_forward_", "backward", "norm_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  }
 }
 #endif
 
 LAYERNORM_LIBRARY_IMPL(Meta, m) {
-  m.impl("forward", &layernorm::forward_meta);
-  m.impl("backward", &layernorm::backward_meta);
+  using namespace layernorm;
+  Family<norm_forward_meta, norm_backward_meta>::implement(m);
+}
+
+LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
+  m.impl("add_forward", &layernorm::add_forward);
+  m.impl("add_backward", &layernorm::add_backward);
 }

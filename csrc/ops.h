@@ -1,8 +1,9 @@
-// The two operators as C++ functions, for everything that calls them or stands in for them.
+// The operators as C++ functions, for everything that calls them or stands in for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymIntArrayRef.h>
+#include <torch/library.h>
 
 #include <array>
 #include <optional>
@@ -21,23 +22,87 @@ namespace layernorm {
 
 using at::Tensor;
 using Outputs = std::tuple<Tensor, Tensor, Tensor>;
+using NormOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Mask = std::array<bool, 3>;
 
-// Through the dispatcher. (output, mean, rstd) and (grad_input, grad_weight, grad_bias).
-Outputs call_forward(const Tensor& input, c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& weight,
-                     const std::optional<Tensor>& bias, double eps);
-Outputs call_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                      const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-                      const std::optional<Tensor>& bias, Mask output_mask);
+// What the members of the family differ in, besides a residual.
+struct Variant {
+  bool rms = false;                   // RMSNorm
+  bool zero_centered_weight = false;  // the weight is `weight` + 1
+  bool memory_efficient = false;      // backward is given forward's output instead of its input
+};
+
+// Through the dispatcher: `forward` and `backward` where they do what is wanted, else norm_forward, norm_forward_ and
+// norm_backward. (output, sum, mean, rstd), of which the sum is undefined without a residual, and the mean of RMSNorm;
+// `in_place`, the sum is the residual. (grad_input, grad_weight, grad_bias).
+NormOutputs call_norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
+                              c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& weight,
+                              const std::optional<Tensor>& bias, double eps, Variant variant, bool in_place);
+Outputs call_norm_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum, const Tensor& input,
+                           c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& mean, const Tensor& rstd,
+                           const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Mask output_mask,
+                           Variant variant);
+
+// The operators of a dispatch key, made of one function like call_norm_forward and one like call_norm_backward.
+template <decltype(call_norm_forward) kForward, decltype(call_norm_backward) kBackward>
+struct Family {
+  using OptionalTensor = std::optional<Tensor>;
+
+  static Outputs without_sum(NormOutputs outputs) {
+    auto& [output, sum, mean, rstd] = outputs;
+    return {std::move(output), std::move(mean), std::move(rstd)};
+  }
+
+  static Outputs forward(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                         const OptionalTensor& bias, double eps) {
+    return without_sum(kForward(input, {}, normalized_shape, weight, bias, eps, {}, false));
+  }
+  static NormOutputs norm_forward(const Tensor& input, const OptionalTensor& residual,
+                                  c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, double eps, bool rms, bool zero_centered_weight,
+                                  bool memory_efficient) {
+    return kForward(input, residual, normalized_shape, weight, bias, eps, {rms, zero_centered_weight, memory_efficient},
+                    false);
+  }
+  static Outputs norm_forward_in_place(const Tensor& input, const Tensor& residual,
+                                       c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                       const OptionalTensor& bias, double eps, bool rms, bool zero_centered_weight) {
+    return without_sum(
+        kForward(input, residual, normalized_shape, weight, bias, eps, {rms, zero_centered_weight, false}, true));
+  }
+  static Outputs backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                          const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight,
+                          const OptionalTensor& bias, Mask output_mask) {
+    return kBackward(grad_output, {}, input, normalized_shape, mean, rstd, weight, bias, output_mask, {});
+  }
+  static Outputs norm_backward(const Tensor& grad_output, const OptionalTensor& grad_sum, const Tensor& input,
+                               c10::SymIntArrayRef normalized_shape, const OptionalTensor& mean, const Tensor& rstd,
+                               const OptionalTensor& weight, const OptionalTensor& bias, Mask output_mask, bool rms,
+                               bool zero_centered_weight, bool memory_efficient) {
+    return kBackward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
+                     {rms, zero_centered_weight, memory_efficient});
+  }
+
+  static void implement(torch::Library& m) {
+    m.impl("forward", &forward);
+    m.impl("norm_forward", &norm_forward);
+    m.impl("norm_forward_", &norm_forward_in_place);
+    m.impl("backward", &backward);
+    m.impl("norm_backward", &norm_backward);
+  }
+};
 
 // Throw, naming the argument and both values, unless the operators' kernels can use these arguments.
-void check_forward(const Tensor& input, c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& weight,
-                   const std::optional<Tensor>& bias);
-void check_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                    const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-                    const std::optional<Tensor>& bias);
+void check_forward(const Tensor& input, const std::optional<Tensor>& residual, c10::SymIntArrayRef normalized_shape,
+                   const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
+void check_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum, const Tensor& input,
+                    c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& mean, const Tensor& rstd,
+                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Variant variant);
 
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
+
+// Whether a backward needs the rows' means.
+inline bool needs_mean(Variant variant) { return !variant.rms && !variant.memory_efficient; }
 
 // Statistics and sums are kept in float, for double input in double.
 inline at::ScalarType accumulate_type(const Tensor& input) {

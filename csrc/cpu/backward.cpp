@@ -3,6 +3,9 @@
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))      dweight = sum over rows of dy * xhat      dbias =
 //   sum of dy
 //
+// and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. Where forward has also returned x as a sum,
+// the gradient of that is added to dx.
+//
 // Rows are cut into slots. A thread takes a slot and, for a few rows at a time, sweeps each row for its sums
 // and then all of them together, column by column, for dx and the slot's partial sums of dweight and dbias
 // [slots, 2, cols]; a last pass adds the slots. x and dy come from memory once: 3 * rows * cols * sizeof(T)
@@ -12,7 +15,7 @@
 // Exactness: the mean is given rounded, so that xhat is off by a constant within a row. That constant is the
 // average of xhat as first computed; it is summed with the other two and taken off before xhat is used.
 //
-// Source: Ba et al. 2016, arXiv:1607.06450.
+// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
 
 #include "../dtypes.h"
@@ -35,11 +38,12 @@ int64_t sweep_rows(int64_t cols) {
 }
 
 // What the second sweep needs to know of a row: with d = x * scale - mean,
-//   xhat = d * rstd_scaled + minus_shift        dx = rstd * ((g - c2) + xhat * minus_c1)
+//   rstd = rstd_scaled * scale        xhat = d * rstd_scaled + minus_shift        dx = rstd * ((g - c2) + xhat *
+//   minus_c1)
 // where g - c2 is exactly 0 if g is the same in the whole row, as it is for the sum of the outputs, or for one column.
 template <class Acc>
 struct Coefficients {
-  Acc scale;        // 1, or kScale where x - mean might overflow
+  Acc scale;        // 1; kScale where x - mean might overflow; rstd where d is xhat itself, recovered from the output
   Acc mean;         // times scale
   Acc rstd_scaled;  // rstd / scale
   Acc minus_shift;  // average of xhat before it is corrected
@@ -63,7 +67,16 @@ struct Backward {
 
   const T* dy(int64_t r) const { return static_cast<const T*>(p.grad_output) + r * p.grad_output_stride; }
   const T* x(int64_t r) const { return static_cast<const T*>(p.input) + r * p.input_stride; }
+  const T* dsum(int64_t r) const {
+    return p.grad_sum ? static_cast<const T*>(p.grad_sum) + r * p.grad_sum_stride : nullptr;
+  }
+  Acc mean(int64_t r) const { return p.mean ? static_cast<const Acc*>(p.mean)[r] : Acc(0); }
+  Acc rstd(int64_t r) const { return static_cast<const Acc*>(p.rstd)[r]; }
   const W* weight() const { return static_cast<const W*>(p.weight); }
+  const W* bias() const { return static_cast<const W*>(p.bias); }
+  Acc centre() const { return p.zero_centered_weight; }
+  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+  bool is_special(int64_t r) const { return p.from_output || rstd(r) < Acc(0x1p-60); }
   T* dx(int64_t r) const { return p.grad_input ? static_cast<T*>(p.grad_input) + r * p.cols : nullptr; }
   Acc* dweight(int64_t slot) const { return p.grad_weight ? partials + 2 * slot * padded_cols : nullptr; }
   Acc* dbias(int64_t slot) const { return p.grad_bias ? partials + (2 * slot + 1) * padded_cols : nullptr; }
@@ -75,29 +88,40 @@ struct Backward {
   Coefficients<Acc>* coefficients;  // [rows]
 };
 
+// d of a pack of x. Special rows are scaled, or recovered from the output.
+template <bool special, class T, class W, class Lanes>
+Pack<AccOf<T>> deviation(const Backward<T, W>& b, const T* x, AccOf<T> mean, int64_t j, Lanes lanes) {
+  if constexpr (!special) return load<T>(x + j, lanes) - mean;
+  if (!b.p.from_output) return load_row<T, true>(x + j, lanes) - mean;
+  auto v = load<T>(x + j, lanes);
+  if (b.bias()) v = v - load<T>(b.bias() + j, lanes);
+  return v / load_weight<T>(b.weight(), b.centre(), j, lanes);
+}
+
 // First sweep over kCount rows from row r on. Everything the loops use is a local: a store might change *b,
 // but not those.
-template <class Threads, int kCount, int kParts, bool scaled, bool with_g, class T, class W>
+template <class Threads, int kCount, int kParts, bool special, bool with_g, class T, class W>
 void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
   using Acc = AccOf<T>;
   enum { kXhat, kG, kGXhat, kKinds };
-  const Acc scale = scaled ? kScale<Acc> : Acc(1);
+  const Acc scale = !special ? Acc(1) : b.p.from_output ? b.rstd(r) : kScale<Acc>;
   const T* const x = b.x(r);
   const T* const dy = b.dy(r);
   const W* const weight = b.weight();
+  const Acc centre = b.centre();
   const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride;
   Acc mean[kCount], rstd_scaled[kCount];
   for (int k = 0; k < kCount; ++k) {
-    mean[k] = static_cast<const Acc*>(b.p.mean)[r + k] * scale;
-    rstd_scaled[k] = static_cast<const Acc*>(b.p.rstd)[r + k] / scale;
+    mean[k] = b.mean(r + k) * scale;
+    rstd_scaled[k] = special && b.p.from_output ? Acc(1) : b.rstd(r + k) / scale;
   }
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.groups, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kParts> s;
     for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
       Pack<Acc> w;
-      if (with_g) w = load_weight<T>(weight, j, lanes);
+      if (with_g) w = load_weight<T>(weight, centre, j, lanes);
       for (int k = 0; k < kCount; ++k) {
-        const auto d = load_row<T, scaled>(x + k * x_stride + j, lanes) - mean[k];
+        const auto d = deviation<special>(b, x + k * x_stride, mean[k], j, lanes);
         const auto xhat = keep<kEvenOdd<T>>(d * rstd_scaled[k], lanes);
         s.of[kXhat][k][part] = s.of[kXhat][k][part] + xhat;
         if constexpr (with_g) {
@@ -110,17 +134,11 @@ void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
     return Sums<kCount, kKinds>(s.total());
   });
   for (int k = 0; k < kCount; ++k) {
-    const double shift = b.groups.template mean<Acc>(sums.of[kXhat][k]);
-    const double mean_g = b.groups.template mean<Acc>(sums.of[kG][k]);
+    const double shift = b.p.rms ? 0 : b.groups.template mean<Acc>(sums.of[kXhat][k]);
+    const double mean_g = b.p.rms ? 0 : b.groups.template mean<Acc>(sums.of[kG][k]);
     const double mean_g_xhat = b.groups.template mean<Acc>(sums.of[kGXhat][k]) - shift * mean_g;
     c[k] = {scale, mean[k], rstd_scaled[k], Acc(-shift), Acc(-mean_g_xhat), Acc(mean_g)};
   }
-}
-
-// A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
-template <class Acc>
-bool needs_scaling(Acc rstd) {
-  return rstd < Acc(0x1p-60);
 }
 
 template <class Threads, int kCount, int kParts, class T, class W>
@@ -130,14 +148,14 @@ void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c)
     for (int k = 0; k < kCount; ++k) c[k] = {1, 0, 0, 0, 0, 0};
     return;
   }
-  bool any_scaled = false;
-  for (int k = 0; k < kCount; ++k) any_scaled |= needs_scaling(static_cast<const Acc*>(b.p.rstd)[r + k]);
+  bool any_special = false;
+  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(r + k);
   if constexpr (kCount > 1) {
-    if (any_scaled) {
+    if (any_special) {
       for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kParts>(b, r + k, c + k);
       return;
     }
-  } else if (any_scaled) {
+  } else if (any_special) {
     sum_rows<Threads, 1, kParts, true, true>(b, r, c);
     return;
   }
@@ -157,37 +175,41 @@ Pack<Acc> multiply_subtract(const Pack<Acc>& v, const Pack<Acc>& w, Acc c) {
 
 // Second sweep over columns [begin, begin + n) of kCount rows from row r on; `first` if they are the first of
 // their slot. A compile-time flag for each gradient: tested in the loop, they cost a third of the speed.
-template <int kCount, bool scaled, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
+template <int kCount, bool special, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
 void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, const Coefficients<AccOf<T>>* c,
                    int64_t begin, int64_t n) {
   using Acc = AccOf<T>;
   const T* const x = b.x(r);
   const T* const dy = b.dy(r);
+  const T* const dsum = b.dsum(r);
   const W* const weight = b.weight();
+  const Acc centre = b.centre();
   T* const dx = b.dx(r);
   Acc* const dweight = b.dweight(slot);
   Acc* const dbias = b.dbias(slot);
-  const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, cols = b.p.cols;
+  const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, dsum_stride = b.p.grad_sum_stride;
+  const int64_t cols = b.p.cols;
   Acc mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], c2[kCount];
   for (int k = 0; k < kCount; ++k) {
     mean[k] = c[k].mean, rstd_scaled[k] = c[k].rstd_scaled, minus_shift[k] = c[k].minus_shift;
-    rstd[k] = scaled ? rstd_scaled[k] * c[k].scale : rstd_scaled[k], minus_c1[k] = c[k].minus_c1;
+    rstd[k] = special ? rstd_scaled[k] * c[k].scale : rstd_scaled[k], minus_c1[k] = c[k].minus_c1;
     c2[k] = c[k].c2;
   }
   for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     Pack<Acc> w, dw = {}, db = {};
-    if (with_dx) w = load_weight<T>(weight, j, lanes);
+    if (with_dx) w = load_weight<T>(weight, centre, j, lanes);
     if (with_dweight && !first) dw = read(dweight + j, All{});
     if (with_dbias && !first) db = read(dbias + j, All{});
     for (int k = 0; k < kCount; ++k) {
       const auto v = load<T>(dy + k * dy_stride + j, lanes);
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
-        const auto d = load_row<T, scaled>(x + k * x_stride + j, lanes) - mean[k];
+        const auto d = deviation<special>(b, x + k * x_stride, mean[k], j, lanes);
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
-          const auto result = fma(xhat, minus_c1[k], multiply_subtract<T, W>(v, w, c2[k])) * rstd[k];
+          auto result = fma(xhat, minus_c1[k], multiply_subtract<T, W>(v, w, c2[k])) * rstd[k];
+          if (dsum) result = result + load<T>(dsum + k * dsum_stride + j, lanes);
           store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
           fetch_to_write(dx + k * cols + j);
         }
@@ -212,17 +234,17 @@ void with_constants(const F& f, bool flag, Flags... flags) {
 template <class T, class W>
 void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
                    const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
-  bool any_scaled = false;
-  for (int64_t k = 0; k < count; ++k) any_scaled |= c[k].scale != 1;
+  bool any_special = false;
+  for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(r + k);
   with_constants(
       [&](auto with_dx, auto with_dweight, auto with_dbias) {
-        if (count == kSweepRows && !any_scaled) {
+        if (count == kSweepRows && !any_special) {
           sweep_columns<kSweepRows, false, with_dx, with_dweight, with_dbias>(b, slot, r, first, c, begin, n);
           return;
         }
         for (int64_t k = 0; k < count; ++k) {
           const bool first_row = first && k == 0;
-          if (c[k].scale == 1) {
+          if (!b.is_special(r + k)) {
             sweep_columns<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
           } else {
             sweep_columns<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);

@@ -1,15 +1,15 @@
-// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols].
+// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols]. RMSNorm's mean is 0 and need not be found.
 //
 // Each thread takes a range of rows; rows too few to go round are shared, chunk by chunk. A row is swept
 // three times (mean; variance; output) but comes from memory once: 2 * rows * cols * sizeof(T) bytes are
-// moved.
+// moved. A residual is added in a sweep of its own, before the others, and comes from memory once, too.
 //
 // Exactness: the mean as first computed is off by its rounding, up to 0.03 for numbers near 1e6. The second
 // sweep also sums x - mean, whose average is that error to full precision; it corrects the mean, the variance
 // and the output. So the output is within a few roundings of the exact one at any offset, and a constant row
 // gives exactly the bias.
 //
-// Source: Ba et al. 2016, arXiv:1607.06450.
+// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
 
 #include "../dtypes.h"
@@ -26,22 +26,38 @@ struct Statistics {
   bool finite[kCount];
 };
 
-// kCount rows, the first at x.
-template <class Threads, int kCount, int kParts, bool scaled, class T>
-Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups& groups, double eps) {
-  using Acc = AccOf<T>;
-  Statistics<Acc, kCount> stats;
-  const auto sums = Threads::template sum<Sums<kCount, 1>>(groups, [&](int64_t begin, int64_t n) {
-    Accumulators<Acc, kCount, 1, kParts> s;
-    for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+// sum = x + residual, for kCount rows.
+template <class Threads, int kCount, class T>
+void add_residual(const T* x, int64_t stride, const T* residual, int64_t residual_stride, const Groups& groups,
+                  T* sum) {
+  Threads::for_each(groups, [&](int64_t begin, int64_t n) {
+    for_each_pack<AccOf<T>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       for (int r = 0; r < kCount; ++r) {
-        s.of[0][r][part] = s.of[0][r][part] + load_row<T, scaled>(x + r * stride + j, lanes);
+        const auto v = load<T>(x + r * stride + j, lanes) + load<T>(residual + r * residual_stride + j, lanes);
+        store<T, false>(sum + r * groups.cols + j, v, lanes);
       }
     });
-    return s.total();
   });
-  Acc mean[kCount];
-  for (int r = 0; r < kCount; ++r) mean[r] = groups.mean<Acc>(sums.of[0][r]);
+}
+
+// kCount rows, the first at x.
+template <class Threads, int kCount, int kParts, bool scaled, class T>
+Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups& groups, double eps, bool rms) {
+  using Acc = AccOf<T>;
+  Statistics<Acc, kCount> stats;
+  Acc mean[kCount] = {};
+  if (!rms) {
+    const auto sums = Threads::template sum<Sums<kCount, 1>>(groups, [&](int64_t begin, int64_t n) {
+      Accumulators<Acc, kCount, 1, kParts> s;
+      for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+        for (int r = 0; r < kCount; ++r) {
+          s.of[0][r][part] = s.of[0][r][part] + load_row<T, scaled>(x + r * stride + j, lanes);
+        }
+      });
+      return s.total();
+    });
+    for (int r = 0; r < kCount; ++r) mean[r] = groups.mean<Acc>(sums.of[0][r]);
+  }
   const auto deviations = Threads::template sum<Sums<kCount, 2>>(groups, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, 2, kParts> s;
     for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
@@ -54,7 +70,7 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups
     return s.total();
   });
   for (int r = 0; r < kCount; ++r) {
-    const double correction = groups.mean<Acc>(deviations.of[0][r]);
+    const double correction = rms ? 0 : groups.mean<Acc>(deviations.of[0][r]);
     double variance = groups.mean<Acc>(deviations.of[1][r]) - correction * correction;
     variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
     // Scaled, eps itself may be too small a number for a double; its root is not.
@@ -70,12 +86,12 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups
 
 template <class Threads, int kCount, bool scaled, bool past, class T, class W>
 void normalize(const T* x, int64_t stride, const Groups& groups, const Statistics<AccOf<T>, kCount>& stats, bool fetch,
-               const W* weight, const W* bias, T* y) {
+               const W* weight, AccOf<T> centre, const W* bias, T* y) {
   using Acc = AccOf<T>;
   Threads::for_each(groups, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, b;
-      if (weight) w = load<T>(weight + j, lanes);
+      if (weight) w = load_weight<T>(weight, centre, j, lanes);
       if (bias) b = load<T>(bias + j, lanes);
       for (int r = 0; r < kCount; ++r) {
         const auto d = load_row<T, scaled>(x + r * stride + j, lanes) - stats.mean[r] - stats.correction[r];
@@ -96,40 +112,54 @@ void normalize(const T* x, int64_t stride, const Groups& groups, const Statistic
   });
 }
 
-// kCount rows from row r on.
+// kCount rows from row r on, which lie at x.
 template <class Threads, int kCount, int kParts, class T, class W>
-void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
+void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r, const T* x, int64_t stride) {
   using Acc = AccOf<T>;
-  const T* x = static_cast<const T*>(p.input) + r * p.input_stride;
   const W* weight = static_cast<const W*>(p.weight);
+  const Acc centre = p.zero_centered_weight;
   const W* bias = static_cast<const W*>(p.bias);
   T* y = static_cast<T*>(p.output) + r * p.cols;
-  Acc* mean = static_cast<Acc*>(p.mean) + r;
+  Acc* mean = p.mean ? static_cast<Acc*>(p.mean) + r : nullptr;
   Acc* rstd = static_cast<Acc*>(p.rstd) + r;
 
-  const bool fetch = is_worth_fetching<T>(p.rows, p.cols, kCount);
+  const bool fetch = !p.residual && is_worth_fetching<T>(p.rows, p.cols, kCount);
   const bool past = kCount == 1 && belongs_past_caches(static_cast<const T*>(p.output), p.rows, p.cols);
-  const auto stats = statistics<Threads, kCount, kParts, false>(x, p.input_stride, groups, p.eps);
+  const auto stats = statistics<Threads, kCount, kParts, false>(x, stride, groups, p.eps, p.rms);
   bool finite = true;
   for (int k = 0; k < kCount; ++k) finite &= stats.finite[k];
   if (finite) {
     if (past) {
-      normalize<Threads, kCount, false, kCount == 1>(x, p.input_stride, groups, stats, fetch, weight, bias, y);
+      normalize<Threads, kCount, false, kCount == 1>(x, stride, groups, stats, fetch, weight, centre, bias, y);
     } else {
-      normalize<Threads, kCount, false, false>(x, p.input_stride, groups, stats, fetch, weight, bias, y);
+      normalize<Threads, kCount, false, false>(x, stride, groups, stats, fetch, weight, centre, bias, y);
     }
     for (int k = 0; k < kCount; ++k) {
-      mean[k] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
+      if (mean) mean[k] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
       rstd[k] = stats.rstd[k];
     }
   } else if constexpr (kCount > 1) {
-    for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kParts, T, W>(p, groups, r + k);
+    for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kParts, T, W>(p, groups, r + k, x + k * stride, stride);
   } else {  // a sum has overflowed, or the row holds NaN or infinity and gives NaN again
     constexpr Acc s = kScale<Acc>;
-    const auto scaled = statistics<Threads, 1, kParts, true>(x, p.input_stride, groups, p.eps);
-    normalize<Threads, 1, true, false>(x, p.input_stride, groups, scaled, fetch, weight, bias, y);
-    *mean = static_cast<Acc>((double(*scaled.mean) + *scaled.correction) / s);
+    const auto scaled = statistics<Threads, 1, kParts, true>(x, stride, groups, p.eps, p.rms);
+    normalize<Threads, 1, true, false>(x, stride, groups, scaled, fetch, weight, centre, bias, y);
+    if (mean) *mean = static_cast<Acc>((double(*scaled.mean) + *scaled.correction) / s);
     *rstd = *scaled.rstd * s;
+  }
+}
+
+// Those of the input, or of its sum with the residual.
+template <class Threads, int kCount, int kParts, class T, class W>
+void forward_rows(const ForwardParams& p, const Groups& groups, int64_t r) {
+  const T* x = static_cast<const T*>(p.input) + r * p.input_stride;
+  if (p.residual) {
+    T* sum = static_cast<T*>(p.sum) + r * p.cols;
+    const T* residual = static_cast<const T*>(p.residual) + r * p.residual_stride;
+    add_residual<Threads, kCount>(x, p.input_stride, residual, p.residual_stride, groups, sum);
+    forward_rows<Threads, kCount, kParts, T, W>(p, groups, r, sum, p.cols);
+  } else {
+    forward_rows<Threads, kCount, kParts, T, W>(p, groups, r, x, p.input_stride);
   }
 }
 

@@ -226,11 +226,11 @@ inline Pack<AccOf<T>> load_row(const T* x, Lanes lanes) {
   return v;
 }
 
-// Ones where there is no weight.
+// Ones where there is no weight. A zero-centred one is kept less 1, its centre.
 template <class T, class W, class Lanes>
-inline Pack<AccOf<T>> load_weight(const W* weight, int64_t j, Lanes lanes) {
+inline Pack<AccOf<T>> load_weight(const W* weight, AccOf<T> centre, int64_t j, Lanes lanes) {
   if (!weight) return {part_a(AccOf<T>(1)), part_b(AccOf<T>(1))};
-  return load<T>(weight + j, lanes);
+  return load<T>(weight + j, lanes) + centre;
 }
 
 }  // namespace

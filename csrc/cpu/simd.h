@@ -91,6 +91,10 @@ template <class Acc, class Y>
 inline Pack<Acc> operator-(const Pack<Acc>& x, const Y& y) {
   return {x.a - part_a(y), x.b - part_b(y)};
 }
+template <class Acc>
+inline Pack<Acc> operator/(const Pack<Acc>& x, const Pack<Acc>& y) {
+  return {x.a / y.a, x.b / y.b};
+}
 template <class Acc, class Y>
 inline Pack<Acc> operator*(const Pack<Acc>& x, const Y& y) {
   return {x.a * part_a(y), x.b * part_b(y)};

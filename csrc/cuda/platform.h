@@ -22,13 +22,16 @@ class Launching {
   ~Launching() { emulator::clear_buffers(); }
 #endif
 
-  // The data of a tensor that kernels only read, and of one that they fill; null for an undefined one. The
-  // emulator learns their extents here, and calls them `name` in its reports.
+  // The data of a tensor that kernels only read, of one that they fill, and of one that they change; null for an
+  // undefined one. The emulator learns their extents here, and calls them `name` in its reports.
   const void* input(const at::Tensor& tensor, const char* name) const {
-    return tensor.defined() ? known(tensor.const_data_ptr(), tensor, name, true) : nullptr;
+    return tensor.defined() ? known(tensor.const_data_ptr(), tensor, name, Use::kInput) : nullptr;
   }
   void* output(const at::Tensor& tensor, const char* name) const {
-    return tensor.defined() ? known(tensor.mutable_data_ptr(), tensor, name, false) : nullptr;
+    return tensor.defined() ? known(tensor.mutable_data_ptr(), tensor, name, Use::kOutput) : nullptr;
+  }
+  void* in_out(const at::Tensor& tensor, const char* name) const {
+    return tensor.defined() ? known(tensor.mutable_data_ptr(), tensor, name, Use::kInOut) : nullptr;
   }
 
   // A cudaStream_t, without CUDA's headers.
@@ -40,16 +43,21 @@ class Launching {
   }
 
  private:
+#if defined(LAYERNORM_EMULATE)
+  using Use = emulator::Contents;
+#else
+  enum class Use { kInput, kOutput, kInOut };
+#endif
+
   template <class Data>
-  static Data* known(Data* data, const at::Tensor& tensor, const char* name, bool is_input) {
+  static Data* known(Data* data, const at::Tensor& tensor, const char* name, Use use) {
 #if defined(LAYERNORM_EMULATE)
     if (tensor.numel() == 0) return data;
     size_t last = 0;  // offset of the last element
     for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-    emulator::register_buffer(data, (last + 1) * tensor.element_size(), name,
-                              is_input ? emulator::Contents::kInput : emulator::Contents::kOutput);
+    emulator::register_buffer(data, (last + 1) * tensor.element_size(), name, use);
 #else
-    static_cast<void>(tensor), static_cast<void>(name), static_cast<void>(is_input);
+    static_cast<void>(tensor), static_cast<void>(name), static_cast<void>(use);
 #endif
     return data;
   }
