@@ -33,7 +33,7 @@ struct ForwardParams {
   void* mean;                 // [rows] of Acc; null for RMSNorm
   void* rstd;                 // [rows] of Acc
   bool rms;                   // RMSNorm
-  bool zero_centered_weight;  // the weight, if there is one, is `weight` + 1
+  bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
   Dtype dtype;
   Dtype param_dtype;
   void* stream;  // a cudaStream_t; unused on a CPU
@@ -57,7 +57,7 @@ struct BackwardParams {
   void* grad_bias;            // [cols] of param_dtype; null: not wanted
   void* workspace;            // backward_workspace() bytes, aligned like any tensor
   bool rms;                   // RMSNorm
-  bool zero_centered_weight;  // the weight, if there is one, is `weight` + 1
+  bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
   bool from_output;           // input is forward's output instead: xhat = (input - bias) / weight
   Dtype dtype;
   Dtype param_dtype;

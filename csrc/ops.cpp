@@ -245,7 +245,7 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   check_weight_divides(weight, variant);
   if (in_place) {
     at::assert_no_internal_overlap(*residual);
-    at::assert_no_partial_overlap(*residual, input);
+    at::assert_no_overlap(*residual, input);
   }
   const Launching on(input);
   const Extents extents(input, normalized_shape.size());
@@ -280,7 +280,7 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   params.mean = on.output(mean, "mean");
   params.rstd = on.output(rstd, "rstd");
   params.rms = variant.rms;
-  params.zero_centered_weight = variant.zero_centered_weight;
+  params.zero_centered_weight = w.defined() && variant.zero_centered_weight;
   params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(parameter_type(input, weight, bias));
   params.stream = on.stream();
@@ -329,7 +329,7 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
   params.grad_weight = on.output(grad_weight, "grad_weight");
   params.grad_bias = on.output(grad_bias, "grad_bias");
   params.rms = variant.rms;
-  params.zero_centered_weight = variant.zero_centered_weight;
+  params.zero_centered_weight = w.defined() && variant.zero_centered_weight;
   params.from_output = variant.memory_efficient;
   params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(param_type);

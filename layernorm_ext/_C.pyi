@@ -9,4 +9,17 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-05,
 ) -> Tensor: ...
+def norm(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    zero_centered_weight: bool,
+    memory_efficient: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor | None]: ...
 def cpu_capability() -> str: ...

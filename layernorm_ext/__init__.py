@@ -7,8 +7,18 @@ _locate.check_torch()
 
 from importlib.metadata import version as _version
 
-from .functional import layer_norm
-from .modules import LayerNorm, LazyLayerNorm
+from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
 
-__all__ = ["LayerNorm", "LazyLayerNorm", "layer_norm"]
+__all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "LayerNorm",
+    "LazyLayerNorm",
+    "RMSNorm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "rms_norm",
+]
 __version__ = _version("layernorm-ext")

@@ -1,8 +1,8 @@
-"""The functional form of layer normalization."""
+"""The functional forms of the normalizations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._ops import _C
 
-__all__ = ["layer_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 def layer_norm(
@@ -19,6 +19,9 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    zero_centered_weight: bool = False,
+    memory_efficient: bool = False,
 ) -> Tensor:
     r"""Normalize over the last dimensions, as :func:`torch.nn.functional.layer_norm` does.
 
@@ -36,13 +39,18 @@ def layer_norm(
             input. Ones if ``None``.
         bias: Like ``weight``, and of its dtype. Zeros if ``None``.
         eps: Added to the variance.
+        zero_centered_weight: Whether to multiply by ``weight + 1``, rounded to no 16-bit number in between, as models
+            do whose weight is kept as its difference from one.
+        memory_efficient: Whether to keep the output for backward instead of the input. See :class:`LayerNorm`.
 
     Returns:
         A contiguous tensor of the shape and dtype of ``input``.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: ``input`` is of an unsupported dtype.
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or, with
+            ``memory_efficient`` and gradients recorded, a weight is smaller than :math:`2^{-16}`.
+        NotImplementedError: ``input`` is of an unsupported dtype. Or, with ``memory_efficient``, the derivative of a
+            backward pass is asked for.
 
     Note:
         Sums are kept in float32 (float64 for float64 input). The error in float32 is at most
@@ -58,37 +66,238 @@ def layer_norm(
         >>> layer_norm(x, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
+    variant = zero_centered_weight or memory_efficient
     # The compiled entry is quick but can be neither traced by torch.compile nor overridden by __torch_function__.
-    if torch.compiler.is_compiling() or has_torch_function_variadic(input, weight, bias):
-        return _layer_norm_general(input, normalized_shape, weight, bias, eps)
-    return _C.layer_norm(input, normalized_shape, weight, bias, eps)
+    if not (variant or torch.compiler.is_compiling() or has_torch_function_variadic(input, weight, bias)):
+        return _C.layer_norm(input, normalized_shape, weight, bias, eps)
+    options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+    if _is_overridden(input, weight, bias):
+        options = options if variant else {}  # whoever overrides it may know torch's arguments only
+        arguments = {"weight": weight, "bias": bias, "eps": eps, **options}
+        return _overridden(layer_norm, (input, weight, bias), input, normalized_shape, **arguments)
+    return _norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
 
 
-def _layer_norm_general(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered_weight: bool = False,
 ) -> Tensor:
-    if _is_jagged(input):
-        return _layer_norm_jagged(input, normalized_shape, weight, bias, eps)
-    if has_torch_function_variadic(input, weight, bias):
-        tensors = (input, weight, bias)
-        return handle_torch_function(layer_norm, tensors, input, normalized_shape, weight=weight, bias=bias, eps=eps)
-    return torch.ops.layernorm.forward(input, normalized_shape, weight, bias, eps)[0]
+    r"""Divide by the root mean square over the last dimensions, as :func:`torch.nn.functional.rms_norm` does.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
+
+    Source: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
+            float16 or bfloat16.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
+            input. Ones if ``None``.
+        eps: Added to the mean square. If ``None``, as torch has it, ``torch.finfo(dtype).eps`` of the dtype that sums
+            are kept in: float64 for a float64 input, else float32.
+        zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
+        NotImplementedError: ``input`` is of an unsupported dtype.
+
+    Note:
+        All that is said of :func:`layer_norm` holds: its precision, its independence of other rows, its derivatives.
+
+    Example:
+        >>> x = torch.randn(2, 3, 8)
+        >>> rms_norm(x, (8,), torch.ones(8)).shape
+        torch.Size([2, 3, 8])
+    """
+    if _is_overridden(input, weight):
+        options = {"zero_centered_weight": True} if zero_centered_weight else {}
+        return _overridden(rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, **options)
+    options = {"rms": True, "zero_centered_weight": zero_centered_weight}
+    return _norm(input, None, normalized_shape, weight, None, _rms_eps(input, eps), **options)[0]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_weight: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Add a residual and normalize the sum over the last dimensions, in one pass over both.
+
+    .. math::
+        s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
+        \mathrm{bias}
+
+    ``s`` is rounded to the dtype of ``input``, and ``y`` computed from what it was rounded to: the results, and their
+    gradients, are those of ``s = input + residual; layer_norm(s, ...)``, for two thirds of the memory traffic. Source:
+    Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+
+    Args:
+        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
+            float16 or bfloat16.
+        residual: Tensor of the shape and dtype of ``input``.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
+            input. Ones if ``None``.
+        bias: Like ``weight``, and of its dtype. Zeros if ``None``.
+        eps: Added to the variance.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+        inplace: Whether to write the sum over ``residual``, which is returned, instead of into a new tensor.
+
+    Returns:
+        Output and sum, each of the shape and dtype of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or
+            ``residual`` cannot be changed in place, because it is a leaf that requires grad, or a view and gradients
+            are recorded, or because several of its elements share memory.
+        NotImplementedError: ``input`` is of an unsupported dtype.
+
+    Note:
+        All that is said of :func:`layer_norm` holds: its precision, its independence of other rows, its derivatives.
+
+    Example:
+        >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        >>> output, residual = add_layer_norm(x, residual, (8,), torch.ones(8), torch.zeros(8))
+        >>> output.shape
+        torch.Size([2, 3, 8])
+    """
+    options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+    if _is_overridden(input, residual, weight, bias):
+        options |= {"weight": weight, "bias": bias, "eps": eps}
+        tensors = (input, residual, weight, bias)
+        return _overridden(add_layer_norm, tensors, input, residual, normalized_shape, **options)
+    return _norm(input, residual, normalized_shape, weight, bias, eps, **options)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered_weight: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Add a residual and divide the sum by its root mean square over the last dimensions, in one pass over both.
+
+    .. math::
+        s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
+
+    What :func:`add_layer_norm` is to :func:`layer_norm`, to :func:`rms_norm`. Source: Zhang and Sennrich, `Root Mean
+    Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
+            float16 or bfloat16.
+        residual: Tensor of the shape and dtype of ``input``.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
+            input. Ones if ``None``.
+        eps: Added to the mean square; if ``None``, as in :func:`rms_norm`.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+        inplace: Whether to write the sum over ``residual``, which is returned, instead of into a new tensor.
+
+    Returns:
+        Output and sum, each of the shape and dtype of ``input``.
+
+    Raises:
+        RuntimeError: As :func:`add_layer_norm`.
+        NotImplementedError: ``input`` is of an unsupported dtype.
+
+    Example:
+        >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        >>> output, residual = add_rms_norm(x, residual, (8,), torch.ones(8))
+        >>> output.shape
+        torch.Size([2, 3, 8])
+    """
+    options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+    if _is_overridden(input, residual, weight):
+        options |= {"weight": weight, "eps": eps}
+        return _overridden(add_rms_norm, (input, residual, weight), input, residual, normalized_shape, **options)
+    return _norm(input, residual, normalized_shape, weight, None, _rms_eps(input, eps), rms=True, **options)
+
+
+def _norm(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool = False,
+    zero_centered_weight: bool = False,
+    memory_efficient: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output and, if there is a residual, the sum, of any member of the family."""
+    arguments = (input, residual, normalized_shape, weight, bias, eps)
+    variant = {"rms": rms, "zero_centered_weight": zero_centered_weight}
+    if not torch.compiler.is_compiling():
+        return _C.norm(*arguments, **variant, memory_efficient=memory_efficient, in_place=inplace)
+    if inplace:
+        return torch.ops.layernorm.norm_forward_(*arguments, **variant)[0], residual
+    if residual is None and not (memory_efficient or any(variant.values())):
+        return torch.ops.layernorm.forward(input, normalized_shape, weight, bias, eps)[0], None
+    return torch.ops.layernorm.norm_forward(*arguments, **variant, memory_efficient=memory_efficient)[:2]
+
+
+def _rms_eps(input: Tensor, eps: float | None) -> float:
+    if eps is None:
+        return torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+    return eps
+
+
+def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:
+    return has_torch_function_variadic(input, *others) or _is_jagged(input)
 
 
 def _is_jagged(input: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass is asked for layer_norm alone
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass is asked for the function alone
         return isinstance(input, Tensor) and input.is_nested and input.layout == torch.jagged
 
 
-def _layer_norm_jagged(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    """Normalize the rows of a jagged tensor, which lie one after the other in ``input.values()``."""
+def _overridden(
+    function: Callable, tensors: tuple[Tensor | None, ...], input: Tensor, *arguments: object, **options: object
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Have ``__torch_function__`` of one of the tensors do it, or do it to the values of jagged ones."""
+    if not _is_jagged(input):
+        return handle_torch_function(function, tensors, input, *arguments, **options)
+
+    normalized_shape = arguments[-1]
     if input._ragged_idx != 1 or len(normalized_shape) > input.dim() - 2:
         raise RuntimeError(
             f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with only regular dimensions "
             f"among the last {len(normalized_shape)}, and the ragged one second, but got input of size"
             f"{list(input.shape)}"
         )
-    values = layer_norm(input.values(), normalized_shape, weight, bias, eps)
-    return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths())
+
+    def jagged(values: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths())
+
+    if len(arguments) == 1:
+        return jagged(function(input.values(), normalized_shape, **options))
+    residual = arguments[0]
+    if not _is_jagged(residual) or residual.shape != input.shape:
+        raise RuntimeError(
+            "Expected residual to be jagged as input is, with its offsets, but got residual of size"
+            f"{list(residual.shape)} and input of size{list(input.shape)}"
+        )
+    output, total = function(input.values(), residual.values(), normalized_shape, **options)
+    return jagged(output), jagged(total)

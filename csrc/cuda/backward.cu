@@ -2,6 +2,9 @@
 //
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))      dweight = sum of dy * xhat over the rows      dbias = of dy
 //
+// and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. Where forward has also returned x as a sum,
+// the gradient of that is added to dx.
+//
 // Short rows: blocks take rows in turn. The threads that share a row hold it in registers, so that x and dy come from
 // memory once; each adds up dweight and dbias of its columns over the rows it sees, and leaves them in the workspace,
 // whose rows a second kernel adds up in order: 3 * rows * cols * sizeof(T) bytes are moved, and no atomic operation
@@ -10,7 +13,7 @@
 // Exactness is that of the CPU kernels (cpu/backward.cpp): the saved mean is rounded, so that the average of xhat is
 // not 0; a third sum finds it, and it is taken off before xhat is used.
 //
-// Source: Ba et al. 2016, arXiv:1607.06450.
+// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <algorithm>
 
 #include "../dtypes.h"
@@ -32,7 +35,7 @@ struct Statistics {
 
   // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
   __device__ __forceinline__ Statistics(const BackwardParams& p, int64_t row) {
-    mean = static_cast<const Acc*>(p.mean)[row];
+    if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
     rstd = static_cast<const Acc*>(p.rstd)[row];
     const bool is_huge = rstd < Acc(0x1p-60);
     scale = is_huge ? kScale<Acc> : 1;
@@ -41,6 +44,39 @@ struct Statistics {
   }
   __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
 };
+
+// xhat of a vector of x, or recovered from one of the output: less `shift`, and 0 for columns that do not exist.
+template <class T, class W, int kCount, class Acc>
+__device__ __forceinline__ void normalize(Acc (&xhat)[kCount], const Vector<T, kCount>& x, const Vector<W, kCount>& w,
+                                          const BackwardParams& p, const Statistics<Acc>& row, Acc shift,
+                                          Columns columns) {
+  if (p.from_output) {
+    Vector<W, kCount> b;
+    load_or(b, static_cast<const W*>(p.bias), columns, W(0.0f));
+    const Acc centre = p.zero_centered_weight ? 1 : 0;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const Acc v = static_cast<Acc>(x.of[e]) - static_cast<Acc>(b.of[e]);
+      xhat[e] = e < columns.valid ? v / (static_cast<Acc>(w.of[e]) + centre) - shift : 0;
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) xhat[e] = row.xhat(x.of[e], shift);
+  }
+}
+
+// g = dy * weight.
+template <class T, class W, int kCount, class Acc>
+__device__ __forceinline__ void multiply(Acc (&g)[kCount], const Vector<T, kCount>& dy, const Vector<W, kCount>& w,
+                                         bool zero_centered) {
+  if (zero_centered) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) g[e] = static_cast<Acc>(dy.of[e]) * (static_cast<Acc>(w.of[e]) + 1);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) g[e] = static_cast<Acc>(dy.of[e]) * static_cast<Acc>(w.of[e]);
+  }
+}
 
 // What the gradients need to know of a row besides.
 template <class Acc>
@@ -51,10 +87,22 @@ struct Means {
 };
 
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Its first difference is exactly 0 if g is the same in the whole
-// row, as it is for the sum of the outputs, or for one column.
-template <class Acc>
-__device__ __forceinline__ Acc grad_input(Acc g, Acc xhat, const Means<Acc>& means, const Statistics<Acc>& row) {
-  return fma(xhat, -means.g_xhat, g - means.g) * (row.rstd * row.scale);
+// row, as it is for the sum of the outputs, or for one column. Of a vector, from g.
+template <class T, int kCount, class Acc>
+__device__ __forceinline__ Vector<T, kCount> grad_input(Acc (&g)[kCount], const Acc (&xhat)[kCount],
+                                                        const Means<Acc>& means, const Statistics<Acc>& statistics,
+                                                        const BackwardParams& p, int64_t row, Columns columns) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    g[e] = fma(xhat[e], -means.g_xhat, g[e] - means.g) * (statistics.rstd * statistics.scale);
+  }
+  if (p.grad_sum) {
+    Vector<T, kCount> dsum;
+    load<Cache::kPastL1>(dsum, static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride, columns);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) g[e] += static_cast<Acc>(dsum.of[e]);
+  }
+  return rounded<T>(g);
 }
 
 // Three sums over the threads of a tile. Double-buffered, by `phase`: one barrier a row.
@@ -149,18 +197,21 @@ __global__ void __launch_bounds__(Tile::kBlock) backward_in_registers(const Back
           const Columns columns = place.template columns<kCount>(i, cols, aligned);
           Vector<W, kCount> w;
           load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
+          Acc xhat[kCount], g[kCount];
+          normalize(xhat, x[i], w, p, statistics, Acc(0), columns);
+          multiply(g, dy[i], w, p.zero_centered_weight);
           for_each_valid<kCount>(columns, [&](int e) {
-            const Acc xhat = statistics.xhat(x[i].of[e], 0);
-            const Acc g = static_cast<Acc>(dy[i].of[e]) * static_cast<Acc>(w.of[e]);
-            sums[0] += xhat;
-            sums[1] += g;
-            sums[2] = fma(g, xhat, sums[2]);
+            sums[0] += xhat[e];
+            sums[1] += g[e];
+            sums[2] = fma(g[e], xhat[e], sums[2]);
           });
         }
         sum_tile<Tile>(sums, place, phase);
         phase ^= 1;
-        means.xhat = sums[0] / static_cast<int>(p.cols);
-        means.g = sums[1] / static_cast<int>(p.cols);
+        if (!p.rms) {
+          means.xhat = sums[0] / static_cast<int>(p.cols);
+          means.g = sums[1] / static_cast<int>(p.cols);
+        }
         means.g_xhat = sums[2] / static_cast<int>(p.cols) - means.xhat * means.g;
       }
 #pragma unroll
@@ -170,24 +221,20 @@ __global__ void __launch_bounds__(Tile::kBlock) backward_in_registers(const Back
           for (int e = 0; e < kCount; ++e) db[i][e] += static_cast<Acc>(dy[i].of[e]);
         }
         if (!needs_x) continue;
+        const Columns columns = place.template columns<kCount>(i, cols, aligned);
+        Vector<W, kCount> w;
+        if (p.grad_input || p.from_output) load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
         Acc xhat[kCount];
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) xhat[e] = statistics.xhat(x[i].of[e], means.xhat);
+        normalize(xhat, x[i], w, p, statistics, means.xhat, columns);
         if (p.grad_weight) {
 #pragma unroll
           for (int e = 0; e < kCount; ++e) dw[i][e] = fma(static_cast<Acc>(dy[i].of[e]), xhat[e], dw[i][e]);
         }
         if (p.grad_input) {
-          const Columns columns = place.template columns<kCount>(i, cols, aligned);
-          Vector<W, kCount> w;
-          load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
-          Acc dx[kCount];
-#pragma unroll
-          for (int e = 0; e < kCount; ++e) {
-            const Acc g = static_cast<Acc>(dy[i].of[e]) * static_cast<Acc>(w.of[e]);
-            dx[e] = grad_input(g, xhat[e], means, statistics);
-          }
-          store(static_cast<T*>(p.grad_input) + row * p.cols, rounded<T>(dx), columns);
+          Acc g[kCount];
+          multiply(g, dy[i], w, p.zero_centered_weight);
+          store(static_cast<T*>(p.grad_input) + row * p.cols,
+                grad_input<T>(g, xhat, means, statistics, p, row, columns), columns);
         }
       }
     }
@@ -207,13 +254,14 @@ __global__ void __launch_bounds__(kSweepThreads)
   const T* const x_row = static_cast<const T*>(p.input) + row * p.input_stride;
   const T* const dy_row = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
   const Statistics<Acc> statistics(p, row);
-  const auto load_g = [&](Acc(&g)[kCount], Columns columns) {
-    Vector<T, kCount> dy;
+  const auto load_row = [&](Acc(&xhat)[kCount], Acc(&g)[kCount], Acc shift, Columns columns) {
+    Vector<T, kCount> x, dy;
     Vector<W, kCount> w;
+    load(x, x_row, columns);
     load(dy, dy_row, columns);
     load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) g[e] = static_cast<Acc>(dy.of[e]) * static_cast<Acc>(w.of[e]);
+    normalize(xhat, x, w, p, statistics, shift, columns);
+    multiply(g, dy, w, p.zero_centered_weight);
   };
 
   Acc run[3] = {};
@@ -221,15 +269,12 @@ __global__ void __launch_bounds__(kSweepThreads)
   sweep<kCount>(
       p.cols, aligned,
       [&](Columns columns) {
-        Vector<T, kCount> x;
-        Acc g[kCount];
-        load(x, x_row, columns);
-        load_g(g, columns);
+        Acc xhat[kCount], g[kCount];
+        load_row(xhat, g, Acc(0), columns);
         for_each_valid<kCount>(columns, [&](int e) {
-          const Acc xhat = statistics.xhat(x.of[e], 0);
-          run[0] += xhat;
+          run[0] += xhat[e];
           run[1] += g[e];
-          run[2] = fma(g[e], xhat, run[2]);
+          run[2] = fma(g[e], xhat[e], run[2]);
         });
       },
       [&] {
@@ -237,7 +282,8 @@ __global__ void __launch_bounds__(kSweepThreads)
         for (int k = 0; k < 3; ++k) sums[k] += run[k], run[k] = 0;
       });
   sum_block(sums);
-  const double cols = static_cast<double>(p.cols), xhat_mean = sums[0] / cols, g_mean = sums[1] / cols;
+  const double cols = static_cast<double>(p.cols);
+  const double xhat_mean = p.rms ? 0 : sums[0] / cols, g_mean = p.rms ? 0 : sums[1] / cols;
   const Means<Acc> means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
                             static_cast<Acc>(sums[2] / cols - xhat_mean * g_mean)};
   if (threadIdx.x == 0) xhat_means[row] = means.xhat;
@@ -245,15 +291,10 @@ __global__ void __launch_bounds__(kSweepThreads)
   sweep<kCount>(
       p.cols, aligned,
       [&](Columns columns) {
-        Vector<T, kCount> x;
-        Acc g[kCount], dx[kCount];
-        load(x, x_row, columns);
-        load_g(g, columns);
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-          dx[e] = grad_input(g[e], statistics.xhat(x.of[e], means.xhat), means, statistics);
-        }
-        store(static_cast<T*>(p.grad_input) + row * p.cols, rounded<T>(dx), columns);
+        Acc xhat[kCount], g[kCount];
+        load_row(xhat, g, means.xhat, columns);
+        store(static_cast<T*>(p.grad_input) + row * p.cols, grad_input<T>(g, xhat, means, statistics, p, row, columns),
+              columns);
       },
       [] {});
 }
@@ -262,7 +303,7 @@ constexpr int kColumnThreads = 128;
 
 // Each thread has a vector of columns, each blockIdx.y a part of the rows: dweight and dbias of these, as
 // backward_in_registers leaves them.
-template <class T>
+template <class T, class W>
 __global__ void __launch_bounds__(kColumnThreads)
     sum_columns(const BackwardParams p, const AccOf<T>* const xhat_means, const bool aligned) {
   using Acc = AccOf<T>;
@@ -270,6 +311,8 @@ __global__ void __launch_bounds__(kColumnThreads)
   const int64_t begin = (int64_t{blockIdx.x} * kColumnThreads + threadIdx.x) * kCount, valid = p.cols - begin;
   if (valid <= 0) return;
   const Columns columns{begin, static_cast<int>(min(valid, int64_t{kCount})), aligned};
+  Vector<W, kCount> w;
+  load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
   double dweight[kCount] = {}, dbias[kCount] = {};
   int64_t row = p.rows * blockIdx.y / gridDim.y;
   const int64_t end = p.rows * (blockIdx.y + 1) / gridDim.y;
@@ -283,10 +326,10 @@ __global__ void __launch_bounds__(kColumnThreads)
       if (!p.grad_weight) continue;
       const Statistics<Acc> statistics(p, row);
       load(x, static_cast<const T*>(p.input) + row * p.input_stride, columns);
+      Acc xhat[kCount];
+      normalize(xhat, x, w, p, statistics, xhat_means[row], columns);
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        dw[e] = fma(static_cast<Acc>(dy.of[e]), statistics.xhat(x.of[e], xhat_means[row]), dw[e]);
-      }
+      for (int e = 0; e < kCount; ++e) dw[e] = fma(static_cast<Acc>(dy.of[e]), xhat[e], dw[e]);
     }
 #pragma unroll
     for (int e = 0; e < kCount; ++e) dweight[e] += dw[e], dbias[e] += db[e];
@@ -366,7 +409,8 @@ void backward(const BackwardParams& p) {
     using Acc = AccOf<T>;
     const bool aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
                          is_aligned<T>(p.grad_output, p.grad_output_stride) && is_aligned<T>(p.grad_input, p.cols) &&
-                         is_aligned<W>(p.weight, 0);
+                         is_aligned<T>(p.grad_sum, p.grad_sum_stride) && is_aligned<W>(p.weight, 0) &&
+                         is_aligned<W>(p.bias, 0);
     const auto stream = static_cast<Stream>(p.stream);
     const int64_t partials = num_partials<T, W>(p);
     const unsigned parts = static_cast<unsigned>(partials);
@@ -383,8 +427,8 @@ void backward(const BackwardParams& p) {
       }
       if (p.grad_weight || p.grad_bias) {
         const int64_t blocks = ceil_div(p.cols, kColumnThreads * kVectorSize<T>);
-        launch({dim3(static_cast<unsigned>(blocks), parts), kColumnThreads, 0, stream}, sum_columns<T>, p, xhat_means,
-               aligned);
+        launch({dim3(static_cast<unsigned>(blocks), parts), kColumnThreads, 0, stream}, sum_columns<T, W>, p,
+               xhat_means, aligned);
       }
     }
     if (!p.grad_weight && !p.grad_bias) return;

@@ -1,4 +1,4 @@
-// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols], on a GPU.
+// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols], on a GPU. RMSNorm's mean is 0.
 //
 // Short rows: a few threads (of one warp, or of a block) hold a row in registers; 2 * rows * cols * sizeof(T) bytes are
 // moved, the least there is. Long rows: a block sweeps the row three times (mean; variance; output).
@@ -8,13 +8,56 @@
 // registers, each warp has a mean of its own, and their moments are merged by the formula of Chan, Golub and LeVeque,
 // which takes one exchange between the warps.
 //
-// Sources: Ba et al. 2016, arXiv:1607.06450. Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
-// computing sample variances, 1979.
+// A residual is added to a row as it is loaded; another look at the row is one at the sum.
+//
+// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
+// Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
 #include "row.cuh"
 
 namespace layernorm::cuda {
 namespace {
+
+// Loads a vector of a row: of the input, or of its sum with the residual, which is made the first time.
+template <Cache cache, class T, int kCount>
+__device__ __forceinline__ void load_row(Vector<T, kCount>& v, const ForwardParams& p, int64_t row, Columns columns,
+                                         bool first) {
+  using Acc = AccOf<T>;
+  const T* const x = static_cast<const T*>(p.input) + row * p.input_stride;
+  if (!p.residual) {
+    load<cache>(v, x, columns);
+    return;
+  }
+  T* const sum = static_cast<T*>(p.sum) + row * p.cols;
+  if (!first) {
+    load(v, sum, columns);  // what this thread has stored
+    return;
+  }
+  Vector<T, kCount> residual;
+  load<cache>(v, x, columns);
+  load(residual, static_cast<const T*>(p.residual) + row * p.residual_stride, columns);  // may be the sum
+  Acc sums[kCount];
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) sums[e] = static_cast<Acc>(v.of[e]) + static_cast<Acc>(residual.of[e]);
+  v = rounded<T>(sums);
+  store(sum, v, columns);
+}
+
+// y = xhat * w + b, which are those of a vector.
+template <class T, class W, int kCount, class Acc>
+__device__ __forceinline__ Vector<T, kCount> scale_and_shift(Acc (&xhat)[kCount], const Vector<W, kCount>& w,
+                                                             const Vector<W, kCount>& b, bool zero_centered) {
+  if (zero_centered) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      xhat[e] = fma(xhat[e], static_cast<Acc>(w.of[e]) + 1, static_cast<Acc>(b.of[e]));
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) xhat[e] = fma(xhat[e], static_cast<Acc>(w.of[e]), static_cast<Acc>(b.of[e]));
+  }
+  return rounded<T>(xhat);
+}
 
 // Of some numbers: their mean is pivot + shift, where the pivot is one number of Acc and the shift what its rounding
 // has left out; the sum of the squares of their distances from the mean.
@@ -45,10 +88,10 @@ __device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& own, const Pla
 }
 
 // The moments of a row, of which this thread has `x`; that is left as x * scale less the pivot of this warp, which is
-// returned too.
+// returned too. Those of RMSNorm are about 0.
 template <class Tile, int kCount, class Acc>
 __device__ __forceinline__ Moments<Acc> moments(Acc (&x)[Tile::kVectors][kCount], Acc scale, const Place<Tile>& place,
-                                                int cols, bool aligned, Acc& own_pivot) {
+                                                int cols, bool aligned, bool rms, Acc& own_pivot) {
   Acc sums[2] = {};
   int count = 0;  // columns of this warp
 #pragma unroll
@@ -58,7 +101,7 @@ __device__ __forceinline__ Moments<Acc> moments(Acc (&x)[Tile::kVectors][kCount]
     count += place.columns_of_warp(place.warp, i, cols, kCount);
   }
   Moments<Acc> own;
-  own.pivot = own_pivot = sum_lanes<Tile::kLanes>(sums[0] + sums[1], place.lanes) / count;
+  own.pivot = own_pivot = rms ? 0 : sum_lanes<Tile::kLanes>(sums[0] + sums[1], place.lanes) / count;
   Acc distances[2] = {}, squares[2] = {};
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
@@ -68,7 +111,7 @@ __device__ __forceinline__ Moments<Acc> moments(Acc (&x)[Tile::kVectors][kCount]
       squares[e % 2] = fma(d, d, squares[e % 2]);
     });
   }
-  own.shift = sum_lanes<Tile::kLanes>(distances[0] + distances[1], place.lanes) / count;
+  own.shift = rms ? 0 : sum_lanes<Tile::kLanes>(distances[0] + distances[1], place.lanes) / count;
   own.squares = sum_lanes<Tile::kLanes>(squares[0] + squares[1], place.lanes) - count * own.shift * own.shift;
   if (own.squares < 0) own.squares = 0;  // written so that NaN stays NaN
   if constexpr (Tile::kWarps > 1) return merge<Tile, kCount>(own, place, cols);
@@ -89,7 +132,6 @@ __global__ void __launch_bounds__(Tile::kBlock) forward_in_registers(const Forwa
   const Place<Tile> place;
   const int64_t row = int64_t{blockIdx.x} * Tile::kRows + place.row;
   if (row >= p.rows) return;
-  const T* const x = static_cast<const T*>(p.input) + row * p.input_stride;
   T* const y = static_cast<T*>(p.output) + row * p.cols;
   const int cols = static_cast<int>(p.cols);
 
@@ -110,11 +152,11 @@ __global__ void __launch_bounds__(Tile::kBlock) forward_in_registers(const Forwa
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
       Vector<T, kCount> v;
-      load<Cache::kPastL1>(v, x, place.template columns<kCount>(i, cols, aligned));
+      load_row<Cache::kPastL1>(v, p, row, place.template columns<kCount>(i, cols, aligned), scale == 1);
 #pragma unroll
       for (int e = 0; e < kCount; ++e) d[i][e] = static_cast<Acc>(v.of[e]);
     }
-    row_moments = moments<Tile, kCount>(d, scale, place, cols, aligned, own_pivot);
+    row_moments = moments<Tile, kCount>(d, scale, place, cols, aligned, p.rms, own_pivot);
     if (row_moments.squares < kInfinity<Acc> || scale != 1) break;
     scale = kScale<Acc>;  // a sum has overflowed, or the row holds NaN or infinity and gives NaN again
     if constexpr (Tile::kWarps > 1) __syncthreads();
@@ -122,7 +164,8 @@ __global__ void __launch_bounds__(Tile::kBlock) forward_in_registers(const Forwa
 
   const Acc rstd = reciprocal_deviation(row_moments.squares / cols, static_cast<Acc>(p.eps), scale);
   if (place.thread == 0) {
-    static_cast<Acc*>(p.mean)[row] = (row_moments.pivot + row_moments.shift) * (scale == 1 ? 1 : 1 / kScale<Acc>);
+    const Acc mean = (row_moments.pivot + row_moments.shift) * (scale == 1 ? 1 : 1 / kScale<Acc>);
+    if (p.mean) static_cast<Acc*>(p.mean)[row] = mean;
     static_cast<Acc*>(p.rstd)[row] = rstd * scale;
   }
   // Added to d and not to d * rstd: for a constant row the sum is exactly 0.
@@ -132,10 +175,8 @@ __global__ void __launch_bounds__(Tile::kBlock) forward_in_registers(const Forwa
     const Columns columns = place.template columns<kCount>(i, cols, aligned);
     if (kBiasLater) load_or(b[i], static_cast<const W*>(p.bias), columns, W(0.0f));
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      d[i][e] = fma((d[i][e] + correction) * rstd, static_cast<Acc>(w[i].of[e]), static_cast<Acc>(b[i].of[e]));
-    }
-    store(y, rounded<T>(d[i]), columns);
+    for (int e = 0; e < kCount; ++e) d[i][e] = (d[i][e] + correction) * rstd;
+    store(y, scale_and_shift<T>(d[i], w[i], b[i], p.zero_centered_weight), columns);
   }
 }
 
@@ -144,7 +185,6 @@ __global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const Forward
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
   const int64_t row = blockIdx.x;
-  const T* const x = static_cast<const T*>(p.input) + row * p.input_stride;
   T* const y = static_cast<T*>(p.output) + row * p.cols;
   const double cols = static_cast<double>(p.cols);
 
@@ -157,13 +197,13 @@ __global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const Forward
         p.cols, aligned,
         [&](Columns columns) {
           Vector<T, kCount> v;
-          load(v, x, columns);
+          load_row<Cache::kAll>(v, p, row, columns, scale == 1);
 #pragma unroll
           for (int e = 0; e < kCount; ++e) sum = fma(static_cast<Acc>(v.of[e]), scale, sum);
         },
         [&] { sums[0] += sum, sum = 0; });
     sum_block(sums);
-    mean = static_cast<Acc>(sums[0] / cols);
+    mean = p.rms ? 0 : static_cast<Acc>(sums[0] / cols);
 
     double deviations[2] = {};
     Acc distance = 0, square = 0;
@@ -171,7 +211,7 @@ __global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const Forward
         p.cols, aligned,
         [&](Columns columns) {
           Vector<T, kCount> v;
-          load(v, x, columns);
+          load_row<Cache::kAll>(v, p, row, columns, false);
           for_each_valid<kCount>(columns, [&](int e) {
             const Acc d = fma(static_cast<Acc>(v.of[e]), scale, -mean);
             distance += d;
@@ -180,7 +220,7 @@ __global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const Forward
         },
         [&] { deviations[0] += distance, deviations[1] += square, distance = square = 0; });
     sum_block(deviations);
-    correction = deviations[0] / cols;
+    correction = p.rms ? 0 : deviations[0] / cols;
     variance = deviations[1] / cols - correction * correction;
     if (variance < 0) variance = 0;
     if (variance < kInfinity<Acc> || scale != 1) break;
@@ -189,7 +229,8 @@ __global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const Forward
 
   const Acc rstd = static_cast<Acc>(reciprocal_deviation<double>(variance, p.eps, scale));
   if (threadIdx.x == 0) {
-    static_cast<Acc*>(p.mean)[row] = static_cast<Acc>((mean + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>));
+    const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>);
+    if (p.mean) static_cast<Acc*>(p.mean)[row] = static_cast<Acc>(exact_mean);
     static_cast<Acc*>(p.rstd)[row] = rstd * scale;
   }
   const Acc rounded_correction = static_cast<Acc>(correction);
@@ -198,16 +239,15 @@ __global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const Forward
       [&](Columns columns) {
         Vector<T, kCount> v;
         Vector<W, kCount> w, b;
-        load(v, x, columns);
+        load_row<Cache::kAll>(v, p, row, columns, false);
         load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
         load_or(b, static_cast<const W*>(p.bias), columns, W(0.0f));
         Acc results[kCount];
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
-          const Acc d = fma(static_cast<Acc>(v.of[e]), scale, -mean) - rounded_correction;
-          results[e] = fma(d * rstd, static_cast<Acc>(w.of[e]), static_cast<Acc>(b.of[e]));
+          results[e] = (fma(static_cast<Acc>(v.of[e]), scale, -mean) - rounded_correction) * rstd;
         }
-        store(y, rounded<T>(results), columns);
+        store(y, scale_and_shift<T>(results, w, b, p.zero_centered_weight), columns);
       },
       [] {});
 }
@@ -221,6 +261,7 @@ void forward(const ForwardParams& p) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
     const bool aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
+                         is_aligned<T>(p.residual, p.residual_stride) && is_aligned<T>(p.sum, p.cols) &&
                          is_aligned<T>(p.output, p.cols) && is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
     const auto stream = static_cast<Stream>(p.stream);
     const bool is_short = with_tile<T, kLongestInRegisters>(p.cols, [&](auto tile) {
