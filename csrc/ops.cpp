@@ -422,7 +422,7 @@ Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& gr
                            Variant variant) {
   using Ops = Family<norm_forward_meta, norm_backward_meta>;
   const auto& [rms, zero_centered_weight, memory_efficient] = variant;
-  if (present(grad_sum) || rms || zero_centered_weight || memory_efficient) {
+  if (present(grad_sum) || !present(mean) || rms || zero_centered_weight || memory_efficient) {
     static const auto op = find<decltype(Ops::norm_backward)>(LAYERNORM_OPERATOR("norm_backward"));
     return op.call(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask, rms,
                    zero_centered_weight, memory_efficient);

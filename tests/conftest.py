@@ -17,6 +17,7 @@ class Backend:
 
     name: str
     device: str
+    ops: object  # the namespace of torch.ops
     forward: Callable  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
     backward: Callable  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask)
     layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
@@ -30,6 +31,7 @@ def installed(device):
     return Backend(
         name=device,
         device=device,
+        ops=torch.ops.layernorm,
         forward=torch.ops.layernorm.forward,
         backward=torch.ops.layernorm.backward,
         layer_norm=layernorm_ext.layer_norm,
@@ -45,6 +47,7 @@ def emulated():
     return Backend(
         name="emulated",
         device="cpu",
+        ops=ops,
         forward=ops.forward,
         backward=ops.backward,
         layer_norm=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: ops.forward(

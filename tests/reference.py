@@ -36,13 +36,18 @@ def exact(tensor):
 
 @dataclass
 class Forward:
-    """Of rows x [rows, cols]: everything but the parameters."""
+    """Of rows x [rows, cols]: everything but the parameters. RMSNorm has a mean of 0."""
 
     mean: np.ndarray  # [rows, 1]
     rstd: np.ndarray  # [rows, 1]
     xhat: np.ndarray  # [rows, cols]
 
-    def __init__(self, x, eps=1e-5):
+    def __init__(self, x, eps=1e-5, rms=False):
+        if rms:
+            self.mean = np.zeros_like(x[:, :1])
+            self.rstd = 1 / np.sqrt((x**2).mean(1, keepdims=True) + eps)
+            self.xhat = x * self.rstd
+            return
         first = x.mean(1, keepdims=True)
         deviation = x - first
         correction = deviation.mean(1, keepdims=True)  # what the first mean is off by, for it is rounded too
@@ -60,17 +65,17 @@ class Forward:
 class Backward:
     """The gradients, and for each the magnitude of what it is a sum of: no sum can be better than its terms."""
 
-    def __init__(self, dy, forward, weight):
+    def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
         xhat, rstd = forward.xhat, forward.rstd
         g = dy if weight is None else dy * weight
-        mean_g, mean_gx = g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
-        self.grad_input = rstd * (g - mean_g - xhat * mean_gx)
+        mean_g, mean_gx = 0 if rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
+        self.grad_input = rstd * (g - mean_g - xhat * mean_gx) + grad_sum
         self.grad_weight = (dy * xhat).sum(0)
         self.grad_bias = dy.sum(0)
 
         abs_g, abs_dy, abs_xhat = np.abs(g), np.abs(dy), np.abs(xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-        self.grad_input_terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx)
+        self.grad_input_terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + np.abs(grad_sum)
         self.grad_weight_terms = (abs_dy * (1 + abs_xhat)).sum(0)
         self.grad_bias_terms = abs_dy.sum(0)
 
