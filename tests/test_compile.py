@@ -280,4 +280,7 @@ def test_export_of_backward(mask, tmp_path):
 
 
 def test_public_names():
-    assert set(layernorm_ext.__all__) == {"LayerNorm", "LazyLayerNorm", "layer_norm"}
+    assert set(layernorm_ext.__all__) == {
+        *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"),
+    }

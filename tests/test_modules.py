@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import layernorm_ext
-from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm
+from layernorm_ext import LayerNorm, LazyLayerNorm, RMSNorm, layer_norm, rms_norm
 
 SIGNATURES = [
     {"elementwise_affine": True, "bias": True},
@@ -26,13 +26,19 @@ def assert_like_torch(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(LayerNorm.__init__, torch.nn.LayerNorm.__init__), (layer_norm, F.layer_norm)]
+    ("ours", "theirs"),
+    [
+        (LayerNorm.__init__, torch.nn.LayerNorm.__init__),
+        (RMSNorm.__init__, torch.nn.RMSNorm.__init__),
+        (layer_norm, F.layer_norm),
+        (rms_norm, F.rms_norm),
+    ],
 )
 def test_signature(ours, theirs):
-    ours, theirs = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
-    assert [(p.name, p.default, p.kind) for p in ours.values()] == [
-        (p.name, p.default, p.kind) for p in theirs.values()
-    ]
+    """Torch's, and what torch has not by name only."""
+    ours, theirs = ([*inspect.signature(f).parameters.values()] for f in (ours, theirs))
+    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
+    assert all(p.kind == p.KEYWORD_ONLY and p.default is False for p in ours[len(theirs) :])
 
 
 @pytest.mark.parametrize("options", SIGNATURES, ids=str)
