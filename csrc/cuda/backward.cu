@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_to_workspace(Acc* workspace, const Acc (&sum
 
 // Blocks take the rows in turn, and leave dweight [blocks, cols] in the workspace and after it dbias [blocks, cols].
 template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock) backward_in_registers(const BackwardParams p, const bool aligned) {
+__global__ void __launch_bounds__(Tile::kBlock, 1) backward_in_registers(const BackwardParams p, const bool aligned) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
   const Place<Tile> place;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Tile::kBlock) backward_in_registers(const Back
 
 // A block for each row: dx, and for sum_columns the mean of xhat, in xhat_means [rows].
 template <class T, class W>
-__global__ void __launch_bounds__(kSweepThreads)
+__global__ void __launch_bounds__(kSweepThreads, 1)
     backward_in_sweeps(const BackwardParams p, AccOf<T>* const xhat_means, const bool aligned) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
@@ -304,7 +304,7 @@ constexpr int kColumnThreads = 128;
 // Each thread has a vector of columns, each blockIdx.y a part of the rows: dweight and dbias of these, as
 // backward_in_registers leaves them.
 template <class T, class W>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, 1)
     sum_columns(const BackwardParams p, const AccOf<T>* const xhat_means, const bool aligned) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
@@ -364,9 +364,9 @@ __global__ void __launch_bounds__(kAdders* kWarpSize)
   (blockIdx.y == 0 ? first : second)[column] = W(static_cast<Acc>(sum));
 }
 
-// Of 16-bit elements, longer rows do not fit into registers beside the sums.
+// Of 16-bit elements and of doubles, longer rows do not fit into registers beside the sums.
 template <class T>
-constexpr int kLongestInRegisters = sizeof(T) == 2 ? 1024 : 2048;
+constexpr int kLongestInRegisters = sizeof(T) == 4 ? 2048 : 1024;
 
 // How many rows of partial sums there are: for short rows the blocks, which is as many as the device holds at once; for
 // long ones the parts that sum_columns has.

@@ -126,7 +126,7 @@ __device__ __forceinline__ Acc reciprocal_deviation(Acc variance, Acc eps, Acc s
 }
 
 template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock) forward_in_registers(const ForwardParams p, const bool aligned) {
+__global__ void __launch_bounds__(Tile::kBlock, 1) forward_in_registers(const ForwardParams p, const bool aligned) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
   const Place<Tile> place;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Tile::kBlock) forward_in_registers(const Forwa
 }
 
 template <class T, class W>
-__global__ void __launch_bounds__(kSweepThreads) forward_in_sweeps(const ForwardParams p, const bool aligned) {
+__global__ void __launch_bounds__(kSweepThreads, 1) forward_in_sweeps(const ForwardParams p, const bool aligned) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
   const int64_t row = blockIdx.x;
