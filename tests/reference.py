@@ -127,13 +127,21 @@ def assert_within(actual, expected, bounds, *context):
         )
 
 
-def check_forward(results, x, weight=None, bias=None, eps=1e-5, context=()):
+def factor(weight, zero_centered_weight):
+    """Return what xhat is multiplied by."""
+    return None if weight is None else exact(weight) + int(zero_centered_weight)
+
+
+def check_forward(results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False):
     """Check output, mean and rstd of rows `x`, all of them 2-d tensors; return the exact result."""
     y, mean, rstd = results
-    expected = Forward(exact(x), eps)
-    w, b = (None if p is None else exact(p) for p in (weight, bias))
+    expected = Forward(exact(x), eps, rms)
+    w, b = factor(weight, zero_centered_weight), None if bias is None else exact(bias)
     assert y.dtype == x.dtype and y.is_contiguous(), context
     assert_within(y, expected.output(w, b), output_bound(x.dtype, expected, w, b), "output", *context)
+    if rms:
+        assert mean is None, context
+        mean = torch.zeros_like(rstd)
     check_statistics(mean, rstd, x.dtype, expected, context)
     return expected
 
@@ -148,15 +156,58 @@ def check_statistics(mean, rstd, dtype, expected, context=()):
     assert_within(rstd, expected.rstd, RSTD[dtype] * expected.rstd + least, "rstd", *context)
 
 
-def check_backward(results, dy, x, weight=None, parameter_dtype=None, eps=1e-5, context=()):
-    """Check those of grad_input, grad_weight and grad_bias that are not None."""
-    expected = Backward(exact(dy), Forward(exact(x), eps), None if weight is None else exact(weight))
+# Half a unit in the last place of 1.
+ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (F64, F32, F16, BF16)}
+
+
+def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=False):
+    """Return how far from xhat what backward recovers from the output may be, as LayerNorm's docstring has it.
+
+    The output is off by what its arithmetic loses, is rounded, and divided by the weight; fp16 has subnormal numbers.
+    """
+    forward, w = Forward(exact(x), rms=rms), factor(weight, zero_centered_weight)
+    divisor, shift = 1 if w is None else np.abs(w), 0 if bias is None else np.abs(exact(bias))
+    abs_xhat = np.abs(forward.xhat)
+    error = ROUNDOFF[x.dtype] * (abs_xhat + shift / divisor) + 2 * OUTPUT[x.dtype] * (abs_xhat + (1 + shift) / divisor)
+    if x.dtype == F16:
+        error = error + 2.0**-25 / divisor
+    return error if rms else error + error.mean(1, keepdims=True)  # the average of xhat is taken off
+
+
+def check_backward(
+    results,
+    dy,
+    x,
+    weight=None,
+    parameter_dtype=None,
+    eps=1e-5,
+    context=(),
+    *,
+    rms=False,
+    zero_centered_weight=False,
+    grad_sum=None,
+    xhat_error=0,
+):
+    """Check those of grad_input, grad_weight and grad_bias that are not None.
+
+    `xhat_error` is that of what backward takes for xhat, beside that of the arithmetic.
+    """
+    forward, w = Forward(exact(x), eps, rms), factor(weight, zero_centered_weight)
+    expected = Backward(exact(dy), forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
     parameter_dtype = parameter_dtype or (x if weight is None else weight).dtype
-    names = ("grad_input", "grad_weight", "grad_bias")
-    for name, dtype, actual in zip(names, (x.dtype, parameter_dtype, parameter_dtype), results, strict=True):
+
+    abs_dy, abs_xhat = np.abs(exact(dy)), np.abs(forward.xhat)
+    abs_g = abs_dy if w is None else abs_dy * np.abs(w)
+    mean_error, mean_abs_gx = (abs_g * xhat_error).mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
+    more = {
+        "grad_input": forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx),
+        "grad_weight": (abs_dy * xhat_error).sum(0),
+        "grad_bias": 0,
+    }
+    for name, dtype, actual in zip(more, (x.dtype, parameter_dtype, parameter_dtype), results, strict=True):
         if actual is None:
             continue
         assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
-        value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms")
+        value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms") + more[name]
         assert_within(actual, value, error + rounding(dtype, value, error), name, *context)
     return expected

@@ -9,23 +9,20 @@ import itertools
 import pickle
 import re
 
-import numpy as np
 import pytest
 import torch
 from reference import (
     BF16,
-    F16,
     F32,
     F64,
-    GRADIENT,
-    Backward,
     Forward,
     assert_within,
-    check_statistics,
+    check_backward,
+    check_forward,
     dtype_id,
     exact,
     output_bound,
-    rounding,
+    xhat_error_from_output,
 )
 from shapes import HUGE, all_dtypes, amid_nans, amid_nans_1d, bits, data_dtypes, huge_rows, randn
 from torch.autograd import gradcheck, gradgradcheck
@@ -42,46 +39,8 @@ variants = pytest.mark.parametrize(
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
 
 
-def factor(weight, variant):
-    """Return what the output is multiplied by."""
-    return None if weight is None else exact(weight) + int(variant["zero_centered_weight"])
-
-
 def rms_eps(dtype):
     return torch.finfo(F64 if dtype == F64 else F32).eps
-
-
-def check_norm_forward(outputs, x, weight, bias, variant, eps=1e-5, context=()):
-    output, mean, rstd = outputs
-    expected = Forward(exact(x), eps, variant["rms"])
-    w, b = factor(weight, variant), None if bias is None else exact(bias)
-    assert output.dtype == x.dtype and output.is_contiguous(), context
-    assert_within(output, expected.output(w, b), output_bound(x.dtype, expected, w, b), "output", *context)
-    if variant["rms"]:
-        assert mean is None
-        mean = torch.zeros_like(rstd)
-    check_statistics(mean, rstd, x.dtype, expected, context)
-
-
-def check_norm_backward(gradients, dy, x, weight, variant, grad_sum=None, context=(), xhat_error=0):
-    """`xhat_error`: of what backward takes for xhat, beside that of the arithmetic."""
-    dsum = np.zeros_like(exact(x)) if grad_sum is None else exact(grad_sum)
-    w = factor(weight, variant)
-    forward = Forward(exact(x), rms=variant["rms"])
-    expected = Backward(exact(dy), forward, w, variant["rms"], dsum)
-    abs_dy, abs_g = np.abs(exact(dy)), np.abs(exact(dy) if w is None else exact(dy) * w)
-    mean_error = (abs_g * xhat_error).mean(1, keepdims=True)
-    more = {
-        "grad_input": forward.rstd
-        * (np.abs(forward.xhat) * mean_error + xhat_error * ((abs_g * np.abs(forward.xhat)).mean(1, keepdims=True))),
-        "grad_weight": (abs_dy * xhat_error).sum(0),
-        "grad_bias": 0,
-    }
-    dtypes = [x.dtype, *[(x if weight is None else weight).dtype] * 2]
-    for name, dtype, actual in zip(more, dtypes, gradients, strict=True):
-        value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms") + more[name]
-        assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
-        assert_within(actual, value, error + rounding(dtype, value, error), name, *context)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -97,9 +56,9 @@ def test_forward_and_backward(backend, dtypes, variant):
         w, b = (amid_nans_1d(randn(cols, dtypes[1], backend.device)) for _ in range(2))
         output, total, mean, rstd = backend.ops.norm_forward(x, None, (cols,), w, b, **variant)
         assert total is None
-        check_norm_forward((output, mean, rstd), x, w, b, variant, context=(cols,))
+        check_forward((output, mean, rstd), x, w, b, context=(cols,), **variant)
         gradients = backend.ops.norm_backward(dy, None, x, (cols,), mean, rstd, w, b, ALL, **variant)
-        check_norm_backward(gradients, dy, x, w, variant, context=(cols,))
+        check_backward(gradients, dy, x, w, context=(cols,), **variant)
 
 
 @all_dtypes
@@ -116,7 +75,7 @@ def test_residual(backend, dtypes, variant):
             assert actual is wanted is None or torch.equal(bits(actual), bits(wanted)), (rows, cols)
         assert total.is_contiguous()
         gradients = backend.ops.norm_backward(dy, dsum, total, (cols,), *statistics, w, b, ALL, **variant)
-        check_norm_backward(gradients, dy, total, w, variant, dsum, context=(rows, cols))
+        check_backward(gradients, dy, total, w, context=(rows, cols), grad_sum=dsum, **variant)
         without = backend.ops.norm_backward(dy, None, total, (cols,), *statistics, w, b, ALL, **variant)
         for actual, wanted in zip(gradients[1:], without[1:], strict=True):
             assert torch.equal(bits(actual), bits(wanted)), (rows, cols)
@@ -129,10 +88,10 @@ def test_absent_parameters_and_masks(backend, dtype):
         x, residual, dy, dsum, w, b = (randn((3, cols), dtype, backend.device) for _ in range(6))
         for weight, bias in ((w[0], b[0]), (w[0], None), (None, b[0]), (None, None)):
             output, total, mean, rstd = backend.ops.norm_forward(x, residual, (cols,), weight, bias, **variant)
-            check_norm_forward((output, mean, rstd), total, weight, bias, variant)
+            check_forward((output, mean, rstd), total, weight, bias, **variant)
             arguments = (dy, dsum, total, (cols,), mean, rstd, weight, bias)
             everything = backend.ops.norm_backward(*arguments, ALL, **variant)
-            check_norm_backward(everything, dy, total, weight, variant, dsum)
+            check_backward(everything, dy, total, weight, grad_sum=dsum, **variant)
             for mask in itertools.product((False, True), repeat=3):
                 gradients = backend.ops.norm_backward(*arguments, mask, **variant)
                 for gradient, wanted, expected in zip(gradients, mask, everything, strict=True):
@@ -183,14 +142,13 @@ def test_in_place(backend, dtype, rms):
 @pytest.mark.parametrize("dtype, magnitude", HUGE, ids=lambda v: f"{v}".removeprefix("torch."))
 def test_huge_numbers(backend, dtype, magnitude):
     """RMSNorm of numbers whose squares overflow, and whose sum with a residual does not."""
-    variant = {"rms": True, "zero_centered_weight": False}
     for cols in (7, 300, 5000):
         x = huge_rows(dtype, magnitude, cols, backend.device)
         dy, w = randn(x.shape, dtype, backend.device), randn(cols, dtype, backend.device)
         output, total, _, rstd = backend.ops.norm_forward(x, torch.zeros_like(x), (cols,), w, None, rms=True)
-        check_norm_forward((output, None, rstd), x, w, None, variant)
+        check_forward((output, None, rstd), x, w, rms=True)
         gradients = backend.ops.norm_backward(dy, None, total, (cols,), None, rstd, w, None, ALL, rms=True)
-        check_norm_backward(gradients, dy, x, w, variant)
+        check_backward(gradients, dy, x, w, rms=True)
 
 
 def test_rows_of_nothing_and_of_zeros(backend):
@@ -241,10 +199,6 @@ def test_rows_are_independent(backend):
 # ---- backward from the output ---------------------------------------------------------------------------------------
 
 
-# Half a unit in the last place of one: what rounding the output costs, in parts of it.
-ROUNDOFF = {F64: 2.0**-53, F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
-
-
 @all_dtypes
 @variants
 def test_backward_from_output(backend, dtypes, variant):
@@ -259,22 +213,9 @@ def test_backward_from_output(backend, dtypes, variant):
             options = {**variant, "memory_efficient": True}
             output, _, mean, rstd = backend.ops.norm_forward(x, None, (cols,), weight, bias, **options)
             gradients = backend.ops.norm_backward(dy, None, output, (cols,), None, rstd, weight, bias, ALL, **options)
-            forward = Forward(exact(x), rms=variant["rms"])
-            factors, shift = factor(weight, variant), 0 if bias is None else exact(bias)
-            divisor = np.ones(cols) if factors is None else np.abs(factors)
-            unit = ROUNDOFF[x.dtype] + 2 * GRADIENT[x.dtype]  # the output has errors of its own, then is rounded
-            error = unit * (np.abs(forward.xhat) + (1 + np.abs(shift)) / divisor)
-            if x.dtype == F16:
-                error = error + 2.0**-25 / divisor
-            if not variant["rms"]:
-                error = error + error.mean(1, keepdims=True)  # the average of xhat is taken off
-            parameter = weight if weight is not None else bias
-            dtype = parameter.dtype
-            assert [g.dtype for g in gradients] == [x.dtype, dtype, dtype]
-            stand_in = (
-                torch.ones(cols, dtype=dtype) - int(variant["zero_centered_weight"]) if weight is None else weight
-            )
-            check_norm_backward(gradients, dy, x, stand_in, variant, context=(cols, smallest), xhat_error=error)
+            error = xhat_error_from_output(x, weight, bias, **variant)
+            dtype = (bias if weight is None else weight).dtype
+            check_backward(gradients, dy, x, weight, dtype, context=(cols, smallest), xhat_error=error, **variant)
 
 
 def test_memory_efficient_keeps_nothing_but_the_output():

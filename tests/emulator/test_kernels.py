@@ -11,7 +11,16 @@ import emulated_build
 import emulated_ops
 import pytest
 import torch
-from reference import BF16, DTYPES, F32, F64, check_backward, check_forward, dtypes_id
+from reference import (
+    BF16,
+    DTYPES,
+    F32,
+    F64,
+    check_backward,
+    check_forward,
+    dtypes_id,
+    xhat_error_from_output,
+)
 from shapes import HUGE, all_dtypes, bits, huge_rows, randn
 
 # The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are swept.
@@ -116,6 +125,114 @@ def test_alignment_and_strides_do_not_change_bits(library, dtypes):
                     assert torch.equal(bits(a), bits(e)), (cols, gap, offset)
 
 
+@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+@all_dtypes
+def test_family(library, dtypes, path_limit):
+    """RMSNorm, zero-centred weights, residuals, also in place, and backward from the output."""
+    for cols, rms, zero_centered in itertools.product((5, 40, 1200), (False, True), (False, True)):
+        variant = {"rms": rms, "zero_centered_weight": zero_centered}
+        x, dy, w, b = arguments(7, cols, dtypes)
+        residual, dsum = randn(x.shape, dtypes[0]), randn(x.shape, dtypes[0])
+        w = torch.where(w.abs() < 0.1, 0.5, w)
+        with library.schedule("random", cols, 2, path_limit=path_limit):
+            for r, weight, bias in ((residual, w, b), (residual, None, None), (None, w, None)):
+                output, total, mean, rstd = library.ops.norm_forward(x, r, (cols,), weight, bias, **variant)
+                if r is None:
+                    total = x
+                else:
+                    assert torch.equal(bits(total), bits(x + r))
+                check_forward((output, mean, rstd), total, weight, bias, context=(cols,), **variant)
+                gradients = library.ops.norm_backward(
+                    dy, dsum, total, (cols,), mean, rstd, weight, bias, ALL, **variant
+                )
+                check_backward(gradients, dy, total, weight, context=(cols,), grad_sum=dsum, **variant)
+            in_place = residual.clone()
+            outputs = library.ops.norm_forward_(x, in_place, (cols,), w, b, **variant)
+            expected = library.ops.norm_forward(x, residual, (cols,), w, b, **variant)
+            assert torch.equal(bits(in_place), bits(expected[1]))
+            assert torch.equal(bits(outputs[0]), bits(expected[0]))
+
+            variant["memory_efficient"] = True
+            w = w - int(zero_centered)
+            for weight, bias in ((w, b), (w, None), (None, b)):
+                output, _, _, rstd = library.ops.norm_forward(x, None, (cols,), weight, bias, **variant)
+                gradients = library.ops.norm_backward(
+                    dy, None, output, (cols,), None, rstd, weight, bias, ALL, **variant
+                )
+                error = xhat_error_from_output(x, weight, bias, rms, zero_centered)
+                dtype = (bias if weight is None else weight).dtype
+                check_backward(
+                    gradients, dy, x, weight, dtype, rms=rms, zero_centered_weight=zero_centered, xhat_error=error
+                )
+
+
+@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+def test_sums_that_overflow(library, path_limit):
+    """Rows that are gone over twice are those of the sum, also where it has taken the place of the residual."""
+    for cols in (5, 40, 600):
+        x, residual, w, b = arguments(9, cols, (F32, F32))
+        w, b = w[:1].expand(cols), b[:1].expand(cols)
+        residual[1::2] *= 1e37
+        expected = library.ops.norm_forward(x + residual, None, (cols,), None, None)
+        in_place = residual.clone()
+        with library.schedule("random", cols, 2, path_limit=path_limit):
+            output, mean, rstd = library.ops.norm_forward_(x, in_place, (cols,))
+        assert torch.equal(in_place, x + residual)
+        check_forward((output, mean, rstd), x + residual)
+        assert expected[0].isfinite().all()
+
+
+@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+def test_alignment_of_residuals(library, path_limit):
+    """One that is not aligned has the whole row taken number by number, to the same bits."""
+    x, residual, dy, dsum, w, b = (randn((3, 64), F32) for _ in range(6))
+
+    def shifted(t):
+        return torch.empty(t.numel() + 1)[1:].view_as(t).copy_(t)
+
+    def run_all(*moved):
+        r, ds, weight, bias = (shifted(t) if i in moved else t for i, t in enumerate((residual, dsum, w[0], b[0])))
+        options = {"memory_efficient": True}
+        forward = library.ops.norm_forward(x, r, (64,), weight, bias)
+        backward = library.ops.norm_backward(dy, ds, x, (64,), None, forward[3], weight, bias, ALL, **options)
+        return [*forward, *backward]
+
+    with library.schedule(path_limit=path_limit):
+        expected = run_all()
+        for moved in range(4):
+            assert all(torch.equal(bits(a), bits(e)) for a, e in zip(run_all(moved), expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [256, 257, 511, 512])
+@pytest.mark.parametrize(
+    "path_limit, parts, cols", [(0, 64, 1), (emulated_ops.UNLIMITED, 3, 1024)], ids=["swept", "in registers"]
+)
+def test_how_many_rows_are_summed_at_once(library, rows, path_limit, parts, cols):
+    """256. The first number of each sum is so large that ones after it are lost; those of the next sum are not."""
+    dy = torch.ones(parts, rows)
+    dy[:, 0] = 2.0**24
+    # Swept, the rows are cut into parts; in registers, blocks take them in turn.
+    dy = (dy if path_limit == 0 else dy.t()).reshape(-1, 1).expand(-1, cols)
+    ones = torch.ones(len(dy), 1)
+    with library.schedule(path_limit=path_limit):
+        _, _, grad_bias = library.ops.backward(dy, dy, (cols,), ones, ones, None, None, [False, False, True])
+    assert grad_bias.eq(parts * (torch.tensor(2.0**24) + (rows - 256))).all()
+
+
+def test_statistics_are_scaled_only_where_they_must_be(library):
+    """Rows of a standard deviation up to 2^60 are not: numbers so small that scaling would cost them digits survive."""
+    small = 2.0**-40 * (1 + 2.0**-23)
+    x = torch.tensor([[small, -small] * 20])
+    dy = torch.ones_like(x)
+    zero = torch.zeros(1, 1)
+    for path_limit, rstd in itertools.product((0, emulated_ops.UNLIMITED), (0.5, 2.0**-60)):
+        with library.schedule(path_limit=path_limit):
+            _, grad_weight, _ = library.ops.backward(
+                dy, x, (40,), zero, torch.full((1, 1), rstd), None, None, [False, True, False]
+            )
+        assert torch.equal(grad_weight, x[0] * rstd), (path_limit, rstd)
+
+
 def test_many_rows(library):
     """More than are summed in one go, by three blocks of 16 rows and of one."""
     for rows, cols in [(3 * 16 * 256 + 9, 3), (3 * 256 + 9, 514)]:
@@ -180,6 +297,7 @@ def test_every_kernel_is_run(library, architecture):
         for dtypes, limit in itertools.product(DTYPES, [*LIMITS, 2049]):
             x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
             run(library, x, dy, w, b)
+            run(library, x, dy, None, None)  # whose sum_columns are those of parameters like the input
     kernels = {k.name for source in cuda_binary.SOURCES for k in cuda_binary.compile_kernels(source, architecture)}
     assert library.launched() == kernels
     assert len(kernels) > 100
