@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from layernorm_ext import LayerNorm, layer_norm
+from layernorm_ext import LayerNorm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 DTENSOR = "torch.distributed.tensor"
 
@@ -177,6 +177,35 @@ def every_mask_has_its_placements(mesh, folder):
             expected = [(Shard(1),), (Partial(),), (Partial(),)]
             assert placements_of(gradients) == [p if wanted else None for p, wanted in zip(expected, mask, strict=True)]
             assert not collectives
+
+
+@in_worlds_of(2)
+def the_family_is_sharded_alike(mesh, folder):
+    """Sums and gradients stay where their rows are, and nothing is sent."""
+    x, w, b, dy = tensors()
+    residual, dsum = torch.randn(2, *x.shape)
+    members = {
+        "rms": lambda x, r, w: (rms_norm(x, (16,), w),),
+        "centred": lambda x, r, w: (layer_norm(x, (16,), w, zero_centered_weight=True),),
+        "add": lambda x, r, w: add_layer_norm(x, r, (16,), w),
+        "add rms": lambda x, r, w: add_rms_norm(x, r, (16,), w),
+        "memory efficient": lambda x, r, w: (layer_norm(x, (16,), w, memory_efficient=True),),
+    }
+    for name, f in members.items():
+        own = [place(t, mesh, p).requires_grad_() for t, p in ((x, Shard(1)), (residual, Shard(1)), (w, Replicate()))]
+        outputs, collectives = count(f, *own)
+        assert placements_of(outputs) == [(Shard(1),)] * len(outputs) and not collectives, name
+        cotangents = [place(t, mesh, Shard(1)) for t in (dy, dsum)][: len(outputs)]
+        wanted = [t for t in own if t is not own[1] or "add" in name]
+        gradients, collectives = count(torch.autograd.grad, outputs, wanted, cotangents)
+        assert placements_of(gradients) == [(Shard(1),)] * (len(wanted) - 1) + [(Partial(),)] and not collectives, name
+        whole = [t.clone().requires_grad_() for t in (x, residual, w)]
+        expected = f(*whole)
+        assert all(torch.equal(a.full_tensor(), e) for a, e in zip(outputs, expected, strict=True)), name
+        leaves = [t for t in whole if t is not whole[1] or "add" in name]
+        expected = torch.autograd.grad(expected, leaves, (dy, dsum)[: len(outputs)])
+        for actual, e in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
 
 
 @in_worlds_of(2)
