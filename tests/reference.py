@@ -54,7 +54,7 @@ class Forward:
         self.mean = first + correction
         deviation = deviation - correction
         variance = (deviation**2).mean(1, keepdims=True)
-        self.rstd = 1 / np.sqrt(variance + eps)
+        self.rstd = (variance + eps) ** -0.5
         self.xhat = deviation * self.rstd
 
     def output(self, weight, bias):
@@ -73,7 +73,7 @@ class Backward:
         self.grad_weight = (dy * xhat).sum(0)
         self.grad_bias = dy.sum(0)
 
-        abs_g, abs_dy, abs_xhat = np.abs(g), np.abs(dy), np.abs(xhat)
+        abs_g, abs_dy, abs_xhat = abs(g), abs(dy), abs(xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
         self.grad_input_terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + np.abs(grad_sum)
         self.grad_weight_terms = (abs_dy * (1 + abs_xhat)).sum(0)

@@ -1,0 +1,45 @@
+"""The memory that forward, forward and backward take at their peak, and what training keeps between them."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .cases import Case
+from .contenders import Calls, enter
+from .timing import Device, first_line
+
+
+def inference(calls: Calls) -> object:
+    with torch.no_grad():
+        return calls.forward()
+
+
+# What is called; which pass must work for it. "forward that records" keeps output and whatever backward needs.
+STAGES: dict[str, tuple[Callable[[Calls], object], str]] = {
+    "inference": (inference, "forward"),
+    "forward that records": (Calls.forward, "both"),
+    "forward and backward": (Calls.both, "both"),
+}
+
+
+def measure(device: Device, rows: int, cols: int, dtypes: str, names: list[str]) -> Iterator[dict]:
+    """Yield a record for each stage and contender."""
+    case = Case(rows, cols, dtypes, device.name)
+    for entry in enter(names, [case]):
+        for stage, (call, which) in STAGES.items():
+            peak = kept = None
+            failed = {}
+            if which not in entry.failed:
+                try:
+                    peak, kept = device.memory(lambda: call(entry.calls[0]))  # noqa: B023 (called at once)
+                except Exception as error:  # of any kind: it is others' code
+                    failed[entry.name] = first_line(error)
+            status, message = entry.status(which, failed)
+            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage, "contender": entry.name}
+            yield record | {
+                "status": status,
+                "message": message,
+                "input_bytes": case.x.nbytes,
+                "peak_bytes": peak,
+                "kept_bytes": kept,
+            }
