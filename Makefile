@@ -1,6 +1,7 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device mutants gpu-test gpu-sanitize gpu-quick bench-cpu lint format ci clean
+.PHONY: install cuda-build test test-device mutants gpu-test gpu-sanitize gpu-quick bench bench-cpu bench-compare \
+	test-browser lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -36,8 +37,24 @@ gpu-sanitize:
 gpu-quick:
 	python tests/gpu.py quick --out $(OUT)
 
+BENCH_OUT ?= build/benchmarks
+DEVICE ?= cpu
+BASE ?= HEAD
+
 bench-cpu:
-	python benchmarks/cpu.py --output cpu.json
+	python -m benchmarks kernels --out $(BENCH_OUT)
+
+# Everything that is measured, and one page of it: BENCH_OUT/report.html. DEVICE=cuda on a machine with a GPU.
+bench:
+	python -m benchmarks all --device $(DEVICE) --out $(BENCH_OUT)
+
+# Whether the working tree is slower than the revision BASE: both are built, and timed in turn.
+bench-compare:
+	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
+
+# The report in a real browser; needs the dependency group browser, and a Chromium.
+test-browser:
+	python -m pytest tests/browser
 
 lint:
 	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)

@@ -9,10 +9,9 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from .accuracy import SWEEPS
-from .cases import QUANTITIES
+from .cases import PAIRS, QUANTITIES
 from .contenders import ALL, PASSES
 from .kernels import COPY
-from .overhead import WAYS
 from .runs import Run
 
 # Ours is dark and last, so that it lies on top.
@@ -25,12 +24,13 @@ OTHERS = dict(
     )
 )
 COLORS |= OTHERS
-SMALLEST = 1e-18  # an error of zero, on a logarithmic axis
+# Where an error of zero is drawn on a logarithmic axis: below all others of the dtype.
+ZERO = dict.fromkeys(PAIRS, 1e-9) | {"fp64": 1e-18}
 AXES = {
-    "offset": "mean of the input, in standard deviations",
+    "offset": "mean / standard deviation",
     "rows": "rows (of 16 columns)",
     "cols": "columns (8 rows)",
-    "scale": "standard deviation of the input",
+    "scale": "standard deviation",
 }
 
 
@@ -83,8 +83,9 @@ def copy_fraction(run: Run) -> Figure:
             one.set_xscale("log", base=2)
             one.set_title(f"{which}, {dtypes}, {how}", fontsize=9)
             tidy(one)
+    for one in axes[-1]:
+        one.set_xlabel("columns")
     figure.suptitle("Speed as a fraction of a copy of the same bytes (lines: best number of rows)")
-    figure.supxlabel("columns")
     return with_legend(figure, axes)
 
 
@@ -129,7 +130,7 @@ def roofline(run: Run) -> Figure:
     for one, which in zip(axes[0], passes, strict=True):
         here = [r for r in timed if r["pass"] == which]
         copies = [r for r in here if r["contender"] == COPY]
-        intensity = np.array([0.1, 100])
+        intensity = np.logspace(-1, 2, 200)
         for style, label, pick in (
             ("-", "largest copy", max(copies, key=lambda r: r["bytes"])),
             ("--", "fastest copy", min(copies, key=lambda r: r["us"] / r["bytes"])),
@@ -167,7 +168,7 @@ def error_curves(run: Run, sweep: str) -> Figure | None:
         for one, pair in zip(row, dtypes, strict=True):
             here = [r for r in records if r["dtypes"] == pair and r[quantity] is not None]
             for name in by_importance({r["contender"] for r in here}):
-                points = sorted((r["value"], max(SMALLEST, r[quantity])) for r in here if r["contender"] == name)
+                points = sorted((r["value"], max(ZERO[pair], r[quantity])) for r in here if r["contender"] == name)
                 x, y = zip(*points, strict=True)
                 finite = np.where(np.isfinite(y), y, np.nan)
                 one.plot(x, finite, "o-", color=COLORS[name], markersize=3, label=name)
@@ -177,38 +178,34 @@ def error_curves(run: Run, sweep: str) -> Figure | None:
         row[0].set_ylabel(quantity)
     for one, pair in zip(axes[0], dtypes, strict=True):
         one.set_title(pair, fontsize=9)
+    for one in axes[-1]:
+        one.set_xlabel(AXES[sweep], fontsize=8)
     figure.suptitle("Largest error against float64, in parts of the largest value")
-    figure.supxlabel(AXES[sweep])
     return with_legend(figure, axes)
 
 
-def bars(groups: dict[str, dict[str, float]], title: str, label: str) -> Figure:
-    """Draw a bar for each contender in each group."""
-    names = by_importance({name for group in groups.values() for name in group})[::-1]
-    figure, axes = grid(1, 1, max(6, 1.4 * len(groups)), 3.2)
-    one, width = axes[0, 0], 0.8 / max(1, len(names))
-    for index, name in enumerate(names):
-        where = [
-            place + (index - (len(names) - 1) / 2) * width
-            for place, group in enumerate(groups.values())
-            if name in group
-        ]
-        values = [group[name] for group in groups.values() if name in group]
-        drawn = one.bar(where, values, width, color=COLORS[name], label=name)
-        one.bar_label(drawn, fmt="%.3g", fontsize=7)
-    one.set_xticks(range(len(groups)), groups, fontsize=8, rotation=20 if len(groups) > 5 else 0)
-    one.set_ylabel(label)
-    tidy(one)
+def bars(records: list[dict], key: tuple[str, ...], value: str, unit: float, title: str, label: str) -> Figure | None:
+    """Draw a bar for each contender in each group of records that share `key`, a panel for each pair of dtypes."""
+    known = [r for r in records if r[value] is not None]
+    if not known:
+        return None
+    names = by_importance({r["contender"] for r in known})[::-1]
+    groups = list(dict.fromkeys(tuple(r[k] for k in key) for r in known))
+    dtypes = list(dict.fromkeys(r["dtypes"] for r in known))
+    figure, axes = grid(len(dtypes), 1, 1.5 * len(groups), 2.4, sharex=True)
+    width = 0.8 / max(1, len(names))
+    for one, pair in zip(axes.flat, dtypes, strict=True):
+        for index, name in enumerate(names):
+            here = [r for r in known if (r["dtypes"], r["contender"]) == (pair, name)]
+            shift = (index - (len(names) - 1) / 2) * width
+            where = [groups.index(tuple(r[k] for k in key)) + shift for r in here]
+            drawn = one.bar(where, [r[value] * unit for r in here], width, color=COLORS[name], label=name)
+            one.bar_label(drawn, fmt="%.3g", fontsize=7)
+        one.set_xticks(range(len(groups)), ["\n".join(map(str, group)) for group in groups], fontsize=8)
+        one.set_ylabel(f"{label}, {pair}")
+        tidy(one)
     figure.suptitle(title)
     return with_legend(figure, axes)
-
-
-def grouped(records: list[dict], key: tuple[str, ...], value: str, unit: float) -> dict[str, dict[str, float]]:
-    groups: dict[str, dict[str, float]] = {}
-    for r in records:
-        if r[value] is not None:
-            groups.setdefault("\n".join(str(r[k]) for k in key), {})[r["contender"]] = r[value] * unit
-    return groups
 
 
 def draw(run: Run) -> Iterator[tuple[str, Figure]]:
@@ -222,18 +219,14 @@ def draw(run: Run) -> Iterator[tuple[str, Figure]]:
         for sweep in SWEEPS:
             yield f"error_by_{sweep}", error_curves(run, sweep)
     elif run.benchmark == "overhead":
-        title = f"What a call costs the host ({len(WAYS)} ways of calling)"
-        yield "overhead", bars(grouped(records, ("way", "dtypes"), "us", 1), title, "microseconds")
+        yield "overhead", bars(records, ("way",), "us", 1, "What a call costs the host", "microseconds")
     elif run.benchmark == "memory":
-        groups = grouped(records, ("stage", "rows", "cols", "dtypes"), "peak_bytes", 2.0**-20)
-        yield "memory", bars(groups, "Memory at its peak", "MiB")
+        key, mib = ("stage", "rows", "cols"), 2.0**-20
+        yield "memory", bars(records, key, "peak_bytes", mib, "Memory at its peak, by rows and columns", "MiB")
     elif run.benchmark == "models":
-        keys = ("model", "mode", "dtypes")
-        yield "model_time", bars(grouped(records, keys, "us", 1e-3), "Time of a step", "milliseconds")
-        yield (
-            "model_memory",
-            bars(grouped(records, keys, "peak_bytes", 2.0**-20), "Memory of a step at its peak", "MiB"),
-        )
+        key = ("model", "mode")
+        yield "model_time", bars(records, key, "us", 1e-3, "Time of a step", "milliseconds")
+        yield "model_memory", bars(records, key, "peak_bytes", 2.0**-20, "Memory of a step at its peak", "MiB")
 
 
 def save(run: Run, folder: Path) -> list[Path]:
