@@ -6,12 +6,13 @@ where memory is the limit, as it is for all but small inputs, nothing can be fas
 
 import statistics
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
 from .cases import Case
 from .contenders import PASSES, Copy, enter
-from .timing import Device, contest, figures, sampler
+from .timing import Device, contest, figures, first_line, sampler
 
 COPY = "copy"
 AGAINST = ("torch", COPY)
@@ -28,14 +29,22 @@ def measure(
     device: Device, rows: int, cols: int, dtypes: str, names: list[str], passes: list[str], budget: float
 ) -> Iterator[dict]:
     """Yield a record for each pass, way of calling and contender."""
-    sets = sets_of(device, rows, cols, dtypes)
-    entries, copies = enter(names, sets), [Copy(case) for case in sets]
+    cell = {"rows": rows, "cols": cols, "dtypes": dtypes}
+    try:
+        sets = sets_of(device, rows, cols, dtypes)
+        entries, copies = enter(names, sets), [Copy(case) for case in sets]
+    except torch.OutOfMemoryError as error:
+        unknown = dict.fromkeys(("how", "sets", "bytes", "operations"))
+        failed = {"status": "failed", "message": first_line(error), "error": None} | figures({}, "", AGAINST)
+        for which, name in product(passes, names):
+            yield cell | {"pass": which} | unknown | {"contender": name} | failed
+        return
     for which in passes:
         calls = {entry.name: entry.each(which) for entry in entries if which not in entry.failed}
         calls[COPY] = [getattr(copy, which) for copy in copies]
         for how in device.hows:
             times, failed = contest(device, calls, which != "forward", how, budget)
-            cell = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": which, "how": how, "sets": len(sets)}
+            cell |= {"pass": which, "how": how, "sets": len(sets)}
             cell |= {"bytes": sets[0].bytes_moved(which), "operations": sets[0].operations(which)}
             for entry in entries:
                 status, message = entry.status(which, failed)

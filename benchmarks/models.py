@@ -135,8 +135,9 @@ def errors(models: dict[str, nn.Module], inputs: Tensor) -> dict[str, float]:
 
     def results(model: nn.Module, inputs: Tensor) -> list[Tensor]:
         y = output(model, inputs)
+        loss = y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(y.float().square().mean(), parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return [y.detach(), *(g for g in gradients if g is not None)]
 
     wide = inputs.double() if inputs.is_floating_point() else inputs

@@ -75,7 +75,7 @@ class Backward:
 
         abs_g, abs_dy, abs_xhat = abs(g), abs(dy), abs(xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-        self.grad_input_terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + np.abs(grad_sum)
+        self.grad_input_terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(grad_sum)
         self.grad_weight_terms = (abs_dy * (1 + abs_xhat)).sum(0)
         self.grad_bias_terms = abs_dy.sum(0)
 

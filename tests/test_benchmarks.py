@@ -243,6 +243,18 @@ def test_a_contender_without_backward_is_timed_in_forward(run, tmp_path, monkeyp
     assert status == {"forward": "ok", "backward": "failed", "both": "failed"}
 
 
+def test_what_does_not_fit_into_memory_is_shown(run, tmp_path, monkeypatch):
+    def sets_of(device, rows, cols, dtypes):
+        if rows > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [cases.Case(rows, cols, dtypes)]
+
+    monkeypatch.setattr(kernels, "sets_of", sets_of)
+    output = run("kernels", "4x64", "8x64", "--dtypes", "fp32", *QUICK, status=1)
+    assert "torch failed (3 of its cases): OutOfMemoryError: CUDA out of memory" in output
+    assert sum(r["us"] is not None for r in loaded(tmp_path, "kernels").records) == 3 * 3
+
+
 def test_a_wrong_contender_is_found(run, monkeypatch):
     contender(monkeypatch, lambda case: lambda x: F.layer_norm(x, (case.cols,), case.weight, case.bias, 0.1))
     output = run("kernels", "4x64", "--dtypes", "fp32", "--contenders", "ours,torch,apex", *QUICK)
