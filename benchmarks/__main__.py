@@ -114,14 +114,16 @@ def show(run: Run) -> None:
 
 
 def finish(run: Run, folder: Path) -> None:
-    """Save, draw and show a run; end with an error if a result of ours is wrong or missing."""
+    """Save, draw and show a run; end with an error if a result of ours is wrong, or if there is none."""
     run.save(folder)
     plots.save(run, folder)
     show(run)
     click.echo(f"{folder}/{run.benchmark}.json, .csv and plots")
-    wrong = [r for r in run.records if r["contender"] == "ours" and r["status"] != "ok" and run.benchmark != "accuracy"]
-    if wrong:
-        raise click.ClickException(f"ours is {wrong[0]['status']}: {wrong[0]['message']}")
+    ours = [r for r in run.records if r["contender"] == "ours"]
+    wrong = [r for r in ours if r["status"] == "wrong" and run.benchmark != "accuracy"]
+    if wrong or (ours and all(r["status"] == "failed" for r in ours)):
+        worst = (wrong or ours)[0]
+        raise click.ClickException(f"ours is {worst['status']}: {worst['message']}")
 
 
 def gather(run: Run, cases: list, measure: Callable[..., Iterable[dict]]) -> Run:

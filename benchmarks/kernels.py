@@ -52,7 +52,7 @@ def measure(
                 record["error"] = max(entry.errors.values(), default=None)
                 yield record | figures(times, entry.name, AGAINST)
             copied = {"contender": COPY, "status": "ok", "message": "", "error": 0.0}
-            yield cell | copied | figures(times, COPY, AGAINST)
+            yield cell | copied | figures(times, COPY, AGAINST) | {"verdict": None}
 
 
 def geometric_means(records: list[dict]) -> Iterator[tuple[str, str, str, float, float]]:

@@ -76,7 +76,9 @@ def test_kernels(run, tmp_path):
         assert 0 < record["us_low"] <= record["us"] <= record["us_high"]
         assert record["of_torch_low"] <= record["of_torch"] <= record["of_torch_high"]
         assert record["noise"] >= 1
-        assert record["verdict"] in ({None} if record["contender"] == "torch" else {"faster", "slower", "noise"})
+        assert record["verdict"] in (
+            {None} if record["contender"] in ("torch", "copy") else {"faster", "slower", "noise"}
+        )
     copies = [r for r in found.records if r["contender"] == "copy"]
     assert {r["of_copy"] for r in copies} == {1}
     assert "torch / ours" in output
@@ -250,7 +252,7 @@ def test_what_does_not_fit_into_memory_is_shown(run, tmp_path, monkeypatch):
         return [cases.Case(rows, cols, dtypes)]
 
     monkeypatch.setattr(kernels, "sets_of", sets_of)
-    output = run("kernels", "4x64", "8x64", "--dtypes", "fp32", *QUICK, status=1)
+    output = run("kernels", "4x64", "8x64", "--dtypes", "fp32", *QUICK)
     assert "torch failed (3 of its cases): OutOfMemoryError: CUDA out of memory" in output
     assert sum(r["us"] is not None for r in loaded(tmp_path, "kernels").records) == 3 * 3
 
