@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from .cases import Case
 from .contenders import enter
+from .kernels import sets_of
 from .runs import ROOT, output
 from .timing import AGAIN, Device, Quartiles, figures, in_turn, keep_pages, noise, sampler, verdict
 
@@ -104,14 +104,17 @@ def work(device_name: str, threads: int | None) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     sample: Callable[[], float] | None = None
+    held: list | None = None
     for line in sys.stdin:
         what, *arguments = json.loads(line)
         if what == "file":
             answer = layernorm_ext.__file__
         elif what == "prepare":
-            rows, cols, dtypes, which = arguments
-            torch.manual_seed(0)
-            entry = enter(["ours"], [Case(rows, cols, dtypes, device_name)])[0]
+            *shape, which, checks = arguments
+            if shape != held:  # the passes of a case follow each other
+                torch.manual_seed(0)
+                sets, held = sets_of(device, *shape), shape
+                entry = enter(["ours"], sets, checks)[0]
             status, answer = entry.status(which, {})
             if status == "ok":
                 sample = sampler(device, entry.each(which), which != "forward", device.hows[-1])
@@ -124,12 +127,13 @@ def sample(
     builds: dict[str, Path], cells: Iterable[Cell], device: str, threads: int | None, starts: int, budget: float
 ) -> Iterator[tuple[Cell, dict[str, list[float]] | str]]:
     """Yield a cell and its times by process, or what is wrong with a build, once for each cell and start."""
-    for _ in range(starts):
+    for start in range(starts):
         with ExitStack() as stack:
             places = {BASE: builds[BASE], AGAIN: builds[BASE], HEAD: builds[HEAD]}
             workers = {n: stack.enter_context(Worker(place, device, threads)) for n, place in places.items()}
             for cell in cells:
-                wrong = {name: worker.ask("prepare", *cell) for name, worker in workers.items()}
+                # Results do not change from process to process: each build's are looked at once.
+                wrong = {n: worker.ask("prepare", *cell, start == 0 and n != AGAIN) for n, worker in workers.items()}
                 if any(wrong.values()):
                     yield cell, "; ".join(f"{name}: {text}" for name, text in wrong.items() if text)
                     continue
@@ -151,8 +155,8 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
 
 
 def confirmed(first: dict, second: dict) -> dict:
-    """Return the first judgement, as noise unless the second agrees with it."""
-    return first if first["verdict"] == second["verdict"] else first | {"verdict": "noise"}
+    """Return the first judgement if the second agrees with it, else the second, which is then taken for noise."""
+    return first if first["verdict"] == second["verdict"] else second | {"verdict": "noise"}
 
 
 def measure(
