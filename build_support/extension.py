@@ -19,11 +19,14 @@ from . import cuda, target_torch
 from .errors import BuildError
 
 NAME = "layernorm_ext._C"
-SOURCES = ["csrc/ops.cpp", "csrc/autograd.cpp", "csrc/bindings.cpp", "csrc/cpu/dispatch.cpp"]
+SOURCES = [
+    *("csrc/ops.cpp", "csrc/autograd.cpp", "csrc/channels_first.cpp"),
+    *("csrc/bindings.cpp", "csrc/cpu/dispatch.cpp"),
+]
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cpp") + glob.glob("csrc/cuda/*.cu"))
 
 # These see no torch header and are compiled once per instruction set.
-KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp"]
+KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp", "csrc/cpu/channels_first.cpp"]
 # Only the multiply-adds that are written out may be fused: results must not depend on the compiler's choice.
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 DEVICE_FLAGS = ["-fmad=false"]

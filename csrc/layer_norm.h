@@ -64,17 +64,57 @@ struct BackwardParams {
   void* stream;  // a cudaStream_t; unused on a CPU
 };
 
+// The same over the channels of images: a row is a pixel, and its columns lie channel by channel.
+struct ChannelsFirstForwardParams {
+  int64_t images, channels, pixels;                  // each >= 1
+  const void* input;                                 // [images, channels, pixels] of dtype
+  int64_t input_image_stride, input_channel_stride;  // elements; any values, the pixels are contiguous
+  const void* weight;                                // [channels] of param_dtype; null: ones
+  const void* bias;                                  // [channels] of param_dtype; null: zeros
+  double eps;
+  void* output;  // [images, channels, pixels] of dtype, contiguous
+  void* mean;    // [images, pixels] of Acc
+  void* rstd;    // [images, pixels] of Acc
+  Dtype dtype;
+  Dtype param_dtype;
+  void* stream;  // a cudaStream_t; unused on a CPU
+};
+
+struct ChannelsFirstBackwardParams {
+  int64_t images, channels, pixels;
+  const void* grad_output;  // [images, channels, pixels] of dtype
+  int64_t grad_output_image_stride, grad_output_channel_stride;
+  const void* input;  // [images, channels, pixels] of dtype
+  int64_t input_image_stride, input_channel_stride;
+  const void* mean;    // [images, pixels] of Acc
+  const void* rstd;    // [images, pixels] of Acc
+  const void* weight;  // [channels] of param_dtype; null: ones
+  void* grad_input;    // [images, channels, pixels] of dtype, contiguous; null: not wanted
+  void* grad_weight;   // [channels] of param_dtype; null: not wanted
+  void* grad_bias;     // [channels] of param_dtype; null: not wanted
+  void* workspace;     // channels_first_backward_workspace() bytes, aligned like any tensor
+  Dtype dtype;
+  Dtype param_dtype;
+  void* stream;  // a cudaStream_t; unused on a CPU
+};
+
 namespace cpu {
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
 // Bytes of scratch memory for partial sums, asked for with all other fields of the parameters filled in.
 int64_t backward_workspace(const BackwardParams& params);
+void channels_first_forward(const ChannelsFirstForwardParams& params);
+void channels_first_backward(const ChannelsFirstBackwardParams& params);
+int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& params);
 }  // namespace cpu
 
 namespace cuda {  // on the current device
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
 int64_t backward_workspace(const BackwardParams& params);
+void channels_first_forward(const ChannelsFirstForwardParams& params);
+void channels_first_backward(const ChannelsFirstBackwardParams& params);
+int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& params);
 }  // namespace cuda
 
 }  // namespace layernorm

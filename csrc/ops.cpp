@@ -98,7 +98,8 @@ c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalize
   return shape;
 }
 
-// Of a tensor that is like the input in everything but its strides.
+}  // namespace
+
 void check_like(const char* name, const Tensor& tensor, const Tensor& input) {
   TORCH_CHECK(tensor.sym_sizes().equals(input.sym_sizes()), "Expected ", name, " to be of the shape of input, but got ",
               name, " of shape ", tensor.sym_sizes(), " and input of shape ", input.sym_sizes());
@@ -120,7 +121,14 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
               statistic.sym_sizes(), " and strides ", statistic.sym_strides());
 }
 
-}  // namespace
+void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  check_input_type(input);
+  check_parameter_type("weight", input, weight);
+  check_parameter_type("bias", input, bias);
+  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
+              "Expected weight and bias of the same dtype, but got weight of dtype ", name_of(weight->scalar_type()),
+              " and bias of dtype ", name_of(bias->scalar_type()));
+}
 
 void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                    const optional<Tensor>& weight, const optional<Tensor>& bias) {
@@ -136,12 +144,7 @@ void check_forward(const Tensor& input, const optional<Tensor>& residual, SymInt
   TORCH_CHECK(sizes.size() >= count && sizes.slice(sizes.size() - count).equals(normalized_shape),
               "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ", join(normalized_shape),
               "], but got input of size", sizes);
-  check_input_type(input);
-  check_parameter_type("weight", input, weight);
-  check_parameter_type("bias", input, bias);
-  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
-              "Expected weight and bias of the same dtype, but got weight of dtype ", name_of(weight->scalar_type()),
-              " and bias of dtype ", name_of(bias->scalar_type()));
+  check_types(input, weight, bias);
   if (present(residual)) check_like("residual", *residual, input);
 }
 
@@ -168,8 +171,6 @@ void no_kernel_for(Dtype dtype, Dtype param_dtype) {
                         static_cast<int>(param_dtype), ", which the checks have let through");
 }
 
-namespace {
-
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kDouble:
@@ -184,6 +185,8 @@ Dtype dtype_of(at::ScalarType type) {
       TORCH_INTERNAL_ASSERT(false, "the checks have let through ", name_of(type));
   }
 }
+
+namespace {
 
 // The extents of a tensor [batch..., normalized...] seen as [rows, cols].
 struct Extents {
@@ -385,17 +388,6 @@ Outputs add_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
 
-#define LAYERNORM_STRING_(name) #name
-#define LAYERNORM_STRING(name) LAYERNORM_STRING_(name)
-#define LAYERNORM_OPERATOR(name) LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::" name
-
-namespace {
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-}  // namespace
-
 NormOutputs call_norm_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                               const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
                               bool in_place) {
@@ -446,17 +438,16 @@ LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
   Family<norm_forward<cuda::forward>, norm_backward<cuda::backward, cuda::backward_workspace>>::implement(m);
 }
 #else
-namespace {
-// Says more than the dispatcher's list of all backends.
+namespace layernorm {
 void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
   TORCH_CHECK(false,
               "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");
 }
-}  // namespace
+}  // namespace layernorm
 
 LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
   for (const char* name : {"forward", "norm_forward", "norm_forward_", "backward", "norm_backward"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&layernorm::refuse>());
   }
 }
 #endif

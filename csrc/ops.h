@@ -1,4 +1,5 @@
-// The operators as C++ functions, for everything that calls them or stands in for them.
+// The operators as C++ functions, for everything that calls them or stands in for them; and what the files of further
+// operators share with them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -99,6 +100,24 @@ void check_backward(const Tensor& grad_output, const std::optional<Tensor>& grad
                     c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& mean, const Tensor& rstd,
                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Variant variant);
 
+// The parts of those. What is like the input is so in everything but its strides.
+void check_types(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
+void check_like(const char* name, const Tensor& tensor, const Tensor& input);
+void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, c10::SymIntArrayRef shape);
+
+// The kernels' word for a dtype that the checks let through.
+enum class Dtype;
+Dtype dtype_of(at::ScalarType type);
+
+// What the operators do on CUDA where they have no kernels. Says more than the dispatcher's list of all backends.
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// For the name of an operator as LAYERNORM_OPERATOR gives it.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
 
 // Whether a backward needs the rows' means.
@@ -117,8 +136,15 @@ inline at::ScalarType parameter_type(const Tensor& input, const std::optional<Te
 
 }  // namespace layernorm
 
+// "layernorm::forward" for "forward".
+#define LAYERNORM_STRING_(name) #name
+#define LAYERNORM_STRING(name) LAYERNORM_STRING_(name)
+#define LAYERNORM_OPERATOR(name) LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::" name
+
 // A macro as the name of TORCH_LIBRARY's namespace is expanded only on the way through another macro.
 #define LAYERNORM_LIBRARY_(ns, m) TORCH_LIBRARY(ns, m)
 #define LAYERNORM_LIBRARY(m) LAYERNORM_LIBRARY_(LAYERNORM_NAMESPACE, m)
+#define LAYERNORM_LIBRARY_FRAGMENT_(ns, m) TORCH_LIBRARY_FRAGMENT(ns, m)
+#define LAYERNORM_LIBRARY_FRAGMENT(m) LAYERNORM_LIBRARY_FRAGMENT_(LAYERNORM_NAMESPACE, m)
 #define LAYERNORM_LIBRARY_IMPL_(ns, key, m) TORCH_LIBRARY_IMPL(ns, key, m)
 #define LAYERNORM_LIBRARY_IMPL(key, m) LAYERNORM_LIBRARY_IMPL_(LAYERNORM_NAMESPACE, key, m)

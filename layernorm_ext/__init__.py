@@ -7,6 +7,7 @@ _locate.check_torch()
 
 from importlib.metadata import version as _version
 
+from .channels_first import LayerNorm2d, layer_norm_2d
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
 
@@ -14,11 +15,13 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "LayerNorm",
+    "LayerNorm2d",
     "LazyLayerNorm",
     "RMSNorm",
     "add_layer_norm",
     "add_rms_norm",
     "layer_norm",
+    "layer_norm_2d",
     "rms_norm",
 ]
 __version__ = _version("layernorm-ext")

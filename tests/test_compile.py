@@ -281,6 +281,6 @@ def test_export_of_backward(mask, tmp_path):
 
 def test_public_names():
     assert set(layernorm_ext.__all__) == {
-        *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
-        *("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"),
+        *("LayerNorm", "LayerNorm2d", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
     }

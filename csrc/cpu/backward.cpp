@@ -220,17 +220,6 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
   });
 }
 
-// Calls f with each of the flags as a std::bool_constant.
-template <class F>
-void with_constants(const F& f) {
-  f();
-}
-template <class F, class... Flags>
-void with_constants(const F& f, bool flag, Flags... flags) {
-  const auto rest = [&](auto constant) { with_constants([&](auto... others) { f(constant, others...); }, flags...); };
-  flag ? rest(std::true_type{}) : rest(std::false_type{});
-}
-
 template <class T, class W>
 void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
                    const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {

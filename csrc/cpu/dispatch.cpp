@@ -11,16 +11,24 @@ struct Kernels {
   const char* capability;
   void (*forward)(const ForwardParams&);
   void (*backward)(const BackwardParams&);
+  void (*channels_first_forward)(const ChannelsFirstForwardParams&);
+  void (*channels_first_backward)(const ChannelsFirstBackwardParams&);
 };
+
+#define LAYERNORM_KERNELS(capability)                                                           \
+  Kernels {                                                                                     \
+    #capability, capability::forward, capability::backward, capability::channels_first_forward, \
+        capability::channels_first_backward                                                     \
+  }
 
 // PyTorch's own choice, so that ATEN_CPU_CAPABILITY=default|avx2 forces it down for both.
 Kernels choose() {
 #if defined(LAYERNORM_X86)
   const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return {"AVX512", AVX512::forward, AVX512::backward};
-  if (capability == "AVX2") return {"AVX2", AVX2::forward, AVX2::backward};
+  if (capability == "AVX512") return LAYERNORM_KERNELS(AVX512);
+  if (capability == "AVX2") return LAYERNORM_KERNELS(AVX2);
 #endif
-  return {"DEFAULT", DEFAULT::forward, DEFAULT::backward};
+  return LAYERNORM_KERNELS(DEFAULT);
 }
 
 const Kernels& kernels() {
@@ -49,7 +57,17 @@ int64_t backward_workspace(const BackwardParams& p) {
   return (2 * num_slots(p.rows) * padded_cols + kCoefficients * p.rows) * acc_size;
 }
 
+int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& p) {
+  if (!p.grad_weight && !p.grad_bias) return 0;
+  const bool is_16_bit = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
+  const int64_t acc_size = p.dtype == Dtype::kFloat64 ? 8 : 4;
+  const int64_t padded_channels = (p.channels + kMaxPackSize - 1) / kMaxPackSize * kMaxPackSize;
+  return 2 * Blocks(p.images, p.channels, p.pixels, is_16_bit ? 2 : acc_size).slots * padded_channels * acc_size;
+}
+
 void forward(const ForwardParams& params) { kernels().forward(params); }
 void backward(const BackwardParams& params) { kernels().backward(params); }
+void channels_first_forward(const ChannelsFirstForwardParams& params) { kernels().channels_first_forward(params); }
+void channels_first_backward(const ChannelsFirstBackwardParams& params) { kernels().channels_first_backward(params); }
 
 }  // namespace layernorm::cpu

@@ -1,5 +1,5 @@
-// What dispatch.cpp (compiled once, sees torch) and forward.cpp, backward.cpp (compiled once per instruction
-// set, see no torch header) know of each other.
+// What dispatch.cpp (compiled once, sees torch) and forward.cpp, backward.cpp, channels_first.cpp (compiled once per
+// instruction set, see no torch header) know of each other.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,12 @@
 
 namespace layernorm::cpu {
 
-#define LAYERNORM_DECLARE_KERNELS(capability)  \
-  namespace capability {                       \
-  void forward(const ForwardParams& params);   \
-  void backward(const BackwardParams& params); \
+#define LAYERNORM_DECLARE_KERNELS(capability)                              \
+  namespace capability {                                                   \
+  void forward(const ForwardParams& params);                               \
+  void backward(const BackwardParams& params);                             \
+  void channels_first_forward(const ChannelsFirstForwardParams& params);   \
+  void channels_first_backward(const ChannelsFirstBackwardParams& params); \
   }
 LAYERNORM_DECLARE_KERNELS(DEFAULT)
 #if defined(LAYERNORM_X86)
@@ -57,6 +59,22 @@ constexpr int64_t kMaxPackSize = 32;
 constexpr int64_t kCoefficients = 6;
 constexpr int64_t kStackCols = 1024;
 inline bool fits_stack(int64_t rows, int64_t cols) { return num_slots(rows) == 1 && cols <= kStackCols; }
+
+// Images are cut into blocks of neighbouring pixels, of which all channels stay in the second-level cache; at least so
+// many pixels that a channel's are a few cache lines. Blocks of so few pixels that their partial sums would be as long
+// as the image share a slot with others.
+constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
+struct Blocks {
+  Blocks(int64_t images, int64_t channels, int64_t image_pixels, int64_t element_size) {
+    const int64_t fitting = (int64_t{1} << 18) / (channels * element_size) / kMinBlockPixels * kMinBlockPixels;
+    pixels = fitting < kMinBlockPixels ? kMinBlockPixels : fitting > kMaxBlockPixels ? kMaxBlockPixels : fitting;
+    per_image = (image_pixels + pixels - 1) / pixels;
+    count = images * per_image;
+    per_slot = image_pixels < 32 ? (31 + image_pixels) / image_pixels : 1;
+    slots = (count + per_slot - 1) / per_slot;
+  }
+  int64_t pixels, per_image, count, per_slot, slots;
+};
 
 // Work for one thread, in elements of the input, that is worth waking another thread for (some 10 us).
 constexpr int64_t kGrain = 32768;

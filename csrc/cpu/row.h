@@ -18,6 +18,17 @@ struct Elements {
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Calls f with each of the flags as a std::bool_constant.
+template <class F>
+void with_constants(const F& f) {
+  f();
+}
+template <class F, class... Flags>
+void with_constants(const F& f, bool flag, Flags... flags) {
+  const auto rest = [&](auto constant) { with_constants([&](auto... others) { f(constant, others...); }, flags...); };
+  flag ? rest(std::true_type{}) : rest(std::false_type{});
+}
+
 // ---- the order of summation -----------------------------------------------------------------------------------------
 //
 // A function of the dtype and the number of columns alone, whichever threads and however many rows at a time do the

@@ -1,0 +1,329 @@
+// The operators over the channels of images [N, C, *]: schema; checks; forward and backward for any backend; shape
+// functions; derivatives; registrations.
+//
+// An image may also lie channels last. It is then rows already, and so is one of a single pixel: the operators of
+// ops.cpp take those. They also take over where derivatives of derivatives, torch.func and forward-mode AD are
+// concerned, of which autograd.cpp knows everything.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/movedim.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "cuda/platform.h"
+#include "layer_norm.h"
+#include "ops.h"
+
+LAYERNORM_LIBRARY_FRAGMENT(m) {
+  m.def(
+      "channels_first_forward(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-06) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "channels_first_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+      "Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+namespace layernorm {
+namespace {
+
+using std::optional;
+
+Outputs call_forward_of_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                               double eps) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(LAYERNORM_OPERATOR("channels_first_forward"), "")
+                             .typed<decltype(call_forward_of_images)>();
+  return op.call(input, weight, bias, eps);
+}
+
+Outputs call_backward_of_images(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
+                                const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(LAYERNORM_OPERATOR("channels_first_backward"), "")
+                             .typed<decltype(call_backward_of_images)>();
+  return op.call(grad_output, input, mean, rstd, weight, bias, output_mask);
+}
+
+// ---- checks ---------------------------------------------------------------------------------------------------------
+
+void check_parameter(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
+  if (!present(parameter)) return;
+  TORCH_CHECK(parameter->dim() == 1 && parameter->sym_size(0) == input.sym_size(1), "Expected ", name,
+              " of one number for each channel, but got ", name, " of shape ", parameter->sym_sizes(), " and input of ",
+              input.sym_size(1), " channels");
+}
+
+void check_forward(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  TORCH_CHECK(input.dim() >= 2, "Expected input of shape [N, C, *], but got input of size", input.sym_sizes());
+  check_parameter("weight", input, weight);
+  check_parameter("bias", input, bias);
+  check_types(input, weight, bias);
+}
+
+c10::SymDimVector statistics_shape(const Tensor& input) {
+  c10::SymDimVector shape(input.sym_sizes().begin(), input.sym_sizes().end());
+  shape[1] = 1;
+  return shape;
+}
+
+void check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
+                    const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  check_forward(input, weight, bias);
+  check_like("grad_output", grad_output, input);
+  check_statistic("mean", mean, input, statistics_shape(input));
+  check_statistic("rstd", rstd, input, statistics_shape(input));
+}
+
+// ---- images as rows -------------------------------------------------------------------------------------------------
+
+Tensor to_rows(const Tensor& images) { return images.movedim(1, -1); }
+Tensor from_rows(const Tensor& rows) { return rows.defined() ? rows.movedim(-1, 1) : rows; }
+
+Outputs forward_as_rows(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
+  const auto [output, mean, rstd] = call_forward(to_rows(input), {input.sym_size(1)}, weight, bias, eps);
+  return {from_rows(output), from_rows(mean), from_rows(rstd)};
+}
+
+Outputs backward_as_rows(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
+                         const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
+  const auto [grad_input, grad_weight, grad_bias] =
+      call_backward(to_rows(grad_output), to_rows(input), {input.sym_size(1)}, to_rows(mean), to_rows(rstd), weight,
+                    bias, output_mask);
+  return {from_rows(grad_input), grad_weight, grad_bias};
+}
+
+// ---- layouts --------------------------------------------------------------------------------------------------------
+
+// Whether channels lie next to each other; output and grad_input then do, too, and are else contiguous.
+bool is_channels_last(const Tensor& input) { return input.suggest_memory_format() != at::MemoryFormat::Contiguous; }
+
+int64_t pixels_of(const Tensor& input) { return c10::multiply_integers(input.sizes().slice(2)); }
+
+// A tensor [N, C, *] whose pixels are contiguous, in place if its layout allows, else a contiguous copy.
+Tensor with_contiguous_pixels(const Tensor& images) {
+  int64_t expected = 1;
+  for (int64_t d = images.dim() - 1; d >= 2; --d) {
+    if (images.size(d) != 1 && images.stride(d) != expected) return images.contiguous();
+    expected *= images.size(d);
+  }
+  return images;
+}
+
+// A parameter of shape [C], contiguous; undefined if absent.
+Tensor parameter(const optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
+
+// ---- forward and backward for any backend ---------------------------------------------------------------------------
+
+template <void (*kernel)(const ChannelsFirstForwardParams&)>
+Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
+  check_forward(input, weight, bias);
+  if (is_channels_last(input)) return forward_as_rows(input, weight, bias, eps);
+  const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
+  const auto statistics_options = options.dtype(accumulate_type(input));
+  at::DimVector shape(input.sizes());
+  shape[1] = 1;
+  if (input.numel() == 0 || pixels_of(input) == 1) {
+    const auto [output, mean, rstd] = call_forward(to_rows(input), {input.size(1)}, weight, bias, eps);
+    return {output.view(input.sizes()), mean.view(shape), rstd.view(shape)};
+  }
+  const Launching on(input);
+  Tensor output = at::empty(input.sizes(), options);
+  Tensor mean = at::empty(shape, statistics_options), rstd = at::empty(shape, statistics_options);
+
+  const Tensor x = with_contiguous_pixels(input), w = parameter(weight), b = parameter(bias);
+  ChannelsFirstForwardParams params;
+  params.images = x.size(0);
+  params.channels = x.size(1);
+  params.pixels = pixels_of(x);
+  params.input = on.input(x, "input");
+  params.input_image_stride = x.stride(0);
+  params.input_channel_stride = x.stride(1);
+  params.weight = on.input(w, "weight");
+  params.bias = on.input(b, "bias");
+  params.eps = eps;
+  params.output = on.output(output, "output");
+  params.mean = on.output(mean, "mean");
+  params.rstd = on.output(rstd, "rstd");
+  params.dtype = dtype_of(input.scalar_type());
+  params.param_dtype = dtype_of(parameter_type(input, weight, bias));
+  params.stream = on.stream();
+  kernel(params);
+  return {output, mean, rstd};
+}
+
+template <void (*kernel)(const ChannelsFirstBackwardParams&),
+          int64_t (*workspace_size)(const ChannelsFirstBackwardParams&)>
+Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
+                 const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
+  check_backward(grad_output, input, mean, rstd, weight, bias);
+  if (is_channels_last(input)) return backward_as_rows(grad_output, input, mean, rstd, weight, bias, output_mask);
+  if (input.numel() == 0 || pixels_of(input) == 1) {
+    auto gradients = backward_as_rows(grad_output, input, mean, rstd, weight, bias, output_mask);
+    Tensor& grad_input = std::get<0>(gradients);
+    if (output_mask[0]) grad_input = to_rows(grad_input).view(input.sizes());
+    return gradients;
+  }
+  const Launching on(input);
+  const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
+  const auto param_type = parameter_type(input, weight, bias);
+  Tensor grad_input, grad_weight, grad_bias;
+  if (output_mask[0]) grad_input = at::empty(input.sizes(), options);
+  if (output_mask[1]) grad_weight = at::empty({input.size(1)}, options.dtype(param_type));
+  if (output_mask[2]) grad_bias = at::empty({input.size(1)}, options.dtype(param_type));
+  if (output_mask == Mask{}) return {grad_input, grad_weight, grad_bias};
+
+  const Tensor dy = with_contiguous_pixels(grad_output), x = with_contiguous_pixels(input), w = parameter(weight);
+  ChannelsFirstBackwardParams params;
+  params.images = x.size(0);
+  params.channels = x.size(1);
+  params.pixels = pixels_of(x);
+  params.grad_output = on.input(dy, "grad_output");
+  params.grad_output_image_stride = dy.stride(0);
+  params.grad_output_channel_stride = dy.stride(1);
+  params.input = on.input(x, "input");
+  params.input_image_stride = x.stride(0);
+  params.input_channel_stride = x.stride(1);
+  params.mean = on.input(mean, "mean");
+  params.rstd = on.input(rstd, "rstd");
+  params.weight = on.input(w, "weight");
+  params.grad_input = on.output(grad_input, "grad_input");
+  params.grad_weight = on.output(grad_weight, "grad_weight");
+  params.grad_bias = on.output(grad_bias, "grad_bias");
+  params.dtype = dtype_of(input.scalar_type());
+  params.param_dtype = dtype_of(param_type);
+  params.stream = on.stream();
+  Tensor workspace;
+  if (const int64_t bytes = workspace_size(params)) workspace = at::empty({bytes}, options.dtype(at::kByte));
+  params.workspace = on.output(workspace, "workspace");
+  kernel(params);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+// ---- shape functions ------------------------------------------------------------------------------------------------
+
+// With the strides of the output.
+Tensor empty_like_input(const Tensor& input) {
+  if (is_channels_last(input)) return from_rows(at::empty_symint(to_rows(input).sym_sizes(), input.options()));
+  return at::empty_symint(input.sym_sizes(), input.options());
+}
+
+Outputs forward_meta(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
+  check_forward(input, weight, bias);
+  const auto statistics_options = input.options().dtype(accumulate_type(input));
+  const auto shape = statistics_shape(input);
+  return {empty_like_input(input), at::empty_symint(shape, statistics_options),
+          at::empty_symint(shape, statistics_options)};
+}
+
+Outputs backward_meta(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
+                      const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
+  check_backward(grad_output, input, mean, rstd, weight, bias);
+  const auto param_options = input.options().dtype(parameter_type(input, weight, bias));
+  Tensor grad_input, grad_weight, grad_bias;
+  if (output_mask[0]) grad_input = empty_like_input(input);
+  if (output_mask[1]) grad_weight = at::empty_symint({input.sym_size(1)}, param_options);
+  if (output_mask[2]) grad_bias = at::empty_symint({input.sym_size(1)}, param_options);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+// ---- derivatives ----------------------------------------------------------------------------------------------------
+
+struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
+  using Variables = torch::autograd::variable_list;
+  static constexpr bool is_traceable = true;
+
+  static Variables forward(torch::autograd::AutogradContext* context, const Tensor& input, const Tensor& weight,
+                           const Tensor& bias, double eps) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto [output, mean, rstd] = call_forward_of_images(input, weight, bias, eps);
+    // The bias for the dtype of its gradient.
+    context->save_for_backward({input, weight, weight.defined() ? Tensor() : bias, mean, rstd});
+    context->mark_non_differentiable({mean, rstd});
+    context->set_materialize_grads(false);
+    return {output, mean, rstd};
+  }
+
+  static Variables backward(torch::autograd::AutogradContext* context, const Variables& gradients) {
+    if (!gradients[0].defined()) return Variables(4);
+    const auto saved = context->get_saved_variables();
+    const auto [grad_input, grad_weight, grad_bias] = call_backward_of_images(
+        gradients[0], saved[0], saved[3], saved[4], saved[1], saved[2],
+        {context->needs_input_grad(0), context->needs_input_grad(1), context->needs_input_grad(2)});
+    return {grad_input, grad_weight, grad_bias, Tensor()};
+  }
+};
+
+template <class... Tensors>
+bool any_tangent(const Tensors&... tensors) {
+  const auto has_tangent = [](const optional<Tensor>& t) { return present(t) && t->_fw_grad(/*level=*/0).defined(); };
+  return (has_tangent(tensors) || ...);
+}
+template <class... Tensors>
+bool wants_graph(const Tensors&... tensors) {
+  const auto requires_grad = [](const optional<Tensor>& t) { return present(t) && t->requires_grad(); };
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+bool inside_transform() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+Outputs forward_autograd(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                         double eps) {
+  if (any_tangent(input, weight, bias) || inside_transform()) return forward_as_rows(input, weight, bias, eps);
+  if (wants_graph(input, weight, bias)) {
+    const auto outputs = ChannelsFirst::apply(input, weight.value_or(Tensor()), bias.value_or(Tensor()), eps);
+    return {outputs[0], outputs[1], outputs[2]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call_forward_of_images(input, weight, bias, eps);
+}
+
+Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
+                          const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
+  if (any_tangent(grad_output, input, weight) || inside_transform() || wants_graph(grad_output, input, weight)) {
+    return backward_as_rows(grad_output, input, mean, rstd, weight, bias, output_mask);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call_backward_of_images(grad_output, input, mean, rstd, weight, bias, output_mask);
+}
+
+}  // namespace
+}  // namespace layernorm
+
+#ifndef LAYERNORM_EMULATE
+LAYERNORM_LIBRARY_IMPL(CPU, m) {
+  using namespace layernorm;
+  m.impl("channels_first_forward", &forward<cpu::channels_first_forward>);
+  m.impl("channels_first_backward", &backward<cpu::channels_first_backward, cpu::channels_first_backward_workspace>);
+}
+#endif
+
+LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
+  using namespace layernorm;
+#if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
+  m.impl("channels_first_forward", &forward<cuda::channels_first_forward>);
+  m.impl("channels_first_backward", &backward<cuda::channels_first_backward, cuda::channels_first_backward_workspace>);
+#else
+  m.impl("channels_first_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  m.impl("channels_first_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+#endif
+}
+
+LAYERNORM_LIBRARY_IMPL(Meta, m) {
+  m.impl("channels_first_forward", &layernorm::forward_meta);
+  m.impl("channels_first_backward", &layernorm::backward_meta);
+}
+
+LAYERNORM_LIBRARY_IMPL(Autograd, m) {
+  m.impl("channels_first_forward", &layernorm::forward_autograd);
+  m.impl("channels_first_backward", &layernorm::backward_autograd);
+}
+
+LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
+  m.impl("channels_first_forward", &layernorm::forward_as_rows);
+  m.impl("channels_first_backward", &layernorm::backward_as_rows);
+}

@@ -1,0 +1,109 @@
+"""Layer normalization over the channels of images: the functional form and the module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from . import _ops  # noqa: F401  # registers the operators
+from .modules import LayerNorm
+
+__all__ = ["LayerNorm2d", "layer_norm_2d"]
+
+
+def layer_norm_2d(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    r"""Normalize each pixel of images over its channels, as ConvNeXt does.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
+
+    Mean and (biased) variance are taken over the dimension ``C``; the result is that of :func:`layernorm_ext.layer_norm`
+    on ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton, `Layer Normalization
+    <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
+    <https://arxiv.org/abs/2201.03545>`_, 2022.
+
+    Args:
+        input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Images may lie in memory
+            channel by channel, any number of elements apart, or channels last; other layouts are copied.
+        weight: Tensor of shape ``[C]`` and the dtype of ``input``, or float32 for a float16 or bfloat16 input. Ones if
+            ``None``.
+        bias: Like ``weight``, and of its dtype. Zeros if ``None``.
+        eps: Added to the variance.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``input``: ``torch.channels_last`` if its strides are in that
+        order (a slice of such a tensor too), else contiguous. So is the gradient of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
+        NotImplementedError: ``input`` is of an unsupported dtype.
+
+    Note:
+        Precision, determinism and derivatives are those of :func:`layernorm_ext.layer_norm`: sums are kept in float32
+        (float64 for float64 input), the error in float32 is at most ``5e-7 * (1 + |weight * normalized input| +
+        |bias|)``, and a pixel's result depends on nothing but the pixel and, in its last bits, on the memory format.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4)
+        >>> layer_norm_2d(x, torch.ones(8), torch.zeros(8)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+    if has_torch_function_variadic(input, weight, bias):
+        return handle_torch_function(layer_norm_2d, (input, weight, bias), input, weight=weight, bias=bias, eps=eps)
+    if input.dim() != 4:
+        raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
+    return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
+
+
+class LayerNorm2d(LayerNorm):
+    r"""Layer normalization over the channels of images, as in ConvNeXt.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
+
+    Parameters and ``state_dict`` are those of ``LayerNorm(num_channels)``. See :func:`layernorm_ext.layer_norm_2d` for
+    what is computed, and with what precision. Sources: Ba, Kiros and Hinton, `Layer Normalization
+    <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
+    <https://arxiv.org/abs/2201.03545>`_, 2022.
+
+    Args:
+        num_channels: ``C``, over which to normalize.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are parameters at all.
+        bias: Whether there is a bias beside the weight.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters: float64, float32, float16 or bfloat16.
+
+    Shape:
+        Input and output: ``[N, C, H, W]``, of one memory format. ``weight`` (ones at first) and ``bias`` (zeros):
+        ``[C]``.
+
+    Example:
+        >>> norm = LayerNorm2d(8)
+        >>> norm(torch.randn(2, 8, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """Make the parameters."""
+        super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
+        if input.dim() == 4 and input.size(1) != self.normalized_shape[0]:
+            raise RuntimeError(
+                f"Expected input of shape [N, {self.normalized_shape[0]}, H, W], but got input of size"
+                f"{list(input.shape)}"
+            )
+        return layer_norm_2d(input, self.weight, self.bias, self.eps)
