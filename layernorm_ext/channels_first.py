@@ -12,22 +12,20 @@ from .modules import LayerNorm
 __all__ = ["LayerNorm2d", "layer_norm_2d"]
 
 
-def layer_norm_2d(
-    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
-) -> Tensor:
+def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     r"""Normalize each pixel of images over its channels, as ConvNeXt does.
 
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
-    Mean and (biased) variance are taken over the dimension ``C``; the result is that of :func:`layernorm_ext.layer_norm`
-    on ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton, `Layer Normalization
+    Mean and (biased) variance are taken over the dimension ``C``: the result is that of
+    :func:`layernorm_ext.layer_norm` on ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton, `Layer Normalization
     <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
-        input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Images may lie in memory
-            channel by channel, any number of elements apart, or channels last; other layouts are copied.
+        input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Channels may lie
+            anywhere, if the pixels of each lie next to each other; or channels last; other layouts are copied.
         weight: Tensor of shape ``[C]`` and the dtype of ``input``, or float32 for a float16 or bfloat16 input. Ones if
             ``None``.
         bias: Like ``weight``, and of its dtype. Zeros if ``None``.

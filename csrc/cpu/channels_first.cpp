@@ -33,7 +33,8 @@ using OfPixels = Number[kMaxBlockPixels];
 // One block, of an array of images; at null, if there is no such array.
 template <class T>
 struct Block {
-  T* at;  // [channels, pixels]
+  T* at;    // [channels, pixels]
+  T* next;  // the block that comes after it, if it is not the last
   int64_t stride, pixels;
   T* channel(int64_t c) const { return at + c * stride; }
 };
@@ -41,9 +42,16 @@ struct Block {
 template <class T>
 Block<T> block_of(T* images, int64_t image_stride, int64_t stride, int64_t image_pixels, const Blocks& blocks,
                   int64_t block) {
-  const int64_t begin = block % blocks.per_image * blocks.pixels;
-  T* const at = images ? images + block / blocks.per_image * image_stride + begin : nullptr;
-  return {at, stride, min(blocks.pixels, image_pixels - begin)};
+  const auto begin = [&](int64_t b) { return b % blocks.per_image * blocks.pixels; };
+  const auto at = [&](int64_t b) { return images ? images + b / blocks.per_image * image_stride + begin(b) : nullptr; };
+  return {at(block), at(block + 1), stride, min(blocks.pixels, image_pixels - begin(block))};
+}
+
+// Asks for a pack of the next block while this one is swept for the last time: no prefetcher of the processor's follows
+// as many lines as there are channels. Forward takes 0.9 of the time with it (32x192x28x28, Intel Xeon with AVX-512).
+template <class T>
+void fetch_next(const Block<const T>& block, int64_t c, int64_t j) {
+  fetch_to_read(block.next + c * block.stride + j);
 }
 
 // Calls f(first channel, channels) for the runs.
@@ -69,13 +77,31 @@ struct OfRun {
   Acc of[kRun + kMaxPackSize];
 };
 
+// Sums of runs. If Acc is double itself, the sums lose as much as it does, and what they lose is kept beside them
+// (Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B).
 template <class Acc>
-void add(double* sums, const Pack<Acc>& pack) {
-  Doubles<Acc> total;
-  std::memcpy(&total, sums, sizeof(total));
-  add(total, pack);
-  std::memcpy(sums, &total, sizeof(total));
-}
+struct SumOfRuns {
+  void add(int64_t j, const Pack<Acc>& pack) {
+    Doubles<Acc> sum, rounded;
+    std::memcpy(&sum, sums + j, sizeof(sum));
+    rounded = sum;
+    cpu::add(rounded, pack);
+    std::memcpy(sums + j, &rounded, sizeof(sum));
+    if constexpr (sizeof(Acc) == 8) {
+      const auto keep = [](auto sum, auto x, auto rounded, auto* lost) {
+        const auto added = rounded - sum;
+        const auto error = (sum - (rounded - added)) + (x - added);
+        for (size_t i = 0; i < sizeof(error) / sizeof(double); ++i) lost[i] += error[i];
+      };
+      keep(sum.a, pack.a, rounded.a, lost + j);
+      keep(sum.b, pack.b, rounded.b, lost + j + kPackSize<Acc> / 2);
+    }
+  }
+  double operator[](int64_t j) const { return sizeof(Acc) == 8 ? sums[j] + lost[j] : sums[j]; }
+
+  OfPixels<double> sums = {};
+  double lost[sizeof(Acc) == 8 ? kMaxBlockPixels : 1] = {};
+};
 
 // As Groups::mean, which says why.
 template <class Acc>
@@ -115,12 +141,12 @@ bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Stat
   using Acc = AccOf<T>;
   const int64_t pixels = padded<Acc>(x.pixels);
   const Average<Acc> average(channels);
-  OfPixels<double> sums = {}, deviations = {}, squares = {};
+  SumOfRuns<Acc> sums, deviations, squares;
   for_each_run(channels, [&](int64_t c, int64_t n) {
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
       Pack<Acc> sum = {};
       for (int64_t k = 0; k < n; ++k) sum = sum + load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes);
-      add(sums + j, sum);
+      sums.add(j, sum);
     });
   });
   for (int64_t j = 0; j < pixels; ++j) stats.mean[j] = static_cast<Acc>(average(sums[j]));
@@ -133,8 +159,8 @@ bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Stat
         deviation = deviation + d;
         square = fma(d, d, square);
       }
-      add(deviations + j, deviation);
-      add(squares + j, square);
+      deviations.add(j, deviation);
+      squares.add(j, square);
     });
   });
   bool finite = true;
@@ -173,6 +199,7 @@ void normalize(const Block<const T>& x, int64_t channels, const Statistics<AccOf
           v = v + b[k];
         }
         store<T, !std::is_same_v<T, W>>(y.channel(c + k) + j, v, lanes);
+        fetch_next(x, c + k, j);
       }
     });
   });
@@ -221,7 +248,7 @@ void find_coefficients(const Block<const T>& dy, const Block<const T>& x, int64_
                        Coefficients<AccOf<T>>& of) {
   using Acc = AccOf<T>;
   const Average<Acc> average(channels);
-  OfPixels<double> xhat_sums = {}, g_sums = {}, g_xhat_sums = {};
+  SumOfRuns<Acc> xhat_sums, g_sums, g_xhat_sums;
   for_each_run(channels, [&](int64_t c, int64_t n) {
     const OfRun<T> w(with_g ? weight : nullptr, c, n, 1);
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
@@ -237,8 +264,8 @@ void find_coefficients(const Block<const T>& dy, const Block<const T>& x, int64_
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
       }
-      add(xhat_sums + j, xhat_sum);
-      if constexpr (with_g) add(g_sums + j, g_sum), add(g_xhat_sums + j, g_xhat_sum);
+      xhat_sums.add(j, xhat_sum);
+      if constexpr (with_g) g_sums.add(j, g_sum), g_xhat_sums.add(j, g_xhat_sum);
     });
   });
   for (int64_t j = 0; j < padded<Acc>(x.pixels); ++j) {
@@ -260,9 +287,11 @@ void sweep_block(const Block<const T>& dy, const Block<const T>& x, int64_t chan
       Pack<Acc> dw = {}, db = {};
       for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
         const auto v = load<T>(dy.channel(c + k) + j, lanes);
+        fetch_next(dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
           const auto d = load_scaled<scaled>(x.channel(c + k) + j, of.scale + j, lanes) - read(of.mean + j, All{});
+          fetch_next(x, c + k, j);
           const auto xhat = fma(d, read(of.rstd_scaled + j, All{}), read(of.minus_shift + j, All{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
