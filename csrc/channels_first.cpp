@@ -4,13 +4,10 @@
 // An image may also lie channels last. It is then rows already, and so is one of a single pixel: the operators of
 // ops.cpp take those. They also take over where derivatives of derivatives, torch.func and forward-mode AD are
 // concerned, of which autograd.cpp knows everything.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/movedim.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "cuda/platform.h"
 #include "layer_norm.h"
@@ -34,17 +31,13 @@ using std::optional;
 
 Outputs call_forward_of_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
                                double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(LAYERNORM_OPERATOR("channels_first_forward"), "")
-                             .typed<decltype(call_forward_of_images)>();
+  static const auto op = find<decltype(call_forward_of_images)>(LAYERNORM_OPERATOR("channels_first_forward"));
   return op.call(input, weight, bias, eps);
 }
 
 Outputs call_backward_of_images(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                                 const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(LAYERNORM_OPERATOR("channels_first_backward"), "")
-                             .typed<decltype(call_backward_of_images)>();
+  static const auto op = find<decltype(call_backward_of_images)>(LAYERNORM_OPERATOR("channels_first_backward"));
   return op.call(grad_output, input, mean, rstd, weight, bias, output_mask);
 }
 
@@ -84,15 +77,16 @@ Tensor to_rows(const Tensor& images) { return images.movedim(1, -1); }
 Tensor from_rows(const Tensor& rows) { return rows.defined() ? rows.movedim(-1, 1) : rows; }
 
 Outputs forward_as_rows(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
-  const auto [output, mean, rstd] = call_forward(to_rows(input), {input.sym_size(1)}, weight, bias, eps);
+  const auto [output, sum, mean, rstd] =
+      call_norm_forward(to_rows(input), {}, {input.sym_size(1)}, weight, bias, eps, {}, /*in_place=*/false);
   return {from_rows(output), from_rows(mean), from_rows(rstd)};
 }
 
 Outputs backward_as_rows(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                          const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
   const auto [grad_input, grad_weight, grad_bias] =
-      call_backward(to_rows(grad_output), to_rows(input), {input.sym_size(1)}, to_rows(mean), to_rows(rstd), weight,
-                    bias, output_mask);
+      call_norm_backward(to_rows(grad_output), {}, to_rows(input), {input.sym_size(1)}, to_rows(mean), to_rows(rstd),
+                         weight, bias, output_mask, {});
   return {from_rows(grad_input), grad_weight, grad_bias};
 }
 
@@ -127,8 +121,8 @@ Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optio
   at::DimVector shape(input.sizes());
   shape[1] = 1;
   if (input.numel() == 0 || pixels_of(input) == 1) {
-    const auto [output, mean, rstd] = call_forward(to_rows(input), {input.size(1)}, weight, bias, eps);
-    return {output.view(input.sizes()), mean.view(shape), rstd.view(shape)};
+    const auto [output, mean, rstd] = forward_as_rows(input, weight, bias, eps);
+    return {to_rows(output).view(input.sizes()), mean.view(shape), rstd.view(shape)};
   }
   const Launching on(input);
   Tensor output = at::empty(input.sizes(), options);
@@ -233,26 +227,33 @@ Outputs backward_meta(const Tensor& grad_output, const Tensor& input, const Tens
 // ---- derivatives ----------------------------------------------------------------------------------------------------
 
 struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
+  using Context = torch::autograd::AutogradContext;
   using Variables = torch::autograd::variable_list;
   static constexpr bool is_traceable = true;
 
-  static Variables forward(torch::autograd::AutogradContext* context, const Tensor& input, const Tensor& weight,
-                           const Tensor& bias, double eps) {
+  static Variables forward(Context* context, const Tensor& input, const optional<Tensor>& weight,
+                           const optional<Tensor>& bias, double eps) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto [output, mean, rstd] = call_forward_of_images(input, weight, bias, eps);
     // The bias for the dtype of its gradient.
-    context->save_for_backward({input, weight, weight.defined() ? Tensor() : bias, mean, rstd});
+    context->save_for_backward(
+        {input, weight.value_or(Tensor()), present(weight) ? Tensor() : bias.value_or(Tensor()), mean, rstd});
+    context->saved_data["has_bias"] = present(bias);
     context->mark_non_differentiable({mean, rstd});
     context->set_materialize_grads(false);
     return {output, mean, rstd};
   }
 
-  static Variables backward(torch::autograd::AutogradContext* context, const Variables& gradients) {
+  static Variables backward(Context* context, const Variables& gradients) {
     if (!gradients[0].defined()) return Variables(4);
     const auto saved = context->get_saved_variables();
-    const auto [grad_input, grad_weight, grad_bias] = call_backward_of_images(
-        gradients[0], saved[0], saved[3], saved[4], saved[1], saved[2],
-        {context->needs_input_grad(0), context->needs_input_grad(1), context->needs_input_grad(2)});
+    const auto &input = saved[0], &weight = saved[1], &bias = saved[2], &mean = saved[3], &rstd = saved[4];
+    // Of the optional inputs, those that are there are counted alone.
+    const size_t has_weight = weight.defined();
+    const Mask mask = {context->needs_input_grad(0), has_weight && context->needs_input_grad(1),
+                       context->saved_data["has_bias"].toBool() && context->needs_input_grad(1 + has_weight)};
+    const auto [grad_input, grad_weight, grad_bias] =
+        call_backward_of_images(gradients[0], input, mean, rstd, weight, bias, mask);
     return {grad_input, grad_weight, grad_bias, Tensor()};
   }
 };
@@ -275,7 +276,7 @@ Outputs forward_autograd(const Tensor& input, const optional<Tensor>& weight, co
                          double eps) {
   if (any_tangent(input, weight, bias) || inside_transform()) return forward_as_rows(input, weight, bias, eps);
   if (wants_graph(input, weight, bias)) {
-    const auto outputs = ChannelsFirst::apply(input, weight.value_or(Tensor()), bias.value_or(Tensor()), eps);
+    const auto outputs = ChannelsFirst::apply(input, weight, bias, eps);
     return {outputs[0], outputs[1], outputs[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView below;

@@ -17,6 +17,7 @@
 #include <algorithm>
 
 #include "../dtypes.h"
+#include "partials.cuh"
 #include "row.cuh"
 
 namespace layernorm::cuda {
@@ -24,26 +25,6 @@ namespace {
 
 // After so many rows, sums in Acc go to the workspace, to keep them exact.
 constexpr int64_t kRowsPerSum = 256;
-
-// The saved statistics of a row, for numbers that are multiplied by `scale` first.
-template <class Acc>
-struct Statistics {
-  Acc scale = 1, mean = 0, rstd = 0;
-
-  // Of a row that does not exist.
-  __device__ __forceinline__ Statistics() {}
-
-  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
-  __device__ __forceinline__ Statistics(const BackwardParams& p, int64_t row) {
-    if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
-    rstd = static_cast<const Acc*>(p.rstd)[row];
-    const bool is_huge = rstd < Acc(0x1p-60);
-    scale = is_huge ? kScale<Acc> : 1;
-    mean *= scale;
-    rstd *= is_huge ? 1 / kScale<Acc> : 1;
-  }
-  __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
-};
 
 // xhat of a vector of x, or recovered from one of the output: less `shift`, and 0 for columns that do not exist.
 template <class T, class W, int kCount, class Acc>
@@ -78,24 +59,13 @@ __device__ __forceinline__ void multiply(Acc (&g)[kCount], const Vector<T, kCoun
   }
 }
 
-// What the gradients need to know of a row besides.
-template <class Acc>
-struct Means {
-  Acc xhat;  // that of xhat as computed from the saved mean
-  Acc g;
-  Acc g_xhat;  // with xhat corrected
-};
-
-// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Its first difference is exactly 0 if g is the same in the whole
-// row, as it is for the sum of the outputs, or for one column. Of a vector, from g.
+// That of a vector, from g, with the gradient of the sum if there is one.
 template <class T, int kCount, class Acc>
 __device__ __forceinline__ Vector<T, kCount> grad_input(Acc (&g)[kCount], const Acc (&xhat)[kCount],
                                                         const Means<Acc>& means, const Statistics<Acc>& statistics,
                                                         const BackwardParams& p, int64_t row, Columns columns) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    g[e] = fma(xhat[e], -means.g_xhat, g[e] - means.g) * (statistics.rstd * statistics.scale);
-  }
+  for (int e = 0; e < kCount; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
   if (p.grad_sum) {
     Vector<T, kCount> dsum;
     load<Cache::kPastL1>(dsum, static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride, columns);
@@ -342,28 +312,6 @@ __global__ void __launch_bounds__(kColumnThreads, 1)
   if (p.grad_bias) store(workspace, rounded<Acc>(dbias), columns);
 }
 
-constexpr int kAdders = 8;  // threads that share a column of add_partials
-
-// The second stage: adds up the rows of the workspace in a fixed order. blockIdx.y: of dweight, or of dbias.
-template <class Acc, class W>
-__global__ void __launch_bounds__(kAdders* kWarpSize)
-    add_partials(const Acc* const workspace, const int64_t partials, const int64_t cols, W* const first,
-                 W* const second) {
-  LAYERNORM_SHARED(sums, double[kAdders][kWarpSize]);
-  const int lane = threadIdx.x % kWarpSize, adder = threadIdx.x / kWarpSize;
-  const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
-  const Acc* const partial = workspace + blockIdx.y * partials * cols + column;
-  double sum = 0;
-  if (column < cols) {
-    for (int64_t r = adder; r < partials; r += kAdders) sum += partial[r * cols];
-  }
-  sums[adder][lane] = sum;
-  __syncthreads();
-  if (adder > 0 || column >= cols) return;
-  for (int a = 1; a < kAdders; ++a) sum += sums[a][lane];
-  (blockIdx.y == 0 ? first : second)[column] = W(static_cast<Acc>(sum));
-}
-
 // Of 16-bit elements and of doubles, longer rows do not fit into registers beside the sums.
 template <class T>
 constexpr int kLongestInRegisters = sizeof(T) == 4 ? 2048 : 1024;
@@ -431,13 +379,8 @@ void backward(const BackwardParams& p) {
                xhat_means, aligned);
       }
     }
-    if (!p.grad_weight && !p.grad_bias) return;
-    const unsigned gradients = p.grad_weight && p.grad_bias ? 2 : 1;
-    const auto* const workspace = static_cast<const Acc*>(p.workspace);
-    auto* const first = static_cast<W*>(p.grad_weight ? p.grad_weight : p.grad_bias);
-    auto* const second = static_cast<W*>(p.grad_bias);
-    launch({dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)), gradients), kAdders * kWarpSize, 0, stream},
-           add_partials<Acc, W>, workspace, partials, p.cols, first, second);
+    launch_add_partials(static_cast<const Acc*>(p.workspace), partials, p.cols, static_cast<W*>(p.grad_weight),
+                        static_cast<W*>(p.grad_bias), stream);
   });
 }
 

@@ -118,13 +118,6 @@ __device__ __forceinline__ Moments<Acc> moments(Acc (&x)[Tile::kVectors][kCount]
   return own;
 }
 
-// 1 / sqrt(variance + eps) for the variance of x * scale; scaled, eps itself may be too small a number, but its root is
-// not.
-template <class Acc>
-__device__ __forceinline__ Acc reciprocal_deviation(Acc variance, Acc eps, Acc scale) {
-  return 1 / (scale == 1 ? sqrt(variance + eps) : hypot(sqrt(variance), sqrt(eps) * scale));
-}
-
 template <class T, class W, class Tile>
 __global__ void __launch_bounds__(Tile::kBlock, 1) forward_in_registers(const ForwardParams p, const bool aligned) {
   using Acc = AccOf<T>;

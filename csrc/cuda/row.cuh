@@ -142,6 +142,50 @@ constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 template <class Acc>
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
+// 1 / sqrt(variance + eps) for the variance of x * scale; scaled, eps itself may be too small a number, but its root is
+// not.
+template <class Acc>
+__device__ __forceinline__ Acc reciprocal_deviation(Acc variance, Acc eps, Acc scale) {
+  return 1 / (scale == 1 ? sqrt(variance + eps) : hypot(sqrt(variance), sqrt(eps) * scale));
+}
+
+// ---- backward of a row ----------------------------------------------------------------------------------------------
+
+// The saved statistics of a row, for numbers that are multiplied by `scale` first.
+template <class Acc>
+struct Statistics {
+  Acc scale = 1, mean = 0, rstd = 0;
+
+  // Of a row that does not exist.
+  __device__ __forceinline__ Statistics() {}
+
+  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+  template <class Params>
+  __device__ __forceinline__ Statistics(const Params& p, int64_t row) {
+    if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
+    rstd = static_cast<const Acc*>(p.rstd)[row];
+    const bool is_huge = rstd < Acc(0x1p-60);
+    scale = is_huge ? kScale<Acc> : 1;
+    mean *= scale;
+    rstd *= is_huge ? 1 / kScale<Acc> : 1;
+  }
+  __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
+};
+
+// What the gradients need to know of a row besides.
+template <class Acc>
+struct Means {
+  Acc xhat;  // that of xhat as computed from the saved mean
+  Acc g;
+  Acc g_xhat;  // with xhat corrected
+
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Its first difference is exactly 0 if g is the same in the whole
+  // row, as it is for the sum of the outputs, or for one column.
+  __device__ __forceinline__ Acc grad_input(Acc g_, Acc xhat_, const Statistics<Acc>& row) const {
+    return fma(xhat_, -g_xhat, g_ - g) * (row.rstd * row.scale);
+  }
+};
+
 // ---- alignment ------------------------------------------------------------------------------------------------------
 
 // Whether rows of T at `base`, so many elements apart, all begin at a multiple of 16 bytes.

@@ -289,6 +289,128 @@ def test_numbers_that_overflow(library, path_limit):
         assert torch.equal(dx.isnan().any(1), wrong)
 
 
+# ---- channels first --------------------------------------------------------------------------------------------------
+
+STAGED = [emulated_ops.UNLIMITED, 0]  # whether a block's numbers fit into shared memory
+staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
+
+
+def images(shape, dtypes):
+    """Return images [N, C, P] of input and grad_output, weight and bias."""
+    x, dy = (randn(shape, dtypes[0]) for _ in range(2))
+    return x, dy, randn(shape[1], dtypes[1]), randn(shape[1], dtypes[1])
+
+
+def run_images(library, x, dy, w=None, b=None, mask=ALL):
+    output, mean, rstd = library.ops.channels_first_forward(x, w, b, 1e-5)
+    return (output, mean, rstd), library.ops.channels_first_backward(dy, x, mean, rstd, w, b, mask)
+
+
+def check_images(forward, backward, x, dy, w=None, b=None, parameter_dtype=None, context=()):
+    def rows(t):
+        return None if t is None else t.movedim(1, -1).reshape(-1, t.size(1)).contiguous()
+
+    check_forward([rows(t) for t in forward], rows(x), w, b, context=context)
+    check_backward((rows(backward[0]), *backward[1:]), rows(dy), rows(x), w, parameter_dtype, context=context)
+
+
+@all_dtypes
+@staged
+def test_images(library, dtypes, path_limit):
+    """Fewer pixels than lanes, as many, and more, of two images in a warp; fewer channels than warps, or many runs.
+
+    Any order of the threads gives the same bits, but for the weight's gradients, which depend on the number of blocks.
+    """
+    for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (5, 130, 13), (1, 300, 40)]:
+        x, dy, w, b = images(shape, dtypes)
+        first = None
+        for order, seed, blocks in SCHEDULES:
+            with library.schedule(order, seed, blocks, path_limit=path_limit):
+                forward, backward = run_images(library, x, dy, w, b)
+            check_images(forward, backward, x, dy, w, b, context=(shape, order))
+            first = first or (*forward, backward[0])
+            for actual, expected in zip((*forward, backward[0]), first, strict=True):
+                assert torch.equal(bits(actual), bits(expected)), (shape, order, seed)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=["fp32", "bf16-fp32"])
+def test_which_images_are_staged(library, dtypes):
+    """96 KiB of shared memory hold 32 pixels of forward's input, and of backward's input and grad_output."""
+    channels = 96 * 1024 // 32 // dtypes[0].itemsize
+    for count in (channels // 2, channels // 2 + 1, channels, channels + 1):
+        x, dy, w, b = images((1, count, 2), dtypes)
+        library.launched()
+        forward, backward = run_images(library, x, dy, w, b)
+        check_images(forward, backward, x, dy, w, b, context=(count,))
+        launched = library.launched()
+        for kind, limit in (("forward", channels), ("backward", channels // 2)):
+            (name,) = (name for name in launched if f"channels_first_{kind}" in name)
+            assert name.endswith(f"{str(count <= limit).lower()}>"), (count, name)
+
+
+@staged
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=["fp32", "bf16-fp32"])
+def test_masks_and_absent_parameters_of_images(library, dtypes, path_limit):
+    """Nothing is written that was not asked for: its memory does not exist."""
+    x, dy, w, b = images((3, 20, 15), dtypes)
+    for mask, (weight, bias) in itertools.product(
+        itertools.product((False, True), repeat=3), ((w, b), (w, None), (None, b), (None, None))
+    ):
+        with library.schedule("reverse", path_limit=path_limit):
+            forward, backward = run_images(library, x, dy, weight, bias, list(mask))
+        assert [gradient is not None for gradient in backward] == list(mask)
+        parameter_dtype = dtypes[1] if weight is not None or bias is not None else dtypes[0]
+        check_images(forward, backward, x, dy, weight, bias, parameter_dtype, context=(mask,))
+
+
+@all_dtypes
+@staged
+def test_strides_of_images(library, dtypes, path_limit):
+    """Channels and images lie amid NaN."""
+    x, dy, w, b = images((3, 10, 15), dtypes)
+    with library.schedule(path_limit=path_limit):
+        expected = run_images(library, x, dy, w, b)
+        for gap, offset in ((0, 1), (3, 0), (2, 5)):
+            views = []
+            for tensor in (x, dy):
+                buffer = torch.full((3 * 10 * (15 + gap) + 3 * gap + offset,), torch.nan, dtype=tensor.dtype)
+                strides = (10 * (15 + gap) + gap, 15 + gap, 1)
+                views.append(buffer.as_strided(tensor.shape, strides, offset).copy_(tensor))
+            actual = run_images(library, *views, w, b)
+            for a, e in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
+                assert torch.equal(bits(a), bits(e)), (gap, offset)
+
+
+@staged
+def test_hard_numbers_of_images(library, path_limit):
+    """Large means, and numbers whose squares, sums or differences overflow, beside ordinary ones."""
+    for dtype, channels in ((F32, 7), (F32, 300), (F64, 40), (BF16, 64)):
+        w, b = (randn(channels, dtype) for _ in range(2))
+        pixels = [randn((3, channels), dtype, offset=offset) for offset in (0, 1e4, 1e6)]
+        pixels += [huge_rows(d, magnitude, channels, "cpu") for d, magnitude in HUGE if d == dtype]
+        for rows in pixels:
+            x = rows.t()[None].contiguous()
+            dy = randn(x.shape, dtype, offset=1)
+            with library.schedule("random", channels, 2, path_limit=path_limit):
+                forward, backward = run_images(library, x, dy, w, b)
+            check_images(forward, backward, x, dy, w, b, context=(dtype, channels))
+
+
+@staged
+def test_pixels_that_overflow(library, path_limit):
+    """What is infinite or NaN stays in its pixel."""
+    x, dy, w, b = images((2, 40, 20), (F32, F32))
+    x[0, :, 1::2] *= 1e37
+    x[0, 3, 2] = torch.inf
+    x[1, 5, 4] = torch.nan
+    with library.schedule("random", 1, 2, path_limit=path_limit):
+        (output, *_), (dx, *_) = run_images(library, x, dy, w, b, [True, False, False])
+    wrong = torch.zeros(2, 20, dtype=torch.bool)
+    wrong[0, 2] = wrong[1, 4] = True
+    for result in (output, dx):
+        assert torch.equal(result.isnan().all(1), wrong) and torch.equal(result.isnan().any(1), wrong)
+
+
 @pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
 def test_every_kernel_is_run(library, architecture):
     """The kernels in the real binary are those that run here."""
@@ -298,6 +420,9 @@ def test_every_kernel_is_run(library, architecture):
             x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
             run(library, x, dy, w, b)
             run(library, x, dy, None, None)  # whose sum_columns are those of parameters like the input
+    for dtypes, path_limit in itertools.product(DTYPES, STAGED):
+        with library.schedule(architecture=architecture, path_limit=path_limit):
+            run_images(library, *images((1, 2, 3), dtypes))
     kernels = {k.name for source in cuda_binary.SOURCES for k in cuda_binary.compile_kernels(source, architecture)}
     assert library.launched() == kernels
     assert len(kernels) > 100
