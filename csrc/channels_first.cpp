@@ -226,35 +226,37 @@ Outputs backward_meta(const Tensor& grad_output, const Tensor& input, const Tens
 
 // ---- derivatives ----------------------------------------------------------------------------------------------------
 
+// Its output; the statistics, which have no derivatives, leave by a pointer.
 struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
   using Context = torch::autograd::AutogradContext;
   using Variables = torch::autograd::variable_list;
   static constexpr bool is_traceable = true;
 
-  static Variables forward(Context* context, const Tensor& input, const optional<Tensor>& weight,
-                           const optional<Tensor>& bias, double eps) {
+  static Tensor forward(Context* context, const Tensor& input, const optional<Tensor>& weight,
+                        const optional<Tensor>& bias, double eps, Outputs* outputs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto [output, mean, rstd] = call_forward_of_images(input, weight, bias, eps);
+    *outputs = call_forward_of_images(input, weight, bias, eps);
+    const auto& [output, mean, rstd] = *outputs;
     // The bias for the dtype of its gradient.
-    context->save_for_backward(
-        {input, weight.value_or(Tensor()), present(weight) ? Tensor() : bias.value_or(Tensor()), mean, rstd});
+    const Tensor w = weight.value_or(Tensor()), b = w.defined() ? Tensor() : bias.value_or(Tensor());
+    context->save_for_backward({input, w, b, mean, rstd});
     context->saved_data["has_bias"] = present(bias);
-    context->mark_non_differentiable({mean, rstd});
     context->set_materialize_grads(false);
-    return {output, mean, rstd};
+    return output;
   }
 
   static Variables backward(Context* context, const Variables& gradients) {
-    if (!gradients[0].defined()) return Variables(4);
+    Variables result(5);
+    if (!gradients[0].defined()) return result;
     const auto saved = context->get_saved_variables();
     const auto &input = saved[0], &weight = saved[1], &bias = saved[2], &mean = saved[3], &rstd = saved[4];
     // Of the optional inputs, those that are there are counted alone.
     const size_t has_weight = weight.defined();
     const Mask mask = {context->needs_input_grad(0), has_weight && context->needs_input_grad(1),
                        context->saved_data["has_bias"].toBool() && context->needs_input_grad(1 + has_weight)};
-    const auto [grad_input, grad_weight, grad_bias] =
+    std::tie(result[0], result[1], result[2]) =
         call_backward_of_images(gradients[0], input, mean, rstd, weight, bias, mask);
-    return {grad_input, grad_weight, grad_bias, Tensor()};
+    return result;
   }
 };
 
@@ -276,8 +278,9 @@ Outputs forward_autograd(const Tensor& input, const optional<Tensor>& weight, co
                          double eps) {
   if (any_tangent(input, weight, bias) || inside_transform()) return forward_as_rows(input, weight, bias, eps);
   if (wants_graph(input, weight, bias)) {
-    const auto outputs = ChannelsFirst::apply(input, weight, bias, eps);
-    return {outputs[0], outputs[1], outputs[2]};
+    Outputs outputs;
+    std::get<0>(outputs) = ChannelsFirst::apply(input, weight, bias, eps, &outputs);
+    return outputs;
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   return call_forward_of_images(input, weight, bias, eps);

@@ -19,8 +19,8 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
     Mean and (biased) variance are taken over the dimension ``C``: the result is that of
-    :func:`layernorm_ext.layer_norm` on ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton, `Layer Normalization
-    <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
+    :func:`layernorm_ext.layer_norm` on ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton,
+    `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
