@@ -171,6 +171,7 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
   if (output_mask == Mask{}) return {grad_input, grad_weight, grad_bias};
 
   const Tensor dy = with_contiguous_pixels(grad_output), x = with_contiguous_pixels(input), w = parameter(weight);
+  const Tensor m = mean.contiguous(), r = rstd.contiguous();
   ChannelsFirstBackwardParams params;
   params.images = x.size(0);
   params.channels = x.size(1);
@@ -181,8 +182,8 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
   params.input = on.input(x, "input");
   params.input_image_stride = x.stride(0);
   params.input_channel_stride = x.stride(1);
-  params.mean = on.input(mean, "mean");
-  params.rstd = on.input(rstd, "rstd");
+  params.mean = on.input(m, "mean");
+  params.rstd = on.input(r, "rstd");
   params.weight = on.input(w, "weight");
   params.grad_input = on.output(grad_input, "grad_input");
   params.grad_weight = on.output(grad_weight, "grad_weight");

@@ -117,8 +117,6 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
               " of dtype ", name_of(statistic.scalar_type()));
   TORCH_CHECK(statistic.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
               " on ", statistic.device(), " and input on ", input.device());
-  TORCH_CHECK(statistic.is_contiguous(), "Expected ", name, " to be contiguous, but got ", name, " of shape ",
-              statistic.sym_sizes(), " and strides ", statistic.sym_strides());
 }
 
 void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
@@ -315,6 +313,8 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
   const Rows dy = rows_of(grad_output, extents), x = rows_of(input, extents);
   const Rows dsum = output_mask[0] && present(grad_sum) ? rows_of(*grad_sum, extents) : Rows{};
   const Tensor w = parameter(weight), b = variant.memory_efficient ? parameter(bias) : Tensor();
+  // Contiguous as they are, unless torch's compiler has laid out those of images as it does images.
+  const Tensor m = needs_mean(variant) ? mean->contiguous() : Tensor(), r = rstd.contiguous();
   BackwardParams params;
   params.rows = extents.rows;
   params.cols = extents.cols;
@@ -324,8 +324,8 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
   params.input_stride = x.stride;
   params.grad_sum = on.input(dsum.tensor, "grad_sum");
   params.grad_sum_stride = dsum.stride;
-  params.mean = needs_mean(variant) ? on.input(*mean, "mean") : nullptr;
-  params.rstd = on.input(rstd, "rstd");
+  params.mean = on.input(m, "mean");
+  params.rstd = on.input(r, "rstd");
   params.weight = on.input(w, "weight");
   params.bias = on.input(b, "bias");
   params.grad_input = on.output(grad_input, "grad_input");

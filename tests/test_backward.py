@@ -297,6 +297,17 @@ def test_layouts(backend, dtype, normalized):
             assert results[0].is_contiguous() and not results[0].is_neg(), name
 
 
+def test_layouts_of_statistics(backend):
+    """Which torch's compiler chooses for them if they lie between convolutions."""
+    x, dy = (randn((2, 3, 5, 10), F32, backend.device) for _ in range(2))
+    _, mean, rstd = backend.forward(x, (10,), None, None, 1e-5)
+    expected = backend.backward(dy, x, (10,), mean, rstd, None, None, ALL)
+    mean, rstd = (t.to(memory_format=torch.channels_last) for t in (mean, rstd))
+    assert not mean.is_contiguous()
+    results = backend.backward(dy, x, (10,), mean, rstd, None, None, ALL)
+    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+
+
 @all_dtypes
 @pytest.mark.parametrize("shape", [(1, 40), (6, 1), (1, 1)])
 def test_expanded(backend, dtypes, shape):

@@ -49,6 +49,26 @@ def test_no_recompilation_when_the_batch_changes():
     assert counter.frame_count == 2  # with a fixed and then with a free batch, as for any operator
 
 
+def test_between_convolutions():
+    """The compiler lays out what is near a convolution channels last, statistics of four dimensions too."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = torch.nn.Conv2d(3, 8, 3), LayerNorm(8), torch.nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            return self.last(self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+    block, x = Block(), torch.randn(2, 3, 8, 8)
+    gradients = [
+        torch.autograd.grad(f(x).sin().sum(), list(block.parameters()))
+        for f in (block, torch.compile(block, fullgraph=True))
+    ]
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
 def test_compiled_output_has_the_kernels_bits():
     module, x = LayerNorm(64), torch.randn(5, 64)
     assert torch.equal(torch.compile(module, fullgraph=True)(x), module(x))
