@@ -8,20 +8,26 @@ _locate.check_torch()
 from importlib.metadata import version as _version
 
 from .channels_first import LayerNorm2d, layer_norm_2d
+from .conversion import ConversionReport, convert, converted, register_conversion, revert
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
 
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "ConversionReport",
     "LayerNorm",
     "LayerNorm2d",
     "LazyLayerNorm",
     "RMSNorm",
     "add_layer_norm",
     "add_rms_norm",
+    "convert",
+    "converted",
     "layer_norm",
     "layer_norm_2d",
+    "register_conversion",
+    "revert",
     "rms_norm",
 ]
 __version__ = _version("layernorm-ext")

@@ -115,6 +115,12 @@ def use_threads():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def one_thread(use_threads):
+    """For models so small that threads would only wait for each other."""
+    use_threads(1)
+
+
 def pytest_report_header():
     return f"layernorm_ext: {layernorm_ext.__file__}, CPU kernels {_C.cpu_capability()}, torch {torch.__version__}"
 
