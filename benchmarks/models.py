@@ -21,19 +21,6 @@ TORCH, OURS = "torch", "ours"
 MODES = ("training", "inference")
 
 
-def convert(model: nn.Module) -> int:
-    """Replace every torch.nn.LayerNorm in place, parameters and all; return how many."""
-    count = 0
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.LayerNorm:
-                ours = layernorm_ext.LayerNorm(child.normalized_shape, child.eps, child.elementwise_affine)
-                ours.weight, ours.bias = child.weight, child.bias
-                setattr(module, name, ours)
-                count += 1
-    return count
-
-
 class ConvNeXtBlock(nn.Module):
     """Depthwise convolution, then a two-layer perceptron on normalized channels (Liu et al. 2022, arXiv:2201.03545)."""
 
@@ -160,7 +147,7 @@ def measure(device: Device, name: str, dtypes: str, modes: list[str], budget: fl
         model = model.to(device.name, dtype).eval()  # no dropout: both compute the same
         inputs = inputs.to(device.name, dtype if inputs.is_floating_point() else None)
         models = {TORCH: model, OURS: copy.deepcopy(model)}
-        converted = convert(models[OURS])
+        converted = len(layernorm_ext.convert(models[OURS]).replaced)
         if not converted:
             raise ValueError(f"Expected normalization layers to convert in {name}, but found none")
         error = errors(models, inputs)
