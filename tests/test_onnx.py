@@ -118,6 +118,33 @@ def test_model():
     torch.testing.assert_close(run(program, x)[0], model(x), rtol=1e-5, atol=1e-5)  # a matrix product between
 
 
+@pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
+@pytest.mark.parametrize("member", ["centred", "rms", "rms centred", "add", "images"])
+def test_family(member, dtype, param_dtype):
+    """Written out where there is no standard operator; with the dtype of the input, and float32 parameters as such."""
+    w, b = (torch.nn.Parameter(torch.randn(8).to(param_dtype)) for _ in range(2))
+
+    class Member(torch.nn.Module):
+        def forward(self, x):
+            if member == "images":
+                return layernorm_ext.layer_norm_2d(x, w, b)
+            if member == "add":
+                return layernorm_ext.add_layer_norm(x, x, (8,), w, b)
+            centred = "centred" in member
+            if "rms" in member:
+                return layernorm_ext.rms_norm(x, (8,), w, zero_centered_weight=centred)
+            return layer_norm(x, (8,), w, b, zero_centered_weight=centred)
+
+    shape = (8, 2, 3) if member == "images" else (5, 8)
+    program = export(Member(), torch.randn(3, *shape).to(dtype))
+    x = torch.randn(7, *shape).to(dtype)
+    expected = Member()(x)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    tolerance = TOLERANCE[dtype]
+    for actual, e in zip(run(program, x), expected, strict=True):
+        torch.testing.assert_close(actual, e, rtol=tolerance, atol=tolerance)
+
+
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)  # to import it is an ImportError
     with pytest.raises(ImportError, match="needs the packages onnx and onnxscript.*pip install onnx onnxscript"):
