@@ -129,9 +129,11 @@ def translations() -> dict[OpOverload, Callable]:
             weight, bias = (None if p is None else cast(p, dtype, wide(dtype)) for p in (weight, bias))
             dtype = wide(dtype)
             weight = weight + constant(1, dtype)
-        total = input if residual is None else op.Add(input, residual)
+        total, was, acc = input, input.dtype, wide(input.dtype)
+        if residual is not None:  # in float32, because not every runtime adds bfloat16
+            total = cast(cast(input, was, acc) + cast(residual, was, acc), acc, was)
         norm = rms_norm if rms else layer_norm
-        output, mean, rstd = norm(total, input.dtype, dtype, weight, bias, -len(normalized_shape), eps)
+        output, mean, rstd = norm(total, was, dtype, weight, bias, -len(normalized_shape), eps)
         return output, op.Identity(total), mean, rstd
 
     def channels_first_forward(
