@@ -109,7 +109,7 @@ def test_pixels(backend, dtypes):
 
 @all_dtypes
 @pytest.mark.parametrize("channels", CHANNELS)
-def test_channels(backend, dtypes, channels):
+def test_numbers_of_channels(backend, dtypes, channels):
     for shape in ((3, channels, 7), (2, channels, 5, 9), (1, channels, 300)):
         x, dy, w, b = arguments(backend, dtypes, shape)
         check(backend, x, dy, w, b, context=shape)

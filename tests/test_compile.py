@@ -303,4 +303,5 @@ def test_public_names():
     assert set(layernorm_ext.__all__) == {
         *("LayerNorm", "LayerNorm2d", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
         *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
+        *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
     }

@@ -22,7 +22,7 @@ lesser = SETS[: SETS.index(own)] if own in SETS else []
 
 # What depends on the instruction set: the width of the packs and so all tails, conversions, orders of summation.
 SELECTED = "columns_and_rows or rows_of or constant or subnormal or nan_keeps or masks or huge_numbers or beyond"
-SELECTED += " or test_pixels or test_channels or nan_and_inf"
+SELECTED += " or forward_and_backward or test_residual or from_output or in_place or test_pixels or numbers_of_channels or nan_and_inf"
 
 
 def test_own_set_is_used():
@@ -32,7 +32,9 @@ def test_own_set_is_used():
 @pytest.mark.parametrize("capability", lesser)
 def test_lesser_set(capability, tmp_path):
     report = tmp_path / "report.xml"
-    files = [str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "invariance", "channels_first")]
+    files = [
+        str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "invariance", "family", "channels_first")
+    ]
     options = ["-k", SELECTED, "-m", "not large", "-p", "no:cacheprovider", f"--junitxml={report}"]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability.lower()}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
