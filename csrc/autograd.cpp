@@ -15,7 +15,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/rsqrt.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -336,24 +335,13 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
 
-bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
-bool has_tangent(const optional<Tensor>& t) { return t && has_tangent(*t); }
-bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
-bool requires_grad(const optional<Tensor>& t) { return t && requires_grad(*t); }
-
-// Inside torch.func.grad, vjp, jvp and the like, whose tensors a C++ Node cannot save.
-bool inside_transform() {
-  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
 NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
                              bool in_place) {
-  if (has_tangent(input) || has_tangent(residual) || has_tangent(weight) || has_tangent(bias) || inside_transform()) {
+  if (is_transformed(input, residual, weight, bias)) {
     return forward_composite(input, residual, normalized_shape, weight, bias, eps, variant, in_place);
   }
-  const bool records = at::GradMode::is_enabled() && (requires_grad(input) || requires_grad(residual) ||
-                                                      requires_grad(weight) || requires_grad(bias));
+  const bool records = wants_graph(input, residual, weight, bias);
   const auto call = [&] {
     // What is not recorded keeps nothing, and need not be fit for it.
     if (!records) variant.memory_efficient = false;
@@ -402,8 +390,7 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
                           Variant variant) {
-  if (has_tangent(grad_output) || has_tangent(grad_sum) || has_tangent(input) || has_tangent(weight) ||
-      inside_transform()) {
+  if (is_transformed(grad_output, grad_sum, input, weight)) {
     return backward_composite(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
                               variant);
   }
@@ -412,10 +399,7 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
     return call_norm_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
                               variant);
   };
-  if (!at::GradMode::is_enabled() ||
-      !(requires_grad(grad_output) || requires_grad(grad_sum) || requires_grad(input) || requires_grad(weight))) {
-    return call();
-  }
+  if (!wants_graph(grad_output, grad_sum, input, weight)) return call();
   const Tensor w = weight.value_or(Tensor());
   const auto node = make_node<LayerNormBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));

@@ -6,7 +6,6 @@
 // concerned, of which autograd.cpp knows everything.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/movedim.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "cuda/platform.h"
@@ -106,9 +105,6 @@ Tensor with_contiguous_pixels(const Tensor& images) {
   }
   return images;
 }
-
-// A parameter of shape [C], contiguous; undefined if absent.
-Tensor parameter(const optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
 
 // ---- forward and backward for any backend ---------------------------------------------------------------------------
 
@@ -261,23 +257,9 @@ struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
   }
 };
 
-template <class... Tensors>
-bool any_tangent(const Tensors&... tensors) {
-  const auto has_tangent = [](const optional<Tensor>& t) { return present(t) && t->_fw_grad(/*level=*/0).defined(); };
-  return (has_tangent(tensors) || ...);
-}
-template <class... Tensors>
-bool wants_graph(const Tensors&... tensors) {
-  const auto requires_grad = [](const optional<Tensor>& t) { return present(t) && t->requires_grad(); };
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
-bool inside_transform() {
-  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
 Outputs forward_autograd(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
                          double eps) {
-  if (any_tangent(input, weight, bias) || inside_transform()) return forward_as_rows(input, weight, bias, eps);
+  if (is_transformed(input, weight, bias)) return forward_as_rows(input, weight, bias, eps);
   if (wants_graph(input, weight, bias)) {
     Outputs outputs;
     std::get<0>(outputs) = ChannelsFirst::apply(input, weight, bias, eps, &outputs);
@@ -289,7 +271,7 @@ Outputs forward_autograd(const Tensor& input, const optional<Tensor>& weight, co
 
 Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
-  if (any_tangent(grad_output, input, weight) || inside_transform() || wants_graph(grad_output, input, weight)) {
+  if (is_transformed(grad_output, input, weight) || wants_graph(grad_output, input, weight)) {
     return backward_as_rows(grad_output, input, mean, rstd, weight, bias, output_mask);
   }
   const at::AutoDispatchBelowADInplaceOrView below;

@@ -218,9 +218,6 @@ Rows rows_of(const Tensor& tensor, const Extents& extents) {
   return {tensor, stride};
 }
 
-// A parameter of shape normalized_shape, contiguous; undefined if absent.
-Tensor parameter(const optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
-
 // On a CPU without the dispatcher, which costs a small call a hundredth of its time for each tensor.
 Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/SymIntArrayRef.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <array>
@@ -119,6 +121,27 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 }
 
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
+
+// A parameter, contiguous; undefined if absent.
+inline Tensor parameter(const std::optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
+
+inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
+inline bool has_tangent(const std::optional<Tensor>& t) { return t && has_tangent(*t); }
+inline bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
+inline bool requires_grad(const std::optional<Tensor>& t) { return t && requires_grad(*t); }
+
+// Whether a call is one of forward-mode AD, or inside torch.func.grad, vjp, jvp and the like, whose tensors a C++ node
+// cannot save.
+template <class... Tensors>
+bool is_transformed(const Tensors&... tensors) {
+  return (has_tangent(tensors) || ...) ||
+         c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+// Whether a call leaves a node behind.
+template <class... Tensors>
+bool wants_graph(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
 
 // Whether a backward needs the rows' means.
 inline bool needs_mean(Variant variant) { return !variant.rms && !variant.memory_efficient; }
