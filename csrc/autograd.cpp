@@ -13,7 +13,6 @@
 // and P(z) = z - xhat * mean(z * xhat) for RMSNorm. What holds of x holds of a sum of input and residual, to whose
 // gradient that of the returned sum is added.
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/rsqrt.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
@@ -97,10 +96,7 @@ struct Terms {
   }
 
   Tensor times_weight(const Tensor& t) const { return weight.defined() ? t * weight : t; }
-  Tensor project(const Tensor& z) const {
-    const Tensor p = z - xhat * dims.mean(z * xhat);
-    return variant.rms ? p : p - dims.mean(z);
-  }
+  Tensor project(const Tensor& z) const { return (variant.rms ? z : z - dims.mean(z)) - xhat * dims.mean(z * xhat); }
 
   Variant variant;
   Dims dims;
@@ -254,10 +250,9 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
     variable_list grads(4);  // of grad_output, input, weight, grad_sum
     const auto& [v_input, v_weight, v_bias] = std::tie(v[0], v[1], v[2]);
     if (!v_input.defined() && !v_weight.defined() && !v_bias.defined()) return grads;
-    TORCH_CHECK_NOT_IMPLEMENTED(!memory_efficient, kNoDerivative);
+    TORCH_CHECK_NOT_IMPLEMENTED(!variant.memory_efficient, kNoDerivative);
     const Tensor dy = grad_output.unpack(*this), x = input.unpack(*this), w = weight.unpack(*this);
-    const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(),
-                  {rms, zero_centered_weight});
+    const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(), variant);
     const auto acc = t.rstd.scalar_type();
 
     Tensor grad_dy, grad_xhat;  // grad_xhat is what reaches xhat other than through rstd
@@ -288,14 +283,14 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.grad_output), f(self.input), f(self.weight), f(self.rstd), f(self.normalized_dims);
-    f(self.rms), f(self.zero_centered_weight), f(self.memory_efficient);
+    f(self.variant.rms), f(self.variant.zero_centered_weight), f(self.variant.memory_efficient);
   }
 
   std::string name() const override { return "LayerNormBackwardBackward"; }
 
   Saved grad_output, input, weight, rstd;
   int64_t normalized_dims = 0;
-  bool rms = false, zero_centered_weight = false, memory_efficient = false;
+  Variant variant;
 };
 
 // Derivative of norm_forward.
@@ -305,10 +300,10 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     variable_list result(4);  // of input, weight, bias, residual
     const bool wants_x = wanted[0] || wanted[3];
     if (grads[0].defined()) {
-      std::tie(result[0], result[1], result[2]) = call_norm_backward(
-          grads[0], as_optional(grad_sum), input.unpack(*this), normalized_shape, as_optional(mean.unpack(*this)),
-          rstd.unpack(*this), as_optional(weight.unpack(*this)), as_optional(bias.unpack(*this)),
-          {wants_x, wanted[1], wanted[2]}, {rms, zero_centered_weight, memory_efficient});
+      std::tie(result[0], result[1], result[2]) =
+          call_norm_backward(grads[0], as_optional(grad_sum), input.unpack(*this), normalized_shape,
+                             as_optional(mean.unpack(*this)), rstd.unpack(*this), as_optional(weight.unpack(*this)),
+                             as_optional(bias.unpack(*this)), {wants_x, wanted[1], wanted[2]}, variant);
     } else if (wants_x) {
       result[0] = grad_sum;
     }
@@ -321,7 +316,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.input), f(self.weight), f(self.bias), f(self.mean), f(self.rstd), f(self.normalized_shape);
-    f(self.has_residual), f(self.rms), f(self.zero_centered_weight), f(self.memory_efficient);
+    f(self.has_residual), f(self.variant.rms), f(self.variant.zero_centered_weight), f(self.variant.memory_efficient);
   }
 
   std::string name() const override { return "LayerNormBackward"; }
@@ -330,7 +325,8 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   Saved weight, mean, rstd;
   Saved bias;  // only if memory_efficient, or where there is no weight: for the dtype of its gradient
   std::vector<c10::SymInt> normalized_shape;
-  bool has_residual = false, rms = false, zero_centered_weight = false, memory_efficient = false;
+  bool has_residual = false;
+  Variant variant;
 };
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
@@ -367,8 +363,7 @@ NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residu
   node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(input, w, b, *residual)
                                           : torch::autograd::collect_next_edges(input, w, b));
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
-  std::tie(node->rms, node->zero_centered_weight, node->memory_efficient) =
-      std::tie(variant.rms, variant.zero_centered_weight, variant.memory_efficient);
+  node->variant = variant;
   NormOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
   if (in_place) {
@@ -404,8 +399,7 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
   const auto node = make_node<LayerNormBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));
   node->normalized_dims = static_cast<int64_t>(normalized_shape.size());
-  std::tie(node->rms, node->zero_centered_weight, node->memory_efficient) =
-      std::tie(variant.rms, variant.zero_centered_weight, variant.memory_efficient);
+  node->variant = variant;
   Outputs outputs = call();
   auto& [grad_input, grad_weight, grad_bias] = outputs;
   torch::autograd::set_history({grad_input, grad_weight, grad_bias}, node);

@@ -38,8 +38,8 @@ int64_t sweep_rows(int64_t cols) {
 }
 
 // What the second sweep needs to know of a row: with d = x * scale - mean,
-//   rstd = rstd_scaled * scale        xhat = d * rstd_scaled + minus_shift        dx = rstd * ((g - c2) + xhat *
-//   minus_c1)
+//   rstd = rstd_scaled * scale
+//   xhat = d * rstd_scaled + minus_shift        dx = rstd * ((g - c2) + xhat * minus_c1)
 // where g - c2 is exactly 0 if g is the same in the whole row, as it is for the sum of the outputs, or for one column.
 template <class Acc>
 struct Coefficients {
