@@ -14,11 +14,11 @@ cuda-build:
 	python -m pytest --backends cpu tests/test_cuda.py tests/test_build.py tests/test_errors.py tests/test_autograd.py
 
 test:
-	python -m pytest
+	python -m pytest -n auto
 
 # The CUDA kernels, without a GPU.
 test-device:
-	python -m pytest tests/emulator
+	python -m pytest -n auto --dist loadfile tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
 
 # Whether the tests notice every change of the CUDA kernels. Takes long; goes on where it was interrupted.

@@ -32,6 +32,7 @@ struct ForwardParams {
   void* output;               // [rows, cols] of dtype, contiguous
   void* mean;                 // [rows] of Acc; null for RMSNorm
   void* rstd;                 // [rows] of Acc
+  void* workspace;            // cuda::forward_workspace() bytes, aligned like any tensor; unused on a CPU
   bool rms;                   // RMSNorm
   bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
   Dtype dtype;
@@ -110,6 +111,7 @@ int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& par
 
 namespace cuda {  // on the current device
 void forward(const ForwardParams& params);
+int64_t forward_workspace(const ForwardParams& params);
 void backward(const BackwardParams& params);
 int64_t backward_workspace(const BackwardParams& params);
 void channels_first_forward(const ChannelsFirstForwardParams& params);

@@ -235,7 +235,9 @@ void check_weight_divides(const optional<Tensor>& weight, Variant variant) {
               smallest, " as the smallest; use memory_efficient=False");
 }
 
-template <void (*kernel)(const ForwardParams&)>
+int64_t no_workspace(const ForwardParams&) { return 0; }
+
+template <void (*kernel)(const ForwardParams&), int64_t (*workspace_size)(const ForwardParams&) = no_workspace>
 NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                          const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
                          bool in_place) {
@@ -282,6 +284,9 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   params.dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(parameter_type(input, weight, bias));
   params.stream = on.stream();
+  Tensor workspace;
+  if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, options.dtype(at::kByte));
+  params.workspace = on.output(workspace, "workspace");
   kernel(params);
   if (in_place && !sum.is_same(*residual)) residual->copy_(sum);
   return {output, sum, mean, rstd};
@@ -432,7 +437,8 @@ LAYERNORM_LIBRARY_IMPL(CPU, m) {
 #if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
 LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
   using namespace layernorm;
-  Family<norm_forward<cuda::forward>, norm_backward<cuda::backward, cuda::backward_workspace>>::implement(m);
+  Family<norm_forward<cuda::forward, cuda::forward_workspace>,
+         norm_backward<cuda::backward, cuda::backward_workspace>>::implement(m);
 }
 #else
 namespace layernorm {

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 ALL = [True, True, True]
 
-# (rows, columns) that are taken by a tile of a few threads, by one of many, and in sweeps.
-SHAPES = [(300, 64), (70, 4096), (9, 40000)]
+# (rows, columns) that are taken by a tile of a few threads, by one of many, by a cluster, and by two launches.
+SHAPES = [(300, 64), (70, 4096), (9, 40000), (3, 400000)]
 
 
 def tensors(rows, cols, device="cuda"):
@@ -36,7 +36,7 @@ def assert_same(actual, expected):
 def test_every_path(dtypes):
     """Every kernel, at the longest row of each tile and one more, aligned and not; what compute-sanitizer looks at."""
     vector = 16 // dtypes[0].itemsize
-    for limit in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2049):
+    for limit in (1, 8, 16, 32, 64, 128, 1024, 2048, 2049, 80 * 1024):
         for cols in (limit * vector, limit * vector + 1):
             x, dy = (randn((5, cols), dtypes[0], "cuda") for _ in range(2))
             w, b = (randn(cols, dtypes[1], "cuda") for _ in range(2))

@@ -79,7 +79,7 @@ __device__ __forceinline__ Vector<T, kCount> grad_input(Acc (&g)[kCount], const 
 template <class Tile, class Acc>
 __device__ __forceinline__ void sum_tile(Acc (&sums)[3], const Place<Tile>& place, int phase) {
 #pragma unroll
-  for (Acc& sum : sums) sum = sum_lanes<Tile::kLanes>(sum, place.lanes);
+  for (Acc& sum : sums) sum = sum_lanes<Tile::kLanes>(sum);
   if constexpr (Tile::kWarps > 1) {
     LAYERNORM_SHARED(of_warps, Acc[2][Tile::kWarps][3]);
     if (place.lane == 0) {
@@ -87,9 +87,10 @@ __device__ __forceinline__ void sum_tile(Acc (&sums)[3], const Place<Tile>& plac
       for (int k = 0; k < 3; ++k) of_warps[phase][place.warp][k] = sums[k];
     }
     __syncthreads();
+    const int warp = place.lane % Tile::kWarps;  // which may not exist
 #pragma unroll
     for (int k = 0; k < 3; ++k) {
-      sums[k] = sum_lanes<Tile::kWarps>(of_warps[phase][place.lane % Tile::kWarps][k], place.lanes);
+      sums[k] = sum_lanes<Tile::kWarps>(warp * kWarpSize < place.threads() ? of_warps[phase][warp][k] : 0);
     }
   }
 }
@@ -209,8 +210,8 @@ __global__ void __launch_bounds__(Tile::kBlock, 1) backward_in_registers(const B
       }
     }
     const int cols = static_cast<int>(p.cols);
-    if (p.grad_weight) add_to_workspace<Tile, kCount>(dweight, dw, first, place, cols, aligned);
-    if (p.grad_bias) add_to_workspace<Tile, kCount>(dbias, db, first, place, cols, aligned);
+    if (p.grad_weight) add_to_workspace<Tile>(dweight, dw, first, place, cols, aligned);
+    if (p.grad_bias) add_to_workspace<Tile>(dbias, db, first, place, cols, aligned);
   }
 }
 
@@ -314,16 +315,16 @@ __global__ void __launch_bounds__(kColumnThreads, 1)
 
 // Of 16-bit elements and of doubles, longer rows do not fit into registers beside the sums.
 template <class T>
-constexpr int kLongestInRegisters = sizeof(T) == 4 ? 2048 : 1024;
+constexpr int kMostThreads = sizeof(T) == 4 ? 512 : 256;
 
 // How many rows of partial sums there are: for short rows the blocks, which is as many as the device holds at once; for
 // long ones the parts that sum_columns has.
 template <class T, class W>
 int64_t num_partials(const BackwardParams& p) {
   int64_t partials = std::min(ceil_div(p.rows, 32), int64_t{64});
-  with_tile<T, kLongestInRegisters<T>>(p.cols, [&](auto tile) {
+  with_tile<T, kMostThreads<T>>(p.cols, [&](auto tile) {
     using Tile = decltype(tile);
-    const LaunchConfig config = {1, Tile::kBlock};
+    const LaunchConfig config = {1, threads_of<Tile, T>(p.cols)};
     partials =
         std::min(ceil_div(p.rows, Tile::kRows), int64_t{resident_blocks(config, backward_in_registers<T, W, Tile>)});
   });
@@ -344,7 +345,7 @@ int64_t backward_workspace(const BackwardParams& p) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
     using Acc = AccOf<T>;
-    const bool is_short = with_tile<T, kLongestInRegisters<T>>(p.cols, [](auto) {});
+    const bool is_short = with_tile<T, kMostThreads<T>>(p.cols, [](auto) {});
     bytes = size_of_partials<Acc>(p, num_partials<T, W>(p)) + (is_short ? 0 : p.rows * sizeof(Acc));
   });
   return bytes;
@@ -362,9 +363,9 @@ void backward(const BackwardParams& p) {
     const auto stream = static_cast<Stream>(p.stream);
     const int64_t partials = num_partials<T, W>(p);
     const unsigned parts = static_cast<unsigned>(partials);
-    const bool is_short = with_tile<T, kLongestInRegisters<T>>(p.cols, [&](auto tile) {
+    const bool is_short = with_tile<T, kMostThreads<T>>(p.cols, [&](auto tile) {
       using Tile = decltype(tile);
-      launch({parts, Tile::kBlock, 0, stream}, backward_in_registers<T, W, Tile>, p, aligned);
+      launch({parts, threads_of<Tile, T>(p.cols), 0, stream}, backward_in_registers<T, W, Tile>, p, aligned);
     });
     if (!is_short) {
       auto* const xhat_means =

@@ -231,6 +231,16 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 #define LAYERNORM_SM90_ASM(...) asm volatile(__VA_ARGS__)
 #endif
 
+// x / y to within a few units in the last place, for y up to 2^126.
+__device__ __forceinline__ float fast_divide(float x, float y) {
+#if defined(__CUDACC__)
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+__device__ __forceinline__ double fast_divide(double x, double y) { return x / y; }
+
 // 16 bytes that are read once: past L1, which is left to the weights. The launch must not write them.
 __device__ __forceinline__ uint4 load_once(const uint4* address) {
 #if defined(__CUDACC__)
@@ -253,6 +263,20 @@ __device__ __forceinline__ void async_copy16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 #else
   emulator::async_copy(shared, global, 16);
+#endif
+}
+// The same, or 16 bytes of zeros if there is nothing at `global`.
+__device__ __forceinline__ void async_copy16_or_zeros(void* shared, const void* global, bool exists) {
+#if defined(__CUDACC__)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(exists ? 16 : 0)
+               : "memory");
+#else
+  if (exists) {
+    emulator::async_copy(shared, global, 16);
+  } else {
+    *static_cast<uint4*>(shared) = {};
+  }
 #endif
 }
 __device__ __forceinline__ void async_commit() {

@@ -10,85 +10,85 @@
 namespace layernorm::cuda {
 
 constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr bool is_power_of_2(int n) { return (n & (n - 1)) == 0; }
 
-// ---- short rows: held in registers ----------------------------------------------------------------------------------
+// ---- tiles: rows, or chunks of rows, in registers -------------------------------------------------------------------
 
 // kThreads threads share a row, each with up to kVectors vectors of it; those next to each other have vectors next
-// to each other. A block has several rows if they are short.
-template <int kThreads_, int kVectors_>
+// to each other. A block has several rows, or one row and as many warps as it takes, kWarps at most.
+template <int kThreads_>
 struct Tile {
-  static constexpr int kThreads = kThreads_, kVectors = kVectors_;
+  static constexpr int kThreads = kThreads_, kVectors = kThreads == 1 ? 1 : 4;
   static constexpr int kBlock = std::max(kThreads, 128);
   static constexpr int kRows = kBlock / kThreads;
   static constexpr int kLanes = std::min(kThreads, kWarpSize);
   static constexpr int kWarps = kThreads / kLanes;
-  static_assert(is_power_of_2(kThreads) && kBlock % kWarpSize == 0 && kWarps <= kLanes);
+  static_assert(is_power_of_2(kThreads) && kWarps <= kLanes && (kWarps == 1 || kRows == 1));
 };
 
-// The one table of tiles: calls f(Tile{}) for rows of so many columns, or returns false for those of more than
-// kLongest vectors. It looks at nothing else, so that the order of summation is a function of the dtype and the number
-// of columns.
-template <class T, int kLongest, class F>
+// How many threads a block has for rows of so many columns.
+template <class Tile, class T>
+unsigned threads_of(int64_t cols) {
+  const int64_t warps = ceil_div(ceil_div(cols, kVectorSize<T>), kWarpSize * Tile::kVectors);
+  return Tile::kWarps == 1 ? Tile::kBlock : static_cast<unsigned>(warps) * kWarpSize;
+}
+
+// Calls f(Tile{}) with the smallest tile for rows of so many columns, or returns false for those that kMostThreads
+// cannot hold. It looks at nothing else, so that the order of summation is a function of the dtype and the number of
+// columns.
+template <class T, int kMostThreads, int kThreads = 1, class F>
 bool with_tile(int64_t cols, const F& f) {
-  static_assert(kLongest <= 2048);
-  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
-  if (vectors > path_limit(kLongest)) return false;
-  if (vectors <= 8) {
-    f(Tile<8, 1>{});
-  } else if (vectors <= 16) {
-    f(Tile<16, 1>{});
-  } else if (vectors <= 32) {
-    f(Tile<32, 1>{});
-  } else if (vectors <= 64) {
-    f(Tile<32, 2>{});
-  } else if (vectors <= 128) {
-    f(Tile<32, 4>{});
-  } else if (vectors <= 256) {
-    f(Tile<128, 2>{});
-  } else if (vectors <= 512) {
-    f(Tile<128, 4>{});
-  } else if (vectors <= 1024) {
-    f(Tile<256, 4>{});
-  } else if constexpr (kLongest > 1024) {
-    f(Tile<512, 4>{});
+  using Tile = Tile<kThreads>;
+  if (ceil_div(cols, kVectorSize<T>) <= path_limit(Tile::kThreads * Tile::kVectors)) {
+    f(Tile{});
+    return true;
   }
-  return true;
+  if constexpr (kThreads < kMostThreads) {
+    return with_tile < T, kMostThreads, kThreads<kWarpSize ? 2 * kThreads : kMostThreads>(cols, f);
+  }
+  return false;
 }
 
 // This thread's place in its tile.
 template <class Tile>
 struct Place {
   int row, thread, lane, warp;  // row: in the block; the others: in the row
-  unsigned lanes;               // mask of the row's lanes of this warp
 
   __device__ __forceinline__ Place()
-      : row(threadIdx.x / Tile::kThreads),
-        thread(threadIdx.x % Tile::kThreads),
+      : row(Tile::kWarps == 1 ? threadIdx.x / Tile::kThreads : 0),
+        thread(Tile::kWarps == 1 ? threadIdx.x % Tile::kThreads : threadIdx.x),
         lane(thread % Tile::kLanes),
-        warp(thread / Tile::kLanes),
-        lanes((0xffffffffu >> (kWarpSize - Tile::kLanes)) << (threadIdx.x % kWarpSize - lane)) {}
+        warp(thread / Tile::kLanes) {}
 
+  // That share the row.
+  __device__ __forceinline__ static int threads() { return Tile::kWarps == 1 ? Tile::kThreads : blockDim.x; }
+
+  // This thread's vector of index i: its index in the row, and its first column, if it has kCount.
+  __device__ __forceinline__ int vector(int i) const { return i * threads() + thread; }
   template <int kCount>
   __device__ __forceinline__ Columns columns(int i, int cols, bool aligned) const {
-    const int begin = (i * Tile::kThreads + thread) * kCount;
-    return {begin, cols - begin, aligned};
+    return {vector(i) * kCount, cols - vector(i) * kCount, aligned};
   }
 
-  // How many columns a warp has in its vectors of index i.
-  __device__ __forceinline__ int columns_of_warp(int warp, int i, int cols, int vector_size) const {
-    const int left = cols - (i * Tile::kThreads + warp * Tile::kLanes) * vector_size;
-    return max(0, min(left, Tile::kLanes * vector_size));
+  // How many columns this warp has in its vectors of index i, and whether it has any: the first warp has some.
+  template <int kCount>
+  __device__ __forceinline__ int columns_of_warp(int i, int cols) const {
+    return max(0, min(cols - (i * threads() + warp * Tile::kLanes) * kCount, Tile::kLanes * kCount));
+  }
+  template <int kCount>
+  __device__ __forceinline__ bool has_columns(int i, int cols) const {
+    return (i == 0 && Tile::kWarps == 1) || columns_of_warp<kCount>(i, cols) > 0;
   }
 };
 
-// The sum of the values of kLanes neighbouring lanes, in all of them.
+// The sum of the values of kLanes neighbouring lanes, in all of them; called by all lanes of a warp.
 template <int kLanes, class Acc>
-__device__ __forceinline__ Acc sum_lanes(Acc value, unsigned mask) {
+__device__ __forceinline__ Acc sum_lanes(Acc value) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(mask, value, distance);
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
   return value;
 }
 
@@ -124,12 +124,12 @@ __device__ __forceinline__ void sum_block(double (&values)[kCount]) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    const double sum = sum_lanes<kWarpSize>(values[k], 0xffffffffu);
+    const double sum = sum_lanes<kWarpSize>(values[k]);
     if (lane == 0) partial[warp][k] = sum;
   }
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) values[k] = sum_lanes<kWarps>(partial[lane % kWarps][k], 0xffffffffu);
+  for (int k = 0; k < kCount; ++k) values[k] = sum_lanes<kWarps>(partial[lane % kWarps][k]);
   __syncthreads();  // before the next sums
 }
 

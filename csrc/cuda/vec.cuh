@@ -106,6 +106,28 @@ __device__ __forceinline__ Vector<E, kCount> rounded(const Acc (&v)[kCount]) {
   return result;
 }
 
+// All elements in Acc, by one instruction each: the bits of a bfloat16 are the upper half of those of a float.
+template <class E, class Acc, int kCount>
+__device__ __forceinline__ void widen(Acc (&to)[kCount], const Vector<E, kCount>& v) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.of[e]);
+      to[e] = __uint_as_float(pair << 16);
+      to[e + 1] = __uint_as_float(pair & 0xffff0000u);
+    }
+  } else if constexpr (std::is_same_v<E, __half>) {
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.of[e]));
+      to[e] = pair.x, to[e + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) to[e] = static_cast<Acc>(v.of[e]);
+  }
+}
+
 // Calls f(e) for the elements that exist.
 template <int kCount, class F>
 __device__ __forceinline__ void for_each_valid(Columns columns, const F& f) {

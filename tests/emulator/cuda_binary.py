@@ -60,8 +60,7 @@ class Path:
     """What a thread does for a full, aligned row, or a tile of one; see sass.py."""
 
     elements: int  # of the row, that it handles
-    loads: int  # of 16 bytes, that the source makes
-    stores: int
+    work: sass.Work  # the accesses of 16 bytes that the source makes
     instructions: int | None  # None: there is no way on which it makes just these
 
 
@@ -111,9 +110,9 @@ def _parse_sass(listing):
 
 
 def _source_path(name):
-    """Elements, and loads and stores of 16 bytes that the source makes of a full, aligned row; None: none at all."""
+    """Elements of a full, aligned row, and the accesses of 16 bytes that the source makes of them; None: none."""
     sizes = {"double": 8, "float": 4, "__half": 2, "__nv_bfloat16": 2}
-    found = re.fullmatch(r"layernorm::cuda::(\w+)<(\w+)(?:, (\w+))?(?:, layernorm::cuda::Tile<(\d+), (\d+)> ?)?>", name)
+    found = re.fullmatch(r"layernorm::cuda::(\w+)<(\w+)(?:, (\w+))?(?:, layernorm::cuda::Tile<(\d+)> ?)?>", name)
     if found is None or found[1] == "add_partials" or found[2] not in sizes:
         return None
     kernel, size = found[1], sizes[found[2]]
@@ -121,22 +120,30 @@ def _source_path(name):
     parameters = max(1, sizes.get(found[3], 0) // size)  # 16 bytes of them to a vector
     sums = max(size, 4) // size
     if kernel == "sum_columns":
-        return count, 2, 2 * sums
-    vectors = int(found[5]) if found[5] else 16 // count
-    loads = {
-        "forward_in_registers": 1 + 2 * parameters,
-        "forward_in_sweeps": 3 + 2 * parameters,
-        "backward_in_registers": 2 + 2 * parameters,
-        "backward_in_sweeps": 2 * (2 + parameters),
+        return count, sass.Work(0, 2, 2 * sums)
+    vectors = 16 // count if "sweeps" in kernel else 1 if found[4] == "1" else 4
+    staged, loads, stores = {
+        "forward_rows": (1, 2 * parameters, 1),
+        "forward_in_cluster": (1, 2 * parameters, 1),
+        "forward_moments": (1, 0, 0),
+        "forward_output": (1, 2 * parameters, 1),
+        "backward_in_registers": (0, 2 + 2 * parameters, 1),
+        "backward_in_sweeps": (0, 2 * (2 + parameters), 1),
     }[kernel]
     # A row of threads that has its block to itself leaves its sums in the workspace.
-    partials = 2 * sums if kernel == "backward_in_registers" and int(found[4]) >= 128 else 0
-    return vectors * count, vectors * loads, vectors * (1 + partials)
+    if kernel == "backward_in_registers" and int(found[4]) >= 128:
+        stores += 2 * sums
+    return vectors * count, sass.Work(vectors * staged, vectors * loads, vectors * stores)
 
 
-def _path(name, section):
+def _path(name, architecture, section):
     source = _source_path(name)
-    return source and Path(*source, sass.executed(section, *source[1:]))
+    if source is None or ("in_cluster" in name and architecture < 90):  # of which there is nothing but a trap
+        return None
+    elements, work = source
+    # Of forward, branches skip the vectors that a row does not have; of one, all multiply-adds belong to the row.
+    skipped = None if "backward" in name or "sum_columns" in name else elements // max(work.staged, 1) - 1
+    return Path(elements, work, sass.executed(section, work, skipped))
 
 
 @functools.cache
@@ -162,7 +169,7 @@ def compile_kernels(source, architecture, include=CSRC):
     kernels = []
     for mangled, name in zip(usage, _demangle(usage), strict=True):
         memory, instructions, section = code[mangled]
-        path = _path(name, section)
+        path = _path(name, architecture, section)
         kernels.append(
             Kernel(name, architecture, **usage[mangled], memory=memory, instructions=instructions, path=path)
         )
@@ -189,10 +196,7 @@ def faults(kernel):
     if local:
         yield f"{kernel.name} for sm_{kernel.architecture} uses local memory in {local} instructions"
     if kernel.path and kernel.path.instructions is None and not SPLIT.search(kernel.name):
-        yield (
-            f"{kernel.name} for sm_{kernel.architecture} does not make its {kernel.path.loads} loads and "
-            f"{kernel.path.stores} stores of 16 bytes"
-        )
+        yield (f"{kernel.name} for sm_{kernel.architecture} does not make its accesses of 16 bytes: {kernel.path.work}")
 
 
 def compile_all(sources=SOURCES):
@@ -231,8 +235,8 @@ def table(kernels):
             [kernel.instructions for kernel in figures],
             [per_element(kernel) for kernel in figures],
         ]
-        path = figures[0].path
-        accesses = f"{path.loads}, {path.stores}" if path and path.instructions else "-"
+        path = figures[-1].path
+        accesses = f"{path.work.staged + path.work.loads}, {path.work.stores}" if path and path.instructions else "-"
         yield f"| `{name}` | {' | '.join(' / '.join(map(str, column)) for column in columns)} | {accesses} |"
 
 

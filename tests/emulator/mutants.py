@@ -1,9 +1,10 @@
 """Breaks the device code in every way its rules know, one at a time, and asks whether the tests notice.
 
-    python tests/emulator/mutants.py [--jobs 2] [--list] [--only TEXT]
+    python tests/emulator/mutants.py [--jobs 2] [--list] [--only TEXT] [--listed]
 
 A mutant that no test notices survives, and is an error, unless equivalent_mutants.toml proves that it cannot be
-noticed. There is no sampling, and no mark in the sources excludes anything.
+noticed. There is no sampling, and no mark in the sources excludes anything. Those that are listed there are run with
+--listed, which takes long.
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
@@ -32,7 +33,7 @@ import tree_sitter
 import tree_sitter_cpp
 
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
-TESTS = [str(emulated_build.EMULATOR / "test_kernels.py"), "-knot every_kernel"]  # arguments of pytest
+TESTS = [str(emulated_build.EMULATOR / "test_kernels.py")]  # arguments of pytest
 MODES = ("PLAIN", "CHECKED")  # of emulated_build. The second is for those tests that ask for it.
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
@@ -368,41 +369,37 @@ def run(forks, options):
     results = dict(json.loads(line) for line in lines)
 
     made, stillborn = instrument(options.csrc, folder / "csrc")
-    mutants = [m for m in made.mutants if m.id not in stillborn and options.only in m.name]
+    alive = [m for m in made.mutants if m.id not in stillborn]
+    proven = equivalents(options.equivalents)
+    stale = [pattern for pattern in proven if not any(re.fullmatch(pattern, m.name) for m in alive)]
+    listed = {m.name for m in alive if any(re.fullmatch(pattern, m.name) for pattern in proven)}
+    mutants = [m for m in alive if options.only in m.name and (m.name in listed) == options.listed]
     todo = [m for m in mutants if m.name not in results]
     constant = sum(m.constant for m in mutants)
-    print(f"{len(mutants)} mutants, {constant} of them built one by one; {len(stillborn)} more are not C++")
+    print(f"{len(mutants)} mutants, {constant} of them built one by one; {len(stillborn)} more are not C++, ", end="")
+    print(f"{len(listed)} are listed as equivalent")
     print(f"{len(todo)} to go, the others are in {results_file}", flush=True)
     with results_file.open("a") as kept:
-        found = outcomes(forks, options.csrc, folder / "csrc", todo, options.jobs)
+        found = outcomes(forks, options.csrc, folder / "csrc", todo, options.jobs) if todo else ()
         for done, (mutant, result) in enumerate(found, 1):
             results[mutant.name] = result
             print(json.dumps([mutant.name, result]), file=kept, flush=True)
             print(f"[{done}/{len(todo)}] {mutant.name}: {' '.join(result.split())}", flush=True)
 
-    survivors = {m.name for m in mutants if results[m.name] == "survived"}
-    unproven, stale = judge(survivors, options.equivalents)
-    print(f"{len(mutants)} mutants: {len(mutants) - len(survivors)} noticed, ", end="")
-    print(f"{len(survivors) - len(unproven)} equivalent, {len(unproven)} survived")
-    for name in unproven:
-        print(f"survived: {name}")
-    if options.only:
-        stale = []
+    noticed = {m.name for m in mutants if results[m.name] != "survived"}
+    wrong = noticed if options.listed else {m.name for m in mutants} - noticed
+    print(f"{len(mutants)} mutants: {len(noticed)} noticed, {len(mutants) - len(noticed)} survived")
+    for name in sorted(wrong):
+        print(f"{'listed as equivalent, but noticed' if options.listed else 'survived'}: {name}")
     for pattern in stale:
-        print(f"listed as equivalent, but no mutant that survives is called: {pattern}")
-    return 1 if unproven or stale else 0
+        print(f"listed as equivalent, but no mutant is called: {pattern}")
+    return 1 if wrong or stale else 0
 
 
-def judge(survivors, equivalents):
-    """The survivors that no entry of the list proves equivalent, and the entries that match none."""
-    entries = tomllib.loads(equivalents.read_text())["equivalent"] if equivalents.exists() else []
-    proven = {
-        pattern: {survivor for survivor in survivors if re.fullmatch(pattern, survivor)}
-        for entry in entries
-        if entry["reason"]
-        for pattern in entry["mutants"]
-    }
-    return sorted(survivors.difference(*proven.values())), [pattern for pattern in proven if not proven[pattern]]
+def equivalents(file):
+    """The patterns of names that the list has, each with a reason."""
+    entries = tomllib.loads(file.read_text())["equivalent"] if file.exists() else []
+    return [pattern for entry in entries if entry["reason"] for pattern in entry["mutants"]]
 
 
 def main():
@@ -411,6 +408,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--only", metavar="TEXT", default="", help="of the mutants, those with this in their names")
+    parser.add_argument("--listed", action="store_true", help="run those, and no others, that are listed as equivalent")
     parser.add_argument("--equivalents", type=pathlib.Path, default=EQUIVALENTS)
     options = parser.parse_args()
 

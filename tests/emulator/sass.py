@@ -1,14 +1,17 @@
 """The way that a kernel's machine code takes for a full, aligned row, found in its control flow.
 
 Nothing is run. Looked for is a way from the entry to an EXIT that goes through no loop twice and makes just the
-accesses of 16 bytes to global memory that the source makes for full vectors; of these ways it is the one of fewest
-instructions: no slow division, no scaling of huge numbers. That there is one shows that the vectors are accessed 16
-bytes at a time. A predicated instruction counts like any other, because it is issued all the same; what a branch can
-skip without access to memory (adding up a gradient that is not wanted) does not, so that the figures are lower bounds.
+accesses of 16 bytes to global memory that the source makes for full vectors: that there is one shows that the vectors
+are accessed 16 bytes at a time. Of these ways it is the one of fewest instructions: no slow division, no scaling of
+huge numbers. Where branches skip the arithmetic of vectors that a row does not have, it is the one of fewest among
+those that multiply and add as much as any, or nearly. A predicated instruction counts like any other, because it is
+issued all the same; what else a branch can skip without access to memory (adding up a gradient that is not wanted)
+does not, so that the figures of kernels with such branches are lower bounds.
 """
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)")
 LABEL = re.compile(r"^(\.L_x_\d+):")
@@ -45,14 +48,32 @@ def successors(code: list[tuple[str, str, str]], labels: dict[str, int]) -> list
     return result
 
 
-def wide_access(opcode: str) -> tuple[int, int]:
-    """Return (1, 0) for a load of 16 bytes from global memory, (0, 1) for such a store, else (0, 0)."""
+class Work(NamedTuple):
+    """What is done on a way: accesses of 16 bytes to global memory, and fused multiply-adds."""
+
+    staged: int  # copied to shared memory
+    loads: int
+    stores: int
+    multiply_adds: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def accesses(self) -> tuple[int, int, int]:
+        return self[:3]
+
+
+def work(opcode: str) -> Work:
+    """Return what one instruction does."""
     name, *modifiers = opcode.split(".")
-    return ("128" in modifiers and name == "LDG"), ("128" in modifiers and name == "STG")
+    wide = "128" in modifiers
+    multiply_adds = {"FFMA": 1, "DFMA": 1, "FFMA2": 2}.get(name, 0)
+    return Work(wide and name == "LDGSTS", wide and name == "LDG", wide and name == "STG", multiply_adds)
 
 
-def blocks(section: str) -> tuple[list[tuple[int, int, int, bool]], list[list[int]]]:
-    """Return (instructions, wide loads, wide stores, whether it may end) of the basic blocks, and their successors."""
+def blocks(section: str) -> tuple[list[tuple[int, Work, bool]], list[list[int]]]:
+    """Return (instructions, work, whether it may end) of the basic blocks, and their successors."""
     code, labels = instructions(section)
     onward = successors(code, labels)
     starts = {0, *labels.values(), *(next for at, ways in enumerate(onward) for next in ways if ways != [at + 1])}
@@ -62,9 +83,8 @@ def blocks(section: str) -> tuple[list[tuple[int, int, int, bool]], list[list[in
     contents, edges = [], []
     for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
         opcodes = [opcode for _, opcode, _ in code[start:end]]
-        loads, stores = (sum(column) for column in zip(*map(wide_access, opcodes), strict=True))
         issued = sum(opcode != "NOP" for opcode in opcodes)
-        contents.append((issued, loads, stores, any(opcode == "EXIT" for opcode in opcodes)))
+        contents.append((issued, sum(map(work, opcodes), Work(0, 0, 0)), "EXIT" in opcodes))
         edges.append([number[next] for next in onward[end - 1]])
     return contents, edges
 
@@ -83,16 +103,22 @@ def finished(edges: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
             stack.append(unseen)
 
 
-def executed(section: str, loads: int, stores: int) -> int | None:
-    """Return the number of instructions on the way with so many accesses of 16 bytes; None if there is none."""
+def executed(section: str, wanted: Work, skipped: int | None) -> int | None:
+    """Return the number of instructions on the way with these accesses of 16 bytes; None if there is none.
+
+    On it, at most `skipped` fewer numbers are multiplied and added than on another such way; any number, if None.
+    """
     contents, edges = blocks(section)
-    fewest: dict[int, dict[tuple[int, int], int]] = {}  # from a block to the end, by the accesses on the way
+    fewest: dict[int, dict[Work, int]] = {}  # from a block to the end, by the work on the way
     for at, ways in finished(edges):
-        issued, own_loads, own_stores, may_end = contents[at]
-        fewest[at] = {(own_loads, own_stores): issued} if may_end else {}
+        issued, own, may_end = contents[at]
+        if skipped is None:
+            own = Work(*own.accesses)
+        fewest[at] = {own: issued} if may_end else {}
         for way in ways:
-            for (later_loads, later_stores), count in fewest[way].items():
-                accesses = (own_loads + later_loads, own_stores + later_stores)
-                if accesses[0] <= loads and accesses[1] <= stores:
-                    fewest[at][accesses] = min(issued + count, fewest[at].get(accesses, issued + count))
-    return fewest[0].get((loads, stores))
+            for later, count in fewest[way].items():
+                both = own + later
+                if all(a <= b for a, b in zip(both.accesses, wanted.accesses, strict=True)):
+                    fewest[at][both] = min(issued + count, fewest[at].get(both, issued + count))
+    found = {w.multiply_adds: count for w, count in fewest[0].items() if w.accesses == wanted.accesses}
+    return min((count for n, count in found.items() if n >= max(found) - (skipped or 0)), default=None)

@@ -1,11 +1,16 @@
 """Every kernel compiles for every architecture without a warning, and keeps its values in registers."""
 
+import itertools
 import subprocess
 
 import cuda_binary
+import emulated_build
+import emulated_ops
 import pytest
 import sass
 import torch
+from reference import DTYPES
+from test_kernels import LIMITS, STAGED, arguments, images, run, run_images
 
 architectures = pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
 
@@ -17,12 +22,47 @@ def test_kernels(source, architecture):
     assert [fault for kernel in kernels for fault in cuda_binary.faults(kernel)] == []
 
 
+def test_forward_issues_few_instructions():
+    """For a full row at most 24 per element of 16 bits, 40 of 32: the memory of an H100 takes as long as 31 and 62.
+
+    A tile of one thread is full at one vector, and left out.
+    """
+    kernels = cuda_binary.compile_kernels(cuda_binary.CSRC / "forward.cu", 90)
+    rows = [kernel for kernel in kernels if "forward_rows<" in kernel.name and "Tile<1>" not in kernel.name]
+    per_element = {kernel.name: kernel.path.instructions / kernel.path.elements for kernel in rows}
+    limits = {name: 40 if "<float," in name else 24 for name in per_element if "<double," not in name}
+    assert len(limits) == 5 * 6
+    assert {name: per_element[name] for name, limit in limits.items() if per_element[name] > limit} == {}
+
+
 def test_table_is_the_one_in_the_repository():
     """With `python tests/emulator/cuda_binary.py --write`."""
     kept = cuda_binary.TABLE.read_text().splitlines()
     if f"nvcc {cuda_binary.version()};" not in "\n".join(kept):
         pytest.skip("the table is of another version of nvcc")
     assert kept == [*cuda_binary.PREFACE, *cuda_binary.table(cuda_binary.compile_all())]
+
+
+@architectures
+def test_every_kernel_is_run(architecture):
+    """The kernels in the real binary are those that run in the emulator."""
+    library = emulated_ops.library(emulated_build.PLAIN)
+    library.launched()
+    with library.schedule(architecture=architecture):
+        for dtypes, limit in itertools.product(DTYPES, [*LIMITS, 2049]):
+            x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
+            run(library, x, dy, w, b)
+            run(library, x, dy, None, None)  # whose sum_columns are those of parameters like the input
+    for dtypes, path_limit in itertools.product(DTYPES, STAGED):
+        x, dy, w, b = arguments(1, 81 * 32 * 16 // dtypes[0].itemsize, dtypes)
+        with library.schedule(architecture=architecture, path_limit=path_limit):
+            run(library, x, dy, w, b)
+            run_images(library, *images((1, 2, 3), dtypes))
+    kernels = {k.name for source in cuda_binary.SOURCES for k in cuda_binary.compile_kernels(source, architecture)}
+    if architecture < 90:  # where host code chooses others
+        kernels = {name for name in kernels if "forward_in_cluster<" not in name}
+    assert library.launched() == kernels
+    assert len(kernels) > 100
 
 
 @architectures
@@ -133,8 +173,8 @@ def test_narrow_access_is_a_fault(tmp_path):
     )
     source.write_text(template.format("float2"))
     (kernel,) = cuda_binary.compile_kernels(source, 90)
-    assert kernel.path == cuda_binary.Path(16, 24, 4, None)
-    assert any("24 loads and 4 stores of 16 bytes" in fault for fault in cuda_binary.faults(kernel))
+    assert kernel.path == cuda_binary.Path(16, sass.Work(0, 24, 4), None)
+    assert any("accesses of 16 bytes: Work(staged=0, loads=24" in fault for fault in cuda_binary.faults(kernel))
 
 
 LISTING = """
@@ -164,4 +204,23 @@ LISTING = """
 )
 def test_way_of_a_row(loads, stores, instructions):
     """Round no loop twice, by the shortest way that makes the accesses."""
-    assert sass.executed(LISTING, loads, stores) == instructions
+    assert sass.executed(LISTING, sass.Work(0, loads, stores), None) == instructions
+
+
+SKIPS = """
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R2.64] ;
+        /*0010*/              @P0 BRA `(.L_x_1) ;
+        /*0020*/                   FFMA R4, R4, R4, R4 ;
+        /*0030*/                   FFMA R5, R4, R4, R4 ;
+        /*0040*/                   FADD R5, R4, R4 ;
+.L_x_1:
+        /*0050*/              @P1 BRA `(.L_x_2) ;
+        /*0060*/                   FFMA R5, R4, R4, R4 ;
+.L_x_2:
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("skipped", "instructions"), [(0, 8), (1, 7), (2, 5), (3, 4), (None, 4)])
+def test_arithmetic_that_branches_skip(skipped, instructions):
+    assert sass.executed(SKIPS, sass.Work(1, 0, 0), skipped) == instructions

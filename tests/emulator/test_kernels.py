@@ -6,14 +6,12 @@ another kernel takes over, one less and one more.
 
 import itertools
 
-import cuda_binary
 import emulated_build
 import emulated_ops
 import pytest
 import torch
 from reference import (
     BF16,
-    DTYPES,
     F32,
     F64,
     check_backward,
@@ -23,9 +21,9 @@ from reference import (
 )
 from shapes import HUGE, all_dtypes, bits, huge_rows, randn
 
-# The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are swept.
-LIMITS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
-TILES = [(8, 1), (16, 1), (32, 1), (32, 2), (32, 4), (128, 2), (128, 4), (256, 4), (512, 4)]
+# The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are cut, or swept.
+TILES = {1: 1, 8: 2, 16: 4, 32: 8, 64: 16, 128: 32, 2048: 512}
+LIMITS = [*TILES, 1024]  # the longest in registers of 16-bit backward
 SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]  # the last: blocks at a time
 ALL = [True, True, True]
 
@@ -51,8 +49,8 @@ def arguments(rows, cols, dtypes):
 def test_sizes_at_the_limits(library, dtypes, limit):
     """N, which is aligned, and N - 1 and N + 1, which are not; any order of the threads gives the same bits."""
     vector = 16 // dtypes[0].itemsize
-    for cols in (limit * vector - 1, limit * vector, limit * vector + 1, limit * vector + vector):
-        rows = max(3, 128 // limit)  # a block of short rows has up to 16
+    for cols in {limit * vector - 1, limit * vector, limit * vector + 1, limit * vector + vector} - {0}:
+        rows = max(3, 600 // limit)  # a block of short rows has up to 64
         x, dy, w, b = arguments(rows, cols, dtypes)
         first = None
         for order, seed, blocks in SCHEDULES if limit <= 128 else SCHEDULES[1:3] if limit <= 512 else SCHEDULES[2:3]:
@@ -69,25 +67,56 @@ def test_sizes_at_the_limits(library, dtypes, limit):
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
 def test_which_kernels_are_for_which_rows(library, dtypes):
     """At the limits, and one vector before and after them: the smallest tile that holds a row."""
-    kinds = {"forward": LIMITS, "backward": [limit for limit in LIMITS if limit <= 1024 or dtypes[0] == F32]}
-    for vectors in {limit + more for limit in LIMITS for more in (-1, 0, 1)}:
+    kinds = {"forward": (TILES, "forward_in_cluster"), "backward": (TILES, "backward_in_sweeps")}
+    if dtypes[0] != F32:
+        kinds["backward"] = {limit: n for limit, n in TILES.items() if limit < 2048} | {1024: 256}, "backward_in_sweeps"
+    for vectors in {limit + more for limit in LIMITS for more in (-1, 0, 1)} - {0}:
         x, dy, w, b = arguments(1, vectors * 16 // dtypes[0].itemsize, dtypes)
         library.launched()
         run(library, x, dy, w, b)
         launched = library.launched()
-        for kind, limits in kinds.items():
-            tiles = (f"Tile<{t[0]}, {t[1]}>" for t, limit in zip(TILES, limits, strict=False) if vectors <= limit)
-            (name,) = (name for name in launched if f"{kind}_in" in name)
-            assert next(tiles, f"{kind}_in_sweeps") in name, (vectors, name)
+        for kind, (tiles, beyond) in kinds.items():
+            expected = next((f"Tile<{threads}>" for limit, threads in tiles.items() if vectors <= limit), beyond)
+            assert any(kind in name and expected in name for name in launched), (vectors, launched)
+            assert sum(kind in name for name in launched) == 1
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (F64, F64)], ids=dtypes_id)
+def test_which_kernels_are_for_longer_rows(library, dtypes, architecture):
+    """Rows of more than a chunk, of 32 vectors here: 80 chunks by a cluster, one more by two launches."""
+    vector = 16 // dtypes[0].itemsize
+    for chunks in (1, 2, 8, 9, 80, 81, *((256, 257) if dtypes[0] == F32 else ())):
+        x, _, w, b = arguments(1, (chunks * 32 - 1) * vector - 1, dtypes)
+        library.launched()
+        with library.schedule("random", chunks, 3, architecture=architecture, path_limit=0):
+            forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
+        check_forward(forward, x, w, b, context=(chunks,))
+        in_cluster = architecture >= 90 and chunks <= 80 and dtypes[0] != F64
+        expected = {"forward_in_cluster"} if in_cluster else {"forward_moments", "forward_output"}
+        assert {name.partition("<")[0].rpartition(":")[2] for name in library.launched()} == expected, chunks
+
+
+@all_dtypes
+def test_clusters_and_launches_give_the_same_bits(library, dtypes):
+    """On every GPU, rows are cut in the same way."""
+    for chunks, lost in ((2, 0), (8, 1), (9, 0), (24, 3)):
+        x, _, w, b = arguments(2, chunks * 32 * 16 // dtypes[0].itemsize - lost, dtypes)
+        outputs = []
+        for architecture in (80, 90):
+            with library.schedule("random", 1, 2, architecture=architecture, path_limit=0):
+                outputs.append(library.ops.forward(x, x.shape[1:], w, b, 1e-5))
+        for a, e in zip(*outputs, strict=True):
+            assert torch.equal(bits(a), bits(e)), chunks
 
 
 @all_dtypes
 @pytest.mark.parametrize("limit", [0, 2, 40])
 def test_shorter_rows_on_the_paths_for_longer_ones(library, dtypes, limit):
-    """Rows that fit into registers are swept all the same."""
-    for rows, cols in [(1, 1), (3, 7), (5, 64), (2, 1000), (70, 10)]:
+    """Rows that fit into registers are cut, or swept, all the same."""
+    for (rows, cols), architecture in itertools.product([(1, 1), (3, 7), (5, 64), (2, 1000), (70, 10)], (80, 90)):
         x, dy, w, b = arguments(rows, cols, dtypes)
-        with library.schedule("random", limit, 2, path_limit=limit):
+        with library.schedule("random", limit, 2, path_limit=limit, architecture=architecture):
             forward, backward = run(library, x, dy, w, b)
         check_forward(forward, x, w, b, context=(rows, cols))
         check_backward(backward, dy, x, w, context=(rows, cols))
@@ -289,6 +318,35 @@ def test_numbers_that_overflow(library, path_limit):
         assert torch.equal(dx.isnan().any(1), wrong)
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (F64, F64)], ids=dtypes_id)
+def test_parts_that_overflow(library, dtypes, architecture):
+    """Of some parts, and not of others; or all parts are tame, and their distances overflow."""
+    huge = torch.finfo(dtypes[0]).max
+    for cols in (300, 40 * 128):
+        x, _, w, b = arguments(6, cols, dtypes)
+        x[0, : cols // 2] *= huge / 16
+        x[1, cols // 2 :] *= huge / 16
+        x[2, : cols // 2] += huge / 4
+        x[2, cols // 2 :] -= huge / 4
+        x[3, -1] = huge / 2
+        x[4, : cols // 2] += huge / 1e4  # no sum of a chunk overflows
+        x[4, cols // 2 :] -= huge / 1e4
+        x[5] += huge / 1e4 * (1 - torch.arange(cols, dtype=dtypes[0]) // 128 % 2 * 2)
+        with library.schedule("random", cols, 2, path_limit=0, architecture=architecture):
+            forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
+        check_forward(forward, x, w, b, context=(cols,))
+
+
+def test_constant_rows_of_many_parts(library):
+    """Nothing is left of them but the bias, whatever the mean's rounding was."""
+    x = torch.tensor([0.1, 1e6 + 0.3, 3e-39]).reshape(-1, 1).expand(-1, 5000)
+    for path_limit in (0, emulated_ops.UNLIMITED):
+        with library.schedule(path_limit=path_limit):
+            output, _, _ = library.ops.forward(x, x.shape[1:], None, None, 1e-5)
+        assert torch.equal(output, torch.zeros_like(output))
+
+
 # ---- channels first --------------------------------------------------------------------------------------------------
 
 STAGED = [emulated_ops.UNLIMITED, 0]  # whether a block's numbers fit into shared memory
@@ -409,20 +467,3 @@ def test_pixels_that_overflow(library, path_limit):
     wrong[0, 2] = wrong[1, 4] = True
     for result in (output, dx):
         assert torch.equal(result.isnan().all(1), wrong) and torch.equal(result.isnan().any(1), wrong)
-
-
-@pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
-def test_every_kernel_is_run(library, architecture):
-    """The kernels in the real binary are those that run here."""
-    library.launched()
-    with library.schedule(architecture=architecture):
-        for dtypes, limit in itertools.product(DTYPES, [*LIMITS, 2049]):
-            x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
-            run(library, x, dy, w, b)
-            run(library, x, dy, None, None)  # whose sum_columns are those of parameters like the input
-    for dtypes, path_limit in itertools.product(DTYPES, STAGED):
-        with library.schedule(architecture=architecture, path_limit=path_limit):
-            run_images(library, *images((1, 2, 3), dtypes))
-    kernels = {k.name for source in cuda_binary.SOURCES for k in cuda_binary.compile_kernels(source, architecture)}
-    assert library.launched() == kernels
-    assert len(kernels) > 100

@@ -131,11 +131,10 @@ def test_culprits_of_a_compile_error():
 
 
 def test_the_list_of_equivalents(tmp_path):
-    """An entry is a regular expression of names, and must be needed."""
+    """An entry is a list of regular expressions of names, with the reason."""
     listed = tmp_path / "equivalent.toml"
     listed.write_text('[[equivalent]]\nmutants = ["a.cu: .*", "c"]\nreason = "a tunable number"\n')
-    survivors = {"a.cu: x", "a.cu: y", "b"}
-    assert mutants.judge(survivors, listed) == (["b"], ["c"])
-    assert mutants.judge(survivors, tmp_path / "none.toml") == (sorted(survivors), [])
+    assert mutants.equivalents(listed) == ["a.cu: .*", "c"]
+    assert mutants.equivalents(tmp_path / "none.toml") == []
     listed.write_text('[[equivalent]]\nmutants = ["b"]\nreason = ""\n')
-    assert mutants.judge({"b"}, listed) == (["b"], [])
+    assert mutants.equivalents(listed) == []
