@@ -1,7 +1,7 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device mutants gpu-test gpu-sanitize gpu-quick bench bench-cpu bench-compare \
-	test-browser lint format ci clean
+.PHONY: install cuda-build test test-device mutants gpu-test gpu-sanitize gpu-quick gpu-bench gpu-bench-peers bench \
+	bench-cpu bench-compare test-browser lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -37,6 +37,15 @@ gpu-sanitize:
 gpu-quick:
 	python tests/gpu.py quick --out $(OUT)
 
+# Every kernel's time as a fraction of a copy's, beside torch's, by graphs and call by call; and beside that of the peers
+# that are installed, which goes on where it was interrupted.
+gpu-bench:
+	python -m benchmarks kernels --device cuda --dtypes $(GPU_DTYPES) --contenders ours,torch --out $(OUT)/bench
+
+gpu-bench-peers:
+	python -m benchmarks kernels --device cuda --dtypes $(GPU_DTYPES) --resume --out $(OUT)/peers
+
+GPU_DTYPES = bf16,fp32,bf16-fp32
 BENCH_OUT ?= build/benchmarks
 DEVICE ?= cpu
 BASE ?= HEAD

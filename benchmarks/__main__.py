@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from . import accuracy, compare, kernels, memory, models, overhead, plots, report, tables
+from . import accuracy, compare, kernels, memory, models, operators, overhead, plots, report, tables
 from .cases import PAIRS, parse_shape
 from .contenders import ALL, PASSES
 from .runs import ROOT, Run, listed, machine
@@ -20,7 +20,8 @@ from .timing import Device, keep_pages
 SHAPES = {
     "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
     "262144x32",
-    "gpu": "32x768 4096x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 4097x771 65536x128 1048576x64",
+    "gpu": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
+    "8191x1023 32x768 1x4096",
     "grid": " ".join(
         f"{rows}x{cols}"
         for rows in (1, 32, 512, 4096, 32768)
@@ -126,10 +127,12 @@ def finish(run: Run, folder: Path) -> None:
         raise click.ClickException(f"ours is {worst['status']}: {worst['message']}")
 
 
-def gather(run: Run, cases: list, measure: Callable[..., Iterable[dict]]) -> Run:
-    """Fill a run with the records of all cases."""
+def gather(run: Run, cases: list, measure: Callable[..., Iterable[dict]], folder: Path | None = None) -> Run:
+    """Fill a run with the records of all cases; if there is a folder, save it after each."""
     for case in track(cases, run.benchmark, console=Console(stderr=True), transient=True):
-        run.records.extend(measure(*case))
+        run.records += list(measure(*case))
+        if folder:
+            run.save(folder)
     return run
 
 
@@ -152,17 +155,47 @@ def cli() -> None:
     threads_option,
     rotate_option,
     fresh_option,
+    click.option("--resume", is_flag=True, help="Go on with the run in --out, where it was interrupted."),
     out_option,
 )
-def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, rotate, fresh_pages, out) -> None:
+def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, rotate, fresh_pages, resume, out) -> None:
     """Time forward, backward and both, on SHAPES: ROWSxCOLS, or the lists cpu, gpu, grid (default: of the device)."""
     measured = prepared(device, threads, fresh_pages, rotate)
     shapes = sum(shapes, []) or [parse_shape(text) for text in SHAPES["gpu" if device == "cuda" else "cpu"].split()]
     method = {"seconds": seconds, "rotate_bytes": measured.rotate, "fresh_pages": fresh_pages}
-    method["matmul_gflops"] = kernels.matrix_product(measured)
+    method |= {"passes": passes, "contenders": contenders, "matmul_gflops": kernels.matrix_product(measured)}
     run = Run("kernels", method, machine(measured), listed(contenders))
-    cases = [(measured, *shape, pair, contenders, passes, seconds) for shape in shapes for pair in dtypes]
-    finish(gather(run, cases, kernels.measure), out)
+    if resume:
+        try:
+            run.go_on(out)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from None
+    done = {(record["rows"], record["cols"], record["dtypes"]) for record in run.records}
+    cells = [(*shape, pair) for shape in shapes for pair in dtypes]
+    cases = [(measured, *cell, contenders, passes, seconds) for cell in cells if cell not in done]
+    finish(gather(run, cases, kernels.measure, out), out)
+    for which, how, pair, mean, least in kernels.geometric_means(run.records):
+        click.echo(f"{which} {pair}, {how}: torch / ours {mean:.2f} in the geometric mean, {least:.2f} at worst")
+
+
+@cli.command("operators")
+@options(
+    shapes_argument,
+    dtypes_option("fp32,bf16,fp16"),
+    click.option("--contenders", type=Choices(operators.CONTENDERS), default="ours,torch", show_default=True),
+    seconds_option,
+    threads_option,
+    fresh_option,
+    out_option,
+)
+def run_operators(shapes, dtypes, contenders, seconds, threads, fresh_pages, out) -> None:
+    """Time the bare operators on a CPU, on SHAPES: ROWSxCOLS, or the list cpu."""
+    measured = prepared("cpu", threads, fresh_pages)
+    shapes = sum(shapes, []) or [parse_shape(text) for text in SHAPES["cpu"].split()]
+    method = {"seconds": seconds, "fresh_pages": fresh_pages, "matmul_gflops": kernels.matrix_product(measured)}
+    run = Run("operators", method, machine(measured), listed(contenders, operators.CONTENDERS))
+    cases = [(measured, *shape, pair, contenders, seconds) for shape in shapes for pair in dtypes]
+    finish(gather(run, cases, operators.measure, out), out)
     for which, how, pair, mean, least in kernels.geometric_means(run.records):
         click.echo(f"{which} {pair}, {how}: torch / ours {mean:.2f} in the geometric mean, {least:.2f} at worst")
 

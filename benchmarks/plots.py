@@ -215,6 +215,8 @@ def draw(run: Run) -> Iterator[tuple[str, Figure]]:
         yield "copy_fraction", copy_fraction(run)
         yield "heat_map", heat_map(run)
         yield "roofline", roofline(run)
+    elif run.benchmark == "operators" and any(r["us"] for r in records):
+        yield "operators_roofline", roofline(run)
     elif run.benchmark == "accuracy":
         for sweep in SWEEPS:
             yield f"error_by_{sweep}", error_curves(run, sweep)

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import layernorm_ext
 from layernorm_ext._ops import _C
 
-from .contenders import ALL
+from .contenders import ALL, Contender
 from .timing import Device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,21 @@ class Run:
             writer = csv.DictWriter(file, self.records[0] if self.records else [])
             writer.writeheader()
             writer.writerows(self.records)
+
+    def go_on(self, folder: Path) -> None:
+        """Take over the records that a run of the same kind has left in a folder, if there is one.
+
+        Raises:
+            ValueError: if it was made by another command, on another machine or of other sources.
+        """
+        if not (folder / f"{self.benchmark}.json").exists():
+            return
+        before = load(folder)[self.benchmark]
+        for part in ("machine", "method"):
+            own, found = ({**getattr(run, part), "load": None, "matmul_gflops": None} for run in (self, before))
+            if own != found:
+                raise ValueError(f"Expected the run in {folder} to have the {part} {own}, but got {found}")
+        self.records, self.started = before.records, before.started
 
 
 def load(folder: Path) -> dict[str, Run]:
@@ -89,9 +105,9 @@ def machine(device: Device) -> dict:
     return found
 
 
-def listed(names: list[str]) -> list[dict]:
+def listed(names: list[str], of: Mapping[str, Contender] = ALL) -> list[dict]:
     """Return name and version of contenders: of all that exist, whether they are installed and take part."""
     return [
         {"name": name, "package": c.package, "version": c.version, "takes_part": name in names}
-        for name, c in ALL.items()
+        for name, c in of.items()
     ]

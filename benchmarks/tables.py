@@ -51,6 +51,7 @@ def error(record: dict) -> Cell:
 # benchmark -> the keys of a line, and what is said of a contender
 COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[dict], Cell]]] = {
     "kernels": (("rows", "cols", "dtypes", "pass", "how"), kernel),
+    "operators": (("rows", "cols", "dtypes", "pass"), kernel),
     "overhead": (("dtypes", "way"), timed("µs", 1)),
     "memory": (("rows", "cols", "dtypes", "stage"), allocated),
     "models": (("model", "dtypes", "mode"), step),
@@ -60,6 +61,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[dict], Cell]]] = {
 READING = {
     "kernels": "Microseconds · torch's time / this one's (more than 1 is faster than torch) · speed in parts of a "
     "copy's. Noise is the factor that two runs of the same differ by; a ratio within it says nothing.",
+    "operators": "Microseconds · torch's time / this one's · speed in parts of a copy's.",
     "overhead": "Microseconds until a call returns · torch's time / this one's.",
     "memory": "What is allocated at the peak, beside the input, and what is kept when the call has returned.",
     "models": "Milliseconds of a step · the unconverted model's time / the converted one's · memory at its peak.",

@@ -86,10 +86,49 @@ def test_kernels(run, tmp_path):
         assert (tmp_path / f"{plot}.png").stat().st_size > 5000
 
 
+def test_kernels_go_on_where_they_were_interrupted(run, tmp_path, monkeypatch):
+    command = ["kernels", "--resume", "--dtypes", "fp32", "--passes", "forward", *QUICK]
+    run(*command, "4x64")
+    first = loaded(tmp_path, "kernels").records
+
+    def interrupted(device, rows, *case):
+        if rows == 7:
+            raise KeyboardInterrupt
+        return measure(device, rows, *case)
+
+    measure = kernels.measure
+    monkeypatch.setattr(kernels, "measure", interrupted)
+    run(*command, "4x64", "6x64", "7x64", status=1)
+    assert {record["rows"] for record in loaded(tmp_path, "kernels").records} == {4, 6}
+    monkeypatch.setattr(kernels, "measure", measure)
+    run(*command, "4x64", "6x64", "7x64")
+    records = loaded(tmp_path, "kernels").records
+    assert records[: len(first)] == first and len(records) == 3 * len(first)
+
+    message = run(*command, "8x64", "--contenders", "ours", status=1)
+    assert "Expected the run in" in message and "to have the method" in message
+    assert loaded(tmp_path, "kernels").records == records
+
+
 def test_rotation_goes_through_as_many_bytes_as_asked_for(run, tmp_path):
     run("kernels", "40x64", "--dtypes", "fp32", "--rotate", "100000", *QUICK)
     sets = loaded(tmp_path, "kernels").records[0]["sets"]
     assert sets * 2 * 40 * 64 * 4 >= 100_000 > (sets - 1) * 2 * 40 * 64 * 4  # each reads x and writes y, at least
+
+
+def test_operators(run, tmp_path):
+    """Without the package onednn, that contender is shown as failed."""
+    command = ["operators", "40x64", "3x500", "--dtypes", "fp32,bf16", "--contenders", "ours,torch,onednn"]
+    output = run(*command, *QUICK)
+    found = loaded(tmp_path, "operators")
+    assert len(found.records) == 2 * 2 * 2 * 4  # shapes, dtypes, passes; and a copy
+    for record in found.records:
+        if record["contender"] == "onednn":
+            assert record["status"] == "failed" and record["message"]
+        else:
+            assert record["status"] == "ok" and record["us"] > 0 and record["of_copy"] > 0
+    assert "forward fp32, eager: torch / ours" in output
+    assert (tmp_path / "operators_roofline.png").stat().st_size > 5000
 
 
 def test_overhead(run, tmp_path):
