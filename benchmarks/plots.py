@@ -15,7 +15,7 @@ from .kernels import COPY
 from .runs import Run
 
 # Ours is dark and last, so that it lies on top.
-COLORS = {"ours": "#16336b", "torch": "#f4b06a", "torch.compile": "#d1495b", COPY: "#9a9a9a"}
+COLORS = {"ours": "#16336b", "torch": "#f4b06a", "torch.compile": "#d1495b", "onednn": "#4a90b8", COPY: "#9a9a9a"}
 OTHERS = dict(
     zip(
         [name for name in ALL if name not in COLORS],
