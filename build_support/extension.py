@@ -64,7 +64,7 @@ def compile_flags() -> dict[str, list[str]]:
         host, device = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"], ["-O0", "-g", "-G"]
     else:
         # -g0: Python's own flags may ask for debug information, which makes the module twenty times as large.
-        host, device = ["-O3", "-g0"], ["-O3", "-lineinfo", "-Xfatbin", "-compress-all"]
+        host, device = ["-O3", "-g0"], ["-O3", "-Xfatbin", "-compress-all"]
     # torch's own flags take the operators and conversions of __half and __nv_bfloat16 away.
     hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
     device += [*DEVICE_FLAGS, *(f"-U__CUDA_NO_{what}__" for what in hidden)]
