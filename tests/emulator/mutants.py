@@ -8,7 +8,7 @@ noticed. There is no sampling, and no mark in the sources excludes anything. Tho
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
-are built one by one. The tests look at values first, which is quick, and then at every access. A run that was
+are built one by one. Quick tests look at values first, then all tests at every access. A run that was
 interrupted goes on where it stopped, unless the sources or the tests have changed. Needs the packages
 tree-sitter and tree-sitter-cpp.
 """
@@ -16,6 +16,7 @@ tree-sitter and tree-sitter-cpp.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -34,7 +35,8 @@ import tree_sitter_cpp
 
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 TESTS = [str(emulated_build.EMULATOR / "test_kernels.py")]  # arguments of pytest
-MODES = ("PLAIN", "CHECKED")  # of emulated_build. The second is for those tests that ask for it.
+MODES = ("PLAIN", "CHECKED")  # of emulated_build: first what is quick, then everything
+QUICK = 8  # seconds of tests in the first mode, for each mutant
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
 # ---- the rules -------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class Forks:
         self._body = body
 
     def pytest_runtestloop(self, session):
-        self._tests = session.items
+        self._tests, self._quick = session.items, []
         self._body(self)
         return True
 
@@ -286,13 +288,15 @@ class Forks:
         except emulated_build.CompileError as error:
             self._finish(1, f"does not compile: {error}")
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-        tests = [test for test in self._tests if mode == "PLAIN" or "library" in test.fixturenames]
+        tests = self._quick if mode == "PLAIN" and self._quick else self._tests
         for test, following in zip(tests, [*tests[1:], None], strict=True):
             test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
         self._finish(0, json.dumps(self._seconds))
 
     def quickest_first(self, seconds):
         self._tests.sort(key=lambda test: seconds.get(test.nodeid, 0))
+        total = itertools.accumulate(seconds.get(test.nodeid, 0) for test in self._tests)
+        self._quick = [test for test, until in zip(self._tests, total, strict=True) if until <= QUICK]
 
 
 def instrument(csrc, work):
