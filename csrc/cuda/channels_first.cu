@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
           if (!p.grad_weight && !p.grad_bias) return;
           // Both sums over the lanes at once: dweight's in the lower half of the warp, dbias's in the upper.
           const bool is_upper = lane >= kWarpSize / 2;
-          Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(0xffffffffu, is_upper ? dw : v, kWarpSize / 2);
+          Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
           sum = sum_lanes<kWarpSize / 2>(sum);
           if (lane % (kWarpSize / 2) == 0 && (is_upper ? p.grad_bias : p.grad_weight)) {
             double& total = (is_upper ? dbias : dweight)[c];

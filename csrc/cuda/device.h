@@ -135,6 +135,11 @@ inline int architecture() {
          launching::device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
+// Bytes of shared memory that a block may have on the current device, static and dynamic.
+inline size_t most_shared_memory() {
+  return static_cast<size_t>(launching::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
 // A kernel must be allowed more than 48 KiB of dynamic shared memory, once per device.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
@@ -194,6 +199,8 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
 #else
 
 inline int architecture() { return emulator::options().architecture; }
+
+inline size_t most_shared_memory() { return (architecture() < 120 ? 227 : 99) * 1024; }
 
 inline int64_t path_limit(int64_t limit) {
   const int64_t lowered = emulator::options().path_limit;

@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardPar
 constexpr int kMostThreads = 512;
 using ChunkTile = Tile<256>;
 constexpr int kLargestCluster = 8, kMostParts = 256;
-// Chunks that a block of a cluster keeps in shared memory: with a residual's, less than the 227 KiB that there are.
+// Chunks that a block of a cluster keeps in shared memory, where there is room for them.
 constexpr int kMostChunksKept = 10;
 
 // A block's part of a row.
@@ -442,9 +442,17 @@ Cut cut(int64_t cols) {
           static_cast<unsigned>(ceil_div(chunks, of_part))};
 }
 
+// Dynamic shared memory of a block that has so many chunks at a time, and a residual's.
+template <class T>
+size_t bytes_of_chunks(const Cut& cut, int chunks) {
+  return (1 + chunks) * Image<T, ChunkTile>::bytes(threads_of<ChunkTile, T>(cut.chunk));
+}
+
 template <class T>
 bool is_for_cluster(const Cut& cut) {
-  return sizeof(T) < 8 && cut.parts <= kLargestCluster && cut.chunks_of_part <= kMostChunksKept && architecture() >= 90;
+  constexpr size_t kStatic = (kLargestCluster + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
+  return sizeof(T) < 8 && cut.parts <= kLargestCluster && cut.chunks_of_part <= kMostChunksKept &&
+         architecture() >= 90 && bytes_of_chunks<T>(cut, cut.chunks_of_part) + kStatic <= most_shared_memory();
 }
 
 }  // namespace
@@ -479,9 +487,8 @@ void forward(const ForwardParams& p) {
     if (is_tile) return;
     const Cut parts = cut<T>(p.cols);
     const bool in_cluster = is_for_cluster<T>(parts);
-    const unsigned threads = threads_of<ChunkTile, T>(parts.chunk);
-    LaunchConfig config = {static_cast<unsigned>(p.rows * parts.parts), threads};
-    config.shared_bytes = (1 + (in_cluster ? parts.chunks_of_part : 1)) * Image<T, ChunkTile>::bytes(threads);
+    LaunchConfig config = {static_cast<unsigned>(p.rows * parts.parts), threads_of<ChunkTile, T>(parts.chunk)};
+    config.shared_bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
     config.stream = stream;
     if constexpr (sizeof(T) < 8) {
       if (in_cluster) {

@@ -97,6 +97,17 @@ def test_which_kernels_are_for_longer_rows(library, dtypes, architecture):
         assert {name.partition("<")[0].rpartition(":")[2] for name in library.launched()} == expected, chunks
 
 
+def test_clusters_have_as_much_shared_memory_as_there_is(library):
+    """Compute capability 12.0 has 99 KiB a block: of 1024 vectors and a residual's, a block keeps 5 chunks."""
+    for chunks, launched in ((40, "forward_in_cluster"), (41, "forward_output")):
+        x = randn((1, chunks * 1024 * 8), BF16)
+        library.launched()
+        with library.schedule("random", 1, 2, architecture=120):
+            forward = library.ops.forward(x, x.shape[1:], None, None, 1e-5)
+        check_forward(forward, x)
+        assert any(launched in name for name in library.launched())
+
+
 @all_dtypes
 def test_clusters_and_launches_give_the_same_bits(library, dtypes):
     """On every GPU, rows are cut in the same way."""
