@@ -78,17 +78,23 @@ struct Sums {
   }
 };
 
+// Registers, if the loops over them are unrolled before GCC decides where an array lies, which it does of itself for
+// some dtypes and not for others. In memory, they took backward of 32 columns in fp16 a fifth of its time.
 template <class Acc, int kCount, int kKinds, int kParts>
 struct Accumulators {
   Pack<Acc> of[kKinds][kCount][kParts] = {};
   Sums<kCount, kKinds> total() const {
     Sums<kCount, kKinds> sums;
+#pragma GCC unroll 4
     for (int kind = 0; kind < kKinds; ++kind) {
+      Vec<Acc> vectors[kCount];
+#pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         Pack<Acc> p = of[kind][r][0];
         for (int part = 1; part < kParts; ++part) p = p + of[kind][r][part];
-        sums.of[kind][r] = sum_pack(p);
+        vectors[r] = p.a + p.b;
       }
+      sum_each(vectors, sums.of[kind]);
     }
     return sums;
   }
@@ -240,7 +246,7 @@ inline Pack<AccOf<T>> load_row(const T* x, Lanes lanes) {
 // Ones where there is no weight. A zero-centred one is kept less 1, its centre.
 template <class T, class W, class Lanes>
 inline Pack<AccOf<T>> load_weight(const W* weight, AccOf<T> centre, int64_t j, Lanes lanes) {
-  if (!weight) return {part_a(AccOf<T>(1)), part_b(AccOf<T>(1))};
+  if (!weight) return broadcast(AccOf<T>(1));
   return load<T>(weight + j, lanes) + centre;
 }
 

@@ -83,6 +83,11 @@ inline Vec<Acc> part_b(Acc value) {
   return value - Vec<Acc>{};
 }
 
+template <class Acc>
+inline Pack<Acc> broadcast(Acc value) {
+  return {part_a(value), part_b(value)};
+}
+
 template <class Acc, class Y>
 inline Pack<Acc> operator+(const Pack<Acc>& x, const Y& y) {
   return {x.a + part_a(y), x.b + part_b(y)};
@@ -153,6 +158,28 @@ template <class Acc>
 inline Acc sum_pack(const Pack<Acc>& p) {
   return sum_lanes(p.a + p.b);
 }
+
+// sums[i] = sum_lanes(v[i]).
+template <class V, int n>
+inline void sum_each(const V (&v)[n], double* sums) {
+  for (int i = 0; i < n; ++i) sums[i] = sum_lanes(v[i]);
+}
+#if defined(__AVX512F__)
+// To the same bits, in 13 shuffles and additions instead of 40. Two ports do all of them, and of narrow rows they would
+// be a third of the work.
+inline void sum_each(const Vec<float> (&v)[4], double* sums) {
+  const auto add_halves = [](Vec<float> a, Vec<float> b) -> Vec<float> {  // a's, then b's
+    return _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x44) + _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xee);
+  };
+  const Vec<float> a = add_halves(v[0], v[1]), b = add_halves(v[2], v[3]);
+  Vec<float> sum = _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x88) + _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xdd);
+  sum = sum + _mm512_maskz_permute_ps(0xffff, sum, 0x4e);
+  sum = sum + _mm512_maskz_permute_ps(0xffff, sum, 0xb1);
+  const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+  const Vec<float> in_order = _mm512_maskz_permutexvar_ps(0xffff, firsts, sum);
+  _mm256_storeu_pd(sums, _mm256_cvtps_pd(low_half(low_half(in_order))));
+}
+#endif
 
 // ---- elements outside the row become zero ---------------------------------------------------------------------------
 
