@@ -151,12 +151,13 @@ void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
     });
     return Sums<kCount, kKinds>(s.total());
   });
-  for (int k = 0; k < kCount; ++k) {
-    const double shift = b.p.rms ? 0 : b.groups.template mean<Acc>(sums.of[kXhat][k]);
-    const double mean_g = b.p.rms ? 0 : b.groups.template mean<Acc>(sums.of[kG][k]);
-    const double mean_g_xhat = b.groups.template mean<Acc>(sums.of[kGXhat][k]) - shift * mean_g;
-    c[k] = {scale, mean[k], rstd_scaled[k], Acc(-shift), Acc(-mean_g_xhat), Acc(-mean_g)};
-  }
+  Rows<double, kCount> shift = {}, mean_g = {};
+  if (!b.p.rms) shift = b.groups.template mean<Acc>(sums.of[kXhat]), mean_g = b.groups.template mean<Acc>(sums.of[kG]);
+  const auto mean_g_xhat = b.groups.template mean<Acc>(sums.of[kGXhat]) - shift * mean_g;
+  const auto minus_shift = __builtin_convertvector(-shift, Rows<Acc, kCount>);
+  const auto minus_c1 = __builtin_convertvector(-mean_g_xhat, Rows<Acc, kCount>);
+  const auto minus_c2 = __builtin_convertvector(-mean_g, Rows<Acc, kCount>);
+  for (int k = 0; k < kCount; ++k) c[k] = {scale, mean[k], rstd_scaled[k], minus_shift[k], minus_c1[k], minus_c2[k]};
 }
 
 template <class Threads, int kCount, int kParts, class T, class W>

@@ -50,6 +50,7 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups
     const auto sums = Threads::template sum<Sums<kCount, 1>>(groups, [&](int64_t begin, int64_t n) {
       Accumulators<Acc, kCount, 1, kParts> s;
       for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+#pragma GCC unroll 4
         for (int r = 0; r < kCount; ++r) {
           s.of[0][r][part] = s.of[0][r][part] + load_row<T, scaled>(x + r * stride + j, lanes);
         }
@@ -61,6 +62,7 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const Groups
   const auto deviations = Threads::template sum<Sums<kCount, 2>>(groups, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, 2, kParts> s;
     for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+#pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const auto d = keep<kEvenOdd<T>>(load_row<T, scaled>(x + r * stride + j, lanes) - mean[r], lanes);
         s.of[0][r][part] = s.of[0][r][part] + d;

@@ -61,6 +61,10 @@ inline bool sweeps_several(int64_t rows, int64_t cols) {
   return sizeof(T) == 2 || row_bytes <= 1024 || rows * row_bytes <= int64_t{1} << 21;
 }
 
+// A number for each of kCount rows.
+template <class Number, int kCount>
+using Rows = typename VectorOf<Number, kCount * sizeof(Number)>::type;
+
 // Sums of kKinds kinds over each of kCount rows.
 template <int kCount, int kKinds>
 struct Sums {
@@ -68,22 +72,21 @@ struct Sums {
   // With zeros for further kinds.
   template <int kFewer>
   explicit Sums(const Sums<kCount, kFewer>& other) {
-    for (int kind = 0; kind < kFewer; ++kind)
-      for (int r = 0; r < kCount; ++r) of[kind][r] = other.of[kind][r];
+    for (int kind = 0; kind < kFewer; ++kind) of[kind] = other.of[kind];
   }
-  double of[kKinds][kCount] = {};
+  Rows<double, kCount> of[kKinds] = {};
   void operator+=(const Sums& other) {
-    for (int kind = 0; kind < kKinds; ++kind)
-      for (int r = 0; r < kCount; ++r) of[kind][r] += other.of[kind][r];
+    for (int kind = 0; kind < kKinds; ++kind) of[kind] += other.of[kind];
   }
 };
 
-// Registers, if the loops over them are unrolled before GCC decides where an array lies, which it does of itself for
-// some dtypes and not for others. In memory, they took backward of 32 columns in fp16 a fifth of its time.
+// Registers, if GCC sees through every loop and call in which they stand before it decides where an array lies. It does
+// so of itself for some dtypes and not for others; hence the pragmas, here and there, and the attribute. In memory,
+// they took backward of 32 columns in fp16 a fifth of its time.
 template <class Acc, int kCount, int kKinds, int kParts>
 struct Accumulators {
   Pack<Acc> of[kKinds][kCount][kParts] = {};
-  Sums<kCount, kKinds> total() const {
+  [[gnu::always_inline]] Sums<kCount, kKinds> total() const {
     Sums<kCount, kKinds> sums;
 #pragma GCC unroll 4
     for (int kind = 0; kind < kKinds; ++kind) {
@@ -94,7 +97,7 @@ struct Accumulators {
         for (int part = 1; part < kParts; ++part) p = p + of[kind][r][part];
         vectors[r] = p.a + p.b;
       }
-      sum_each(vectors, sums.of[kind]);
+      sums.of[kind] = sum_each(vectors);
     }
     return sums;
   }
@@ -135,8 +138,8 @@ struct Groups {
 
   // Sum / cols. Rounded to float, the product is as exact as the quotient, and that of a constant row is the constant;
   // divisions cost rows of 64 a tenth of their time.
-  template <class Acc>
-  double mean(double sum) const {
+  template <class Acc, class Sum>
+  Sum mean(Sum sum) const {
     return sizeof(Acc) == 4 ? sum * inverse_cols : sum / static_cast<double>(cols);
   }
 

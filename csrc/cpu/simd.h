@@ -159,15 +159,17 @@ inline Acc sum_pack(const Pack<Acc>& p) {
   return sum_lanes(p.a + p.b);
 }
 
-// sums[i] = sum_lanes(v[i]).
+// sum_lanes of each.
 template <class V, int n>
-inline void sum_each(const V (&v)[n], double* sums) {
+inline auto sum_each(const V (&v)[n]) {
+  typename VectorOf<double, n * 8>::type sums;
   for (int i = 0; i < n; ++i) sums[i] = sum_lanes(v[i]);
+  return sums;
 }
 #if defined(__AVX512F__)
 // To the same bits, in 13 shuffles and additions instead of 40. Two ports do all of them, and of narrow rows they would
 // be a third of the work.
-inline void sum_each(const Vec<float> (&v)[4], double* sums) {
+inline auto sum_each(const Vec<float> (&v)[4]) {
   const auto add_halves = [](Vec<float> a, Vec<float> b) -> Vec<float> {  // a's, then b's
     return _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x44) + _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xee);
   };
@@ -177,7 +179,7 @@ inline void sum_each(const Vec<float> (&v)[4], double* sums) {
   sum = sum + _mm512_maskz_permute_ps(0xffff, sum, 0xb1);
   const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
   const Vec<float> in_order = _mm512_maskz_permutexvar_ps(0xffff, firsts, sum);
-  _mm256_storeu_pd(sums, _mm256_cvtps_pd(low_half(low_half(in_order))));
+  return __builtin_convertvector(low_half(low_half(in_order)), VectorOf<double, 32>::type);
 }
 #endif
 
