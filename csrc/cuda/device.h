@@ -238,15 +238,17 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 #define LAYERNORM_SM90_ASM(...) asm volatile(__VA_ARGS__)
 #endif
 
-// x / y to within a few units in the last place, for y up to 2^126.
-__device__ __forceinline__ float fast_divide(float x, float y) {
+// 1 / x to within a unit in the last place, for whole numbers x.
+__device__ __forceinline__ float approximate_reciprocal(float x) {
 #if defined(__CUDACC__)
-  return __fdividef(x, y);
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
 #else
-  return x / y;
+  return 1 / x;
 #endif
 }
-__device__ __forceinline__ double fast_divide(double x, double y) { return x / y; }
+__device__ __forceinline__ double approximate_reciprocal(double x) { return 1 / x; }
 
 // 16 bytes that are read once: past L1, which is left to the weights. The launch must not write them.
 __device__ __forceinline__ uint4 load_once(const uint4* address) {

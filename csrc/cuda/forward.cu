@@ -28,9 +28,44 @@ struct Cut {
   unsigned parts;
 };
 
+// Division by a whole number.
+template <class Acc>
+struct Divisor {
+  Acc number, reciprocal;
+
+  // To the nearest, which makes a sum of equal numbers that number again; NaN for infinity.
+  __device__ __forceinline__ Acc divide(Acc x) const {
+    const Acc quotient = x * reciprocal;
+    return fma(fma(-quotient, number, x), reciprocal, quotient);
+  }
+};
+
+// What the kernels ask of ForwardParams, as it takes fewest instructions: a bit takes one, a pointer three.
+template <class Acc>
+struct Known {
+  enum : unsigned { kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32 };
+  unsigned flags;
+  Acc eps;
+  Divisor<Acc> cols;
+
+  Known(const ForwardParams& p, bool aligned)
+      : flags((aligned ? kAligned : 0) | (p.residual ? kResidual : 0) | (p.weight ? kWeight : 0) |
+              (p.bias ? kBias : 0) | (p.zero_centered_weight ? kZeroCentered : 0) | (p.rms ? kRms : 0)),
+        eps(static_cast<Acc>(p.eps)),
+        cols{static_cast<Acc>(p.cols), 1 / static_cast<Acc>(p.cols)} {}
+  __device__ __forceinline__ bool is(unsigned flag) const { return flags & flag; }
+  __device__ __forceinline__ bool aligned() const { return is(kAligned); }
+};
+
 namespace {
 
 // ---- moments --------------------------------------------------------------------------------------------------------
+
+template <class Acc>
+__device__ __forceinline__ Divisor<Acc> divisor_of(Acc number) {
+  const Acc near = approximate_reciprocal(number);
+  return {number, fma(fma(-number, near, Acc(1)), near, near)};
+}
 
 // Of `count` numbers x * scale: their mean is pivot + shift, where the pivot is one number of Acc and the shift what
 // its rounding has left out; the sum of the squares of their distances from it. For RMSNorm, of those from 0.
@@ -41,83 +76,99 @@ struct Moments {
 
 // Those of `total` numbers from those that kLanes lanes have of disjoint parts; a lane of none has zeros. Of one scale.
 template <int kLanes, class Acc>
-__device__ __forceinline__ Moments<Acc> merge_lanes(const Moments<Acc>& own, Acc total) {
+__device__ __forceinline__ Moments<Acc> merge_lanes(const Moments<Acc>& own, const Divisor<Acc>& total) {
   const Acc pivot = __shfl_sync(kAllLanes, own.pivot, 0), shift = __shfl_sync(kAllLanes, own.shift, 0);
   const Acc distance = ((own.pivot - pivot) + own.shift) - shift;  // of the means
-  const Acc correction = sum_lanes<kLanes>(own.count * distance) / total;
+  const Acc correction = total.divide(sum_lanes<kLanes>(own.count * distance));
   const Acc rest = distance - correction;
-  return {pivot, shift + correction, sum_lanes<kLanes>(own.squares + own.count * rest * rest), total, own.scale};
+  return {pivot, shift + correction, sum_lanes<kLanes>(own.squares + own.count * rest * rest), total.number, own.scale};
 }
 
-// Of a row, or of a chunk of one, which the threads of a tile have in `x`, with zeros beyond its end. What is left
-// there is x * scale - pivot, with a pivot of each warp, which is returned, too.
-template <class Tile, int kCount, class Acc>
-__device__ __forceinline__ Moments<Acc> moments(Acc (&x)[Tile::kVectors][kCount], Acc& pivot_of_warp, Acc scale,
-                                                const Place<Tile>& place, int cols, bool aligned, bool rms) {
+// Of a row, or of a warp's part of one, which the threads of a tile have in `v`, with zeros beyond its end: this one
+// has `valid` columns from its first one on. What is left in `x` is x * scale - pivot.
+template <class Tile, class T, int kCount, class Acc>
+__device__ __forceinline__ Moments<Acc> moments_of_warp(Acc (&x)[Tile::kVectors][kCount],
+                                                        const Vector<T, kCount> (&v)[Tile::kVectors], Acc scale,
+                                                        const Place<Tile>& place, int cols, int valid,
+                                                        const Known<Acc>& known) {
+  const bool rms = known.is(known.kRms);
   Acc sums[2] = {};
-  int count = Tile::kWarps > 1 ? 0 : cols;  // columns of this warp
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
-    if (!place.template has_columns<kCount>(i, cols)) continue;
-    if (Tile::kWarps > 1) count += place.template columns_of_warp<kCount>(i, cols);
+    if (!place.template has_columns<kCount>(i, cols)) break;
+    widen(x[i], v[i]);
 #pragma unroll
     for (int e = 0; e < kCount; ++e) sums[e % 2] = fma(x[i][e], scale, sums[e % 2]);
   }
-  const Acc divisor = Tile::kWarps > 1 ? max(count, 1) : count;
+  const int count = place.template columns_of_warp<kCount>(cols);
+  const Divisor<Acc> divisor = Tile::kWarps > 1 ? divisor_of<Acc>(Tile::kIsRow ? count : max(count, 1)) : known.cols;
   Moments<Acc> own = {};
-  if (!rms) own.pivot = fast_divide(sum_lanes<Tile::kLanes>(sums[0] + sums[1]), divisor);
-  pivot_of_warp = own.pivot;
+  if (!rms) own.pivot = sum_lanes<Tile::kLanes>(sums[0] + sums[1]) * divisor.reciprocal;
 
   Acc distances[2] = {}, squares[2] = {};
   const auto subtract = [&](auto is_whole) {
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      if (!place.template has_columns<kCount>(i, cols)) continue;
-      const int valid = cols - place.vector(i) * kCount;
-      const Acc pivot = valid > 0 ? own.pivot : 0;  // so that numbers that are not there stay 0
+      if (!place.template has_columns<kCount>(i, cols)) break;
+      const int at = i * place.kDistance * kCount;
+      const Acc pivot = valid > at ? own.pivot : 0;  // so that numbers that are not there stay 0
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
-        const Acc d = x[i][e] = fma(x[i][e], scale, is_whole || e < valid ? -pivot : 0);
+        const Acc d = x[i][e] = fma(x[i][e], scale, is_whole || at + e < valid ? -pivot : 0);
         distances[e % 2] += d;
         squares[e % 2] = fma(d, d, squares[e % 2]);
       }
     }
   };
-  if (aligned) {
+  if (known.aligned()) {
     subtract(std::true_type{});
   } else {
     subtract(std::false_type{});
   }
-  if (!rms) own.shift = sum_lanes<Tile::kLanes>(distances[0] + distances[1]) / divisor;
-  own.count = count;
+  if (!rms) own.shift = divisor.divide(sum_lanes<Tile::kLanes>(distances[0] + distances[1]));
+  own.count = Tile::kWarps > 1 ? count : divisor.number;
   own.squares = sum_lanes<Tile::kLanes>(squares[0] + squares[1]) - own.count * own.shift * own.shift;
   if (own.squares < 0) own.squares = 0;  // written so that NaN stays NaN
   own.scale = scale;
-  if constexpr (Tile::kWarps == 1) return own;
+  return own;
+}
 
-  // Each lane stands for a warp, or for none.
+// Those of the warps of a block, each of which leaves them in shared memory: lanes stand for warps, or for none.
+template <class Tile, class Acc>
+__device__ __forceinline__ Moments<Acc> exchange(const Moments<Acc>& own, const Place<Tile>& place) {
   LAYERNORM_SHARED(of_warps, Moments<Acc>[Tile::kWarps]);
   if (place.lane == 0) of_warps[place.warp] = own;
   __syncthreads();
-  const int warp = place.lane % Tile::kWarps;
-  own = warp * kWarpSize < place.threads() ? of_warps[warp] : Moments<Acc>{0, 0, 0, 0, scale};
-  return merge_lanes<Tile::kWarps>(own, static_cast<Acc>(cols));
+  const unsigned warp = static_cast<unsigned>(place.lane) % Tile::kWarps;
+  return warp * kWarpSize < blockDim.x ? of_warps[warp] : Moments<Acc>{0, 0, 0, 0, 1};
 }
 
-// The same, with the scale at which nothing overflows; reload(x) gets the numbers again. (A row that holds NaN or
-// infinity gives NaN again.)
-template <class Tile, int kCount, class Acc, class F>
-__device__ __forceinline__ Moments<Acc> scaled_moments(Acc (&x)[Tile::kVectors][kCount], Acc& pivot_of_warp,
-                                                       const Place<Tile>& place, int cols, bool aligned, bool rms,
-                                                       const F& reload) {
+// The moments of a row, or of a warp's part of a chunk, with the scale at which nothing overflows; get_again(v) is for
+// that. (A row that holds NaN or infinity gives NaN again.) Each warp has its own pivot.
+template <class Tile, class T, int kCount, class Acc, class F>
+__device__ __forceinline__ Moments<Acc> scaled_moments(Acc (&x)[Tile::kVectors][kCount],
+                                                       Vector<T, kCount> (&v)[Tile::kVectors], Acc& pivot,
+                                                       const Place<Tile>& place, int cols, int valid,
+                                                       const Known<Acc>& known, const F& get_again) {
+  constexpr bool kTogether = Tile::kIsRow && Tile::kWarps > 1;
   Acc scale = 1;
   for (;;) {
-    const Moments<Acc> result = moments<Tile>(x, pivot_of_warp, scale, place, cols, aligned, rms);
+    Moments<Acc> result = moments_of_warp<Tile>(x, v, scale, place, cols, valid, known);
+    pivot = result.pivot;
+    if constexpr (kTogether) {
+      result = exchange(result, place);
+      result.scale = scale;
+      result = merge_lanes<Tile::kWarps>(result, known.cols);
+    }
     const bool again = !(result.squares < kInfinity<Acc>) && scale == 1;
     if (!__any_sync(kAllLanes, again)) return result;
     if (again) scale = kScale<Acc>;  // a warp's other rows get what they had before
-    if constexpr (Tile::kWarps > 1) __syncthreads();
-    reload(x);
+    if constexpr (kTogether) {
+      __syncthreads();
+    } else {
+      __syncwarp();  // for the compiler: a branch that costs others nothing
+    }
+    get_again(v);
   }
 }
 
@@ -136,7 +187,7 @@ template <class Acc>
 __device__ __forceinline__ Moments<Acc> merge(Moments<Acc> a, Moments<Acc> b) {
   if (a.scale != b.scale) rescale(a), rescale(b);
   for (;;) {
-    const Acc count = a.count + b.count, weight = b.count / count;
+    const Acc count = a.count + b.count, weight = divisor_of(count).divide(b.count);
     const Acc distance = ((b.pivot - a.pivot) + b.shift) - a.shift;  // of the means
     const Acc squares = (a.squares + b.squares) + distance * distance * (a.count * weight);
     if (squares < kInfinity<Acc> || a.scale != 1) {
@@ -144,6 +195,16 @@ __device__ __forceinline__ Moments<Acc> merge(Moments<Acc> a, Moments<Acc> b) {
     }
     rescale(a), rescale(b);
   }
+}
+
+// The same as merge_lanes, of any scales.
+template <int kLanes, class Acc>
+__device__ __forceinline__ Moments<Acc> merge_scaled_lanes(Moments<Acc> own, const Divisor<Acc>& total) {
+  if (__any_sync(kAllLanes, own.scale != 1)) rescale(own);
+  const Moments<Acc> merged = merge_lanes<kLanes>(own, total);
+  if (merged.squares < kInfinity<Acc> || own.scale != 1) return merged;
+  rescale(own);
+  return merge_lanes<kLanes>(own, total);
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
@@ -157,104 +218,127 @@ struct Images {
       : x(x, place, aligned), residual(residual, place, aligned) {}
 
   // Starts to load `cols` columns of a row, from column `begin` on.
-  __device__ __forceinline__ void fetch(const ForwardParams& p, int64_t row, int64_t begin, int cols) {
+  template <class Acc>
+  __device__ __forceinline__ void fetch(const ForwardParams& p, const Known<Acc>& known, int64_t row, int64_t begin,
+                                        int cols) {
     x.fetch(static_cast<const T*>(p.input) + row * p.input_stride + begin, cols);
-    if (p.residual) {
+    if (known.is(known.kResidual)) {
       residual.fetch(static_cast<const T*>(p.residual) + row * p.residual_stride + begin, cols);
     }
   }
 
-  // Reads them; stores their sum.
-  __device__ __forceinline__ void read(typename Image<T, Tile>::Values& v, const ForwardParams& p, int64_t row,
-                                       int64_t begin, int cols) {
+  // Reads them, so that x.get() gets them again; stores their sum.
+  template <class Acc>
+  __device__ __forceinline__ void read(typename Image<T, Tile>::Vectors& v, const ForwardParams& p,
+                                       const Known<Acc>& known, int64_t row, int64_t begin, int cols) {
     x.wait();
     x.read(v, cols);
-    if (!p.residual) return;
-    typename Image<T, Tile>::Values r;
-    residual.read(r, cols);
+    const bool has_residual = known.is(known.kResidual);
+    if (has_residual) {
+      typename Image<T, Tile>::Vectors r;
+      residual.read(r, cols);
 #pragma unroll
-    for (int i = 0; i < Tile::kVectors; ++i) {
-#pragma unroll
-      for (int e = 0; e < kVectorSize<T>; ++e) v[i][e] += r[i][e];
-      widen(v[i], rounded<T>(v[i]));
+      for (int i = 0; i < Tile::kVectors; ++i) v[i] = sum(v[i], r[i]);
+      residual.store(static_cast<T*>(p.sum) + row * p.cols + begin, v, cols);
     }
+    if (x.is_aligned() && !has_residual) return;
     x.release();
     x.put(v);
-    residual.store(static_cast<T*>(p.sum) + row * p.cols + begin, v, cols);
+  }
+
+ private:
+  static constexpr int kCount = kVectorSize<T>;
+  __device__ __forceinline__ static Vector<T, kCount> sum(const Vector<T, kCount>& a, const Vector<T, kCount>& b) {
+    AccOf<T> wide_a[kCount], wide_b[kCount];
+    widen(wide_a, a);
+    widen(wide_b, b);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) wide_a[e] += wide_b[e];
+    return rounded<T>(wide_a);
   }
 };
 
-// The weight or the bias of this thread's columns.
+// The weight or the bias of this thread's columns, if there is one.
 template <class T, class W, class Tile>
 struct Parameter {
   static constexpr int kCount = kVectorSize<T>;
   Vector<W, kCount> of[Tile::kVectors];
 
-  __device__ __forceinline__ void load(const void* parameter, float otherwise, int64_t begin, const Place<Tile>& place,
+  __device__ __forceinline__ void load(const void* parameter, bool exists, int64_t begin, const Place<Tile>& place,
                                        int cols, bool aligned) {
-    if (!parameter) {
-#pragma unroll
-      for (int i = 0; i < Tile::kVectors; ++i) {
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) of[i].of[e] = W(otherwise);
-      }
-      return;
-    }
-    const W* const from = static_cast<const W*>(parameter) + begin;
+    if (!exists) return;
+    const W* const from = static_cast<const W*>(parameter) + begin + place.vector(0) * kCount;
+    const int valid = place.template valid<kCount>(0, cols);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      const int column = place.vector(i) * kCount, valid = cols - column;
+      const int at = i * place.kDistance * kCount;
       if (aligned) {
-        if (valid > 0) of[i] = *reinterpret_cast<const Vector<W, kCount>*>(from + column);
+        if (valid > at) of[i] = *reinterpret_cast<const Vector<W, kCount>*>(from + at);
       } else {
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
-          if (e < valid) of[i].of[e] = from[column + e];
+          if (at + e < valid) of[i].of[e] = from[at + e];
         }
       }
     }
   }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) of[i] = {};
+  }
 };
 
-// Registers hold no wide bias, or any of many threads, beside the row: that is loaded later.
-template <class T, class W, class Tile>
-constexpr bool kBiasLater = sizeof(W) > sizeof(T) || Tile::kThreads >= 512;
+// Registers hold no wide bias beside the row: that is loaded later.
+template <class T, class W>
+constexpr bool kBiasLater = (sizeof(W) > sizeof(T));
 
 template <class Acc>
-__device__ __forceinline__ Acc rstd_of(const Moments<Acc>& row, double eps) {
-  return reciprocal_deviation(row.squares / row.count, static_cast<Acc>(eps), row.scale);
+__device__ __forceinline__ Acc rstd_of(const Moments<Acc>& row, const Known<Acc>& known) {
+  return reciprocal_deviation(row.squares * known.cols.reciprocal, known.eps, row.scale);
 }
 
 template <class Acc>
-__device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t row, const Moments<Acc>& of_row,
-                                                 Acc rstd) {
-  if (p.mean) {
+__device__ __forceinline__ void store_statistics(const ForwardParams& p, const Known<Acc>& known, int64_t row,
+                                                 const Moments<Acc>& of_row, Acc rstd) {
+  if (!known.is(known.kRms)) {
     static_cast<Acc*>(p.mean)[row] = (of_row.pivot + of_row.shift) * (of_row.scale == 1 ? 1 : 1 / kScale<Acc>);
   }
   static_cast<Acc*>(p.rstd)[row] = rstd * of_row.scale;
 }
 
-// y from d = x * scale - pivot, in its place. The correction is added before anything is multiplied: for a constant row
-// the sum is exactly 0.
+// y from d = x * scale - pivot. The correction is added before anything is multiplied: for a constant row the sum is
+// exactly 0.
 template <class T, class W, class Tile, int kCount, class Acc>
-__device__ __forceinline__ void transform(Acc (&d)[Tile::kVectors][kCount], const ForwardParams& p,
+__device__ __forceinline__ void transform(Vector<T, kCount> (&y)[Tile::kVectors],
+                                          const Acc (&d)[Tile::kVectors][kCount], const Known<Acc>& known,
                                           const Place<Tile>& place, int cols, Acc correction, Acc rstd,
-                                          const Parameter<T, W, Tile>& weight, const Parameter<T, W, Tile>& bias) {
-  const auto scale_and_shift = [&](auto centre) {
+                                          Parameter<T, W, Tile>& weight, Parameter<T, W, Tile>& bias) {
+  const auto scale_and_shift = [&](auto has_bias, auto centre) {
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      if (!place.template has_columns<kCount>(i, cols)) continue;
-      Acc w[kCount], b[kCount];
+      if (!place.template has_columns<kCount>(i, cols)) break;
+      Acc w[kCount], b[kCount], result[kCount];
       widen(w, weight.of[i]);
-      widen(b, bias.of[i]);
+      if (has_bias) widen(b, bias.of[i]);
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) d[i][e] = fma((d[i][e] + correction) * rstd, centre ? w[e] + 1 : w[e], b[e]);
+      for (int e = 0; e < kCount; ++e) {
+        const Acc xhat = (d[i][e] + correction) * rstd;
+        result[e] = fma(xhat, centre ? w[e] + 1 : w[e], has_bias ? b[e] : 0);
+      }
+      y[i] = rounded<T>(result);
     }
   };
-  if (p.zero_centered_weight) {
-    scale_and_shift(std::true_type{});
-  } else {
-    scale_and_shift(std::false_type{});
+  constexpr unsigned kBoth = known.kWeight | known.kBias;
+  const unsigned which = known.flags & (kBoth | known.kZeroCentered);
+  if (which == kBoth) {
+    scale_and_shift(std::true_type{}, std::false_type{});
+  } else if (which == known.kWeight) {
+    scale_and_shift(std::false_type{}, std::false_type{});
+  } else {  // what is missing is 0: a weight less one
+    if (!known.is(known.kWeight)) weight.clear();
+    if (!known.is(known.kBias)) bias.clear();
+    scale_and_shift(std::true_type{}, std::true_type{});
   }
 }
 
@@ -262,73 +346,82 @@ __device__ __forceinline__ void transform(Acc (&d)[Tile::kVectors][kCount], cons
 
 // Rows of one tile.
 template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardParams p, const bool aligned) {
+__global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardParams p, const Known<AccOf<T>> known) {
   using Acc = AccOf<T>;
+  constexpr int kCount = kVectorSize<T>;
   const Place<Tile> place;
-  // A block's last rows may not exist. They are zeros, of which nothing is stored.
-  const bool exists = Tile::kRows == 1 || int64_t{blockIdx.x} * Tile::kRows + place.row < p.rows;
-  const int64_t row = exists ? int64_t{blockIdx.x} * Tile::kRows + place.row : 0;
-  const int cols = static_cast<int>(p.cols), existing_cols = exists ? cols : 0;
+  // A block's last rows may not exist. They have no columns, and are zeros.
+  const int64_t row = int64_t{blockIdx.x} * Tile::kRows + place.row;
+  const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
 
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   const size_t bytes = Image<T, Tile>::bytes(place.threads());
-  Images<T, Tile> images(shared + place.row * bytes, shared + (Tile::kRows + place.row) * bytes, place, aligned);
-  images.fetch(p, row, 0, existing_cols);
+  unsigned char* const of_x = shared + place.row * bytes;
+  typename Image<T, Tile>::Vectors v;
   Parameter<T, W, Tile> weight, bias;
-  weight.load(p.weight, 1, 0, place, cols, aligned);
-  if (!kBiasLater<T, W, Tile>) bias.load(p.bias, 0, 0, place, cols, aligned);
-  typename Image<T, Tile>::Values x;
-  images.read(x, p, row, 0, existing_cols);
-  const auto reload = [&](auto& again) { images.x.read(again, existing_cols); };
-  Acc pivot;
-  const auto of_row = scaled_moments<Tile>(x, pivot, place, cols, aligned, p.rms, reload);
-  const Acc rstd = rstd_of(of_row, p.eps);
-  if (place.thread == 0 && exists) store_statistics(p, row, of_row, rstd);
-  if (kBiasLater<T, W, Tile>) bias.load(p.bias, 0, 0, place, cols, aligned);
-  const Acc from_pivot = Tile::kWarps > 1 ? pivot - of_row.pivot : 0;
-  transform(x, p, place, cols, from_pivot - of_row.shift, rstd, weight, bias);
-  images.x.store(static_cast<T*>(p.output) + row * p.cols, x, existing_cols);
+  const auto load = [&](auto aligned) {
+    Images<T, Tile> images(of_x, of_x + Tile::kRows * bytes, place, aligned);
+    images.fetch(p, known, row, 0, existing_cols);
+    weight.load(p.weight, known.is(known.kWeight), 0, place, existing_cols, aligned);
+    if (!kBiasLater<T, W>) bias.load(p.bias, known.is(known.kBias), 0, place, existing_cols, aligned);
+    images.read(v, p, known, row, 0, existing_cols);
+  };
+  if (known.aligned()) {
+    load(std::true_type{});
+  } else {
+    load(std::false_type{});
+  }
+
+  Image<T, Tile> image(of_x, place, known.aligned());
+  Acc x[Tile::kVectors][kCount], pivot;
+  const auto of_row = scaled_moments<Tile>(x, v, pivot, place, cols, place.template valid<kCount>(0, existing_cols),
+                                           known, [&](auto& again) { image.get(again); });
+  const Acc rstd = rstd_of(of_row, known);
+  if (place.thread == 0 && (Tile::kRows == 1 || existing_cols > 0)) store_statistics(p, known, row, of_row, rstd);
+  if (kBiasLater<T, W>) {
+    bias.load(p.bias, known.is(known.kBias), 0, place, existing_cols, known.aligned());
+  }
+  const Acc correction = Tile::kWarps > 1 ? (pivot - of_row.pivot) - of_row.shift : -of_row.shift;
+  transform(v, x, known, place, cols, correction, rstd, weight, bias);
+  image.store(static_cast<T*>(p.output) + row * cols, v, existing_cols);
 }
 
 // Rows of up to 512 threads are one tile; longer ones are cut into chunks of tiles of which two fit a multiprocessor.
 constexpr int kMostThreads = 512;
-using ChunkTile = Tile<256>;
+struct ChunkTile : Tile<256> {
+  static constexpr bool kIsRow = false;  // its warps have moments of their own; a row's last chunk may leave some none
+};
 constexpr int kLargestCluster = 8, kMostParts = 256;
 // Chunks that a block of a cluster keeps in shared memory, where there is room for them.
 constexpr int kMostChunksKept = 10;
 
-// A block's part of a row.
+// A block's part of a row: `cols` columns, which are less than 2^31, from column `begin` on.
 struct Part {
-  int64_t row, begin, end;
+  int64_t row, begin;
+  int cols;
 
-  __device__ __forceinline__ Part(const Cut& cut, int64_t cols) : row(blockIdx.x / cut.parts) {
-    const int64_t columns = int64_t{cut.chunk} * cut.chunks_of_part;
-    begin = columns * (blockIdx.x - row * cut.parts);
-    end = min(cols, begin + columns);
+  __device__ __forceinline__ Part(const Cut& cut, int64_t cols_of_row)
+      : row(int64_t{blockIdx.z} * gridDim.y + blockIdx.y), begin(int64_t{cut.chunk * cut.chunks_of_part} * blockIdx.x) {
+    cols = static_cast<int>(min(cols_of_row - begin, int64_t{cut.chunk * cut.chunks_of_part}));
   }
 
-  // Calls f(begin, cols, index) for each chunk.
+  // Calls f(begin, cols, index) for each chunk, of so many columns from column `begin` of the part on.
   template <class F>
   __device__ __forceinline__ void for_each_chunk(const Cut& cut, const F& f) const {
     int index = 0;
-    for (int64_t at = begin; at < end; at += cut.chunk) {
-      f(at, static_cast<int>(min(end - at, int64_t{cut.chunk})), index++);
-    }
+    for (int at = 0; at < cols; at += cut.chunk) f(at, min(cols - at, cut.chunk), index++);
   }
 };
 
 // The moments of a row from those of its parts, merged in an order that depends on their number alone.
 template <class Acc>
-__device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* of_parts, unsigned parts, int64_t cols) {
+__device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* of_parts, unsigned parts,
+                                                    const Divisor<Acc>& cols) {
   const unsigned lane = threadIdx.x % kWarpSize;
   Moments<Acc> own = {0, 0, 0, 0, 1};
   if (lane < parts) own = of_parts[lane];
   for (unsigned i = lane + kWarpSize; i < parts; i += kWarpSize) own = merge(own, of_parts[i]);
-  if (__any_sync(kAllLanes, own.scale != 1)) rescale(own);
-  const Moments<Acc> of_row = merge_lanes<kWarpSize>(own, static_cast<Acc>(cols));
-  if (of_row.squares < kInfinity<Acc> || own.scale != 1) return of_row;
-  rescale(own);
-  return merge_lanes<kWarpSize>(own, static_cast<Acc>(cols));
+  return merge_scaled_lanes<kWarpSize>(own, cols);
 }
 
 // A chunk's place in shared memory, after that of the residuals.
@@ -340,54 +433,82 @@ __device__ __forceinline__ Images<T, ChunkTile> images_of_chunk(unsigned char* s
 
 // The moments of a part, whose chunks are left in shared memory, or the last of them, if they are not `kept`.
 template <class T>
-__device__ __forceinline__ Moments<AccOf<T>> moments_of_part(const ForwardParams& p, const Cut& cut, const Part& part,
-                                                             unsigned char* shared, bool aligned, bool kept) {
+__device__ __forceinline__ Moments<AccOf<T>> moments_of_part(const ForwardParams& p, const Known<AccOf<T>>& known,
+                                                             const Cut& cut, const Part& part, unsigned char* shared,
+                                                             bool kept) {
   using Acc = AccOf<T>;
-  Moments<Acc> result;
-  part.for_each_chunk(cut, [&](int64_t begin, int cols, int index) {
-    auto images = images_of_chunk<T>(shared, kept ? index : 0, aligned);
-    images.fetch(p, part.row, begin, cols);
-    typename Image<T, ChunkTile>::Values x;
-    images.read(x, p, part.row, begin, cols);
-    if (kept) {  // as one that is aligned
-      images.x.release();
-      images.x.put(x);
+  constexpr int kCount = kVectorSize<T>;
+  const Place<ChunkTile> place;
+  Moments<Acc> own;  // of this warp's columns of all chunks: warps do not wait for each other
+  part.for_each_chunk(cut, [&](int begin, int cols, int index) {
+    typename Image<T, ChunkTile>::Vectors v;
+    const auto load = [&](auto aligned) {
+      auto images = images_of_chunk<T>(shared, kept ? index : 0, aligned);
+      images.fetch(p, known, part.row, part.begin + begin, cols);
+      images.read(v, p, known, part.row, part.begin + begin, cols);
+    };
+    if (known.aligned()) {
+      load(std::true_type{});
+    } else {
+      load(std::false_type{});
     }
-    const auto reload = [&](auto& again) { images.x.read(again, cols); };
-    Acc pivot;
-    const auto of_chunk = scaled_moments<ChunkTile>(x, pivot, Place<ChunkTile>(), cols, aligned, p.rms, reload);
-    result = index == 0 ? of_chunk : merge(result, of_chunk);
-    __syncthreads();  // before the next chunk
+    const auto image = images_of_chunk<T>(shared, kept ? index : 0, known.aligned()).x;
+    Acc x[ChunkTile::kVectors][kCount], pivot;
+    const auto of_chunk = scaled_moments<ChunkTile>(x, v, pivot, place, cols, place.template valid<kCount>(0, cols),
+                                                    known, [&](auto& again) { image.get(again); });
+    if (index == 0) {
+      own = of_chunk;
+    } else if (place.template has_columns<kCount>(0, cols)) {
+      own = merge(own, of_chunk);
+    }
+    image.release();  // before the next chunk
   });
-  return result;
+  return merge_scaled_lanes<ChunkTile::kWarps>(exchange(own, place), divisor_of(static_cast<Acc>(part.cols)));
 }
 
 // Stores a part of the output from chunks that are `kept`, or loads them again.
 template <class T, class W>
-__device__ __forceinline__ void store_part(const ForwardParams& p, const Cut& cut, const Part& part,
-                                           const Moments<AccOf<T>>& of_row, unsigned char* shared, bool aligned,
+__device__ __forceinline__ void store_part(const ForwardParams& p, const Known<AccOf<T>>& known, const Cut& cut,
+                                           const Part& part, const Moments<AccOf<T>>& of_row, unsigned char* shared,
                                            bool kept) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
   const Place<ChunkTile> place;
-  const Acc rstd = rstd_of(of_row, p.eps);
-  if (part.begin == 0 && place.thread == 0) store_statistics(p, part.row, of_row, rstd);
-  part.for_each_chunk(cut, [&](int64_t begin, int cols, int index) {
-    auto image = images_of_chunk<T>(shared, kept ? index : 0, aligned).x;
-    if (!kept) image.fetch(static_cast<const T*>(p.input) + part.row * p.input_stride + begin, cols);
+  const Acc rstd = rstd_of(of_row, known);
+  if (part.begin == 0 && place.thread == 0) store_statistics(p, known, part.row, of_row, rstd);
+  const T* const input = static_cast<const T*>(p.input) + part.row * p.input_stride + part.begin;
+  T* const output = static_cast<T*>(p.output) + part.row * p.cols + part.begin;
+  part.for_each_chunk(cut, [&](int begin, int cols, int index) {
     Parameter<T, W, ChunkTile> weight, bias;
-    weight.load(p.weight, 1, begin, place, cols, aligned);
-    typename Image<T, ChunkTile>::Values x;
-    if (!kept) image.wait();
-    image.read(x, cols);
+    typename Image<T, ChunkTile>::Vectors v;
+    const auto load = [&](auto aligned) {
+      auto image = images_of_chunk<T>(shared, kept ? index : 0, aligned).x;
+      if (!kept) image.fetch(input + begin, cols);
+      weight.load(p.weight, known.is(known.kWeight), part.begin + begin, place, cols, aligned);
+      bias.load(p.bias, known.is(known.kBias), part.begin + begin, place, cols, aligned);
+      if (kept) {
+        image.get(v);
+      } else {
+        image.wait();
+        image.read(v, cols);
+      }
+    };
+    if (known.aligned()) {
+      load(std::true_type{});
+    } else {
+      load(std::false_type{});
+    }
+    Acc x[ChunkTile::kVectors][kCount];
 #pragma unroll
     for (int i = 0; i < ChunkTile::kVectors; ++i) {
+      if (!place.template has_columns<kCount>(i, cols)) break;
+      widen(x[i], v[i]);
 #pragma unroll
       for (int e = 0; e < kCount; ++e) x[i][e] = fma(x[i][e], of_row.scale, -of_row.pivot);
     }
-    bias.load(p.bias, 0, begin, place, cols, aligned);
-    transform(x, p, place, cols, -of_row.shift, rstd, weight, bias);
-    image.store(static_cast<T*>(p.output) + part.row * p.cols + begin, x, cols);
+    transform(v, x, known, place, cols, -of_row.shift, rstd, weight, bias);
+    auto image = images_of_chunk<T>(shared, kept ? index : 0, known.aligned()).x;
+    image.store(output + begin, v, cols);
     image.release();
   });
 }
@@ -395,38 +516,42 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, const Cut& cu
 // Each part of a row to a block of a cluster, which keeps it in shared memory.
 template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, 1)
-    forward_in_cluster(const ForwardParams p, const Cut cut, const bool aligned) {
+    forward_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
+  if (part.row >= p.rows) return;
   LAYERNORM_SHARED(of_parts, Moments<AccOf<T>>[kLargestCluster]);
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   cluster_arrive();
-  const auto own = moments_of_part<T>(p, cut, part, shared, aligned, true);
+  const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
   cluster_wait();  // all blocks have begun
   if (threadIdx.x < cut.parts) *cluster_peer(&of_parts[cluster_rank()], threadIdx.x) = own;
   cluster_arrive();
   cluster_wait();
-  store_part<T, W>(p, cut, part, merge_parts(of_parts, cut.parts, p.cols), shared, aligned, true);
+  store_part<T, W>(p, known, cut, part, merge_parts(of_parts, cut.parts, known.cols), shared, true);
 }
 
 // Each part of a row to a block: its moments, in the workspace [rows, parts].
 template <class T>
 __global__ void __launch_bounds__(ChunkTile::kBlock, 1)
-    forward_moments(const ForwardParams p, const Cut cut, const bool aligned) {
+    forward_moments(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
+  const Part part(cut, p.cols);
+  if (part.row >= p.rows) return;
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  const auto own = moments_of_part<T>(p, cut, Part(cut, p.cols), shared, aligned, false);
-  if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[blockIdx.x] = own;
+  const auto own = moments_of_part<T>(p, known, cut, part, shared, false);
+  if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * cut.parts + blockIdx.x] = own;
   let_next_grid_start();
 }
 
 // And its output, from those.
 template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, 1)
-    forward_output(const ForwardParams p, const Cut cut, const bool aligned) {
+    forward_output(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
+  if (part.row >= p.rows) return;
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   wait_for_previous_grid();
   const auto* const of_parts = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * cut.parts;
-  store_part<T, W>(p, cut, part, merge_parts(of_parts, cut.parts, p.cols), shared, aligned, false);
+  store_part<T, W>(p, known, cut, part, merge_parts(of_parts, cut.parts, known.cols), shared, false);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
@@ -440,6 +565,12 @@ Cut cut(int64_t cols) {
   const int64_t of_part = ceil_div(chunks, chunks <= kLargestCluster * kMostChunksKept ? kLargestCluster : kMostParts);
   return {static_cast<int>(chunk * kVectorSize<T>), static_cast<int>(of_part),
           static_cast<unsigned>(ceil_div(chunks, of_part))};
+}
+
+// A part of each row to a block: three dimensions, so that none has to be divided.
+dim3 grid_of_parts(int64_t rows, const Cut& cut) {
+  const int64_t planes = ceil_div(rows, 65535);
+  return dim3(cut.parts, static_cast<unsigned>(ceil_div(rows, planes)), static_cast<unsigned>(planes));
 }
 
 // Dynamic shared memory of a block that has so many chunks at a time, and a residual's.
@@ -476,32 +607,33 @@ void forward(const ForwardParams& p) {
     const bool aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
                          is_aligned<T>(p.residual, p.residual_stride) && is_aligned<T>(p.sum, p.cols) &&
                          is_aligned<T>(p.output, p.cols) && is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
+    const Known<AccOf<T>> known(p, aligned);
     const auto stream = static_cast<Stream>(p.stream);
     const bool is_tile = with_tile<T, kMostThreads>(p.cols, [&](auto tile) {
       using Tile = decltype(tile);
       const unsigned threads = threads_of<Tile, T>(p.cols);
       const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, Tile::kRows));
       const size_t bytes = (p.residual ? 2 : 1) * Tile::kRows * Image<T, Tile>::bytes(threads / Tile::kRows);
-      launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, aligned);
+      launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, known);
     });
     if (is_tile) return;
     const Cut parts = cut<T>(p.cols);
     const bool in_cluster = is_for_cluster<T>(parts);
-    LaunchConfig config = {static_cast<unsigned>(p.rows * parts.parts), threads_of<ChunkTile, T>(parts.chunk)};
+    LaunchConfig config = {grid_of_parts(p.rows, parts), threads_of<ChunkTile, T>(parts.chunk)};
     config.shared_bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
     config.stream = stream;
     if constexpr (sizeof(T) < 8) {
       if (in_cluster) {
         config.cluster = parts.parts;
-        launch(config, forward_in_cluster<T, W>, p, parts, aligned);
+        launch(config, forward_in_cluster<T, W>, p, parts, known);
         return;
       }
     }
-    launch(config, forward_moments<T>, p, parts, aligned);
+    launch(config, forward_moments<T>, p, parts, known);
     ForwardParams again = p;
     if (p.residual) again.input = p.sum, again.input_stride = p.cols, again.residual = nullptr;
     config.overlaps_previous = true;
-    launch(config, forward_output<T, W>, again, parts, aligned);
+    launch(config, forward_output<T, W>, again, parts, Known<AccOf<T>>(again, aligned));
   });
 }
 

@@ -49,17 +49,20 @@ class Image {
   static constexpr int kCount = kVectorSize<T>;
   // Of shared memory: the granules, and one of zeros after them.
   __host__ __device__ static constexpr size_t bytes(int threads) { return (threads * Tile::kVectors + 2) * 16; }
-  using Acc = AccOf<T>;
-  using Values = Acc[Tile::kVectors][kCount];  // a thread's part of a row
+  using Vectors = Vector<T, kCount>[Tile::kVectors];  // a thread's part of a row
 
   __device__ __forceinline__ Image(void* shared, const Place<Tile>& place, bool aligned)
       : bytes_(static_cast<char*>(shared)), place_(place), aligned_(aligned) {}
 
+  __device__ __forceinline__ bool is_aligned() const { return aligned_; }
+
   // Starts to copy `cols` elements of a row.
   __device__ __forceinline__ void fetch(const T* row, int cols) {
     if (aligned_) {
-      for_each_vector(
-          [&](int, int index) { async_copy16_or_zeros(&granule(index), row + index * kCount, index * kCount < cols); });
+      const T* const from = row + place_.vector(0) * kCount;
+      for_each_vector([&](int i, int index) {
+        async_copy16_or_zeros(&granule(index), from + i * place_.kDistance * kCount, valid(i, cols) > 0);
+      });
       return;
     }
     const Granules granules(row, cols * kSize);
@@ -83,42 +86,41 @@ class Image {
   __device__ __forceinline__ void wait() const {
     async_commit();
     async_wait<0>();
-    if (!aligned_) barrier();
+    if (!aligned_) place_.barrier();
   }
 
   // Reads this thread's vectors; zeros beyond the end of the row.
-  __device__ __forceinline__ void read(Values& x, int cols) const {
-    Vector<T, kCount> v[Tile::kVectors];
+  __device__ __forceinline__ void read(Vectors& v, int cols) const {
     if (aligned_) {
-      for_each_vector([&](int i, int index) { bits(v[i]) = granule(index); });
+      get(v);
     } else {
       for_each_vector(
-          [&](int i, int index) { bits(v[i]) = index * kCount < cols ? shifted_granule(index, shift_) : uint4{}; });
+          [&](int i, int index) { bits(v[i]) = valid(i, cols) > 0 ? shifted_granule(index, shift_) : uint4{}; });
     }
-#pragma unroll
-    for (int i = 0; i < Tile::kVectors; ++i) widen(x[i], v[i]);
   }
 
-  // Puts vectors where this thread, and no other without a barrier, reads them again.
-  __device__ __forceinline__ void put(const Values& x) {
-    for_each_vector([&](int i, int index) {
-      const Vector<T, kCount> v = rounded<T>(x[i]);
-      granule(index) = bits(v);
-    });
-    shift_ = 0;
+  // Puts vectors where this thread, and no other without a barrier, gets them again.
+  __device__ __forceinline__ void put(const Vectors& v) {
+    for_each_vector([&](int i, int index) { granule(index) = bits(v[i]); });
+  }
+  __device__ __forceinline__ void get(Vectors& v) const {
+    for_each_vector([&](int i, int index) { bits(v[i]) = granule(index); });
   }
 
   // Stores vectors as `cols` elements of a row. The image is overwritten.
-  __device__ __forceinline__ void store(T* row, const Values& x, int cols) {
+  __device__ __forceinline__ void store(T* row, const Vectors& v, int cols) {
     if (aligned_) {
-      for_each_vector([&](int i, int index) {
-        if (index * kCount < cols) *reinterpret_cast<Vector<T, kCount>*>(row + index * kCount) = rounded<T>(x[i]);
-      });
+      T* const to = row + place_.vector(0) * kCount;
+#pragma unroll
+      for (int i = 0; i < Tile::kVectors; ++i) {
+        if (valid(i, cols) <= 0) break;
+        *reinterpret_cast<Vector<T, kCount>*>(to + i * place_.kDistance * kCount) = v[i];
+      }
       return;
     }
-    barrier();
-    put(x);
-    barrier();
+    place_.barrier();
+    put(v);
+    place_.barrier();
     const Granules granules(row, cols * kSize);
     char* const to = reinterpret_cast<char*>(row) - granules.shift;
     const int distance = granules.whole_begin - granules.shift;  // of the first whole granule, in the row
@@ -138,7 +140,7 @@ class Image {
 
   // Of the threads of the tile, if others have read from the image what this one is going to overwrite.
   __device__ __forceinline__ void release() const {
-    if (!aligned_) barrier();
+    if (!aligned_) place_.barrier();
   }
 
  private:
@@ -151,14 +153,7 @@ class Image {
     for (int i = 0; i < Tile::kVectors; ++i) f(i, place_.vector(i));
   }
 
-  // Of the threads of the tile, at least.
-  __device__ __forceinline__ static void barrier() {
-    if constexpr (Tile::kThreads > kWarpSize) {
-      __syncthreads();
-    } else {
-      __syncwarp();
-    }
-  }
+  __device__ __forceinline__ int valid(int i, int cols) const { return place_.template valid<kCount>(i, cols); }
 
   __device__ __forceinline__ static uint4& bits(Vector<T, kCount>& v) { return reinterpret_cast<uint4&>(v); }
   __device__ __forceinline__ static const uint4& bits(const Vector<T, kCount>& v) {

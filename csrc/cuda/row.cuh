@@ -26,6 +26,7 @@ struct Tile {
   static constexpr int kRows = kBlock / kThreads;
   static constexpr int kLanes = std::min(kThreads, kWarpSize);
   static constexpr int kWarps = kThreads / kLanes;
+  static constexpr bool kIsRow = true;  // so that each warp has columns, if there are as many as threads_of() says
   static_assert(is_power_of_2(kThreads) && kWarps <= kLanes && (kWarps == 1 || kRows == 1));
 };
 
@@ -60,27 +61,49 @@ struct Place {
   __device__ __forceinline__ Place()
       : row(Tile::kWarps == 1 ? threadIdx.x / Tile::kThreads : 0),
         thread(Tile::kWarps == 1 ? threadIdx.x % Tile::kThreads : threadIdx.x),
-        lane(thread % Tile::kLanes),
-        warp(thread / Tile::kLanes) {}
+        lane(threadIdx.x % Tile::kLanes),
+        warp(Tile::kWarps == 1 ? 0 : threadIdx.x / Tile::kLanes) {}
 
   // That share the row.
   __device__ __forceinline__ static int threads() { return Tile::kWarps == 1 ? Tile::kThreads : blockDim.x; }
 
-  // This thread's vector of index i: its index in the row, and its first column, if it has kCount.
-  __device__ __forceinline__ int vector(int i) const { return i * threads() + thread; }
-  template <int kCount>
-  __device__ __forceinline__ Columns columns(int i, int cols, bool aligned) const {
-    return {vector(i) * kCount, cols - vector(i) * kCount, aligned};
+  // Of the threads of the tile, at least.
+  __device__ __forceinline__ static void barrier() {
+    if constexpr (Tile::kWarps > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
   }
 
-  // How many columns this warp has in its vectors of index i, and whether it has any: the first warp has some.
+  // This thread's vector of index i: its index in the row, and its first column, if it has kCount. Each warp has
+  // vectors next to each other, so that their distances are constants.
+  static constexpr int kDistance = Tile::kLanes;
+  __device__ __forceinline__ int vector(int i) const {
+    return (Tile::kWarps == 1 ? thread : warp * Tile::kVectors * kDistance + lane) + i * kDistance;
+  }
+  // How many columns there are from its first one on: less than 1, if it has none.
   template <int kCount>
-  __device__ __forceinline__ int columns_of_warp(int i, int cols) const {
-    return max(0, min(cols - (i * threads() + warp * Tile::kLanes) * kCount, Tile::kLanes * kCount));
+  __device__ __forceinline__ int valid(int i, int cols) const {
+    return cols - vector(0) * kCount - i * kDistance * kCount;
+  }
+  template <int kCount>
+  __device__ __forceinline__ Columns columns(int i, int cols, bool aligned) const {
+    return {vector(i) * kCount, valid<kCount>(i, cols), aligned};
+  }
+
+  // How many columns this warp has of a row, and whether any of these are in its vectors of index i: if not, then none
+  // are in its next ones.
+  template <int kCount>
+  __device__ __forceinline__ int columns_of_warp(int cols) const {
+    if (Tile::kWarps == 1) return cols;
+    constexpr int kMost = Tile::kVectors * kDistance * kCount;
+    const int columns = min(cols - warp * kMost, kMost);
+    return Tile::kIsRow ? columns : max(columns, 0);
   }
   template <int kCount>
   __device__ __forceinline__ bool has_columns(int i, int cols) const {
-    return (i == 0 && Tile::kWarps == 1) || columns_of_warp<kCount>(i, cols) > 0;
+    return (i == 0 && Tile::kIsRow) || columns_of_warp<kCount>(cols) > i * kDistance * kCount;
   }
 };
 
@@ -142,11 +165,20 @@ constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 template <class Acc>
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
+// 1 / sqrt(x), off by two roundings at most. In float, one step of Newton's method takes half as many instructions as a
+// root and a division; from 0 or infinity it goes nowhere.
+__device__ __forceinline__ double reciprocal_root(double x) { return 1 / sqrt(x); }
+__device__ __forceinline__ float reciprocal_root(float x) {
+  const float root = rsqrtf(x), rest = fma(-x * root, root, 1.0f);
+  return rest == rest ? fma(root / 2, rest, root) : root;
+}
+
 // 1 / sqrt(variance + eps) for the variance of x * scale; scaled, eps itself may be too small a number, but its root is
 // not.
 template <class Acc>
 __device__ __forceinline__ Acc reciprocal_deviation(Acc variance, Acc eps, Acc scale) {
-  return 1 / (scale == 1 ? sqrt(variance + eps) : hypot(sqrt(variance), sqrt(eps) * scale));
+  if (scale == 1) return reciprocal_root(variance + eps);
+  return 1 / hypot(sqrt(variance), sqrt(eps) * scale);
 }
 
 // ---- backward of a row ----------------------------------------------------------------------------------------------
