@@ -53,6 +53,7 @@ class Kernel:
     memory: collections.Counter
     instructions: int
     path: "Path | None" = None
+    section: str = dataclasses.field(default="", repr=False)  # of nvdisasm's listing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +171,8 @@ def compile_kernels(source, architecture, include=CSRC):
     for mangled, name in zip(usage, _demangle(usage), strict=True):
         memory, instructions, section = code[mangled]
         path = _path(name, architecture, section)
-        kernels.append(
-            Kernel(name, architecture, **usage[mangled], memory=memory, instructions=instructions, path=path)
-        )
+        found = {"memory": memory, "instructions": instructions, "path": path, "section": section}
+        kernels.append(Kernel(name, architecture, **usage[mangled], **found))
     return kernels
 
 

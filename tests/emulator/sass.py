@@ -9,6 +9,7 @@ issued all the same; what else a branch can skip without access to memory (addin
 does not, so that the figures of kernels with such branches are lower bounds.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -72,8 +73,11 @@ def work(opcode: str) -> Work:
     return Work(wide and name == "LDGSTS", wide and name == "LDG", wide and name == "STG", multiply_adds)
 
 
-def blocks(section: str) -> tuple[list[tuple[int, Work, bool]], list[list[int]]]:
-    """Return (instructions, work, whether it may end) of the basic blocks, and their successors."""
+def blocks(section: str) -> tuple[list[tuple[int, list[Work], bool]], list[list[int]]]:
+    """Return (instructions, possible work, whether it may end) of the basic blocks, and their successors.
+
+    A predicated copy to shared memory may be that of a residual, which is not made: nvcc saves the branch.
+    """
     code, labels = instructions(section)
     onward = successors(code, labels)
     starts = {0, *labels.values(), *(next for at, ways in enumerate(onward) for next in ways if ways != [at + 1])}
@@ -84,7 +88,10 @@ def blocks(section: str) -> tuple[list[tuple[int, Work, bool]], list[list[int]]]
     for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
         opcodes = [opcode for _, opcode, _ in code[start:end]]
         issued = sum(opcode != "NOP" for opcode in opcodes)
-        contents.append((issued, sum(map(work, opcodes), Work(0, 0, 0)), "EXIT" in opcodes))
+        total = sum(map(work, opcodes), Work(0, 0, 0))
+        perhaps = sum(work(opcode).staged for predicate, opcode, _ in code[start:end] if predicate)
+        possible = [total._replace(staged=total.staged - n) for n in range(perhaps + 1)]
+        contents.append((issued, possible, "EXIT" in opcodes))
         edges.append([number[next] for next in onward[end - 1]])
     return contents, edges
 
@@ -111,11 +118,11 @@ def executed(section: str, wanted: Work, skipped: int | None) -> int | None:
     contents, edges = blocks(section)
     fewest: dict[int, dict[Work, int]] = {}  # from a block to the end, by the work on the way
     for at, ways in finished(edges):
-        issued, own, may_end = contents[at]
+        issued, possible, may_end = contents[at]
         if skipped is None:
-            own = Work(*own.accesses)
-        fewest[at] = {own: issued} if may_end else {}
-        for way in ways:
+            possible = [Work(*own.accesses) for own in possible]
+        fewest[at] = dict.fromkeys(possible, issued) if may_end else {}
+        for own, way in itertools.product(possible, ways):
             for later, count in fewest[way].items():
                 both = own + later
                 if all(a <= b for a, b in zip(both.accesses, wanted.accesses, strict=True)):

@@ -1,0 +1,111 @@
+"""The forward kernels' machine code for sm_90, run: what it computes, and how many instructions that takes at any N."""
+
+import ctypes
+import functools
+
+import cuda_binary
+import pytest
+import sass_run
+import torch
+from reference import BF16, F16, F32, check_forward, dtypes_id
+from shapes import randn
+from test_kernels import TILES
+
+# All but fp64, which no memory keeps up with.
+PAIRS = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
+NAMES = {F32: "float", F16: "__half", BF16: "__nv_bfloat16"}
+CHUNK, CLUSTER = 1024, 8  # vectors; blocks
+
+
+class Params(ctypes.Structure):
+    """ForwardParams of csrc/layer_norm.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "input", "input_stride")),
+        *((name, ctypes.c_int64) for name in ("residual", "residual_stride", "sum", "weight", "bias")),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("output", "mean", "rstd", "workspace")),
+        *((name, ctypes.c_bool) for name in ("rms", "zero_centered_weight")),
+        *((name, ctypes.c_int) for name in ("dtype", "param_dtype")),
+        ("stream", ctypes.c_int64),
+    ]
+
+
+class Cut(ctypes.Structure):
+    """How csrc/cuda/forward.cu cuts long rows."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("chunk", "chunks_of_part", "parts")]
+
+
+class Known(ctypes.Structure):
+    """Besides, what it asks often: here, of rows with a weight and a bias."""
+
+    _fields_ = [("flags", ctypes.c_uint), *((name, ctypes.c_float) for name in ("eps", "cols", "reciprocal"))]
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+@functools.cache
+def sections():
+    kernels = cuda_binary.compile_kernels(cuda_binary.CSRC / "forward.cu", 90)
+    return {kernel.name.replace("layernorm::cuda::", "").replace(" ", ""): kernel.section for kernel in kernels}
+
+
+def issued_per_row(dtypes, cols):
+    """Return the instructions that forward issues for a row, those of a warp counted for each of its lanes."""
+    count = 16 // dtypes[0].itemsize
+    vectors = ceil_div(cols, count)
+    threads = next((threads for limit, threads in TILES.items() if vectors <= limit), None)
+    rows = 1 if threads is None else max(128 // threads, 1)  # as many as a block has
+    x, w, b = randn((rows, cols), dtypes[0]), randn(cols, dtypes[1]), randn(cols, dtypes[1])
+    y, mean, rstd = torch.empty_like(x), torch.empty(rows, 1), torch.empty(rows, 1)
+    params = Params(rows=rows, cols=cols, input_stride=cols, eps=1e-5)
+    for name, tensor in {"input": x, "weight": w, "bias": b, "output": y, "mean": mean, "rstd": rstd}.items():
+        setattr(params, name, tensor.data_ptr())
+    known = Known(4 | 8 | (cols % count == 0), 1e-5, cols, 1 / cols)
+
+    def run(kernel, threads, *arguments, **blocks):
+        launch = sass_run.Launch(sections()[kernel], b"".join(map(bytes, arguments)), threads, **blocks)
+        launch.buffers = [tensor.flatten().view(torch.uint8).numpy() for tensor in (x, w, b, y, mean, rstd)]
+        return 32 * launch.run() / rows
+
+    names = ",".join(NAMES[dtype] for dtype in dtypes)
+    if threads:
+        block = 128 if threads <= 32 else ceil_div(vectors, 128) * 32
+        issued = run(f"forward_rows<{names},Tile<{threads}>>", block, params, known)
+    else:
+        chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, CHUNK)), 32) * 32
+        of_part = ceil_div(ceil_div(vectors, chunk), CLUSTER)
+        cut = Cut(chunk * count, of_part, ceil_div(ceil_div(vectors, chunk), of_part))
+        issued = run(f"forward_in_cluster<{names}>", ceil_div(chunk, 128) * 32, params, cut, known, blocks=cut.parts)
+    check_forward((y, mean, rstd), x, w, b, context=(cols,))
+    return issued
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=dtypes_id)
+def test_memory_is_the_limit_at_every_length(dtypes):
+    """In the time in which an H100's memory moves a byte, its warps issue 7.75 instructions for a lane.
+
+    For an element of 16 bits that is read and written that is 31, of 32 bits 62; the 8 bytes of a row's statistics add
+    to it. Counted is all that the warps of a block issue, whether for lanes that have columns or for idle ones, of rows
+    that are aligned. Most lanes are idle in rows of one vector more than the last tile holds, or than fills the lanes.
+    Rows of a cluster, at one chunk a block, are short of it: they issue up to 33.5 for 16 bits.
+    """
+    count, size = 16 // dtypes[0].itemsize, dtypes[0].itemsize
+    lengths = {1, 3, 5, 97, 128, 161, 257, 2048, 8 * CHUNK, 16 * CHUNK} | {limit + 1 for limit in TILES}
+    for vectors in sorted(lengths | {9 * CHUNK // 4 + 1, 3 * CHUNK + 1}):
+        cols = vectors * count
+        in_cluster = size == 2 and 2048 < vectors <= 8 * CHUNK
+        limit = 33.5 * cols if in_cluster else 7.75 * (2 * cols * size + 8)
+        assert issued_per_row(dtypes, cols) <= limit, vectors
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=dtypes_id)
+def test_rows_that_are_not_aligned(dtypes):
+    """Full tiles, less an element, issue no more than keeps them at 0.8 of the memory's rate; shorter rows do."""
+    count = 16 // dtypes[0].itemsize
+    for vectors in (128, 2048):
+        cols = vectors * count - 1
+        assert issued_per_row(dtypes, cols) <= 7.75 / 0.8 * 2 * cols * dtypes[0].itemsize, vectors
