@@ -5,383 +5,722 @@
 // and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. Where forward has also returned x as a sum,
 // the gradient of that is added to dx.
 //
-// Short rows: blocks take rows in turn. The threads that share a row hold it in registers, so that x and dy come from
-// memory once; each adds up dweight and dbias of its columns over the rows it sees, and leaves them in the workspace,
-// whose rows a second kernel adds up in order: 3 * rows * cols * sizeof(T) bytes are moved, and no atomic operation
-// leaves the result to chance. Long rows: a block sweeps a row twice; another kernel goes down the columns.
+// Blocks take rows in turn, and rows come to shared memory while others are worked on. A thread goes over its vectors
+// of a row twice: for the row's sums, and for dx. Meanwhile it adds up dweight and dbias of its columns in registers
+// over the rows it sees, and leaves them in the workspace, whose rows a second kernel adds up in order:
+// 3 * rows * cols * sizeof(T) bytes are moved, and no atomic operation leaves the result to chance.
+//
+// Longer rows are cut into chunks, one for each block. From compute capability 9.0 on, up to 8 blocks of a cluster
+// exchange their sums once a row; still longer rows, and those on older GPUs, are read twice, first by a kernel for
+// their sums, in groups of rows that the second-level cache holds until then. Of few rows with few columns, one launch
+// makes everything: some of its blocks dx, the others dweight and dbias.
 //
 // Exactness is that of the CPU kernels (cpu/backward.cpp): the saved mean is rounded, so that the average of xhat is
-// not 0; a third sum finds it, and it is taken off before xhat is used.
+// not 0; a third sum finds it, and it is taken off before xhat is used. How a row is cut depends on the device, the
+// dtype and the number of columns alone, and so does its dx.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <algorithm>
+#include <cstdint>
 
 #include "../dtypes.h"
 #include "partials.cuh"
-#include "row.cuh"
+#include "ring.cuh"
 
 namespace layernorm::cuda {
+
+// How the work is shared out: what the kernels know of it.
+struct Plan {
+  int64_t first_row, end_row;  // of a launch
+  int64_t slots;               // blocks that take rows in turn, or groups of blocks that share them
+  int64_t pitch;               // of the workspace: columns from row to row
+  double reciprocal_cols;
+  unsigned chunks;     // of a row: blocks that share it,
+  int chunk;           // each with so many columns
+  unsigned parts;      // of a row whose sums are found first: blocks that share it,
+  int chunks_of_part;  // each with so many chunks
+  int log2_lanes;      // of the lanes of a warp that share a row,
+  int rows_of_block;   // which takes so many at a time
+  int stages;
+  bool in_cluster;
+  bool sums_first;                // of rows: found by a launch of their own
+  bool adds;                      // to what the workspace holds of dweight and dbias
+  bool aligned;                   // rows, at multiples of 16 bytes
+  bool aligned_parameters;        // weight and bias
+  bool usual;                     // all gradients, of a plain LayerNorm with a weight, all aligned
+  void *grad_weight, *grad_bias;  // for blocks that take columns, in place of p.grad_weight and p.grad_bias
+};
+
 namespace {
 
 // After so many rows, sums in Acc go to the workspace, to keep them exact.
-constexpr int64_t kRowsPerSum = 256;
+constexpr int kRowsPerSum = 256;
+constexpr int kLargestCluster = 8;
+// Of rows that one launch takes for all gradients.
+constexpr int kFewRows = 128;
 
-// xhat of a vector of x, or recovered from one of the output: less `shift`, and 0 for columns that do not exist.
-template <class T, class W, int kCount, class Acc>
+// The sums over a row of xhat, of g and of g * xhat.
+template <class Acc>
+using Sums = Acc[3];
+
+// The workspace: of dweight and of dbias, if they are wanted, [slots, pitch]; of sums [rows of a launch, parts].
+template <class Acc>
+__host__ __device__ Acc* sums_in_workspace(const BackwardParams& p, const Plan& plan) {
+  return static_cast<Acc*>(p.workspace) + (!!p.grad_weight + !!p.grad_bias) * plan.slots * plan.pitch;
+}
+
+// The elements of a vector that are worked on at a time: those whose parameters are 16 bytes. More would not fit into
+// registers beside the sums.
+template <class T, class W>
+constexpr int kPieceSize = std::min(kVectorSize<T>, kVectorSize<W>);
+
+// ---- vectors --------------------------------------------------------------------------------------------------------
+
+// xhat from the output, whose weight is kept less `centre`.
+template <class Acc>
+__device__ __forceinline__ Acc recovered_xhat(Acc y, Acc weight, Acc bias, Acc centre, Acc shift) {
+  return fast_divide(y - bias, weight + centre) - shift;
+}
+
+// xhat of `valid` numbers of x, or recovered from those of the output, less `shift`. Beyond them x is 0, and so is xhat
+// if kPartial, or if none is valid.
+template <bool kUsual, bool kPartial, class T, class W, int kCount, class Acc>
 __device__ __forceinline__ void normalize(Acc (&xhat)[kCount], const Vector<T, kCount>& x, const Vector<W, kCount>& w,
-                                          const BackwardParams& p, const Statistics<Acc>& row, Acc shift,
-                                          Columns columns) {
-  if (p.from_output) {
+                                          const BackwardParams& p, const Plan& plan, const Statistics<Acc>& row,
+                                          Acc shift, int64_t column, int valid) {
+  if (!kUsual && p.from_output) {
     Vector<W, kCount> b;
-    load_or(b, static_cast<const W*>(p.bias), columns, W(0.0f));
+    load_or(b, static_cast<const W*>(p.bias), column, valid, plan.aligned_parameters, W(0.0f));
     const Acc centre = p.zero_centered_weight ? 1 : 0;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      const Acc v = static_cast<Acc>(x.of[e]) - static_cast<Acc>(b.of[e]);
-      xhat[e] = e < columns.valid ? v / (static_cast<Acc>(w.of[e]) + centre) - shift : 0;
+      xhat[e] = e < valid ? recovered_xhat(static_cast<Acc>(x.of[e]), static_cast<Acc>(w.of[e]),
+                                           static_cast<Acc>(b.of[e]), centre, shift)
+                          : 0;
     }
-  } else {
+    return;
+  }
+  widen(xhat, x);
+  const Acc mean = valid > 0 ? row.mean : 0;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) xhat[e] = row.xhat(x.of[e], shift);
+  for (int e = 0; e < kCount; ++e) {
+    const Acc distance = fma(xhat[e], row.scale, kPartial && e >= valid ? 0 : -mean);
+    xhat[e] = fma(distance, row.rstd, -shift);
+  }
+}
+
+// The weight of so many columns from number `column` on, if it is needed; zeros beyond the valid ones.
+template <bool kUsual, class W, int kCount>
+__device__ __forceinline__ void load_weight(Vector<W, kCount>& w, const BackwardParams& p, const Plan& plan,
+                                            int64_t column, int valid) {
+  const W* const weight = static_cast<const W*>(p.weight);
+  if (kUsual) {
+    w = {};
+    if (valid > 0) w = *reinterpret_cast<const Vector<W, kCount>*>(weight + column);
+  } else if (p.grad_input || p.from_output) {
+    load_or(w, weight, column, valid, plan.aligned_parameters, W(1.0f));
   }
 }
 
 // g = dy * weight.
-template <class T, class W, int kCount, class Acc>
-__device__ __forceinline__ void multiply(Acc (&g)[kCount], const Vector<T, kCount>& dy, const Vector<W, kCount>& w,
+template <class W, int kCount, class Acc>
+__device__ __forceinline__ void multiply(Acc (&g)[kCount], const Acc (&dy)[kCount], const Vector<W, kCount>& weight,
                                          bool zero_centered) {
+  Acc w[kCount];
+  widen(w, weight);
   if (zero_centered) {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) g[e] = static_cast<Acc>(dy.of[e]) * (static_cast<Acc>(w.of[e]) + 1);
+    for (int e = 0; e < kCount; ++e) g[e] = dy[e] * (w[e] + 1);
   } else {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) g[e] = static_cast<Acc>(dy.of[e]) * static_cast<Acc>(w.of[e]);
+    for (int e = 0; e < kCount; ++e) g[e] = dy[e] * w[e];
   }
 }
 
-// That of a vector, from g, with the gradient of the sum if there is one.
-template <class T, int kCount, class Acc>
-__device__ __forceinline__ Vector<T, kCount> grad_input(Acc (&g)[kCount], const Acc (&xhat)[kCount],
-                                                        const Means<Acc>& means, const Statistics<Acc>& statistics,
-                                                        const BackwardParams& p, int64_t row, Columns columns) {
+// ---- sums of a row --------------------------------------------------------------------------------------------------
+
+// Adds up this thread's part of `cols` columns of a row, from column `begin` on; without those of g, if dx is not
+// wanted.
+template <class T, class W, class Tile>
+__device__ __forceinline__ void add_up(Sums<AccOf<T>>& sums, const BackwardParams& p, const Plan& plan,
+                                       const Image<T, Tile>& dy, const Image<T, Tile>& x,
+                                       const Statistics<AccOf<T>>& statistics, const Place<Tile>& place, int64_t begin,
+                                       int cols) {
+  using Acc = AccOf<T>;
+  constexpr int kCount = kVectorSize<T>, kPiece = kPieceSize<T, W>;
+  const auto add_vectors = [&](auto is_usual, auto is_partial) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
-  if (p.grad_sum) {
-    Vector<T, kCount> dsum;
-    load<Cache::kPastL1>(dsum, static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride, columns);
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      if (!place.template has_columns<kCount>(i, cols)) continue;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) g[e] += static_cast<Acc>(dsum.of[e]);
+      for (int k = 0; k < kCount; k += kPiece) {
+        const int column = place.vector(i) * kCount + k, valid = cols - column;
+        Vector<W, kPiece> w;
+        load_weight<is_usual>(w, p, plan, begin + column, valid);
+        Acc xhat[kPiece];
+        normalize<is_usual, is_partial>(xhat, piece<kPiece>(x.get(i), k), w, p, plan, statistics, Acc(0),
+                                        begin + column, valid);
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) sums[0] += xhat[e];
+        if (!is_usual && !p.grad_input) continue;
+        Acc g[kPiece];
+        widen(g, piece<kPiece>(dy.get(i), k));
+        multiply(g, g, w, !is_usual && p.zero_centered_weight);
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) {
+          sums[1] += g[e];
+          sums[2] = fma(g[e], xhat[e], sums[2]);
+        }
+      }
+    }
+  };
+  if (plan.usual) {
+    add_vectors(std::true_type{}, std::false_type{});
+  } else if (plan.aligned) {
+    add_vectors(std::false_type{}, std::false_type{});
+  } else {
+    add_vectors(std::false_type{}, std::true_type{});
   }
-  return rounded<T>(g);
 }
 
-// Three sums over the threads of a tile. Double-buffered, by `phase`: one barrier a row.
+// The sums over the threads of a tile. Double-buffered, by `round`: one barrier a row.
 template <class Tile, class Acc>
-__device__ __forceinline__ void sum_tile(Acc (&sums)[3], const Place<Tile>& place, int phase) {
+__device__ __forceinline__ void sum_tile(Sums<Acc>& sums, const Place<Tile>& place, int round) {
+  if constexpr (Tile::kWarps == 1) {
+    for (int distance = place.threads() / 2; distance > 0; distance /= 2) {
 #pragma unroll
-  for (Acc& sum : sums) sum = sum_lanes<Tile::kLanes>(sum);
-  if constexpr (Tile::kWarps > 1) {
-    LAYERNORM_SHARED(of_warps, Acc[2][Tile::kWarps][3]);
+      for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    }
+    __syncwarp();  // lest what has been read of the row stays in registers: it is read again
+  } else {
+#pragma unroll
+    for (Acc& sum : sums) sum = sum_lanes<kWarpSize>(sum);
+    LAYERNORM_SHARED(of_warps, Sums<Acc>[2][Tile::kWarps]);
     if (place.lane == 0) {
 #pragma unroll
-      for (int k = 0; k < 3; ++k) of_warps[phase][place.warp][k] = sums[k];
+      for (int k = 0; k < 3; ++k) of_warps[round % 2][place.warp][k] = sums[k];
     }
     __syncthreads();
     const int warp = place.lane % Tile::kWarps;  // which may not exist
 #pragma unroll
     for (int k = 0; k < 3; ++k) {
-      sums[k] = sum_lanes<Tile::kWarps>(warp * kWarpSize < place.threads() ? of_warps[phase][warp][k] : 0);
+      sums[k] = sum_lanes<Tile::kWarps>(warp * kWarpSize < place.threads() ? of_warps[round % 2][warp][k] : 0);
     }
   }
 }
 
-// Adds the sums of this thread's columns to those of the block in the workspace [cols], or begins them.
+// The sums of a row from those of its parts, which lanes have; of kLanes lanes, or of more with zeros, the same.
+template <int kLanes, class Acc>
+__device__ __forceinline__ void merge(Sums<Acc>& sums, const Sums<double>& of_lane) {
+#pragma unroll
+  for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kLanes>(of_lane[k]));
+}
+
+// The sums over the blocks of a cluster, which leave them with each other; called when all blocks have begun. One
+// barrier a row, because two rows take turns: a block that is ahead writes where nobody reads.
+template <class Acc>
+__device__ __forceinline__ void sum_cluster(Sums<Acc>& sums, unsigned blocks, int round) {
+  LAYERNORM_SHARED(of_blocks, Sums<Acc>[2][kLargestCluster]);
+  if (threadIdx.x < blocks) {
+    auto& to = *cluster_peer(&of_blocks[round % 2][cluster_rank()], threadIdx.x);
+#pragma unroll
+    for (int k = 0; k < 3; ++k) to[k] = sums[k];
+  }
+  cluster_arrive();
+  cluster_wait();
+  const unsigned block = threadIdx.x % kLargestCluster;
+  Sums<double> of_lane = {};
+#pragma unroll
+  for (int k = 0; k < 3; ++k) of_lane[k] = block < blocks ? of_blocks[round % 2][block][k] : 0;
+  merge<kLargestCluster>(sums, of_lane);
+}
+
+// From the workspace.
+template <class Acc>
+__device__ __forceinline__ void load_sums(Sums<Acc>& sums, const Acc* of_parts, unsigned parts) {
+  Sums<double> of_lane = {};
+#pragma unroll 1
+  for (unsigned i = threadIdx.x % kWarpSize; i < parts; i += kWarpSize) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) of_lane[k] += of_parts[3 * i + k];
+  }
+  merge<kWarpSize>(sums, of_lane);
+}
+
+template <class Acc>
+__device__ __forceinline__ Means<Acc> means_of(const Sums<Acc>& sums, const BackwardParams& p, const Plan& plan) {
+  const auto mean = [&](Acc sum) {
+    return average(sum, static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
+  };
+  Means<Acc> means = {};
+  if (!p.rms) means.xhat = mean(sums[0]), means.g = mean(sums[1]);
+  means.g_xhat = mean(sums[2]) - means.xhat * means.g;
+  return means;
+}
+
+// ---- dweight and dbias ----------------------------------------------------------------------------------------------
+
+// Adds the sums of this thread's columns to those of the block in the workspace, or begins them.
 template <class Tile, int kCount, class Acc>
 __device__ __forceinline__ void add_to_workspace(Acc* workspace, const Acc (&sums)[Tile::kVectors][kCount], bool first,
-                                                 const Place<Tile>& place, int cols, bool aligned) {
-  if constexpr (Tile::kRows == 1) {
+                                                 const Place<Tile>& place, int cols) {
+  if constexpr (Tile::kWarps > 1) {
+    const auto store = [&](auto begin) {
 #pragma unroll
-    for (int i = 0; i < Tile::kVectors; ++i) {
-      const Columns columns = place.template columns<kCount>(i, cols, aligned);
-      Vector<Acc, kCount> total = {};
-      if (!first) load(total, workspace, columns);
+      for (int i = 0; i < Tile::kVectors; ++i) {
+        if (place.vector(i) * kCount >= cols) break;
+        auto& kept = reinterpret_cast<Vector<Acc, kCount>*>(workspace)[place.vector(i)];
+        Vector<Acc, kCount> total = {};
+        if (!begin) total = kept;
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) total.of[e] += sums[i][e];
-      store(workspace, total, columns);
+        for (int e = 0; e < kCount; ++e) total.of[e] += sums[i][e];
+        kept = total;
+      }
+    };
+    if (first) {
+      store(std::true_type{});
+    } else {
+      store(std::false_type{});
     }
   } else {
-    constexpr int kCols = Tile::kThreads * kCount;  // of one vector of all threads
-    LAYERNORM_SHARED(of_rows, Acc[Tile::kRows][kCols]);
+    LAYERNORM_SHARED(of_threads, Acc[Tile::kBlock][kCount]);
+    const Acc* const of_rows = &of_threads[0][0];
+    const int cols_of_vector = place.threads() * kCount;  // of all threads
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
+      if (i * cols_of_vector >= cols) break;
       __syncthreads();
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) of_rows[place.row][place.thread * kCount + e] = sums[i][e];
+      for (int e = 0; e < kCount; ++e) of_threads[threadIdx.x][e] = sums[i][e];
       __syncthreads();
-      for (int c = threadIdx.x; c < kCols && i * kCols + c < cols; c += Tile::kBlock) {
+#pragma unroll 1
+      for (int c = threadIdx.x; c < cols_of_vector && i * cols_of_vector + c < cols; c += Tile::kBlock) {
         Acc total = 0;
-        for (int r = 0; r < Tile::kRows; ++r) total += of_rows[r][c];
-        Acc& sum = workspace[i * kCols + c];
+#pragma unroll 4
+        for (int r = 0; r < place.rows(); ++r) total += of_rows[r * cols_of_vector + c];
+        Acc& sum = workspace[i * cols_of_vector + c];
         sum = first ? total : sum + total;
       }
     }
   }
 }
 
-// Blocks take the rows in turn, and leave dweight [blocks, cols] in the workspace and after it dbias [blocks, cols].
-template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock, 1) backward_in_registers(const BackwardParams p, const bool aligned) {
+// The second role: dweight and dbias of a column for each lane, from all rows, of which there are few. Warps share
+// them, and find for themselves what the saved mean is off by.
+template <class T, class W>
+__device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan& plan) {
   using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>;
-  const Place<Tile> place;
-  const bool needs_x = p.grad_input || p.grad_weight;
-  const int64_t step = int64_t{gridDim.x} * Tile::kRows;
-  Acc* const dweight = static_cast<Acc*>(p.workspace) + blockIdx.x * p.cols;
-  Acc* const dbias = dweight + (p.grad_weight ? gridDim.x * p.cols : 0);
+  constexpr int kCount = kVectorSize<T>, kMostWarps = 16;
+  LAYERNORM_SHARED(shifts, Acc[kFewRows]);
+  LAYERNORM_SHARED(of_warps, Acc[2][kMostWarps][kWarpSize]);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int rows = static_cast<int>(p.rows), cols = static_cast<int>(p.cols);
+  const int column = static_cast<int>(blockIdx.y - plan.slots) * kWarpSize + lane;
+  const T* const dy = static_cast<const T*>(p.grad_output);
+  const T* const x = static_cast<const T*>(p.input);
 
-  int phase = 0;
-  int64_t first_row = int64_t{blockIdx.x} * Tile::kRows;
-  for (bool first = true; first_row < p.rows; first = false) {
-    Acc dw[Tile::kVectors][kCount] = {}, db[Tile::kVectors][kCount] = {};
-    const int64_t end = min(p.rows, first_row + kRowsPerSum * step);
-    for (; first_row < end; first_row += step) {
-      // A block's last rows may not exist. They have no columns, and numbers that keep NaN away from the sums.
-      const bool exists = first_row + place.row < p.rows;
-      const int64_t row = exists ? first_row + place.row : 0;
-      const int cols = exists ? static_cast<int>(p.cols) : 0;
-      const T* const x_row = static_cast<const T*>(p.input) + row * p.input_stride;
-      const T* const dy_row = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
-      const auto statistics = exists ? Statistics<Acc>(p, row) : Statistics<Acc>();
-
-      Vector<T, kCount> x[Tile::kVectors], dy[Tile::kVectors];
-#pragma unroll
-      for (int i = 0; i < Tile::kVectors; ++i) {
-        const Columns columns = place.template columns<kCount>(i, cols, aligned);
-        if (needs_x) load<Cache::kPastL1>(x[i], x_row, columns);
-        load<Cache::kPastL1>(dy[i], dy_row, columns);
-      }
-      Means<Acc> means = {};
-      if (needs_x) {
-        Acc sums[3] = {};
-#pragma unroll
-        for (int i = 0; i < Tile::kVectors; ++i) {
-          const Columns columns = place.template columns<kCount>(i, cols, aligned);
-          Vector<W, kCount> w;
-          load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
-          Acc xhat[kCount], g[kCount];
-          normalize(xhat, x[i], w, p, statistics, Acc(0), columns);
-          multiply(g, dy[i], w, p.zero_centered_weight);
-          for_each_valid<kCount>(columns, [&](int e) {
-            sums[0] += xhat[e];
-            sums[1] += g[e];
-            sums[2] = fma(g[e], xhat[e], sums[2]);
-          });
-        }
-        sum_tile<Tile>(sums, place, phase);
-        phase ^= 1;
-        if (!p.rms) {
-          means.xhat = sums[0] / static_cast<int>(p.cols);
-          means.g = sums[1] / static_cast<int>(p.cols);
-        }
-        means.g_xhat = sums[2] / static_cast<int>(p.cols) - means.xhat * means.g;
-      }
-#pragma unroll
-      for (int i = 0; i < Tile::kVectors; ++i) {
-        if (p.grad_bias) {
-#pragma unroll
-          for (int e = 0; e < kCount; ++e) db[i][e] += static_cast<Acc>(dy[i].of[e]);
-        }
-        if (!needs_x) continue;
-        const Columns columns = place.template columns<kCount>(i, cols, aligned);
+  const bool is_shifted = plan.grad_weight && !p.rms;
+  if (is_shifted) {
+    for (int row = warp; row < rows; row += warps) {
+      const Statistics<Acc> statistics(Saved<Acc>(p, row));
+      Acc sum = 0;
+      for (int begin = lane * kCount; begin < cols; begin += kWarpSize * kCount) {
+        Vector<T, kCount> v;
+        load(v, x + row * p.input_stride + begin, cols - begin, plan.aligned);
         Vector<W, kCount> w;
-        if (p.grad_input || p.from_output) load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
+        if (p.from_output) {
+          load_or(w, static_cast<const W*>(p.weight), begin, cols - begin, plan.aligned_parameters, W(1.0f));
+        }
         Acc xhat[kCount];
-        normalize(xhat, x[i], w, p, statistics, means.xhat, columns);
-        if (p.grad_weight) {
+        normalize<false, true>(xhat, v, w, p, plan, statistics, Acc(0), begin, cols - begin);
 #pragma unroll
-          for (int e = 0; e < kCount; ++e) dw[i][e] = fma(static_cast<Acc>(dy[i].of[e]), xhat[e], dw[i][e]);
-        }
-        if (p.grad_input) {
-          Acc g[kCount];
-          multiply(g, dy[i], w, p.zero_centered_weight);
-          store(static_cast<T*>(p.grad_input) + row * p.cols,
-                grad_input<T>(g, xhat, means, statistics, p, row, columns), columns);
-        }
+        for (int e = 0; e < kCount; ++e) sum += xhat[e];
       }
+      sum = sum_lanes<kWarpSize>(sum);
+      if (lane == 0) shifts[row] = means_of<Acc>({sum, 0, 0}, p, plan).xhat;
     }
-    const int cols = static_cast<int>(p.cols);
-    if (p.grad_weight) add_to_workspace<Tile>(dweight, dw, first, place, cols, aligned);
-    if (p.grad_bias) add_to_workspace<Tile>(dbias, db, first, place, cols, aligned);
+    __syncthreads();
+  }
+
+  const auto parameter = [&](const void* array, Acc otherwise) {
+    return array ? static_cast<Acc>(static_cast<const W*>(array)[column]) : otherwise;
+  };
+  Acc dweight = 0, dbias = 0;
+  for (int row = warp; row < rows && column < cols; row += warps) {
+    const Acc v = static_cast<Acc>(dy[row * p.grad_output_stride + column]);
+    dbias += v;
+    if (!plan.grad_weight) continue;
+    const Acc u = static_cast<Acc>(x[row * p.input_stride + column]), shift = is_shifted ? shifts[row] : 0;
+    const Acc xhat = p.from_output ? recovered_xhat(u, parameter(p.weight, 1), parameter(p.bias, 0),
+                                                    Acc(p.zero_centered_weight), shift)
+                                   : Statistics<Acc>(Saved<Acc>(p, row)).xhat(u, shift);
+    dweight = fma(v, xhat, dweight);
+  }
+  of_warps[0][warp][lane] = dweight;
+  of_warps[1][warp][lane] = dbias;
+  __syncthreads();
+  for (int which = warp; which < 2 && column < cols; which += warps) {
+    W* const gradient = static_cast<W*>(which == 0 ? plan.grad_weight : plan.grad_bias);
+    if (!gradient) continue;
+    Acc total = 0;
+    for (int i = 0; i < warps; ++i) total += of_warps[which][i][lane];
+    gradient[column] = W(total);
   }
 }
 
-// A block for each row: dx, and for sum_columns the mean of xhat, in xhat_means [rows].
-template <class T, class W>
-__global__ void __launch_bounds__(kSweepThreads, 1)
-    backward_in_sweeps(const BackwardParams p, AccOf<T>* const xhat_means, const bool aligned) {
+// ---- kernels --------------------------------------------------------------------------------------------------------
+
+template <class T, class Tile>
+using RowRing = Ring<T, Tile, 3>;  // of grad_output, input and grad_sum
+
+// The rows of number `row`, from column `begin` on.
+template <class T, class Tile>
+__device__ __forceinline__ typename RowRing<T, Tile>::Rows rows_at(const BackwardParams& p, bool needs_x, int64_t row,
+                                                                   int64_t begin) {
+  const auto at = [&](const void* array, int64_t stride) {
+    return array ? static_cast<const T*>(array) + row * stride + begin : nullptr;
+  };
+  return {at(p.grad_output, p.grad_output_stride), at(needs_x ? p.input : nullptr, p.input_stride),
+          at(p.grad_sum, p.grad_sum_stride)};
+}
+
+// Blocks take the rows in turn, or a chunk of each.
+template <class T, class W, class Tile>
+__global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
+    backward_rows(const BackwardParams p, const Plan plan) {
+  if (blockIdx.y >= plan.slots) return sum_columns<T, W>(p, plan);
   using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>;
-  const int64_t row = blockIdx.x;
-  const T* const x_row = static_cast<const T*>(p.input) + row * p.input_stride;
-  const T* const dy_row = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
-  const Statistics<Acc> statistics(p, row);
-  const auto load_row = [&](Acc(&xhat)[kCount], Acc(&g)[kCount], Acc shift, Columns columns) {
-    Vector<T, kCount> x, dy;
-    Vector<W, kCount> w;
-    load(x, x_row, columns);
-    load(dy, dy_row, columns);
-    load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
-    normalize(xhat, x, w, p, statistics, shift, columns);
-    multiply(g, dy, w, p.zero_centered_weight);
+  constexpr int kCount = kVectorSize<T>, kPiece = kPieceSize<T, W>;
+  const bool needs_x = p.grad_input || p.grad_weight, needs_sums = p.grad_input || (p.grad_weight && !p.rms);
+  const unsigned slot = blockIdx.y;
+  const int64_t begin = int64_t{plan.chunk} * blockIdx.x;
+  const int cols_of_block = static_cast<int>(min(p.cols - begin, int64_t{plan.chunk}));
+
+  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  LAYERNORM_SHARED(arrived, MBarrier[kMostStages]);
+  RowRing<T, Tile> ring(shared, arrived, 1 + needs_x + (p.grad_sum != nullptr), plan.stages, plan.aligned, true,
+                        cols_of_block, Place<Tile>(threadIdx.x, plan.log2_lanes));
+  // A block's last rows may not exist. They have no columns, and are fetched as if they were the first.
+  const auto exists = [&](int64_t row) { return row < plan.end_row; };
+  const auto rows_from = [&](int64_t row) { return rows_at<T, Tile>(p, needs_x, exists(row) ? row : 0, begin); };
+  const auto cols_from = [&](int64_t row) { return exists(row) ? cols_of_block : 0; };
+  const auto fetch = [&](int64_t row, const Place<Tile>& place) { ring.fetch(rows_from(row), cols_from(row), place); };
+  constexpr bool kMayShare = Tile::kWarps > 1 && sizeof(T) < 8;  // rows, in clusters
+  const int64_t step = plan.slots * plan.rows_of_block;
+  int64_t row_of_block = plan.first_row + int64_t{slot} * plan.rows_of_block;
+#pragma unroll 1
+  for (int stage = 0; stage < plan.stages; ++stage) {
+    const Place<Tile> place(threadIdx.x, plan.log2_lanes);
+    fetch(row_of_block + place.row + stage * step, place);
+  }
+  if constexpr (kMayShare) {
+    if (plan.in_cluster) cluster_arrive(), cluster_wait();
+  }
+  if (plan.sums_first) wait_for_previous_grid();
+
+  // What depends on the place would wait in registers for the next row, or the second look at this one, and others
+  // spill.
+  const auto place_again = [&] { return Place<Tile>(thread_again(), plan.log2_lanes); };
+  Acc dw[Tile::kVectors][kCount] = {}, db[Tile::kVectors][kCount] = {};
+  for (int round = 0; exists(row_of_block); ++round, row_of_block += step) {
+    const int64_t row = row_of_block + place_again().row;
+    const int cols = cols_from(row);
+    const Statistics<Acc> statistics(needs_x && exists(row) ? Saved<Acc>(p, row) : Saved<Acc>());
+    if (needs_x && exists(row + step)) Saved<Acc>::prefetch(p, row + step);  // waiting in registers, they would spill
+    Means<Acc> means = {};
+    {
+      ring.wait([&] { return rows_from(row); }, cols, place_again());
+      const auto place = place_again();
+      Sums<Acc> sums = {};
+      if (needs_sums && !plan.sums_first) {
+        add_up<T, W>(sums, p, plan, ring.image(0, place), ring.image(1, place), statistics, place, begin, cols);
+        sum_tile(sums, place, round);
+        if constexpr (kMayShare) {
+          if (plan.in_cluster) sum_cluster(sums, plan.chunks, round);
+        }
+      } else if (Tile::kWarps > 1 && needs_sums) {
+        load_sums(sums, sums_in_workspace<Acc>(p, plan) + 3 * (row - plan.first_row) * plan.parts, plan.parts);
+      }
+      if (needs_sums) means = means_of(sums, p, plan);
+    }
+
+    const auto place = place_again();
+    const auto dy_image = ring.image(0, place), x_image = ring.image(1, place);
+    T* const dx_row = static_cast<T*>(p.grad_input) + row * p.cols + begin;
+    const auto add_and_store = [&](auto is_usual) {
+      const bool grad_input = is_usual || p.grad_input;
+#pragma unroll
+      for (int i = 0; i < Tile::kVectors; ++i) {
+        if (!place.template has_columns<kCount>(i, cols)) continue;
+        const int column = place.vector(i) * kCount, valid = cols - column;
+        Vector<T, kCount> dx;
+#pragma unroll
+        for (int k = 0; k < kCount; k += kPiece) {
+          Vector<W, kPiece> w;
+          load_weight<is_usual>(w, p, plan, begin + column + k, valid - k);
+          Acc xhat[kPiece], g[kPiece];
+          if (is_usual || needs_x) {
+            normalize<is_usual, false>(xhat, piece<kPiece>(x_image.get(i), k), w, p, plan, statistics, means.xhat,
+                                       begin + column + k, valid - k);
+          }
+          widen(g, piece<kPiece>(dy_image.get(i), k));
+          if (is_usual || p.grad_weight) {
+#pragma unroll
+            for (int e = 0; e < kPiece; ++e) dw[i][k + e] = fma(g[e], xhat[e], dw[i][k + e]);
+          }
+          if (is_usual || p.grad_bias) {
+#pragma unroll
+            for (int e = 0; e < kPiece; ++e) db[i][k + e] += g[e];
+          }
+          if (!grad_input) continue;
+          multiply(g, g, w, !is_usual && p.zero_centered_weight);
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
+          if (!is_usual && p.grad_sum) {
+            Acc dsum[kPiece];
+            widen(dsum, piece<kPiece>(ring.image(2, place).get(i), k));
+#pragma unroll
+            for (int e = 0; e < kPiece; ++e) g[e] += dsum[e];
+          }
+          const auto rounded_piece = rounded<T>(g);
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) dx.of[k + e] = rounded_piece.of[e];
+        }
+        if (grad_input) ring.output(place).store(dx_row, i, dx, cols);
+      }
+    };
+    if (plan.usual) {
+      add_and_store(std::true_type{});
+    } else {
+      add_and_store(std::false_type{});
+    }
+    if (p.grad_input) ring.output(place).end_of_store(dx_row, cols);
+    ring.release();
+    fetch(row + plan.stages * step, place);
+
+    const bool is_last = !exists(row_of_block + step);
+    if (is_last) let_next_grid_start();
+    if (!is_last && (round + 1) % kRowsPerSum != 0) continue;
+    Acc* const dweight = static_cast<Acc*>(p.workspace) + slot * plan.pitch + begin;
+    Acc* const dbias = dweight + (p.grad_weight ? plan.slots * plan.pitch : 0);
+    const bool first = round < kRowsPerSum && !plan.adds;
+    if (p.grad_weight) add_to_workspace(dweight, dw, first, place, cols_of_block);
+    if (p.grad_bias) add_to_workspace(dbias, db, first, place, cols_of_block);
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) dw[i][e] = db[i][e] = 0;
+    }
+  }
+  ring.drain();
+}
+
+// Rows of up to 512 threads are one tile; longer ones are cut into chunks. The sums of more than 16 columns do not fit
+// into a thread's 128 registers.
+template <class T>
+using LongTile = BlockTile<std::min(4, 16 / kVectorSize<T>)>;
+
+// The sums of a part of a row for each block, chunk by chunk.
+template <class T, class W>
+__global__ void __launch_bounds__(LongTile<T>::kBlock, 1) backward_sums(const BackwardParams p, const Plan plan) {
+  using Acc = AccOf<T>;
+  const Place<LongTile<T>> place;
+  const int64_t row = plan.first_row + blockIdx.y, columns = int64_t{plan.chunk} * plan.chunks_of_part;
+  const int64_t begin = columns * blockIdx.x, end = min(p.cols, begin + columns);
+
+  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  RowRing<T, LongTile<T>> ring(shared, nullptr, 2, plan.stages, plan.aligned, false, plan.chunk, place);
+  const auto cols_from = [&](int64_t at) {
+    return static_cast<int>(max(min(end - at, int64_t{plan.chunk}), int64_t{0}));
+  };
+  const auto fetch = [&](int64_t at) { ring.fetch(rows_at<T, LongTile<T>>(p, true, row, at), cols_from(at), place); };
+#pragma unroll 1
+  for (int stage = 0; stage < plan.stages; ++stage) fetch(begin + stage * plan.chunk);
+  const Statistics<Acc> statistics(Saved<Acc>(p, row));
+  Sums<double> total = {};
+  int round = 0;
+  for (int64_t at = begin; at < end; at += plan.chunk) {
+    ring.wait([&] { return rows_at<T, LongTile<T>>(p, true, row, at); }, cols_from(at), place);
+    Sums<Acc> sums = {};
+    add_up<T, W>(sums, p, plan, ring.image(0, place), ring.image(1, place), statistics, place, at, cols_from(at));
+    sum_tile(sums, place, round++);
+#pragma unroll
+    for (int k = 0; k < 3; ++k) total[k] += sums[k];
+    ring.release();
+    fetch(at + plan.stages * plan.chunk);
+  }
+  ring.drain();
+  let_next_grid_start();
+  wait_for_previous_grid();
+  if (threadIdx.x > 0) return;
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    sums_in_workspace<Acc>(p, plan)[3 * (blockIdx.y * int64_t{plan.parts} + blockIdx.x) + k] =
+        static_cast<Acc>(total[k]);
+  }
+}
+
+// ---- host code ------------------------------------------------------------------------------------------------------
+
+constexpr int kMostParts = 256;
+constexpr size_t kStaticShared = 16 * 1024;  // at most
+// Of one launch for all gradients: bytes that it reads.
+constexpr int64_t kFewBytes = int64_t{8} << 20;
+
+// The most vectors of a row, or of a chunk, that a block's shared memory has room for, be there a residual, and not
+// aligned.
+template <class T>
+int64_t most_vectors() {
+  using Ring = RowRing<T, LongTile<T>>;
+  const bool is_ample = Ring::bytes(LongTile<T>::kThreads, 1, 3, 1, false) + kStaticShared <= most_shared_memory();
+  return LongTile<T>::kThreads * LongTile<T>::kVectors / (is_ample ? 1 : 2);
+}
+
+// Cuts rows of more than a tile: into chunks of 1024 vectors, or of more if a cluster then has them all.
+template <class T>
+void cut(Plan& plan, int64_t cols) {
+  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
+  const int64_t most = std::max(path_limit(most_vectors<T>()), int64_t{kWarpSize});
+  int64_t chunks = ceil_div(vectors, std::min(most, int64_t{1024}));
+  if (vectors <= kLargestCluster * most) chunks = std::min(chunks, int64_t{kLargestCluster});
+  const int64_t chunk = ceil_div(ceil_div(vectors, chunks), kWarpSize) * kWarpSize;
+  chunks = ceil_div(vectors, chunk);
+  plan.chunk = static_cast<int>(chunk * kVectorSize<T>);
+  plan.chunks = static_cast<unsigned>(chunks);
+  plan.chunks_of_part = static_cast<int>(ceil_div(chunks, kMostParts));
+  plan.parts = static_cast<unsigned>(ceil_div(chunks, plan.chunks_of_part));
+}
+
+// What is launched.
+struct Launches {
+  Plan plan;
+  LaunchConfig rows;
+  size_t bytes_for_sums;       // of shared memory
+  unsigned column_blocks = 0;  // beside those for rows; 0: these leave partial sums
+  int64_t rows_at_once;
+};
+
+template <class T, class W, class Tile>
+Launches launches(const BackwardParams& p, Plan plan) {
+  plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
+  plan.pitch = ceil_div(p.cols, kVectorSize<T>) * kVectorSize<T>;
+  plan.aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
+                 is_aligned<T>(p.grad_output, p.grad_output_stride) && is_aligned<T>(p.grad_input, p.cols) &&
+                 is_aligned<T>(p.grad_sum, p.grad_sum_stride);
+  plan.aligned_parameters = is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
+  const bool needs_sums = p.grad_input || (p.grad_weight && !p.rms);
+  plan.in_cluster = needs_sums && sizeof(T) < 8 && architecture() >= 90 && plan.chunks > 1 &&
+                    plan.chunks <= unsigned{kLargestCluster};
+  plan.sums_first = needs_sums && plan.chunks > 1 && !plan.in_cluster;
+
+  Launches result;
+  result.rows.block = threads_of<Tile, T>(plan.chunk);
+  result.rows.stream = static_cast<Stream>(p.stream);
+  result.rows.cluster = plan.in_cluster ? plan.chunks : 1;
+  result.rows.overlaps_previous = plan.sums_first;
+  const int arrays = 1 + (p.grad_input || p.grad_weight) + (p.grad_sum != nullptr);
+  const auto set_stages = [&](bool aligned) {
+    const auto bytes = [&](int arrays, int stages) {
+      return RowRing<T, Tile>::bytes(static_cast<int>(result.rows.block.x) / plan.rows_of_block, plan.rows_of_block,
+                                     arrays, stages, aligned);
+    };
+    plan.stages = bytes(arrays, kMostStages) + kStaticShared <= most_shared_memory() ? kMostStages : 1;
+    result.rows.shared_bytes = bytes(arrays, plan.stages);
+    result.bytes_for_sums = bytes(2, plan.stages);
   };
 
-  Acc run[3] = {};
-  double sums[3] = {};
-  sweep<kCount>(
-      p.cols, aligned,
-      [&](Columns columns) {
-        Acc xhat[kCount], g[kCount];
-        load_row(xhat, g, Acc(0), columns);
-        for_each_valid<kCount>(columns, [&](int e) {
-          run[0] += xhat[e];
-          run[1] += g[e];
-          run[2] = fma(g[e], xhat[e], run[2]);
-        });
-      },
-      [&] {
-#pragma unroll
-        for (int k = 0; k < 3; ++k) sums[k] += run[k], run[k] = 0;
-      });
-  sum_block(sums);
-  const double cols = static_cast<double>(p.cols);
-  const double xhat_mean = p.rms ? 0 : sums[0] / cols, g_mean = p.rms ? 0 : sums[1] / cols;
-  const Means<Acc> means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
-                            static_cast<Acc>(sums[2] / cols - xhat_mean * g_mean)};
-  if (threadIdx.x == 0) xhat_means[row] = means.xhat;
-  if (!p.grad_input) return;
-  sweep<kCount>(
-      p.cols, aligned,
-      [&](Columns columns) {
-        Acc xhat[kCount], g[kCount];
-        load_row(xhat, g, means.xhat, columns);
-        store(static_cast<T*>(p.grad_input) + row * p.cols, grad_input<T>(g, xhat, means, statistics, p, row, columns),
-              columns);
-      },
-      [] {});
+  result.rows_at_once = p.rows;
+  if (plan.sums_first) {  // half of the cache, for input and grad_output
+    result.rows_at_once = l2_cache_size() / 2 / (2 * p.cols * static_cast<int64_t>(sizeof(T)));
+    result.rows_at_once = std::clamp(result.rows_at_once, int64_t{1}, std::min(p.rows, int64_t{UINT16_MAX}));
+  }
+  const int64_t groups = ceil_div(result.rows_at_once, plan.rows_of_block);
+  const bool is_small =
+      plan.chunks == 1 && p.rows <= kFewRows && (p.grad_weight || p.grad_bias) &&
+      ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= one_launch_limit(kFewBytes);
+  if (is_small) {
+    plan.slots = p.grad_input ? groups : 0;
+    result.column_blocks = static_cast<unsigned>(ceil_div(p.cols, kWarpSize));
+  } else {
+    set_stages(false);  // so that the order in which rows are added up does not depend on where they lie
+    const int64_t resident = resident_blocks(result.rows, backward_rows<T, W, Tile>) / plan.chunks;
+    const int64_t rounds = ceil_div(groups, std::max(resident, int64_t{1}));
+    plan.slots = ceil_div(groups, rounds);
+  }
+  set_stages(plan.aligned);
+  result.rows.grid = dim3(plan.chunks, static_cast<unsigned>(plan.slots) + result.column_blocks);
+  plan.usual = p.grad_input && p.grad_weight && p.grad_bias && !is_small && p.weight && !p.rms && !p.grad_sum &&
+               !p.zero_centered_weight && !p.from_output && plan.aligned && plan.aligned_parameters;
+  result.plan = plan;
+  return result;
 }
 
-constexpr int kColumnThreads = 128;
-
-// Each thread has a vector of columns, each blockIdx.y a part of the rows: dweight and dbias of these, as
-// backward_in_registers leaves them.
-template <class T, class W>
-__global__ void __launch_bounds__(kColumnThreads, 1)
-    sum_columns(const BackwardParams p, const AccOf<T>* const xhat_means, const bool aligned) {
-  using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>;
-  const int64_t begin = (int64_t{blockIdx.x} * kColumnThreads + threadIdx.x) * kCount, valid = p.cols - begin;
-  if (valid <= 0) return;
-  const Columns columns{begin, static_cast<int>(min(valid, int64_t{kCount})), aligned};
-  Vector<W, kCount> w;
-  load_or(w, static_cast<const W*>(p.weight), columns, W(1.0f));
-  double dweight[kCount] = {}, dbias[kCount] = {};
-  int64_t row = p.rows * blockIdx.y / gridDim.y;
-  const int64_t end = p.rows * (blockIdx.y + 1) / gridDim.y;
-  while (row < end) {
-    Acc dw[kCount] = {}, db[kCount] = {};
-    for (const int64_t part_end = min(end, row + kRowsPerSum); row < part_end; ++row) {
-      Vector<T, kCount> x, dy;
-      load(dy, static_cast<const T*>(p.grad_output) + row * p.grad_output_stride, columns);
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) db[e] += static_cast<Acc>(dy.of[e]);
-      if (!p.grad_weight) continue;
-      const Statistics<Acc> statistics(p, row);
-      load(x, static_cast<const T*>(p.input) + row * p.input_stride, columns);
-      Acc xhat[kCount];
-      normalize(xhat, x, w, p, statistics, xhat_means[row], columns);
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) dw[e] = fma(static_cast<Acc>(dy.of[e]), xhat[e], dw[e]);
+// Calls f(T{}, W{}, Tile{}, launches).
+template <class F>
+void with_launches(const BackwardParams& p, const F& f) {
+  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
+    using T = typename decltype(pair)::T;
+    using W = typename decltype(pair)::W;
+    const auto with = [&](auto tile, const Plan& plan) { f(pair, tile, launches<T, W, decltype(tile)>(p, plan)); };
+    Plan plan = {};
+    plan.chunks = 1;
+    plan.chunk = static_cast<int>(std::min(p.cols, int64_t{INT32_MAX}));
+    plan.end_row = p.rows;
+    plan.rows_of_block = 1;
+    const int64_t vectors = ceil_div(p.cols, kVectorSize<T>);
+    if (vectors <= path_limit(kWarpSize * WarpTile::kVectors)) {
+      plan.log2_lanes = log2_lanes_for(vectors);
+      plan.rows_of_block = WarpTile::kBlock >> plan.log2_lanes;
+      return with(WarpTile{}, plan);
     }
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) dweight[e] += dw[e], dbias[e] += db[e];
-  }
-  Acc* workspace = static_cast<Acc*>(p.workspace) + blockIdx.y * p.cols;
-  if (p.grad_weight) {
-    store(workspace, rounded<Acc>(dweight), columns);
-    workspace += gridDim.y * p.cols;
-  }
-  if (p.grad_bias) store(workspace, rounded<Acc>(dbias), columns);
-}
-
-// Of 16-bit elements and of doubles, longer rows do not fit into registers beside the sums.
-template <class T>
-constexpr int kMostThreads = sizeof(T) == 4 ? 512 : 256;
-
-// How many rows of partial sums there are: for short rows the blocks, which is as many as the device holds at once; for
-// long ones the parts that sum_columns has.
-template <class T, class W>
-int64_t num_partials(const BackwardParams& p) {
-  int64_t partials = std::min(ceil_div(p.rows, 32), int64_t{64});
-  with_tile<T, kMostThreads<T>>(p.cols, [&](auto tile) {
-    using Tile = decltype(tile);
-    const LaunchConfig config = {1, threads_of<Tile, T>(p.cols)};
-    partials =
-        std::min(ceil_div(p.rows, Tile::kRows), int64_t{resident_blocks(config, backward_in_registers<T, W, Tile>)});
+    if (vectors <= path_limit(most_vectors<T>())) return with(LongTile<T>{}, plan);
+    cut<T>(plan, p.cols);
+    with(LongTile<T>{}, plan);
   });
-  return partials;
-}
-
-template <class Acc>
-int64_t size_of_partials(const BackwardParams& p, int64_t partials) {
-  const int gradients = (p.grad_weight != nullptr) + (p.grad_bias != nullptr);
-  return gradients * partials * p.cols * static_cast<int64_t>(sizeof(Acc));
 }
 
 }  // namespace
 
 int64_t backward_workspace(const BackwardParams& p) {
   int64_t bytes = 0;
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    using Acc = AccOf<T>;
-    const bool is_short = with_tile<T, kMostThreads<T>>(p.cols, [](auto) {});
-    bytes = size_of_partials<Acc>(p, num_partials<T, W>(p)) + (is_short ? 0 : p.rows * sizeof(Acc));
+  with_launches(p, [&](auto pair, auto, const Launches& launches) {
+    using Acc = AccOf<typename decltype(pair)::T>;
+    const Plan& plan = launches.plan;
+    const int gradients = launches.column_blocks > 0 ? 0 : (p.grad_weight != nullptr) + (p.grad_bias != nullptr);
+    const int64_t sums = plan.sums_first ? 3 * launches.rows_at_once * plan.parts : 0;
+    bytes = (gradients * plan.slots * plan.pitch + sums) * static_cast<int64_t>(sizeof(Acc));
   });
   return bytes;
 }
 
 void backward(const BackwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
+  with_launches(p, [&](auto pair, auto tile, const Launches& launches) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
-    using Acc = AccOf<T>;
-    const bool aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
-                         is_aligned<T>(p.grad_output, p.grad_output_stride) && is_aligned<T>(p.grad_input, p.cols) &&
-                         is_aligned<T>(p.grad_sum, p.grad_sum_stride) && is_aligned<W>(p.weight, 0) &&
-                         is_aligned<W>(p.bias, 0);
-    const auto stream = static_cast<Stream>(p.stream);
-    const int64_t partials = num_partials<T, W>(p);
-    const unsigned parts = static_cast<unsigned>(partials);
-    const bool is_short = with_tile<T, kMostThreads<T>>(p.cols, [&](auto tile) {
-      using Tile = decltype(tile);
-      launch({parts, threads_of<Tile, T>(p.cols), 0, stream}, backward_in_registers<T, W, Tile>, p, aligned);
-    });
-    if (!is_short) {
-      auto* const xhat_means =
-          reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + size_of_partials<Acc>(p, partials));
-      if (p.grad_input || p.grad_weight) {
-        launch({static_cast<unsigned>(p.rows), kSweepThreads, 0, stream}, backward_in_sweeps<T, W>, p, xhat_means,
-               aligned);
+    Plan plan = launches.plan;
+    for (plan.first_row = 0; plan.first_row < p.rows; plan.first_row += launches.rows_at_once) {
+      plan.end_row = std::min(p.rows, plan.first_row + launches.rows_at_once);
+      plan.adds = plan.first_row > 0;
+      if (plan.sums_first) {
+        BackwardParams of_sums = p;
+        of_sums.grad_sum = nullptr;
+        if (!p.grad_input) of_sums.grad_output = nullptr;
+        LaunchConfig config = launches.rows;
+        config.grid = dim3(plan.parts, static_cast<unsigned>(plan.end_row - plan.first_row));
+        config.shared_bytes = launches.bytes_for_sums;
+        config.overlaps_previous = plan.adds;
+        launch(config, backward_sums<T, W>, of_sums, plan);
       }
-      if (p.grad_weight || p.grad_bias) {
-        const int64_t blocks = ceil_div(p.cols, kColumnThreads * kVectorSize<T>);
-        launch({dim3(static_cast<unsigned>(blocks), parts), kColumnThreads, 0, stream}, sum_columns<T, W>, p,
-               xhat_means, aligned);
+      BackwardParams of_rows = p;
+      if (launches.column_blocks > 0) {
+        plan.grad_weight = p.grad_weight, plan.grad_bias = p.grad_bias;
+        of_rows.grad_weight = of_rows.grad_bias = nullptr;
       }
+      launch(launches.rows, backward_rows<T, W, decltype(tile)>, of_rows, plan);
     }
-    launch_add_partials(static_cast<const Acc*>(p.workspace), partials, p.cols, static_cast<W*>(p.grad_weight),
-                        static_cast<W*>(p.grad_bias), stream);
+    if (launches.column_blocks > 0) return;
+    launch_add_partials(static_cast<const AccOf<T>*>(p.workspace), plan.slots, plan.pitch, p.cols,
+                        static_cast<W*>(p.grad_weight), static_cast<W*>(p.grad_bias), launches.rows.stream);
   });
 }
 

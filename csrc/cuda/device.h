@@ -140,6 +140,9 @@ inline size_t most_shared_memory() {
   return static_cast<size_t>(launching::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
+// Bytes of the current device's second-level cache.
+inline int64_t l2_cache_size() { return launching::device_attribute(cudaDevAttrL2CacheSize); }
+
 // A kernel must be allowed more than 48 KiB of dynamic shared memory, once per device.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
@@ -159,6 +162,9 @@ void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
 // The length of the longest rows that a kernel takes: as given, but the emulator's tests may lower it, to send short
 // rows to the kernels for long ones.
 constexpr int64_t path_limit(int64_t limit) { return limit; }
+
+// How much work one launch does where more is left to two: as given, but the emulator's tests may lower it.
+constexpr int64_t one_launch_limit(int64_t limit) { return limit; }
 
 // How many blocks of a kernel the current device runs at once. `config.grid` does not matter. Asked of the
 // driver once.
@@ -202,8 +208,15 @@ inline int architecture() { return emulator::options().architecture; }
 
 inline size_t most_shared_memory() { return (architecture() < 120 ? 227 : 99) * 1024; }
 
+inline int64_t l2_cache_size() { return 16 * 1024; }  // little, so that rows go by several groups
+
 inline int64_t path_limit(int64_t limit) {
   const int64_t lowered = emulator::options().path_limit;
+  return lowered < limit ? lowered : limit;
+}
+
+inline int64_t one_launch_limit(int64_t limit) {
+  const int64_t lowered = emulator::options().one_launch_limit;
   return lowered < limit ? lowered : limit;
 }
 
@@ -238,6 +251,27 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 #define LAYERNORM_SM90_ASM(...) asm volatile(__VA_ARGS__)
 #endif
 
+// threadIdx.x, asked for again: what is computed from it in a loop does not wait in registers for the next round.
+__device__ __forceinline__ unsigned thread_again() {
+#if defined(__CUDACC__)
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+#else
+  return threadIdx.x;
+#endif
+}
+
+// x / y to within a few units in the last place, for y up to 2^126.
+__device__ __forceinline__ float fast_divide(float x, float y) {
+#if defined(__CUDACC__)
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+__device__ __forceinline__ double fast_divide(double x, double y) { return x / y; }
+
 // 1 / x to within a unit in the last place, for whole numbers x.
 __device__ __forceinline__ float approximate_reciprocal(float x) {
 #if defined(__CUDACC__)
@@ -264,6 +298,13 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
 #endif
 }
 
+// Brings to the cache what is at an address that exists.
+__device__ __forceinline__ void prefetch([[maybe_unused]] const void* address) {
+#if defined(__CUDACC__)
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+#endif
+}
+
 // cp.async: 16 bytes from global to shared memory. The thread's copies up to a commit form a group;
 // async_wait<n> waits until at most the n newest groups are under way, and shows the others to this thread
 // (to its block: after a barrier).
@@ -281,11 +322,7 @@ __device__ __forceinline__ void async_copy16_or_zeros(void* shared, const void* 
                "r"(exists ? 16 : 0)
                : "memory");
 #else
-  if (exists) {
-    emulator::async_copy(shared, global, 16);
-  } else {
-    *static_cast<uint4*>(shared) = {};
-  }
+  emulator::async_copy(shared, exists ? global : nullptr, 16);
 #endif
 }
 __device__ __forceinline__ void async_commit() {
@@ -351,6 +388,16 @@ __device__ __forceinline__ void mbarrier_wait(MBarrier* barrier, unsigned parity
   }
 #else
   emulator::mbarrier_wait(barrier, parity);
+#endif
+}
+// Whether there are bulk copies, which complete on mbarriers: from compute capability 9.0 on.
+__device__ __forceinline__ bool has_bulk_copies() {
+#if !defined(__CUDACC__)
+  return emulator::has_bulk_copies();
+#elif __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
 #endif
 }
 // cp.async.bulk: from global to shared memory; addresses and size are multiples of 16 bytes. Completes on the

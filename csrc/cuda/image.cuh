@@ -61,7 +61,7 @@ class Image {
     if (aligned_) {
       const T* const from = row + place_.vector(0) * kCount;
       for_each_vector([&](int i, int index) {
-        async_copy16_or_zeros(&granule(index), from + i * place_.kDistance * kCount, valid(i, cols) > 0);
+        async_copy16_or_zeros(&granule(index), from + i * place_.distance() * kCount, valid(i, cols) > 0);
       });
       return;
     }
@@ -82,6 +82,16 @@ class Image {
     shift_ = granules.shift;
   }
 
+  // The same of an aligned row, by one thread; completes on the barrier. What lies beyond the row has been cleared.
+  __device__ __forceinline__ void fetch_in_bulk(const T* row, int cols, MBarrier* barrier) {
+    bulk_copy(bytes_, row, cols * kSize, barrier);
+  }
+  __device__ __forceinline__ void clear_beyond(int cols) {
+    for_each_vector([&](int, int index) {
+      if (index * kCount >= cols) granule(index) = {};
+    });
+  }
+
   // Waits for all images that have been fetched.
   __device__ __forceinline__ void wait() const {
     async_commit();
@@ -100,26 +110,56 @@ class Image {
   }
 
   // Puts vectors where this thread, and no other without a barrier, gets them again.
-  __device__ __forceinline__ void put(const Vectors& v) {
-    for_each_vector([&](int i, int index) { granule(index) = bits(v[i]); });
+  __device__ __forceinline__ void put(int i, const Vector<T, kCount>& v) const { granule(place_.vector(i)) = bits(v); }
+  __device__ __forceinline__ void put(const Vectors& v) const {
+    for_each_vector([&](int i, int) { put(i, v[i]); });
   }
   __device__ __forceinline__ void get(Vectors& v) const {
-    for_each_vector([&](int i, int index) { bits(v[i]) = granule(index); });
+    for_each_vector([&](int i, int) { v[i] = get(i); });
+  }
+
+  __device__ __forceinline__ Vector<T, kCount> get(int i) const {
+    Vector<T, kCount> v;
+    bits(v) = granule(place_.vector(i));
+    return v;
+  }
+  // Puts all of a row that has been fetched and is not aligned.
+  __device__ __forceinline__ void shift(const T* row, int cols) const {
+    const int shift = Granules(row, cols * kSize).shift;
+    Vectors v;
+    for_each_vector(
+        [&](int i, int index) { bits(v[i]) = valid(i, cols) > 0 ? shifted_granule(index, shift) : uint4{}; });
+    place_.barrier();
+    put(v);
   }
 
   // Stores vectors as `cols` elements of a row. The image is overwritten.
-  __device__ __forceinline__ void store(T* row, const Vectors& v, int cols) {
+  __device__ __forceinline__ void store(T* row, const Vectors& v, int cols) const {
     if (aligned_) {
       T* const to = row + place_.vector(0) * kCount;
 #pragma unroll
       for (int i = 0; i < Tile::kVectors; ++i) {
         if (valid(i, cols) <= 0) break;
-        *reinterpret_cast<Vector<T, kCount>*>(to + i * place_.kDistance * kCount) = v[i];
+        *reinterpret_cast<Vector<T, kCount>*>(to + i * place_.distance() * kCount) = v[i];
       }
       return;
     }
     place_.barrier();
     put(v);
+    end_of_store(row, cols);
+  }
+
+  // The same, a vector of index i at a time, and of the last an end. Of rows that are not aligned, this puts, and the
+  // end stores what all threads have put.
+  __device__ __forceinline__ void store(T* row, int i, const Vector<T, kCount>& v, int cols) const {
+    if (!aligned_) {
+      put(i, v);
+    } else if (valid(i, cols) > 0) {
+      reinterpret_cast<Vector<T, kCount>*>(row)[place_.vector(i)] = v;
+    }
+  }
+  __device__ __forceinline__ void end_of_store(T* row, int cols) const {
+    if (aligned_) return;
     place_.barrier();
     const Granules granules(row, cols * kSize);
     char* const to = reinterpret_cast<char*>(row) - granules.shift;

@@ -58,14 +58,16 @@ template <class Tile>
 struct Place {
   int row, thread, lane, warp;  // row: in the block; the others: in the row
 
-  __device__ __forceinline__ Place()
-      : row(Tile::kWarps == 1 ? threadIdx.x / Tile::kThreads : 0),
-        thread(Tile::kWarps == 1 ? threadIdx.x % Tile::kThreads : threadIdx.x),
-        lane(threadIdx.x % Tile::kLanes),
-        warp(Tile::kWarps == 1 ? 0 : threadIdx.x / Tile::kLanes) {}
+  __device__ __forceinline__ explicit Place(unsigned thread_of_block = threadIdx.x, int = 0)
+      : row(Tile::kWarps == 1 ? thread_of_block / Tile::kThreads : 0),
+        thread(Tile::kWarps == 1 ? thread_of_block % Tile::kThreads : thread_of_block),
+        lane(thread_of_block % Tile::kLanes),
+        warp(Tile::kWarps == 1 ? 0 : thread_of_block / Tile::kLanes) {}
 
   // That share the row.
   __device__ __forceinline__ static int threads() { return Tile::kWarps == 1 ? Tile::kThreads : blockDim.x; }
+
+  __device__ __forceinline__ static int rows() { return Tile::kRows; }  // of the block
 
   // Of the threads of the tile, at least.
   __device__ __forceinline__ static void barrier() {
@@ -79,6 +81,7 @@ struct Place {
   // This thread's vector of index i: its index in the row, and its first column, if it has kCount. Each warp has
   // vectors next to each other, so that their distances are constants.
   static constexpr int kDistance = Tile::kLanes;
+  __device__ __forceinline__ static constexpr int distance() { return kDistance; }
   __device__ __forceinline__ int vector(int i) const {
     return (Tile::kWarps == 1 ? thread : warp * Tile::kVectors * kDistance + lane) + i * kDistance;
   }
@@ -86,10 +89,6 @@ struct Place {
   template <int kCount>
   __device__ __forceinline__ int valid(int i, int cols) const {
     return cols - vector(0) * kCount - i * kDistance * kCount;
-  }
-  template <int kCount>
-  __device__ __forceinline__ Columns columns(int i, int cols, bool aligned) const {
-    return {vector(i) * kCount, valid<kCount>(i, cols), aligned};
   }
 
   // How many columns this warp has of a row, and whether any of these are in its vectors of index i: if not, then none
@@ -107,53 +106,54 @@ struct Place {
   }
 };
 
+// The tile of rows that a warp, or some of its lanes, can hold: how many is known at run time.
+struct WarpTile {
+  static constexpr int kThreads = kWarpSize, kVectors = 4, kBlock = 128, kWarps = 1;
+};
+
+template <>
+struct Place<WarpTile> {
+  int lanes, row, thread;  // row: in the block; thread: in the row
+
+  // Of 2^log2_lanes lanes.
+  __device__ __forceinline__ Place(unsigned thread_of_block, int log2_lanes)
+      : lanes(1 << log2_lanes), row(thread_of_block >> log2_lanes), thread(thread_of_block & (lanes - 1)) {}
+
+  __device__ __forceinline__ int threads() const { return lanes; }
+  __device__ __forceinline__ int rows() const { return WarpTile::kBlock / lanes; }
+  __device__ __forceinline__ static void barrier() { __syncwarp(); }
+  __device__ __forceinline__ int distance() const { return lanes; }
+  __device__ __forceinline__ int vector(int i) const { return i * lanes + thread; }
+  template <int kCount>
+  __device__ __forceinline__ int valid(int i, int cols) const {
+    return cols - vector(i) * kCount;
+  }
+  template <int kCount>
+  __device__ __forceinline__ bool has_columns(int i, int cols) const {
+    return i == 0 || i * lanes * kCount < cols;
+  }
+};
+
+// The tile of rows, or chunks of rows, that have a block to themselves, with fewer vectors a thread.
+template <int kVectors_>
+struct BlockTile : Tile<512> {
+  static constexpr int kVectors = kVectors_;
+  static constexpr bool kIsRow = false;
+};
+
+// The logarithm of the number of lanes that hold so many vectors: one holds one.
+inline int log2_lanes_for(int64_t vectors) {
+  int log2_lanes = vectors > 1 ? 1 : 0;
+  while (WarpTile::kVectors << log2_lanes < vectors) ++log2_lanes;
+  return log2_lanes;
+}
+
 // The sum of the values of kLanes neighbouring lanes, in all of them; called by all lanes of a warp.
 template <int kLanes, class Acc>
 __device__ __forceinline__ Acc sum_lanes(Acc value) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
   return value;
-}
-
-// ---- long rows: swept by a whole block ------------------------------------------------------------------------------
-
-constexpr int kSweepThreads = 512;
-// How many numbers a thread adds up in Acc; beyond, it goes on in double. Of one outlier and thousands of equal
-// numbers, four times as many in Acc put the output off by more than is promised.
-constexpr int kSweepRun = 16;
-
-// Calls f(columns) for this thread's vectors of one tile after the other, and between tiles end_of_tile().
-template <int kCount, class F, class G>
-__device__ __forceinline__ void sweep(int64_t cols, bool aligned, const F& f, const G& end_of_tile) {
-  static_assert(kSweepRun % kCount == 0);
-  constexpr int64_t kTile = int64_t{kSweepThreads} * kSweepRun;
-  for (int64_t tile = 0; tile < cols; tile += kTile) {
-#pragma unroll
-    for (int i = 0; i < kSweepRun / kCount; ++i) {
-      const int64_t begin = tile + (i * kSweepThreads + static_cast<int>(threadIdx.x)) * kCount;
-      const int64_t valid = cols - begin;
-      f(Columns{begin, static_cast<int>(valid < kCount ? valid : kCount), aligned});
-    }
-    end_of_tile();
-  }
-}
-
-// Sums kCount values each over the threads of the block; every thread gets the sums.
-template <int kCount>
-__device__ __forceinline__ void sum_block(double (&values)[kCount]) {
-  constexpr int kWarps = kSweepThreads / kWarpSize;
-  static_assert(kSweepThreads % kWarpSize == 0 && is_power_of_2(kWarps) && kWarps <= kWarpSize);
-  LAYERNORM_SHARED(partial, double[kWarps][kCount]);
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    const double sum = sum_lanes<kWarpSize>(values[k]);
-    if (lane == 0) partial[warp][k] = sum;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) values[k] = sum_lanes<kWarps>(partial[lane % kWarps][k]);
-  __syncthreads();  // before the next sums
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
@@ -181,25 +181,50 @@ __device__ __forceinline__ Acc reciprocal_deviation(Acc variance, Acc eps, Acc s
   return 1 / hypot(sqrt(variance), sqrt(eps) * scale);
 }
 
+// sum / count for a finite sum, to the nearest, with the nearest number to 1 / count (Markstein, Computation of
+// elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a subroutine, and cost its
+// registers.
+template <class Acc>
+__device__ __forceinline__ Acc average(Acc sum, Acc count, Acc reciprocal) {
+  const Acc quotient = sum * reciprocal;
+  return fma(fma(-quotient, count, sum), reciprocal, quotient);
+}
+
 // ---- backward of a row ----------------------------------------------------------------------------------------------
 
-// The saved statistics of a row, for numbers that are multiplied by `scale` first.
+// What forward has saved of a row.
 template <class Acc>
-struct Statistics {
-  Acc scale = 1, mean = 0, rstd = 0;
+struct Saved {
+  Acc mean = 0, rstd = 0;
 
   // Of a row that does not exist.
-  __device__ __forceinline__ Statistics() {}
+  __device__ __forceinline__ Saved() {}
 
-  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
   template <class Params>
-  __device__ __forceinline__ Statistics(const Params& p, int64_t row) {
+  __device__ __forceinline__ Saved(const Params& p, int64_t row) {
     if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
     rstd = static_cast<const Acc*>(p.rstd)[row];
-    const bool is_huge = rstd < Acc(0x1p-60);
+  }
+
+  // To the cache.
+  template <class Params>
+  __device__ __forceinline__ static void prefetch(const Params& p, int64_t row) {
+    if (p.mean) layernorm::prefetch(static_cast<const Acc*>(p.mean) + row);
+    layernorm::prefetch(static_cast<const Acc*>(p.rstd) + row);
+  }
+};
+
+// The same, for numbers that are multiplied by `scale` first.
+template <class Acc>
+struct Statistics {
+  Acc scale, mean, rstd;
+
+  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+  __device__ __forceinline__ explicit Statistics(const Saved<Acc>& saved) {
+    const bool is_huge = saved.rstd < Acc(0x1p-60);
     scale = is_huge ? kScale<Acc> : 1;
-    mean *= scale;
-    rstd *= is_huge ? 1 / kScale<Acc> : 1;
+    mean = saved.mean * scale;
+    rstd = saved.rstd * (is_huge ? 1 / kScale<Acc> : 1);
   }
   __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
 };

@@ -27,62 +27,39 @@ struct alignas(16) Vector {
   E of[kCount];
 };
 
-// Which columns a vector holds: `valid` of its elements exist. Where everything is aligned, that is all or none (or
-// less: it may be negative).
-struct Columns {
-  int64_t begin;
-  int valid;
-  bool aligned;
-};
+// kPiece of the elements, from number `begin` on.
+template <int kPiece, class E, int kCount>
+__device__ __forceinline__ Vector<E, kPiece> piece(const Vector<E, kCount>& v, int begin) {
+  Vector<E, kPiece> result;
+#pragma unroll
+  for (int e = 0; e < kPiece; ++e) result.of[e] = v.of[begin + e];
+  return result;
+}
 
-enum class Cache { kAll, kPastL1 };  // kPastL1: for what is read once, and not written by the launch
-
-// Zeros beyond the valid elements.
-template <Cache cache = Cache::kAll, class E, int kCount>
-__device__ __forceinline__ void load(Vector<E, kCount>& v, const E* row, Columns columns) {
+// Loads `valid` elements, of which there may be more than a vector or less than one; zeros beyond. Full vectors by
+// accesses of 16 bytes, if those are aligned.
+template <class E, int kCount>
+__device__ __forceinline__ void load(Vector<E, kCount>& v, const E* from, int valid, bool aligned) {
+  if (aligned && valid >= kCount) {
+    v = *reinterpret_cast<const Vector<E, kCount>*>(from);
+    return;
+  }
   v = {};
-  if (columns.aligned) {
-    if (columns.valid > 0) {
-      const auto* from = reinterpret_cast<const uint4*>(row + columns.begin);
-      auto* to = reinterpret_cast<uint4*>(v.of);
 #pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) {
-        to[i] = cache == Cache::kPastL1 ? load_once(from + i) : from[i];
-      }
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      if (e < columns.valid) v.of[e] = row[columns.begin + e];
-    }
+  for (int e = 0; e < kCount; ++e) {
+    if (e < valid) v.of[e] = from[e];
   }
 }
 
 // With `otherwise` for an array that is not there.
 template <class E, int kCount>
-__device__ __forceinline__ void load_or(Vector<E, kCount>& v, const E* row, Columns columns, E otherwise) {
-  if (row) {
-    load(v, row, columns);
+__device__ __forceinline__ void load_or(Vector<E, kCount>& v, const E* array, int64_t begin, int valid, bool aligned,
+                                        E otherwise) {
+  if (array) {
+    load(v, array + begin, valid, aligned);
   } else {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) v.of[e] = otherwise;
-  }
-}
-
-template <class E, int kCount>
-__device__ __forceinline__ void store(E* row, const Vector<E, kCount>& v, Columns columns) {
-  if (columns.aligned) {
-    if (columns.valid > 0) {
-      auto* to = reinterpret_cast<uint4*>(row + columns.begin);
-      const auto* from = reinterpret_cast<const uint4*>(v.of);
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) to[i] = from[i];
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      if (e < columns.valid) row[columns.begin + e] = v.of[e];
-    }
   }
 }
 
@@ -125,20 +102,6 @@ __device__ __forceinline__ void widen(Acc (&to)[kCount], const Vector<E, kCount>
   } else {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) to[e] = static_cast<Acc>(v.of[e]);
-  }
-}
-
-// Calls f(e) for the elements that exist.
-template <int kCount, class F>
-__device__ __forceinline__ void for_each_valid(Columns columns, const F& f) {
-  if (columns.valid >= kCount) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) f(e);
-  } else if (!columns.aligned) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      if (e < columns.valid) f(e);
-    }
   }
 }
 

@@ -110,40 +110,43 @@ def _parse_sass(listing):
     return kernels
 
 
-def _source_path(name):
+def _source_path(name, architecture):
     """Elements of a full, aligned row, and the accesses of 16 bytes that the source makes of them; None: none."""
     sizes = {"double": 8, "float": 4, "__half": 2, "__nv_bfloat16": 2}
-    found = re.fullmatch(r"layernorm::cuda::(\w+)<(\w+)(?:, (\w+))?(?:, layernorm::cuda::Tile<(\d+)> ?)?>", name)
+    tile = r"(?:, layernorm::cuda::(\w*)Tile(?:<(\d+)> ?)?)?"
+    found = re.fullmatch(rf"layernorm::cuda::(\w+)<(\w+)(?:, (\w+))?{tile}>", name)
     if found is None or found[1] == "add_partials" or found[2] not in sizes:
         return None
     kernel, size = found[1], sizes[found[2]]
     count = 16 // size  # elements of a vector
     parameters = max(1, sizes.get(found[3], 0) // size)  # 16 bytes of them to a vector
-    sums = max(size, 4) // size
-    if kernel == "sum_columns":
-        return count, sass.Work(0, 2, 2 * sums)
-    vectors = 16 // count if "sweeps" in kernel else 1 if found[4] == "1" else 4
+    is_block = found[4] == "Block"  # a row's threads have it to themselves
+    vectors = (
+        int(found[5]) if is_block else min(4, 16 // count) if kernel == "backward_sums" else 1 if found[5] == "1" else 4
+    )
+    # Of backward, rows are staged before the loop and in it.
     staged, loads, stores = {
         "forward_rows": (1, 2 * parameters, 1),
         "forward_in_cluster": (1, 2 * parameters, 1),
         "forward_moments": (1, 0, 0),
         "forward_output": (1, 2 * parameters, 1),
-        "backward_in_registers": (0, 2 + 2 * parameters, 1),
-        "backward_in_sweeps": (0, 2 * (2 + parameters), 1),
+        "backward_rows": (4, 2 * parameters, 1),
+        "backward_sums": (4, parameters, 0),
     }[kernel]
-    # A row of threads that has its block to itself leaves its sums in the workspace.
-    if kernel == "backward_in_registers" and int(found[4]) >= 128:
-        stores += 2 * sums
+    # Rows of such threads come by bulk copies, and leave their sums in the workspace.
+    if is_block:
+        staged = 0 if architecture >= 90 else staged
+        stores += 2 * max(size, 4) // size
     return vectors * count, sass.Work(vectors * staged, vectors * loads, vectors * stores)
 
 
 def _path(name, architecture, section):
-    source = _source_path(name)
+    source = _source_path(name, architecture)
     if source is None or ("in_cluster" in name and architecture < 90):  # of which there is nothing but a trap
         return None
     elements, work = source
     # Of forward, branches skip the vectors that a row does not have; of one, all multiply-adds belong to the row.
-    skipped = None if "backward" in name or "sum_columns" in name else elements // max(work.staged, 1) - 1
+    skipped = None if "backward" in name else elements // max(work.staged, 1) - 1
     return Path(elements, work, sass.executed(section, work, skipped))
 
 
@@ -176,8 +179,6 @@ def compile_kernels(source, architecture, include=CSRC):
     return kernels
 
 
-# Of sum_columns, nvcc splits stores to the workspace, which are few, into single numbers.
-SPLIT = re.compile("::sum_columns<")
 PREFACE = (
     "# What nvcc makes of the kernels",
     "",
@@ -195,7 +196,7 @@ def faults(kernel):
         yield f"{kernel.name} for sm_{kernel.architecture} spills {kernel.spilled} bytes"
     if local:
         yield f"{kernel.name} for sm_{kernel.architecture} uses local memory in {local} instructions"
-    if kernel.path and kernel.path.instructions is None and not SPLIT.search(kernel.name):
+    if kernel.path and kernel.path.instructions is None:
         yield (f"{kernel.name} for sm_{kernel.architecture} does not make its accesses of 16 bytes: {kernel.path.work}")
 
 

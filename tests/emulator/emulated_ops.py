@@ -21,21 +21,32 @@ class Library:
         self.ops = getattr(torch.ops, namespace)
         emulator = ctypes.CDLL(str(path))
         self._configure = emulator.emulator_configure
-        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
+        limits = (ctypes.c_int64, ctypes.c_int64)
+        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, *limits)
         self._launched = emulator.emulator_launched
         self._launched.restype = ctypes.c_char_p
 
     @contextlib.contextmanager
-    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
+    def schedule(
+        self,
+        order="forward",
+        seed=0,
+        concurrent_blocks=1,
+        architecture=90,
+        path_limit=UNLIMITED,
+        one_launch_limit=UNLIMITED,
+    ):
         """Within it, threads run in this order, for kernels of this compute capability.
 
-        Kernels that take rows up to some number of vectors leave those of more than `path_limit` to the next.
+        Kernels that take rows up to some number of vectors leave those of more than `path_limit` to the next. Backward
+        is one launch for what reads up to `one_launch_limit` bytes.
         """
-        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit)
+        options = (concurrent_blocks, architecture, path_limit, one_launch_limit)
+        self._configure(ORDERS.index(order), seed, *options)
         try:
             yield
         finally:
-            self._configure(0, 0, 1, 90, UNLIMITED)
+            self._configure(0, 0, 1, 90, UNLIMITED, UNLIMITED)
 
     def launched(self):
         """Return the names of the kernels that have been launched since the last call."""

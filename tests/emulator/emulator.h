@@ -38,6 +38,7 @@ struct Options {
   int architecture = 90;               // compute capability: below 90 clusters, bulk copies and overlap are faults
   int resident_blocks = 3;             // what the occupancy query answers; few, so that persistent loops go round
   int64_t path_limit = INT64_MAX;      // see device.h
+  int64_t one_launch_limit = INT64_MAX;
 };
 Options& options();
 
@@ -88,6 +89,7 @@ void mbarrier_init(const void* barrier, unsigned arrivals);
 void mbarrier_fence_init();
 void mbarrier_arrive(const void* barrier, unsigned expected_bytes);
 void mbarrier_wait(const void* barrier, unsigned parity);
+bool has_bulk_copies();
 void bulk_copy(void* to, const void* from, size_t bytes, const void* barrier);
 void store_async(void* to, uint64_t value, const void* barrier, unsigned rank);
 

@@ -573,12 +573,13 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 // For tests that load the emulator as a library.
 extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture,
-                                   int64_t path_limit) {
+                                   int64_t path_limit, int64_t one_launch_limit) {
   emulator::options().order = static_cast<emulator::Order>(order);
   emulator::options().seed = seed;
   emulator::options().concurrent_blocks = concurrent_blocks;
   emulator::options().architecture = architecture;
   emulator::options().path_limit = path_limit;
+  emulator::options().one_launch_limit = one_launch_limit;
 }
 
 // The kernels that have been launched since the last call, a line each.

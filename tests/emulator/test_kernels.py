@@ -21,11 +21,20 @@ from reference import (
 )
 from shapes import HUGE, all_dtypes, bits, huge_rows, randn
 
-# The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are cut, or swept.
+# The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are cut.
 TILES = {1: 1, 8: 2, 16: 4, 32: 8, 64: 16, 128: 32, 2048: 512}
-LIMITS = [*TILES, 1024]  # the longest in registers of 16-bit backward
+LIMITS = [*TILES, 1024]  # the longest of 16-bit backward
 SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]  # the last: blocks at a time
 ALL = [True, True, True]
+# Which kernels rows of any length go to: those for long ones, with and without clusters, or for short ones, of which
+# backward takes few in a launch of its own.
+PATHS = {
+    "in a cluster": {"path_limit": 0},
+    "read twice": {"path_limit": 0, "architecture": 80},
+    "in registers": {"one_launch_limit": 0},
+    "in one launch": {},
+}
+paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,10 @@ def test_sizes_at_the_limits(library, dtypes, limit):
                 first = forward + backward
                 check_forward(forward, x, w, b, context=(cols,))
                 check_backward(backward, dy, x, w, context=(cols,))
+                with library.schedule(order, seed, blocks, one_launch_limit=0):
+                    _, (dx, *parameter_gradients) = run(library, x, dy, w, b)
+                check_backward((dx, *parameter_gradients), dy, x, w, context=(cols,))
+                assert torch.equal(bits(dx), bits(backward[0])), cols
             for actual, expected in zip(forward + backward, first, strict=True):
                 assert torch.equal(bits(actual), bits(expected)), (cols, order, seed)
 
@@ -67,16 +80,18 @@ def test_sizes_at_the_limits(library, dtypes, limit):
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
 def test_which_kernels_are_for_which_rows(library, dtypes):
     """At the limits, and one vector before and after them: the smallest tile that holds a row."""
-    kinds = {"forward": (TILES, "forward_in_cluster"), "backward": (TILES, "backward_in_sweeps")}
-    if dtypes[0] != F32:
-        kinds["backward"] = {limit: n for limit, n in TILES.items() if limit < 2048} | {1024: 256}, "backward_in_sweeps"
+    warps = {limit: "WarpTile" for limit in TILES if limit <= 128}
+    kinds = {
+        "forward": ({limit: f"Tile<{threads}>" for limit, threads in TILES.items()}, "forward_in_cluster"),
+        "backward": (warps | ({2048: "BlockTile<4>"} if dtypes[0] == F32 else {1024: "BlockTile<2>"}), "BlockTile<"),
+    }
     for vectors in {limit + more for limit in LIMITS for more in (-1, 0, 1)} - {0}:
         x, dy, w, b = arguments(1, vectors * 16 // dtypes[0].itemsize, dtypes)
         library.launched()
         run(library, x, dy, w, b)
         launched = library.launched()
         for kind, (tiles, beyond) in kinds.items():
-            expected = next((f"Tile<{threads}>" for limit, threads in tiles.items() if vectors <= limit), beyond)
+            expected = next((tile for limit, tile in tiles.items() if vectors <= limit), beyond)
             assert any(kind in name and expected in name for name in launched), (vectors, launched)
             assert sum(kind in name for name in launched) == 1
 
@@ -110,37 +125,66 @@ def test_clusters_have_as_much_shared_memory_as_there_is(library):
 
 @all_dtypes
 def test_clusters_and_launches_give_the_same_bits(library, dtypes):
-    """On every GPU, rows are cut in the same way."""
+    """On every GPU, rows are cut in the same way; the rows' order in dweight and dbias is another."""
     for chunks, lost in ((2, 0), (8, 1), (9, 0), (24, 3)):
-        x, _, w, b = arguments(2, chunks * 32 * 16 // dtypes[0].itemsize - lost, dtypes)
+        x, dy, w, b = arguments(2, chunks * 32 * 16 // dtypes[0].itemsize - lost, dtypes)
         outputs = []
         for architecture in (80, 90):
             with library.schedule("random", 1, 2, architecture=architecture, path_limit=0):
-                outputs.append(library.ops.forward(x, x.shape[1:], w, b, 1e-5))
+                forward, backward = run(library, x, dy, w, b)
+            outputs.append((*forward, backward[0]))
+            check_backward(backward, dy, x, w, context=(chunks, architecture))
         for a, e in zip(*outputs, strict=True):
             assert torch.equal(bits(a), bits(e)), chunks
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (F64, F64)], ids=dtypes_id)
+def test_which_kernels_are_for_longer_rows_of_backward(library, dtypes, architecture):
+    """Of chunks of 32 vectors here: up to 8 by a cluster, more by two launches, of which one has up to 256 parts."""
+    vector = 16 // dtypes[0].itemsize
+    for chunks in (1, 2, 8, 9, *((256, 257) if dtypes[0] == F32 else ())):
+        x, dy, w, b = arguments(3, (chunks * 32 - 1) * vector - 1, dtypes)
+        output, mean, rstd = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
+        library.launched()
+        with library.schedule("random", chunks, 3, architecture=architecture, path_limit=0):
+            backward = library.ops.backward(dy, x, x.shape[1:], mean, rstd, w, b, ALL)
+        check_backward(backward, dy, x, w, context=(chunks,))
+        read_twice = chunks > 1 and (architecture < 90 or chunks > 8 or dtypes[0] == F64)
+        assert any("backward_sums" in name for name in library.launched()) == read_twice, chunks
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
+def test_which_problems_are_one_launch(library, dtypes):
+    """Up to 128 rows, and 8 MiB that blocks of 32 columns read."""
+    most = 4 // dtypes[0].itemsize  # of 8192 columns: 256 blocks read all
+    for rows, cols, one in [(128, 64, True), (129, 64, False), (most, 8192, True), (most + 1, 8192, False)]:
+        x, dy, w, b = arguments(rows, cols, dtypes)
+        library.launched()
+        run(library, x, dy, w, b)
+        assert any("add_partials" in name for name in library.launched()) != one, (rows, cols)
 
 
 @all_dtypes
 @pytest.mark.parametrize("limit", [0, 2, 40])
 def test_shorter_rows_on_the_paths_for_longer_ones(library, dtypes, limit):
-    """Rows that fit into registers are cut, or swept, all the same."""
+    """Rows that fit into registers are cut, all the same."""
     for (rows, cols), architecture in itertools.product([(1, 1), (3, 7), (5, 64), (2, 1000), (70, 10)], (80, 90)):
         x, dy, w, b = arguments(rows, cols, dtypes)
-        with library.schedule("random", limit, 2, path_limit=limit, architecture=architecture):
+        with library.schedule("random", limit, 2, path_limit=limit, architecture=architecture, one_launch_limit=0):
             forward, backward = run(library, x, dy, w, b)
         check_forward(forward, x, w, b, context=(rows, cols))
         check_backward(backward, dy, x, w, context=(rows, cols))
 
 
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+@paths
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=["fp32", "bf16-fp32"])
-def test_masks_and_absent_parameters(library, dtypes, path_limit):
+def test_masks_and_absent_parameters(library, dtypes, path):
     """Nothing is written that was not asked for: its memory does not exist."""
     for cols, mask in itertools.product((40, 200, 1200), itertools.product((False, True), repeat=3)):
         x, dy, w, b = arguments(7, cols, dtypes)
         for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
-            with library.schedule("reverse", path_limit=path_limit):
+            with library.schedule("reverse", **path):
                 forward, backward = run(library, x, dy, weight, bias, list(mask))
             check_forward(forward, x, weight, bias)
             assert [gradient is not None for gradient in backward] == list(mask)
@@ -150,10 +194,10 @@ def test_masks_and_absent_parameters(library, dtypes, path_limit):
 
 @all_dtypes
 def test_alignment_and_strides_do_not_change_bits(library, dtypes):
-    """In registers and swept."""
-    for cols, path_limit in itertools.product((64, 1024, 2400), (0, emulated_ops.UNLIMITED)):
+    """On each path."""
+    for cols, path in itertools.product((64, 1024, 2400), PATHS.values()):
         x, dy, w, b = arguments(3, cols, dtypes)
-        with library.schedule(path_limit=path_limit):
+        with library.schedule(**path):
             expected = run(library, x, dy, w, b)
             for gap, offset in ((0, 1), (3, 0), (16, 0), (16, 5)):
                 views = []
@@ -165,16 +209,16 @@ def test_alignment_and_strides_do_not_change_bits(library, dtypes):
                     assert torch.equal(bits(a), bits(e)), (cols, gap, offset)
 
 
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+@paths
 @all_dtypes
-def test_family(library, dtypes, path_limit):
+def test_family(library, dtypes, path):
     """RMSNorm, zero-centred weights, residuals, also in place, and backward from the output."""
     for cols, rms, zero_centered in itertools.product((5, 40, 1200), (False, True), (False, True)):
         variant = {"rms": rms, "zero_centered_weight": zero_centered}
         x, dy, w, b = arguments(7, cols, dtypes)
         residual, dsum = randn(x.shape, dtypes[0]), randn(x.shape, dtypes[0])
         w = torch.where(w.abs() < 0.1, 0.5, w)
-        with library.schedule("random", cols, 2, path_limit=path_limit):
+        with library.schedule("random", cols, 2, **path):
             for r, weight, bias in ((residual, w, b), (residual, None, None), (None, w, None)):
                 output, total, mean, rstd = library.ops.norm_forward(x, r, (cols,), weight, bias, **variant)
                 if r is None:
@@ -206,8 +250,8 @@ def test_family(library, dtypes, path_limit):
                 )
 
 
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
-def test_sums_that_overflow(library, path_limit):
+@paths
+def test_sums_that_overflow(library, path):
     """Rows that are gone over twice are those of the sum, also where it has taken the place of the residual."""
     for cols in (5, 40, 600):
         x, residual, w, b = arguments(9, cols, (F32, F32))
@@ -215,15 +259,15 @@ def test_sums_that_overflow(library, path_limit):
         residual[1::2] *= 1e37
         expected = library.ops.norm_forward(x + residual, None, (cols,), None, None)
         in_place = residual.clone()
-        with library.schedule("random", cols, 2, path_limit=path_limit):
+        with library.schedule("random", cols, 2, **path):
             output, mean, rstd = library.ops.norm_forward_(x, in_place, (cols,))
         assert torch.equal(in_place, x + residual)
         check_forward((output, mean, rstd), x + residual)
         assert expected[0].isfinite().all()
 
 
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
-def test_alignment_of_residuals(library, path_limit):
+@paths
+def test_alignment_of_residuals(library, path):
     """One that is not aligned has the whole row taken number by number, to the same bits."""
     x, residual, dy, dsum, w, b = (randn((3, 64), F32) for _ in range(6))
 
@@ -237,22 +281,20 @@ def test_alignment_of_residuals(library, path_limit):
         backward = library.ops.norm_backward(dy, ds, x, (64,), None, forward[3], weight, bias, ALL, **options)
         return [*forward, *backward]
 
-    with library.schedule(path_limit=path_limit):
+    with library.schedule(**path):
         expected = run_all()
         for moved in range(4):
             assert all(torch.equal(bits(a), bits(e)) for a, e in zip(run_all(moved), expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [256, 257, 511, 512])
-@pytest.mark.parametrize(
-    "path_limit, parts, cols", [(0, 64, 1), (emulated_ops.UNLIMITED, 3, 1024)], ids=["swept", "in registers"]
-)
-def test_how_many_rows_are_summed_at_once(library, rows, path_limit, parts, cols):
+@pytest.mark.parametrize("path_limit, cols", [(0, 1), (emulated_ops.UNLIMITED, 1024)], ids=["cut", "in registers"])
+def test_how_many_rows_are_summed_at_once(library, rows, path_limit, cols):
     """256. The first number of each sum is so large that ones after it are lost; those of the next sum are not."""
-    dy = torch.ones(parts, rows)
-    dy[:, 0] = 2.0**24
-    # Swept, the rows are cut into parts; in registers, blocks take them in turn.
-    dy = (dy if path_limit == 0 else dy.t()).reshape(-1, 1).expand(-1, cols)
+    parts = 3  # blocks that take rows in turn
+    dy = torch.ones(rows, parts)
+    dy[0] = 2.0**24
+    dy = dy.reshape(-1, 1).expand(-1, cols)
     ones = torch.ones(len(dy), 1)
     with library.schedule(path_limit=path_limit):
         _, _, grad_bias = library.ops.backward(dy, dy, (cols,), ones, ones, None, None, [False, False, True])
@@ -284,7 +326,7 @@ def test_many_rows(library):
 
 
 def test_many_rows_of_ones(library):
-    """More than sum_columns adds up in one go: to a whole number, exactly."""
+    """More than are added up in one go: to a whole number, exactly."""
     rows = 64 * 256 + 33
     x = torch.ones(rows, 1)
     with library.schedule(path_limit=0):
@@ -292,11 +334,11 @@ def test_many_rows_of_ones(library):
     assert grad_bias == rows
 
 
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
+@paths
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F64, F64), (BF16, F32)], ids=dtypes_id)
-def test_hard_numbers(library, dtypes, path_limit):
+def test_hard_numbers(library, dtypes, path):
     """Large means, rows of few or of equal numbers, and numbers whose squares, sums or differences overflow."""
-    for cols in (7, 300, 1000, 3000) if path_limit else (7, 1030):
+    for cols in (7, 300, 1000, 3000) if "path_limit" not in path else (7, 1030):
         w, b = (randn(cols, dtypes[1]) for _ in range(2))
         rows = [randn((2, cols), dtypes[0], offset=offset) for offset in (1e2, 1e4, 1e6)]
         outliers = torch.ones(4, cols, dtype=F64)
@@ -307,21 +349,21 @@ def test_hard_numbers(library, dtypes, path_limit):
         rows += [huge_rows(dtypes[0], magnitude, cols, "cpu") for d, magnitude in HUGE if d == dtypes[0]]
         for x in rows:
             dy = randn(x.shape, dtypes[0], offset=1)
-            with library.schedule("random", cols, 2, path_limit=path_limit):
+            with library.schedule("random", cols, 2, **path):
                 forward, backward = run(library, x, dy, w, b)
             check_forward(forward, x, w, b, context=(cols,))
             check_backward(backward, dy, x, w, context=(cols,))
 
 
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["swept", "in registers"])
-def test_numbers_that_overflow(library, path_limit):
+@paths
+def test_numbers_that_overflow(library, path):
     """Rows are gone over twice."""
     for cols in (5, 40, 600):
         x, dy, w, b = arguments(9, cols, (F32, F32))
         x[1::2] *= 1e37
         x[2] = torch.inf
         x[4] = torch.nan
-        with library.schedule("random", cols, 2, path_limit=path_limit):
+        with library.schedule("random", cols, 2, **path):
             (output, *_), (dx, *_) = run(library, x, dy, w, b, [True, False, False])
         wrong = torch.zeros(9, dtype=torch.bool)
         wrong[[2, 4]] = True

@@ -1,4 +1,4 @@
-"""The forward kernels' machine code for sm_90, run: what it computes, and how many instructions that takes at any N."""
+"""The kernels' machine code for sm_90, run: what it computes, and how many instructions that takes."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ import cuda_binary
 import pytest
 import sass_run
 import torch
-from reference import BF16, F16, F32, check_forward, dtypes_id
+from reference import BF16, F16, F32, check_backward, check_forward, dtypes_id
 from shapes import randn
 from test_kernels import TILES
 
@@ -47,9 +47,37 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
+class BackwardParams(ctypes.Structure):
+    """Of csrc/layer_norm.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "grad_output", "grad_output_stride")),
+        *((name, ctypes.c_int64) for name in ("input", "input_stride", "grad_sum", "grad_sum_stride")),
+        *((name, ctypes.c_int64) for name in ("mean", "rstd", "weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("grad_input", "grad_weight", "grad_bias", "workspace")),
+        *((name, ctypes.c_bool) for name in ("rms", "zero_centered_weight", "from_output")),
+        *((name, ctypes.c_int) for name in ("dtype", "param_dtype")),
+        ("stream", ctypes.c_int64),
+    ]
+
+
+class Plan(ctypes.Structure):
+    """How csrc/cuda/backward.cu shares out the work."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("first_row", "end_row", "slots", "pitch")),
+        ("reciprocal_cols", ctypes.c_double),
+        *((name, ctypes.c_int) for name in ("chunks", "chunk", "parts", "chunks_of_part")),
+        *((name, ctypes.c_int) for name in ("log2_lanes", "rows_of_block", "stages")),
+        *((name, ctypes.c_bool) for name in ("in_cluster", "sums_first", "adds")),
+        *((name, ctypes.c_bool) for name in ("aligned", "aligned_parameters", "usual")),
+        *((name, ctypes.c_int64) for name in ("grad_weight", "grad_bias")),
+    ]
+
+
 @functools.cache
-def sections():
-    kernels = cuda_binary.compile_kernels(cuda_binary.CSRC / "forward.cu", 90)
+def sections(source="forward.cu"):
+    kernels = cuda_binary.compile_kernels(cuda_binary.CSRC / source, 90)
     return {kernel.name.replace("layernorm::cuda::", "").replace(" ", ""): kernel.section for kernel in kernels}
 
 
@@ -109,3 +137,44 @@ def test_rows_that_are_not_aligned(dtypes):
     for vectors in (128, 2048):
         cols = vectors * count - 1
         assert issued_per_row(dtypes, cols) <= 7.75 / 0.8 * 2 * cols * dtypes[0].itemsize, vectors
+
+
+def issued_by_backward(dtypes, vectors, rounds):
+    """Return the instructions that a block issues which takes rows so many times; how many rows those are."""
+    cols = vectors * 16 // dtypes[0].itemsize
+    lanes = next(n for n in (1, 2, 4, 8, 16, 32) if vectors <= (1 if n == 1 else 4 * n))
+    rows_of_block = 128 // lanes
+    rows = rounds * rows_of_block
+    x, dy, w = randn((rows, cols), dtypes[0]), randn((rows, cols), dtypes[0]), randn(cols, dtypes[1])
+    variance, mean = torch.var_mean(x.double(), 1, correction=0, keepdim=True)
+    mean, rstd = mean.float(), (variance + 1e-5).rsqrt().float()
+    dx, partial_sums = torch.empty_like(x), torch.empty(2, cols)
+    params = BackwardParams(
+        rows=rows, cols=cols, grad_output_stride=cols, input_stride=cols, grad_weight=1, grad_bias=1
+    )
+    tensors = {"grad_output": dy, "input": x, "mean": mean, "rstd": rstd, "weight": w, "grad_input": dx}
+    tensors["workspace"] = partial_sums
+    for name, tensor in tensors.items():
+        setattr(params, name, tensor.data_ptr())
+    plan = Plan(end_row=rows, slots=1, pitch=cols, reciprocal_cols=1 / cols, chunks=1, chunk=cols, stages=2)
+    plan.log2_lanes, plan.rows_of_block = lanes.bit_length() - 1, rows_of_block
+    plan.aligned = plan.aligned_parameters = plan.usual = True
+    kernel = f"backward_rows<{','.join(NAMES[dtype] for dtype in dtypes)},WarpTile>"
+    launch = sass_run.Launch(sections("backward.cu")[kernel], bytes(params) + bytes(plan), 128)
+    launch.buffers = [tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()]
+    issued = 32 * launch.run()
+    check_backward((dx, *partial_sums.to(dtypes[1])), dy, x, w, context=(cols,))
+    return issued, rows
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=dtypes_id)
+def test_memory_is_the_limit_of_backward(dtypes):
+    """Of full rows of warps, which read two and write one: 46.5 for an element of 16 bits, 93 for 32.
+
+    Counted is what each further row costs: a block's first takes, besides, what begins the sums and stores them. Blocks
+    for longer rows are not run here: their rows come by bulk copies.
+    """
+    for vectors in (8, 128):
+        (first, one), (both, two) = (issued_by_backward(dtypes, vectors, rounds) for rounds in (3, 4))
+        cols = vectors * 16 // dtypes[0].itemsize
+        assert (both - first) / (two - one) <= 7.75 * (3 * cols * dtypes[0].itemsize + 8), vectors

@@ -44,7 +44,12 @@ void start(const Transfer& transfer) {
 
 void finish(const Transfer& transfer, const Moment& by) {
   end_transfer(transfer, by);
-  std::memcpy(transfer.to, transfer.from ? transfer.from : &transfer.value, transfer.bytes);
+  if (transfer.from) {
+    std::memcpy(transfer.to, transfer.from, transfer.bytes);
+  } else {  // 8 bytes of st.async, or zeros of cp.async
+    std::memset(transfer.to, 0, transfer.bytes);
+    std::memcpy(transfer.to, &transfer.value, sizeof(transfer.value));
+  }
 }
 
 }  // namespace
@@ -142,6 +147,8 @@ void mbarrier_wait(const void* address, unsigned parity) {
   }
   learn(thread.known, barrier.completed);
 }
+
+bool has_bulk_copies() { return options().architecture >= 90; }
 
 void bulk_copy(void* to, const void* from, size_t bytes, const void* address) {
   const void* pc = __builtin_return_address(0);
