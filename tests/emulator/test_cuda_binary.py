@@ -48,12 +48,11 @@ def test_every_kernel_is_run(architecture):
     """The kernels in the real binary are those that run in the emulator."""
     library = emulated_ops.library(emulated_build.PLAIN)
     library.launched()
-    with library.schedule(architecture=architecture):
+    with library.schedule(architecture=architecture, one_launch_limit=0):
         for dtypes, limit in itertools.product(DTYPES, [*LIMITS, 2049]):
             x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
             run(library, x, dy, w, b)
-            with library.schedule(architecture=architecture, one_launch_limit=0):
-                run(library, x, dy, None, None)  # parameters like the input
+            run(library, x, dy, None, None)  # parameters like the input
     for dtypes, path_limit in itertools.product(DTYPES, STAGED):
         x, dy, w, b = arguments(1, 81 * 32 * 16 // dtypes[0].itemsize, dtypes)
         with library.schedule(architecture=architecture, path_limit=path_limit):
