@@ -173,8 +173,8 @@ def test_narrow_access_is_a_fault(tmp_path):
     )
     source.write_text(template.format("float2"))
     (kernel,) = cuda_binary.compile_kernels(source, 90)
-    assert kernel.path == cuda_binary.Path(16, sass.Work(0, 24, 4), None)
-    assert any("accesses of 16 bytes: Work(staged=0, loads=24" in fault for fault in cuda_binary.faults(kernel))
+    assert kernel.path == cuda_binary.Path(16, sass.Work(16, 4, 0), None)
+    assert any("accesses of 16 bytes: Work(staged=16, loads=4" in fault for fault in cuda_binary.faults(kernel))
 
 
 LISTING = """
