@@ -609,9 +609,10 @@ Launches launches(const BackwardParams& p, Plan plan) {
                  is_aligned<T>(p.grad_sum, p.grad_sum_stride);
   plan.aligned_parameters = is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
   const bool needs_sums = p.grad_input || (p.grad_weight && !p.rms);
-  plan.in_cluster = needs_sums && sizeof(T) < 8 && architecture() >= 90 && plan.chunks > 1 &&
-                    plan.chunks <= unsigned{kLargestCluster};
-  plan.sums_first = needs_sums && plan.chunks > 1 && !plan.in_cluster;
+  plan.in_cluster =
+      sizeof(T) < 8 && architecture() >= 90 && plan.chunks > 1 && plan.chunks <= unsigned{kLargestCluster};
+  const bool in_groups = plan.chunks > 1 && !plan.in_cluster;
+  plan.sums_first = needs_sums && in_groups;
 
   Launches result;
   result.rows.block = threads_of<Tile, T>(plan.chunk);
@@ -619,7 +620,7 @@ Launches launches(const BackwardParams& p, Plan plan) {
   result.rows.cluster = plan.in_cluster ? plan.chunks : 1;
   result.rows.overlaps_previous = plan.sums_first;
   const int arrays = 1 + (p.grad_input || p.grad_weight) + (p.grad_sum != nullptr);
-  const auto set_stages = [&](bool aligned) {
+  const auto set_stages = [&](int arrays, bool aligned) {
     const auto bytes = [&](int arrays, int stages) {
       return RowRing<T, Tile>::bytes(static_cast<int>(result.rows.block.x) / plan.rows_of_block, plan.rows_of_block,
                                      arrays, stages, aligned);
@@ -630,7 +631,7 @@ Launches launches(const BackwardParams& p, Plan plan) {
   };
 
   result.rows_at_once = p.rows;
-  if (plan.sums_first) {  // half of the cache, for input and grad_output
+  if (in_groups) {  // half of the cache, for input and grad_output
     result.rows_at_once = l2_cache_size() / 2 / (2 * p.cols * static_cast<int64_t>(sizeof(T)));
     result.rows_at_once = std::clamp(result.rows_at_once, int64_t{1}, std::min(p.rows, int64_t{UINT16_MAX}));
   }
@@ -642,12 +643,14 @@ Launches launches(const BackwardParams& p, Plan plan) {
     plan.slots = p.grad_input ? groups : 0;
     result.column_blocks = static_cast<unsigned>(ceil_div(p.cols, kWarpSize));
   } else {
-    set_stages(false);  // so that the order in which rows are added up does not depend on where they lie
+    // As for the gradients of the parameters alone, of rows that are not aligned: the order in which rows are added up
+    // depends neither on what else is wanted nor on where they lie.
+    set_stages(2, false);
     const int64_t resident = resident_blocks(result.rows, backward_rows<T, W, Tile>) / plan.chunks;
     const int64_t rounds = ceil_div(groups, std::max(resident, int64_t{1}));
     plan.slots = ceil_div(groups, rounds);
   }
-  set_stages(plan.aligned);
+  set_stages(arrays, plan.aligned);
   result.rows.grid = dim3(plan.chunks, static_cast<unsigned>(plan.slots) + result.column_blocks);
   plan.usual = p.grad_input && p.grad_weight && p.grad_bias && !is_small && p.weight && !p.rms && !p.grad_sum &&
                !p.zero_centered_weight && !p.from_output && plan.aligned && plan.aligned_parameters;
