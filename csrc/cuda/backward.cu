@@ -620,13 +620,13 @@ Launches launches(const BackwardParams& p, Plan plan) {
   result.rows.cluster = plan.in_cluster ? plan.chunks : 1;
   result.rows.overlaps_previous = plan.sums_first;
   const int arrays = 1 + (p.grad_input || p.grad_weight) + (p.grad_sum != nullptr);
-  const auto set_stages = [&](int arrays, bool aligned) {
-    const auto bytes = [&](int arrays, int stages) {
+  const auto set_stages = [&](int images, bool aligned) {
+    const auto bytes = [&](int images_of_stage, int stages) {
       return RowRing<T, Tile>::bytes(static_cast<int>(result.rows.block.x) / plan.rows_of_block, plan.rows_of_block,
-                                     arrays, stages, aligned);
+                                     images_of_stage, stages, aligned);
     };
-    plan.stages = bytes(arrays, kMostStages) + kStaticShared <= most_shared_memory() ? kMostStages : 1;
-    result.rows.shared_bytes = bytes(arrays, plan.stages);
+    plan.stages = bytes(images, kMostStages) + kStaticShared <= most_shared_memory() ? kMostStages : 1;
+    result.rows.shared_bytes = bytes(images, plan.stages);
     result.bytes_for_sums = bytes(2, plan.stages);
   };
 
@@ -658,7 +658,7 @@ Launches launches(const BackwardParams& p, Plan plan) {
   return result;
 }
 
-// Calls f(T{}, W{}, Tile{}, launches).
+// Calls f(Pair<T, W>{}, Tile{}, launches).
 template <class F>
 void with_launches(const BackwardParams& p, const F& f) {
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
