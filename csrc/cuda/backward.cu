@@ -82,15 +82,37 @@ __device__ __forceinline__ Acc recovered_xhat(Acc y, Acc weight, Acc bias, Acc c
   return fast_divide(y - bias, weight + centre) - shift;
 }
 
-// xhat of `valid` numbers of x, or recovered from those of the output, less `shift`. Beyond them x is 0, and so is xhat
-// if kPartial, or if none is valid.
+// The weight and the bias from a column on; null, where there is none.
+template <class W>
+struct Parameters {
+  const W *weight, *bias;
+
+  __device__ __forceinline__ Parameters(const BackwardParams& p, int64_t begin)
+      : weight(p.weight ? static_cast<const W*>(p.weight) + begin : nullptr),
+        bias(p.bias ? static_cast<const W*>(p.bias) + begin : nullptr) {}
+};
+
+// The weight of so many columns from number `column` on, if it is needed; zeros beyond the valid ones.
+template <bool kUsual, class W, int kCount>
+__device__ __forceinline__ void load_weight(Vector<W, kCount>& w, const W* weight, const BackwardParams& p,
+                                            const Plan& plan, int column, int valid) {
+  if (kUsual) {
+    w = {};
+    if (valid > 0) w = *reinterpret_cast<const Vector<W, kCount>*>(weight + column);
+  } else if (p.grad_input || p.from_output) {
+    load_or(w, weight, column, valid, plan.aligned_parameters, W(1.0f));
+  }
+}
+
+// xhat of `valid` numbers of x from number `column` on, or recovered from those of the output, less `shift`. Beyond
+// them x is 0, and so is xhat if kPartial, or if none is valid.
 template <bool kUsual, bool kPartial, class T, class W, int kCount, class Acc>
 __device__ __forceinline__ void normalize(Acc (&xhat)[kCount], const Vector<T, kCount>& x, const Vector<W, kCount>& w,
-                                          const BackwardParams& p, const Plan& plan, const Statistics<Acc>& row,
-                                          Acc shift, int64_t column, int valid) {
+                                          const W* bias, const BackwardParams& p, const Plan& plan,
+                                          const Statistics<Acc>& row, Acc shift, int column, int valid) {
   if (!kUsual && p.from_output) {
     Vector<W, kCount> b;
-    load_or(b, static_cast<const W*>(p.bias), column, valid, plan.aligned_parameters, W(0.0f));
+    load_or(b, bias, column, valid, plan.aligned_parameters, W(0.0f));
     const Acc centre = p.zero_centered_weight ? 1 : 0;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
@@ -101,24 +123,12 @@ __device__ __forceinline__ void normalize(Acc (&xhat)[kCount], const Vector<T, k
     return;
   }
   widen(xhat, x);
-  const Acc mean = valid > 0 ? row.mean : 0;
+  Statistics<Acc> of_columns = row;
+  if (valid <= 0) of_columns.offset = 0;
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
-    const Acc distance = fma(xhat[e], row.scale, kPartial && e >= valid ? 0 : -mean);
-    xhat[e] = fma(distance, row.rstd, -shift);
-  }
-}
-
-// The weight of so many columns from number `column` on, if it is needed; zeros beyond the valid ones.
-template <bool kUsual, class W, int kCount>
-__device__ __forceinline__ void load_weight(Vector<W, kCount>& w, const BackwardParams& p, const Plan& plan,
-                                            int64_t column, int valid) {
-  const W* const weight = static_cast<const W*>(p.weight);
-  if (kUsual) {
-    w = {};
-    if (valid > 0) w = *reinterpret_cast<const Vector<W, kCount>*>(weight + column);
-  } else if (p.grad_input || p.from_output) {
-    load_or(w, weight, column, valid, plan.aligned_parameters, W(1.0f));
+    if (kPartial && e >= valid) of_columns.offset = 0;
+    xhat[e] = of_columns.xhat(xhat[e], shift);
   }
 }
 
@@ -139,16 +149,15 @@ __device__ __forceinline__ void multiply(Acc (&g)[kCount], const Acc (&dy)[kCoun
 
 // ---- sums of a row --------------------------------------------------------------------------------------------------
 
-// Adds up this thread's part of `cols` columns of a row, from column `begin` on; without those of g, if dx is not
-// wanted.
-template <class T, class W, class Tile>
+// Adds up this thread's part of `cols` columns of a row; without those of g, if dx is not wanted.
+template <bool kUsual, class T, class W, class Tile>
 __device__ __forceinline__ void add_up(Sums<AccOf<T>>& sums, const BackwardParams& p, const Plan& plan,
-                                       const Image<T, Tile>& dy, const Image<T, Tile>& x,
-                                       const Statistics<AccOf<T>>& statistics, const Place<Tile>& place, int64_t begin,
-                                       int cols) {
+                                       const Parameters<W>& parameters, const Image<T, Tile>& dy,
+                                       const Image<T, Tile>& x, const Statistics<AccOf<T>>& statistics,
+                                       const Place<Tile>& place, int cols) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>, kPiece = kPieceSize<T, W>;
-  const auto add_vectors = [&](auto is_usual, auto is_partial) {
+  const auto add_vectors = [&](auto is_partial) {
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
       if (!place.template has_columns<kCount>(i, cols)) continue;
@@ -156,16 +165,16 @@ __device__ __forceinline__ void add_up(Sums<AccOf<T>>& sums, const BackwardParam
       for (int k = 0; k < kCount; k += kPiece) {
         const int column = place.vector(i) * kCount + k, valid = cols - column;
         Vector<W, kPiece> w;
-        load_weight<is_usual>(w, p, plan, begin + column, valid);
+        load_weight<kUsual>(w, parameters.weight, p, plan, column, valid);
         Acc xhat[kPiece];
-        normalize<is_usual, is_partial>(xhat, piece<kPiece>(x.get(i), k), w, p, plan, statistics, Acc(0),
-                                        begin + column, valid);
+        normalize<kUsual, is_partial>(xhat, piece<kPiece>(x.get(i), k), w, parameters.bias, p, plan, statistics, Acc(0),
+                                      column, valid);
 #pragma unroll
         for (int e = 0; e < kPiece; ++e) sums[0] += xhat[e];
-        if (!is_usual && !p.grad_input) continue;
+        if (!kUsual && !p.grad_input) continue;
         Acc g[kPiece];
         widen(g, piece<kPiece>(dy.get(i), k));
-        multiply(g, g, w, !is_usual && p.zero_centered_weight);
+        multiply(g, g, w, !kUsual && p.zero_centered_weight);
 #pragma unroll
         for (int e = 0; e < kPiece; ++e) {
           sums[1] += g[e];
@@ -174,12 +183,10 @@ __device__ __forceinline__ void add_up(Sums<AccOf<T>>& sums, const BackwardParam
       }
     }
   };
-  if (plan.usual) {
-    add_vectors(std::true_type{}, std::false_type{});
-  } else if (plan.aligned) {
-    add_vectors(std::false_type{}, std::false_type{});
+  if (kUsual || plan.aligned) {
+    add_vectors(std::false_type{});
   } else {
-    add_vectors(std::false_type{}, std::true_type{});
+    add_vectors(std::true_type{});
   }
 }
 
@@ -319,6 +326,7 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan&
   const T* const dy = static_cast<const T*>(p.grad_output);
   const T* const x = static_cast<const T*>(p.input);
 
+  const Parameters<W> parameters(p, 0);
   const bool is_shifted = plan.grad_weight && !p.rms;
   if (is_shifted) {
     for (int row = warp; row < rows; row += warps) {
@@ -328,11 +336,9 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan&
         Vector<T, kCount> v;
         load(v, x + row * p.input_stride + begin, cols - begin, plan.aligned);
         Vector<W, kCount> w;
-        if (p.from_output) {
-          load_or(w, static_cast<const W*>(p.weight), begin, cols - begin, plan.aligned_parameters, W(1.0f));
-        }
+        if (p.from_output) load_or(w, parameters.weight, begin, cols - begin, plan.aligned_parameters, W(1.0f));
         Acc xhat[kCount];
-        normalize<false, true>(xhat, v, w, p, plan, statistics, Acc(0), begin, cols - begin);
+        normalize<false, true>(xhat, v, w, parameters.bias, p, plan, statistics, Acc(0), begin, cols - begin);
 #pragma unroll
         for (int e = 0; e < kCount; ++e) sum += xhat[e];
       }
@@ -342,8 +348,8 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan&
     __syncthreads();
   }
 
-  const auto parameter = [&](const void* array, Acc otherwise) {
-    return array ? static_cast<Acc>(static_cast<const W*>(array)[column]) : otherwise;
+  const auto parameter = [&](const W* array, Acc otherwise) {
+    return array ? static_cast<Acc>(array[column]) : otherwise;
   };
   Acc dweight = 0, dbias = 0;
   for (int row = warp; row < rows && column < cols; row += warps) {
@@ -351,7 +357,7 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan&
     dbias += v;
     if (!plan.grad_weight) continue;
     const Acc u = static_cast<Acc>(x[row * p.input_stride + column]), shift = is_shifted ? shifts[row] : 0;
-    const Acc xhat = p.from_output ? recovered_xhat(u, parameter(p.weight, 1), parameter(p.bias, 0),
+    const Acc xhat = p.from_output ? recovered_xhat(u, parameter(parameters.weight, 1), parameter(parameters.bias, 0),
                                                     Acc(p.zero_centered_weight), shift)
                                    : Statistics<Acc>(Saved<Acc>(p, row)).xhat(u, shift);
     dweight = fma(v, xhat, dweight);
@@ -374,35 +380,37 @@ template <class T, class Tile>
 using RowRing = Ring<T, Tile, 3>;  // of grad_output, input and grad_sum
 
 // The rows of number `row`, from column `begin` on.
-template <class T, class Tile>
+template <bool kUsual, class T, class Tile>
 __device__ __forceinline__ typename RowRing<T, Tile>::Rows rows_at(const BackwardParams& p, bool needs_x, int64_t row,
                                                                    int64_t begin) {
-  const auto at = [&](const void* array, int64_t stride) {
-    return array ? static_cast<const T*>(array) + row * stride + begin : nullptr;
+  const auto at = [&](bool exists, const void* array, int64_t stride) {
+    return exists ? static_cast<const T*>(array) + row * stride + begin : nullptr;
   };
-  return {at(p.grad_output, p.grad_output_stride), at(needs_x ? p.input : nullptr, p.input_stride),
-          at(p.grad_sum, p.grad_sum_stride)};
+  return {at(kUsual || p.grad_output, p.grad_output, p.grad_output_stride),
+          at(kUsual || needs_x, p.input, p.input_stride), at(!kUsual && p.grad_sum, p.grad_sum, p.grad_sum_stride)};
 }
 
-// Blocks take the rows in turn, or a chunk of each.
-template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
-    backward_rows(const BackwardParams p, const Plan plan) {
-  if (blockIdx.y >= plan.slots) return sum_columns<T, W>(p, plan);
+// Takes rows in turn, or a chunk of each.
+template <bool kUsual, class T, class W, class Tile>
+__device__ __forceinline__ void take_rows(const BackwardParams& p, const Plan& plan) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>, kPiece = kPieceSize<T, W>;
-  const bool needs_x = p.grad_input || p.grad_weight, needs_sums = p.grad_input || (p.grad_weight && !p.rms);
+  const bool grad_input = kUsual || p.grad_input, grad_weight = kUsual || p.grad_weight;
+  const bool grad_bias = kUsual || p.grad_bias, has_grad_sum = !kUsual && p.grad_sum;
+  const bool needs_x = grad_input || grad_weight, needs_sums = grad_input || (grad_weight && !p.rms);
   const unsigned slot = blockIdx.y;
   const int64_t begin = int64_t{plan.chunk} * blockIdx.x;
   const int cols_of_block = static_cast<int>(min(p.cols - begin, int64_t{plan.chunk}));
 
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   LAYERNORM_SHARED(arrived, MBarrier[kMostStages]);
-  RowRing<T, Tile> ring(shared, arrived, 1 + needs_x + (p.grad_sum != nullptr), plan.stages, plan.aligned, true,
+  RowRing<T, Tile> ring(shared, arrived, 1 + needs_x + has_grad_sum, plan.stages, kUsual || plan.aligned, true,
                         cols_of_block, Place<Tile>(threadIdx.x, plan.log2_lanes));
   // A block's last rows may not exist. They have no columns, and are fetched as if they were the first.
   const auto exists = [&](int64_t row) { return row < plan.end_row; };
-  const auto rows_from = [&](int64_t row) { return rows_at<T, Tile>(p, needs_x, exists(row) ? row : 0, begin); };
+  const auto rows_from = [&](int64_t row) {
+    return rows_at<kUsual, T, Tile>(p, needs_x, exists(row) ? row : 0, begin);
+  };
   const auto cols_from = [&](int64_t row) { return exists(row) ? cols_of_block : 0; };
   const auto fetch = [&](int64_t row, const Place<Tile>& place) { ring.fetch(rows_from(row), cols_from(row), place); };
   constexpr bool kMayShare = Tile::kWarps > 1 && sizeof(T) < 8;  // rows, in clusters
@@ -421,6 +429,7 @@ __global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
   // What depends on the place would wait in registers for the next row, or the second look at this one, and others
   // spill.
   const auto place_again = [&] { return Place<Tile>(thread_again(), plan.log2_lanes); };
+  const Parameters<W> parameters(p, begin);
   Acc dw[Tile::kVectors][kCount] = {}, db[Tile::kVectors][kCount] = {};
   for (int round = 0; exists(row_of_block); ++round, row_of_block += step) {
     const int64_t row = row_of_block + place_again().row;
@@ -433,7 +442,7 @@ __global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
       const auto place = place_again();
       Sums<Acc> sums = {};
       if (needs_sums && !plan.sums_first) {
-        add_up<T, W>(sums, p, plan, ring.image(0, place), ring.image(1, place), statistics, place, begin, cols);
+        add_up<kUsual>(sums, p, plan, parameters, ring.image(0, place), ring.image(1, place), statistics, place, cols);
         sum_tile(sums, place, round);
         if constexpr (kMayShare) {
           if (plan.in_cluster) sum_cluster(sums, plan.chunks, round);
@@ -447,54 +456,46 @@ __global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
     const auto place = place_again();
     const auto dy_image = ring.image(0, place), x_image = ring.image(1, place);
     T* const dx_row = static_cast<T*>(p.grad_input) + row * p.cols + begin;
-    const auto add_and_store = [&](auto is_usual) {
-      const bool grad_input = is_usual || p.grad_input;
 #pragma unroll
-      for (int i = 0; i < Tile::kVectors; ++i) {
-        if (!place.template has_columns<kCount>(i, cols)) continue;
-        const int column = place.vector(i) * kCount, valid = cols - column;
-        Vector<T, kCount> dx;
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      if (!place.template has_columns<kCount>(i, cols)) continue;
+      Vector<T, kCount> dx;
 #pragma unroll
-        for (int k = 0; k < kCount; k += kPiece) {
-          Vector<W, kPiece> w;
-          load_weight<is_usual>(w, p, plan, begin + column + k, valid - k);
-          Acc xhat[kPiece], g[kPiece];
-          if (is_usual || needs_x) {
-            normalize<is_usual, false>(xhat, piece<kPiece>(x_image.get(i), k), w, p, plan, statistics, means.xhat,
-                                       begin + column + k, valid - k);
-          }
-          widen(g, piece<kPiece>(dy_image.get(i), k));
-          if (is_usual || p.grad_weight) {
-#pragma unroll
-            for (int e = 0; e < kPiece; ++e) dw[i][k + e] = fma(g[e], xhat[e], dw[i][k + e]);
-          }
-          if (is_usual || p.grad_bias) {
-#pragma unroll
-            for (int e = 0; e < kPiece; ++e) db[i][k + e] += g[e];
-          }
-          if (!grad_input) continue;
-          multiply(g, g, w, !is_usual && p.zero_centered_weight);
-#pragma unroll
-          for (int e = 0; e < kPiece; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
-          if (!is_usual && p.grad_sum) {
-            Acc dsum[kPiece];
-            widen(dsum, piece<kPiece>(ring.image(2, place).get(i), k));
-#pragma unroll
-            for (int e = 0; e < kPiece; ++e) g[e] += dsum[e];
-          }
-          const auto rounded_piece = rounded<T>(g);
-#pragma unroll
-          for (int e = 0; e < kPiece; ++e) dx.of[k + e] = rounded_piece.of[e];
+      for (int k = 0; k < kCount; k += kPiece) {
+        const int column = place.vector(i) * kCount + k, valid = cols - column;
+        Vector<W, kPiece> w;
+        load_weight<kUsual>(w, parameters.weight, p, plan, column, valid);
+        Acc xhat[kPiece], g[kPiece];
+        if (needs_x) {
+          normalize<kUsual, false>(xhat, piece<kPiece>(x_image.get(i), k), w, parameters.bias, p, plan, statistics,
+                                   means.xhat, column, valid);
         }
-        if (grad_input) ring.output(place).store(dx_row, i, dx, cols);
+        widen(g, piece<kPiece>(dy_image.get(i), k));
+        if (grad_weight) {
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) dw[i][k + e] = fma(g[e], xhat[e], dw[i][k + e]);
+        }
+        if (grad_bias) {
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) db[i][k + e] += g[e];
+        }
+        if (!grad_input) continue;
+        multiply(g, g, w, !kUsual && p.zero_centered_weight);
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
+        if (has_grad_sum) {
+          Acc dsum[kPiece];
+          widen(dsum, piece<kPiece>(ring.image(2, place).get(i), k));
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) g[e] += dsum[e];
+        }
+        const auto rounded_piece = rounded<T>(g);
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) dx.of[k + e] = rounded_piece.of[e];
       }
-    };
-    if (plan.usual) {
-      add_and_store(std::true_type{});
-    } else {
-      add_and_store(std::false_type{});
+      if (grad_input) ring.output(place).store(dx_row, i, dx, cols);
     }
-    if (p.grad_input) ring.output(place).end_of_store(dx_row, cols);
+    if (grad_input) ring.output(place).end_of_store(dx_row, cols);
     ring.release();
     fetch(row + plan.stages * step, place);
 
@@ -502,10 +503,10 @@ __global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
     if (is_last) let_next_grid_start();
     if (!is_last && (round + 1) % kRowsPerSum != 0) continue;
     Acc* const dweight = static_cast<Acc*>(p.workspace) + slot * plan.pitch + begin;
-    Acc* const dbias = dweight + (p.grad_weight ? plan.slots * plan.pitch : 0);
+    Acc* const dbias = dweight + (grad_weight ? plan.slots * plan.pitch : 0);
     const bool first = round < kRowsPerSum && !plan.adds;
-    if (p.grad_weight) add_to_workspace(dweight, dw, first, place, cols_of_block);
-    if (p.grad_bias) add_to_workspace(dbias, db, first, place, cols_of_block);
+    if (grad_weight) add_to_workspace(dweight, dw, first, place, cols_of_block);
+    if (grad_bias) add_to_workspace(dbias, db, first, place, cols_of_block);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
 #pragma unroll
@@ -515,34 +516,49 @@ __global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
   ring.drain();
 }
 
-// Rows of up to 512 threads are one tile; longer ones are cut into chunks. The sums of more than 16 columns do not fit
-// into a thread's 128 registers.
-template <class T>
-using LongTile = BlockTile<std::min(4, 16 / kVectorSize<T>)>;
+template <class T, class W, class Tile>
+__global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
+    backward_rows(const BackwardParams p, const Plan plan) {
+  if (blockIdx.y >= plan.slots) return sum_columns<T, W>(p, plan);
+  if (plan.usual) {
+    take_rows<true, T, W, Tile>(p, plan);
+  } else {
+    take_rows<false, T, W, Tile>(p, plan);
+  }
+}
 
 // The sums of a part of a row for each block, chunk by chunk.
 template <class T, class W>
-__global__ void __launch_bounds__(LongTile<T>::kBlock, 1) backward_sums(const BackwardParams p, const Plan plan) {
+__global__ void __launch_bounds__(BlockTile::kBlock, 1) backward_sums(const BackwardParams p, const Plan plan) {
   using Acc = AccOf<T>;
-  const Place<LongTile<T>> place;
+  const Place<BlockTile> place;
   const int64_t row = plan.first_row + blockIdx.y, columns = int64_t{plan.chunk} * plan.chunks_of_part;
   const int64_t begin = columns * blockIdx.x, end = min(p.cols, begin + columns);
 
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  RowRing<T, LongTile<T>> ring(shared, nullptr, 2, plan.stages, plan.aligned, false, plan.chunk, place);
+  RowRing<T, BlockTile> ring(shared, nullptr, 2, plan.stages, plan.aligned, false, plan.chunk, place);
   const auto cols_from = [&](int64_t at) {
     return static_cast<int>(max(min(end - at, int64_t{plan.chunk}), int64_t{0}));
   };
-  const auto fetch = [&](int64_t at) { ring.fetch(rows_at<T, LongTile<T>>(p, true, row, at), cols_from(at), place); };
+  const auto rows_from = [&](int64_t at) { return rows_at<false, T, BlockTile>(p, true, row, at); };
+  const auto fetch = [&](int64_t at) { ring.fetch(rows_from(at), cols_from(at), place); };
 #pragma unroll 1
   for (int stage = 0; stage < plan.stages; ++stage) fetch(begin + stage * plan.chunk);
   const Statistics<Acc> statistics(Saved<Acc>(p, row));
   Sums<double> total = {};
   int round = 0;
   for (int64_t at = begin; at < end; at += plan.chunk) {
-    ring.wait([&] { return rows_at<T, LongTile<T>>(p, true, row, at); }, cols_from(at), place);
+    ring.wait([&] { return rows_from(at); }, cols_from(at), place);
     Sums<Acc> sums = {};
-    add_up<T, W>(sums, p, plan, ring.image(0, place), ring.image(1, place), statistics, place, at, cols_from(at));
+    const auto add = [&](auto is_usual) {
+      add_up<is_usual>(sums, p, plan, Parameters<W>(p, at), ring.image(0, place), ring.image(1, place), statistics,
+                       place, cols_from(at));
+    };
+    if (plan.usual) {
+      add(std::true_type{});
+    } else {
+      add(std::false_type{});
+    }
     sum_tile(sums, place, round++);
 #pragma unroll
     for (int k = 0; k < 3; ++k) total[k] += sums[k];
@@ -571,9 +587,9 @@ constexpr int64_t kFewBytes = int64_t{8} << 20;
 // aligned.
 template <class T>
 int64_t most_vectors() {
-  using Ring = RowRing<T, LongTile<T>>;
-  const bool is_ample = Ring::bytes(LongTile<T>::kThreads, 1, 3, 1, false) + kStaticShared <= most_shared_memory();
-  return LongTile<T>::kThreads * LongTile<T>::kVectors / (is_ample ? 1 : 2);
+  using Ring = RowRing<T, BlockTile>;
+  const bool is_ample = Ring::bytes(BlockTile::kThreads, 1, 3, 1, false) + kStaticShared <= most_shared_memory();
+  return BlockTile::kThreads * BlockTile::kVectors / (is_ample ? 1 : 2);
 }
 
 // Cuts rows of more than a tile: into chunks of 1024 vectors, or of more if a cluster then has them all.
@@ -676,9 +692,9 @@ void with_launches(const BackwardParams& p, const F& f) {
       plan.rows_of_block = WarpTile::kBlock >> plan.log2_lanes;
       return with(WarpTile{}, plan);
     }
-    if (vectors <= path_limit(most_vectors<T>())) return with(LongTile<T>{}, plan);
+    if (vectors <= path_limit(most_vectors<T>())) return with(BlockTile{}, plan);
     cut<T>(plan, p.cols);
-    with(LongTile<T>{}, plan);
+    with(BlockTile{}, plan);
   });
 }
 

@@ -121,9 +121,7 @@ def _source_path(name, architecture):
     count = 16 // size  # elements of a vector
     parameters = max(1, sizes.get(found[3], 0) // size)  # 16 bytes of them to a vector
     is_block = found[4] == "Block"  # a row's threads have it to themselves
-    vectors = (
-        int(found[5]) if is_block else min(4, 16 // count) if kernel == "backward_sums" else 1 if found[5] == "1" else 4
-    )
+    vectors = 1 if found[5] == "1" else 4
     # Of backward, rows are staged before the loop and in it.
     staged, loads, stores = {
         "forward_rows": (1, 2 * parameters, 1),

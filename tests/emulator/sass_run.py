@@ -1,7 +1,6 @@
 """Runs a kernel's machine code for sm_90, as nvdisasm lists it, and counts the instructions that its warps issue.
 
-It knows the instructions that the kernels for rows of float and 16-bit elements consist of, but for bulk copies, and
-fails at others. That it knows them right shows in the output, which is looked at. A warp issues an instruction once for
+It knows the instructions that the kernels for rows of float and 16-bit elements consist of, and fails at others. That it knows them right shows in the output, which is looked at. A warp issues an instruction once for
 those of its 32 lanes that have come there together; lanes that part meet again at a BSYNC or WARPSYNC. Predicated
 instructions, and those of idle lanes, are issued all the same.
 """
@@ -174,6 +173,8 @@ class Warp:
             return
         if len(operands) > 1:
             taking = taking & self.predicate(operands[0])
+        if "ANY" in modifiers and taking.any():
+            taking = active
         self.at[taking] = self.code.labels[sass.TARGET.search(operands[-1])[1]]
 
     def flow_BSSY(self, modifiers, operands, taking, active):
@@ -212,7 +213,7 @@ class Warp:
         pass
 
     do_NOP = do_LDGDEPBAR = do_DEPBAR = do_UCGABAR_ARV = do_ACQBULK = do_PREEXIT = do_MEMBAR = nothing
-    do_ERRBAR = do_CGAERRBAR = do_CCTL = nothing
+    do_ERRBAR = do_CGAERRBAR = do_CCTL = do_FENCE = nothing
 
     # ---- integers ----------------------------------------------------------------------------------------------------
 
@@ -449,8 +450,15 @@ class Warp:
         self.write(operands[0], self.float(operands[1]).astype(np.int64), active)
 
     def do_F2F(self, modifiers, operands, active):
-        assert modifiers == ["F32", "F64"]
-        self.write(operands[0], self.long(operands[1]).view(np.float64).astype(np.float32), active)
+        if modifiers == ["F64", "F32"]:
+            self.write_long(operands[0], self.float(operands[1]).astype(np.float64).view(np.uint64), active)
+        else:
+            assert modifiers == ["F32", "F64"]
+            self.write(operands[0], self.long(operands[1]).view(np.float64).astype(np.float32), active)
+
+    def do_DADD(self, modifiers, operands, active):
+        a, b = (self.long(text).view(np.float64) for text in operands[1:])
+        self.write_long(operands[0], (a + b).view(np.uint64), active)
 
     def do_F2FP(self, modifiers, operands, active):
         def bits(value):
@@ -530,11 +538,39 @@ class Warp:
         for lane in LANES[active]:
             self.block.shared(int(to[lane]), 16)[:] = self.block.memory(int(of[lane]), 16) if exists[lane] else 0
 
+    def do_ELECT(self, modifiers, operands, active):
+        self.write(operands[0], LANES[active][0] == LANES, active)
+
+    def do_UBLKCP(self, modifiers, operands, active):
+        """Copies at once. The register after that of the place to copy to has the barrier."""
+        assert modifiers == ["S", "G"]
+        lane = LANES[active][0]
+        to, of = (operand.strip("[]") for operand in operands[:2])
+        size = 16 * int(self.word(operands[2])[lane] & 0xFFFF)
+        begin, end = int(self.long(of)[lane]), int(self.word(to)[lane])
+        for offset in range(0, size, 16):
+            self.block.shared(end + offset, 16)[:] = self.block.memory(begin + offset, 16)
+        self.block.arrive(int(self.word(to, 1)[lane]), 0, -size)
+
+    def do_SYNCS(self, modifiers, operands, active):
+        lane = LANES[active][0]
+        address = int(self.addresses(operands[1])[lane])
+        if modifiers[0] == "EXCH":
+            self.block.barriers[address] = [0, 1, 0]
+        elif modifiers[0] == "ARRIVE":
+            self.block.arrive(address, 1, int(self.word(operands[2])[lane]))
+        else:
+            assert modifiers[0] == "PHASECHK"
+            parity = int(self.word(operands[2])[lane]) >> 31
+            assert self.block.barriers[address][0] != parity, "waits for what nobody has begun to copy"
+            self.write(operands[0], np.ones(32, bool), active)
+
 
 class Block:
     def __init__(self, code, launch, index, rank=0):
         self.code, self.launch, self.index, self.rank = code, launch, index, rank
         self.bytes = np.zeros(256 * 1024, np.uint8)
+        self.barriers = {}  # mbarriers: parity, arrivals to come, bytes to come
         self.warps = [Warp(self, i) for i in range(launch.threads // 32)]
 
     def constant(self, address, size):
@@ -547,6 +583,13 @@ class Block:
         address &= SHARED_WINDOW - 1
         assert address % size == 0 and address + size <= len(self.bytes)
         return self.bytes[address : address + size]
+
+    def arrive(self, address, arrivals, more_bytes):
+        barrier = self.barriers[address]
+        barrier[1] -= arrivals
+        barrier[2] += more_bytes
+        if barrier[1:] == [0, 0]:
+            barrier[:] = [barrier[0] ^ 1, 1, 0]
 
     def shared_of_cluster(self, address, size):
         block = self.launch.blocks[(address & MASK) // SHARED_WINDOW]

@@ -10,7 +10,7 @@ import pytest
 import sass
 import torch
 from reference import DTYPES
-from test_kernels import LIMITS, STAGED, arguments, images, run, run_images
+from test_kernels import STAGED, TILES, arguments, images, run, run_images
 
 architectures = pytest.mark.parametrize("architecture", cuda_binary.ARCHITECTURES)
 
@@ -49,7 +49,7 @@ def test_every_kernel_is_run(architecture):
     library = emulated_ops.library(emulated_build.PLAIN)
     library.launched()
     with library.schedule(architecture=architecture, one_launch_limit=0):
-        for dtypes, limit in itertools.product(DTYPES, [*LIMITS, 2049]):
+        for dtypes, limit in itertools.product(DTYPES, [*TILES, 2049]):
             x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
             run(library, x, dy, w, b)
             run(library, x, dy, None, None)  # parameters like the input
