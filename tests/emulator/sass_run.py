@@ -1,8 +1,9 @@
 """Runs a kernel's machine code for sm_90, as nvdisasm lists it, and counts the instructions that its warps issue.
 
-It knows the instructions that the kernels for rows of float and 16-bit elements consist of, and fails at others. That it knows them right shows in the output, which is looked at. A warp issues an instruction once for
-those of its 32 lanes that have come there together; lanes that part meet again at a BSYNC or WARPSYNC. Predicated
-instructions, and those of idle lanes, are issued all the same.
+It knows the instructions that the kernels for rows of float and 16-bit elements consist of, and fails at others. That
+it knows them right shows in the output, which is looked at. A warp issues an instruction once for those of its 32 lanes
+that have come there together; lanes that part meet again at a BSYNC or WARPSYNC. Predicated instructions, and those of
+idle lanes, are issued all the same.
 """
 
 import operator
