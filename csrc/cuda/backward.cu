@@ -124,10 +124,10 @@ __device__ __forceinline__ void normalize(Acc (&xhat)[kCount], const Vector<T, k
   }
   widen(xhat, x);
   Statistics<Acc> of_columns = row;
-  if (valid <= 0) of_columns.offset = 0;
+  if (valid <= 0) of_columns.mean = 0;
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
-    if (kPartial && e >= valid) of_columns.offset = 0;
+    if (kPartial && e >= valid) of_columns.mean = 0;
     xhat[e] = of_columns.xhat(xhat[e], shift);
   }
 }

@@ -212,19 +212,19 @@ struct Saved {
   }
 };
 
-// xhat = x * factor - offset, by one instruction. The offset is a rounded product, so that xhat is off by the same
-// amount in the whole row: no more than the saved mean's rounding makes it off, and found with that.
+// The same, for numbers that are multiplied by `scale` first.
 template <class Acc>
 struct Statistics {
-  Acc rstd, factor, offset;
+  Acc scale, mean, rstd;
 
-  __device__ __forceinline__ explicit Statistics(const Saved<Acc>& saved)
-      : rstd(saved.rstd), factor(saved.rstd), offset(saved.mean * saved.rstd) {
-    // Products that overflow are those of a row of equal numbers, whose xhat is 0: its rstd is the root of 1 / eps.
-    const bool overflows = offset == kInfinity<Acc> || offset == -kInfinity<Acc>;
-    if (overflows && rstd < kInfinity<Acc>) factor = offset = 0;
+  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+  __device__ __forceinline__ explicit Statistics(const Saved<Acc>& saved) {
+    const bool is_huge = saved.rstd < Acc(0x1p-60);
+    scale = is_huge ? kScale<Acc> : 1;
+    mean = saved.mean * scale;
+    rstd = saved.rstd * (is_huge ? 1 / kScale<Acc> : 1);
   }
-  __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(x, factor, -offset) - shift; }
+  __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
 };
 
 // What the gradients need to know of a row besides.
@@ -237,7 +237,7 @@ struct Means {
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Its first difference is exactly 0 if g is the same in the whole
   // row, as it is for the sum of the outputs, or for one column.
   __device__ __forceinline__ Acc grad_input(Acc g_, Acc xhat_, const Statistics<Acc>& row) const {
-    return fma(xhat_, -g_xhat, g_ - g) * row.rstd;
+    return fma(xhat_, -g_xhat, g_ - g) * (row.rstd * row.scale);
   }
 };
 

@@ -312,6 +312,20 @@ def test_constant_rows_of_huge_numbers(library, path):
         assert backward[1].eq(0).all(), cols
 
 
+def test_statistics_are_scaled_only_where_they_must_be(library):
+    """Rows of a standard deviation up to 2^60 are not: numbers so small that scaling would cost them digits survive."""
+    small = 2.0**-40 * (1 + 2.0**-23)
+    x = torch.tensor([[small, -small] * 20])
+    dy = torch.ones_like(x)
+    zero = torch.zeros(1, 1)
+    for path_limit, rstd in itertools.product((0, emulated_ops.UNLIMITED), (0.5, 2.0**-60)):
+        with library.schedule(path_limit=path_limit):
+            _, grad_weight, _ = library.ops.backward(
+                dy, x, (40,), zero, torch.full((1, 1), rstd), None, None, [False, True, False]
+            )
+        assert torch.equal(grad_weight, x[0] * rstd), (path_limit, rstd)
+
+
 def test_many_rows(library):
     """More than are summed in one go, by three blocks of 16 rows and of one."""
     for rows, cols in [(3 * 16 * 256 + 9, 3), (3 * 256 + 9, 514)]:

@@ -178,7 +178,7 @@ def test_backward_issues_few_instructions(dtypes):
     In the time in which an H100's memory moves three elements, its warps issue 46.5 and 93 for a lane. Counted is what
     each further row costs: a block's first takes, besides, what begins the sums and stores them.
     """
-    for vectors, blocks in ((8, 1), (128, 1), (256, 1), (512, 2)):
+    for vectors, blocks in ((8, 1), (128, 1), (256, 1), (1024, 2)):
         (first, one), (both, two) = (issued_by_backward(dtypes, vectors, rounds, blocks) for rounds in (3, 4))
         cols = vectors * 16 // dtypes[0].itemsize
         assert (both - first) / (two - one) <= (36 if dtypes[0].itemsize == 2 else 70) * cols, (vectors, blocks)
