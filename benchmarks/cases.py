@@ -15,6 +15,7 @@ from reference import BF16, DTYPES, F16, F32, F64, Backward, Forward, dtypes_id,
 PAIRS = {dtypes_id(pair): pair for pair in DTYPES}  # name -> dtypes of the data and of the parameters
 EPS = 1e-5
 QUANTITIES = ("output", "grad_input", "grad_weight", "grad_bias")
+RESULTS = {"forward": QUANTITIES[:1], "backward": QUANTITIES[1:], "both": QUANTITIES}  # of a pass
 
 # How far from the exact result, in parts of its largest value, is called wrong: no claim of precision, which `accuracy`
 # looks at, but what whoever looks at a time has to know. 16-bit results may be off by 4 roundings, as when they are
@@ -112,10 +113,14 @@ def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict
     return {name: {q: error / (largest[q] or 1) for q, error in by.items()} for name, by in worst.items()}
 
 
+def largest_error(error: dict[str, float], which: str) -> float | None:
+    """Return the largest error of the results of forward, backward or both; None if there are none."""
+    return max((error[quantity] for quantity in RESULTS[which] if quantity in error), default=None)
+
+
 def fault(case: Case, error: dict[str, float], which: str) -> str:
     """Say which result of forward, backward or both is wrong, and by how much; "" if none is."""
-    looked_at = {"forward": QUANTITIES[:1], "backward": QUANTITIES[1:], "both": QUANTITIES}[which]
-    quantity = max(looked_at, key=error.get)
+    quantity = max(RESULTS[which], key=error.get)
     return (
         ""
         if error[quantity] <= WRONG[case.dtype]

@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from .cases import Case
+from .cases import Case, largest_error
 from .contenders import PASSES, Copy, enter
 from .timing import Device, contest, figures, first_line, sampler
 
@@ -49,9 +49,9 @@ def measure(
             for entry in entries:
                 status, message = entry.status(which, failed)
                 record = cell | {"contender": entry.name, "status": status, "message": message}
-                record["error"] = max(entry.errors.values(), default=None)
+                record["error"] = largest_error(entry.errors, which)
                 yield record | figures(times, entry.name, AGAINST)
-            copied = {"contender": COPY, "status": "ok", "message": "", "error": 0.0}
+            copied = {"contender": COPY, "status": "ok", "message": "", "error": None}
             yield cell | copied | figures(times, COPY, AGAINST) | {"verdict": None}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import onednn
-from .cases import EPS, Case, errors, fault
+from .cases import EPS, Case, errors, fault, largest_error
 from .contenders import Contender, Copy
 from .kernels import AGAINST, COPY
 from .timing import Device, contest, figures, first_line
@@ -71,6 +71,6 @@ def measure(device: Device, rows: int, cols: int, dtypes: str, names: list[str],
             message = failed.get(name) or failed_later.get(name)
             wrong = fault(case, error[name], which) if name in error else ""
             status = "failed" if message else "wrong" if wrong else "ok"
-            largest = max(error[name].values()) if name in error else None
+            largest = largest_error(error.get(name, {}), which)
             record = cell | {"contender": name, "status": status, "message": message or wrong, "error": largest}
             yield record | figures(times, name, AGAINST)

@@ -40,7 +40,9 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write BENCHMARK.json, and the records as BENCHMARK.csv."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.benchmark}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        new = folder / f"{self.benchmark}.new"  # whoever ends this run in the middle leaves a whole file
+        new.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        new.replace(folder / f"{self.benchmark}.json")
         with open(folder / f"{self.benchmark}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, self.records[0] if self.records else [])
             writer.writeheader()

@@ -32,7 +32,8 @@ def timed(unit: str, factor: float, ratio: str = "of_torch") -> Callable[[dict],
 
 def kernel(record: dict) -> Cell:
     cell = timed("µs", 1)(record)
-    return Cell(f"{cell.text} · {record['of_copy']:.0%}", cell.kind)
+    off = "" if record["error"] is None else f" · {record['error']:.0e}"  # a copy's is not looked at
+    return Cell(f"{cell.text} · {record['of_copy']:.0%}{off}", cell.kind)
 
 
 def step(record: dict) -> Cell:
@@ -60,8 +61,10 @@ COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[dict], Cell]]] = {
 }
 READING = {
     "kernels": "Microseconds · torch's time / this one's (more than 1 is faster than torch) · speed in parts of a "
-    "copy's. Noise is the factor that two runs of the same differ by; a ratio within it says nothing.",
-    "operators": "Microseconds · torch's time / this one's · speed in parts of a copy's.",
+    "copy's · largest error against float64, in parts of the largest value. Noise is the factor that two runs of the "
+    "same differ by; a ratio within it says nothing.",
+    "operators": "Microseconds · torch's time / this one's · speed in parts of a copy's · largest error against float64, "
+    "in parts of the largest value.",
     "overhead": "Microseconds until a call returns · torch's time / this one's.",
     "memory": "What is allocated at the peak, beside the input, and what is kept when the call has returned.",
     "models": "Milliseconds of a step · the unconverted model's time / the converted one's · memory at its peak.",

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import types
@@ -76,12 +77,14 @@ def test_kernels(run, tmp_path):
         assert 0 < record["us_low"] <= record["us"] <= record["us_high"]
         assert record["of_torch_low"] <= record["of_torch"] <= record["of_torch_high"]
         assert record["noise"] >= 1
+        assert (record["error"] is None) == (record["contender"] == "copy")
         assert record["verdict"] in (
             {None} if record["contender"] in ("torch", "copy") else {"faster", "slower", "noise"}
         )
     copies = [r for r in found.records if r["contender"] == "copy"]
     assert {r["of_copy"] for r in copies} == {1}
     assert "torch / ours" in output
+    assert len(re.findall(r" · \d+% · \de-\d\d", output)) == len(found.records) - len(copies)  # errors beside the times
     for plot in ("copy_fraction", "heat_map", "roofline"):
         assert (tmp_path / f"{plot}.png").stat().st_size > 5000
 
