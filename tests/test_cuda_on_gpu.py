@@ -15,17 +15,24 @@ pytestmark = pytest.mark.skipif(
 
 ALL = [True, True, True]
 
-# (rows, columns) that are taken by a tile of a few threads, by one of many, by a cluster, and by two launches.
-SHAPES = [(300, 64), (70, 4096), (9, 40000), (3, 400000)]
+# (rows, columns) that are taken by a tile of a few threads, by one of many, by a cluster, and by two launches; and by a
+# single launch for all gradients.
+SHAPES = [(300, 64), (70, 4096), (9, 40000), (3, 400000), (20, 768)]
+# Images [N, C, P] whose channels fit into shared memory, in forward alone, and not at all.
+IMAGES = [(3, 64, 300), (2, 500, 70), (2, 1000, 50)]
 
 
-def tensors(rows, cols, device="cuda"):
-    return [randn(shape, F32, device) for shape in ((rows, cols), (rows, cols), (cols,), (cols,))]
+def tensors(*shape):
+    return [randn(size, F32, "cuda") for size in (shape, shape, shape[1:2], shape[1:2])]
 
 
 def everything(x, dy, w, b):
-    output, mean, rstd = torch.ops.layernorm.forward(x, w.shape, w, b)
-    return output, mean, rstd, *torch.ops.layernorm.backward(dy, x, w.shape, mean, rstd, w, b, ALL)
+    """Return output, statistics and gradients of rows or of images."""
+    if x.dim() == 2:
+        output, mean, rstd = torch.ops.layernorm.forward(x, w.shape, w, b)
+        return output, mean, rstd, *torch.ops.layernorm.backward(dy, x, w.shape, mean, rstd, w, b, ALL)
+    output, mean, rstd = torch.ops.layernorm.channels_first_forward(x, w, b, 1e-5)
+    return output, mean, rstd, *torch.ops.layernorm.channels_first_backward(dy, x, mean, rstd, w, b, ALL)
 
 
 def assert_same(actual, expected):
@@ -45,6 +52,18 @@ def test_every_path(dtypes):
             check_backward(results[3:], dy, x, w, context=(cols,))
 
 
+@all_dtypes
+def test_every_path_of_images(dtypes):
+    """Fewer pixels than lanes, of several images in a warp, and more; staged in shared memory and not."""
+    for shape in [(3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
+        x, dy = (randn(shape, dtypes[0], "cuda") for _ in range(2))
+        w, b = (randn(shape[1], dtypes[1], "cuda") for _ in range(2))
+        results = everything(x, dy, w, b)
+        rows = [t.movedim(1, -1).reshape(-1, t.size(1)).contiguous() for t in (x, dy, *results[:4])]
+        check_forward(rows[2:5], rows[0], w, b, context=shape)
+        check_backward((rows[5], *results[4:]), rows[1], rows[0], w, context=shape)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_current_stream_is_used(shape):
     """What is written late on a stream is read there, and on no other."""
@@ -61,7 +80,7 @@ def test_the_current_stream_is_used(shape):
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
 def test_cuda_graph(shape):
     """Captured, and replayed with other numbers: bit by bit what eager calls give."""
     arguments = tensors(*shape)
@@ -125,8 +144,9 @@ def test_two_python_threads_on_two_streams():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_another_gpu_than_the_current_one():
-    arguments = tensors(9, 5000)
+@pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
+def test_another_gpu_than_the_current_one(shape):
+    arguments = tensors(*shape)
     expected = everything(*arguments)
     with torch.cuda.device(1):
         on_second = [t.to("cuda:1") for t in arguments]
