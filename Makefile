@@ -1,7 +1,7 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device mutants gpu-test gpu-sanitize gpu-quick gpu-bench gpu-bench-peers bench \
-	bench-cpu bench-compare test-browser lint format ci clean
+.PHONY: install cuda-build test test-device mutants $(GPU_TARGETS) gpu-bench-peers bench bench-cpu bench-compare \
+	test-browser lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -25,27 +25,17 @@ test-device:
 mutants:
 	python tests/emulator/mutants.py
 
-# For a machine with a GPU: each within eight minutes, without a network; logs and summaries go to OUT.
+# For a machine with a GPU: each part within eight minutes, without a network; logs and summaries go to OUT. What has
+# passed is not repeated, and what was interrupted goes on. COMMIT is for sources that lie in no repository.
 OUT ?= build/gpu
+GPU_OPTIONS = --out $(OUT) $(if $(COMMIT),--commit $(COMMIT))
+GPU_TARGETS = gpu-all gpu-build gpu-test gpu-sanitize gpu-graphs gpu-devices gpu-bench gpu-profile gpu-peers gpu-quick
 
-gpu-test:
-	python tests/gpu.py test --out $(OUT)
+$(GPU_TARGETS): gpu-%:
+	python tests/gpu.py $* $(GPU_OPTIONS)
 
-gpu-sanitize:
-	python tests/gpu.py sanitize --out $(OUT)
+gpu-bench-peers: gpu-peers
 
-gpu-quick:
-	python tests/gpu.py quick --out $(OUT)
-
-# Every kernel's time as a fraction of a copy's, beside torch's, by graphs and call by call; and beside that of the peers
-# that are installed, which goes on where it was interrupted.
-gpu-bench:
-	python -m benchmarks kernels --device cuda --dtypes $(GPU_DTYPES) --contenders ours,torch --out $(OUT)/bench
-
-gpu-bench-peers:
-	python -m benchmarks kernels --device cuda --dtypes $(GPU_DTYPES) --resume --out $(OUT)/peers
-
-GPU_DTYPES = bf16,fp32,bf16-fp32
 BENCH_OUT ?= build/benchmarks
 DEVICE ?= cpu
 BASE ?= HEAD

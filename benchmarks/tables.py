@@ -63,8 +63,8 @@ READING = {
     "kernels": "Microseconds · torch's time / this one's (more than 1 is faster than torch) · speed in parts of a "
     "copy's · largest error against float64, in parts of the largest value. Noise is the factor that two runs of the "
     "same differ by; a ratio within it says nothing.",
-    "operators": "Microseconds · torch's time / this one's · speed in parts of a copy's · largest error against float64, "
-    "in parts of the largest value.",
+    "operators": "Microseconds · torch's time / this one's · speed in parts of a copy's · largest error against "
+    "float64, in parts of the largest value.",
     "overhead": "Microseconds until a call returns · torch's time / this one's.",
     "memory": "What is allocated at the peak, beside the input, and what is kept when the call has returned.",
     "models": "Milliseconds of a step · the unconverted model's time / the converted one's · memory at its peak.",
