@@ -269,8 +269,8 @@ def test(task: Task) -> Pieces:
         return {"chosen": functools.partial(chosen, "chosen", *task.arguments)}
     pieces = {}
     for files in groups_of_files():
-        first, last = (Path(file).stem.removeprefix("test_") for file in (files[0], files[-1]))
-        name = f"{first}-to-{last}"
+        names = [Path(file).stem.removeprefix("test_") for file in files]
+        name = "-to-".join(dict.fromkeys((names[0], names[-1])))
         pieces[name] = functools.partial(chosen, name, "-k", "cuda", *files)
     return pieces or {"all": functools.partial(chosen, "all", "-k", "cuda")}  # which says what is wrong
 
