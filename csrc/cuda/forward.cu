@@ -43,7 +43,7 @@ struct Divisor {
 // What the kernels ask of ForwardParams, as it takes fewest instructions: a bit takes one, a pointer three.
 template <class Acc>
 struct Known {
-  enum Flag : unsigned { kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32 };
+  static constexpr unsigned kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32;
   unsigned flags;
   Acc eps;
   Divisor<Acc> cols;

@@ -144,7 +144,8 @@ EMULATOR_INLINE T atomicCAS(T* address, std::type_identity_t<T> expected, std::t
   return emulator::atomic_update(address, [=](T old) { return old == expected ? value : old; });
 }
 
-// ---- arithmetic that glibc does not have ------------------------------------------------------------------
+// ---- arithmetic that glibc does not have, or has of doubles alone ---------------------------------------
+using std::abs, std::fma, std::hypot, std::sqrt;
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }

@@ -359,8 +359,10 @@ def outcomes(forks, csrc, work, mutants, jobs):
 
 def digest(options):
     """Of all that the results depend on."""
-    tests = emulated_build.EMULATOR.parent.rglob("*.py")
-    inputs = sorted(path for path in [*options.csrc.rglob("*"), *tests, *emulated_build.RUNTIME] if path.is_file())
+    folder = emulated_build.EMULATOR
+    tests = [*folder.glob("emulated_*.py"), *folder.parent.glob("[crs]*.py"), *map(pathlib.Path, [__file__, *TESTS])]
+    machine = [*folder.glob("*.h"), *emulated_build.RUNTIME]
+    inputs = sorted(path for path in [*options.csrc.rglob("*"), *tests, *machine] if path.is_file())
     return hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
 
 

@@ -124,6 +124,11 @@ def test_what_is_not_understood_is_refused(tmp_path):
         mutants.Instrumented(tmp_path)
 
 
+def test_the_kernels_are_understood():
+    made = mutants.Instrumented(emulated_build.ROOT / "csrc")
+    assert len(made.mutants) > 2000 and {"forward.cu", "backward.cu", "row.cuh"} <= made.files.keys()
+
+
 def test_culprits_of_a_compile_error():
     files = {"a.cu": "int x = (MUTANT(7) ? (p + q) : (MUTANT(8) ? (p * q) : (p - q)));"}
     column = files["a.cu"].index("p * q") + 1
