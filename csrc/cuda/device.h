@@ -262,10 +262,10 @@ __device__ __forceinline__ unsigned thread_again() {
 #endif
 }
 
-// x / y to within a few units in the last place, for y up to 2^126.
+// x / y to within a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
 #if defined(__CUDACC__)
-  return __fdividef(x, y);
+  return __fdividef(x / 4, y / 4);  // which takes numbers beyond 2^126 for infinite
 #else
   return x / y;
 #endif
