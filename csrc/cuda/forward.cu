@@ -34,10 +34,7 @@ struct Divisor {
   Acc number, reciprocal;
 
   // To the nearest, which makes a sum of equal numbers that number again; NaN for infinity.
-  __device__ __forceinline__ Acc divide(Acc x) const {
-    const Acc quotient = x * reciprocal;
-    return fma(fma(-quotient, number, x), reciprocal, quotient);
-  }
+  __device__ __forceinline__ Acc divide(Acc x) const { return average(x, number, reciprocal); }
 };
 
 // What the kernels ask of ForwardParams, as it takes fewest instructions: a bit takes one, a pointer three.
@@ -81,11 +78,13 @@ __device__ __forceinline__ Moments<Acc> merge_lanes(const Moments<Acc>& own, con
   const Acc distance = ((own.pivot - pivot) + own.shift) - shift;  // of the means
   const Acc correction = total.divide(sum_lanes<kLanes>(own.count * distance));
   const Acc rest = distance - correction;
-  return {pivot, shift + correction, sum_lanes<kLanes>(own.squares + own.count * rest * rest), total.number, own.scale};
+  return {pivot, shift + correction, sum_lanes<kLanes>(fma(own.count * rest, rest, own.squares)), total.number,
+          own.scale};
 }
 
 // Of a row, or of a warp's part of one, which the threads of a tile have in `v`, with zeros beyond its end: this one
-// has `valid` columns from its first one on. What is left in `x` is x * scale - pivot.
+// has `valid` columns from its first one on. What is left in `x` is x * scale - pivot for a row; for a chunk of one,
+// whose other chunks have other pivots, x.
 template <class Tile, class T, int kCount, class Acc>
 __device__ __forceinline__ Moments<Acc> moments_of_warp(Acc (&x)[Tile::kVectors][kCount],
                                                         const Vector<T, kCount> (&v)[Tile::kVectors], Acc scale,
@@ -114,8 +113,9 @@ __device__ __forceinline__ Moments<Acc> moments_of_warp(Acc (&x)[Tile::kVectors]
       const Acc pivot = valid > at ? own.pivot : 0;  // so that numbers that are not there stay 0
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
-        const Acc d = x[i][e] = fma(x[i][e], scale, is_whole || at + e < valid ? -pivot : 0);
-        distances[e % 2] += d;
+        const Acc d = fma(x[i][e], scale, is_whole || at + e < valid ? -pivot : 0);
+        if (Tile::kIsRow) x[i][e] = d;
+        distances[e % 2] = i == 0 && e < 2 ? d : distances[e % 2] + d;  // 0 + d would take an instruction
         squares[e % 2] = fma(d, d, squares[e % 2]);
       }
     }
@@ -127,7 +127,7 @@ __device__ __forceinline__ Moments<Acc> moments_of_warp(Acc (&x)[Tile::kVectors]
   }
   if (!rms) own.shift = divisor.divide(sum_lanes<Tile::kLanes>(distances[0] + distances[1]));
   own.count = Tile::kWarps > 1 ? count : divisor.number;
-  own.squares = sum_lanes<Tile::kLanes>(squares[0] + squares[1]) - own.count * own.shift * own.shift;
+  own.squares = fma(-own.count * own.shift, own.shift, sum_lanes<Tile::kLanes>(squares[0] + squares[1]));
   if (own.squares < 0) own.squares = 0;  // written so that NaN stays NaN
   own.scale = scale;
   return own;
@@ -189,9 +189,9 @@ __device__ __forceinline__ Moments<Acc> merge(Moments<Acc> a, Moments<Acc> b) {
   for (;;) {
     const Acc count = a.count + b.count, weight = divisor_of(count).divide(b.count);
     const Acc distance = ((b.pivot - a.pivot) + b.shift) - a.shift;  // of the means
-    const Acc squares = (a.squares + b.squares) + distance * distance * (a.count * weight);
+    const Acc squares = fma(distance * distance, a.count * weight, a.squares + b.squares);
     if (squares < kInfinity<Acc> || a.scale != 1) {
-      return {a.pivot, a.shift + distance * weight, squares, count, a.scale};
+      return {a.pivot, fma(distance, weight, a.shift), squares, count, a.scale};
     }
     rescale(a), rescale(b);
   }
@@ -307,6 +307,18 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, const K
   static_cast<Acc*>(p.rstd)[row] = rstd * of_row.scale;
 }
 
+// x * scale - pivot of x, for a chunk of a row.
+template <class Tile, int kCount, class Acc>
+__device__ __forceinline__ void subtract_pivot(Acc (&x)[Tile::kVectors][kCount], const Moments<Acc>& row,
+                                               const Place<Tile>& place, int cols) {
+#pragma unroll
+  for (int i = 0; i < Tile::kVectors; ++i) {
+    if (!place.template has_columns<kCount>(i, cols)) break;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) x[i][e] = fma(x[i][e], row.scale, -row.pivot);
+  }
+}
+
 // y from d = x * scale - pivot. The correction is added before anything is multiplied: for a constant row the sum is
 // exactly 0.
 template <class T, class W, class Tile, int kCount, class Acc>
@@ -344,27 +356,22 @@ __device__ __forceinline__ void transform(Vector<T, kCount> (&y)[Tile::kVectors]
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// Rows of one tile.
-template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardParams p, const Known<AccOf<T>> known) {
+// y of a row that is one tile, or of a chunk of one: `cols` columns from column `begin` on, of which `existing_cols`
+// exist. row_from(own) is to return the row's moments from those of the tile.
+template <class T, class W, class Tile, class F>
+__device__ __forceinline__ void forward_tile(const ForwardParams& p, const Known<AccOf<T>>& known,
+                                             const Place<Tile>& place, void* of_x, void* of_residual, int64_t row,
+                                             int64_t begin, int cols, int existing_cols, const F& row_from) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
-  const Place<Tile> place;
-  // A block's last rows may not exist. They have no columns, and are zeros.
-  const int64_t row = int64_t{blockIdx.x} * Tile::kRows + place.row;
-  const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
-
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  const size_t bytes = Image<T, Tile>::bytes(place.threads());
-  unsigned char* const of_x = shared + place.row * bytes;
   typename Image<T, Tile>::Vectors v;
   Parameter<T, W, Tile> weight, bias;
   const auto load = [&](auto aligned) {
-    Images<T, Tile> images(of_x, of_x + Tile::kRows * bytes, place, aligned);
-    images.fetch(p, known, row, 0, existing_cols);
-    weight.load(p.weight, known.is(known.kWeight), 0, place, existing_cols, aligned);
-    if (!kBiasLater<T, W>) bias.load(p.bias, known.is(known.kBias), 0, place, existing_cols, aligned);
-    images.read(v, p, known, row, 0, existing_cols);
+    Images<T, Tile> images(of_x, of_residual, place, aligned);
+    images.fetch(p, known, row, begin, existing_cols);
+    weight.load(p.weight, known.is(known.kWeight), begin, place, existing_cols, aligned);
+    if (!kBiasLater<T, W>) bias.load(p.bias, known.is(known.kBias), begin, place, existing_cols, aligned);
+    images.read(v, p, known, row, begin, existing_cols);
   };
   if (known.aligned()) {
     load(std::true_type{});
@@ -374,26 +381,48 @@ __global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardPar
 
   Image<T, Tile> image(of_x, place, known.aligned());
   Acc x[Tile::kVectors][kCount], pivot;
-  const auto of_row = scaled_moments<Tile>(x, v, pivot, place, cols, place.template valid<kCount>(0, existing_cols),
-                                           known, [&](auto& again) { image.get(again); });
+  const auto own = scaled_moments<Tile>(x, v, pivot, place, cols, place.template valid<kCount>(0, existing_cols), known,
+                                        [&](auto& again) { image.get(again); });
+  const auto of_row = row_from(own);
   const Acc rstd = rstd_of(of_row, known);
-  if (place.thread == 0 && (Tile::kRows == 1 || existing_cols > 0)) store_statistics(p, known, row, of_row, rstd);
-  if (kBiasLater<T, W>) {
-    bias.load(p.bias, known.is(known.kBias), 0, place, existing_cols, known.aligned());
+  if (begin == 0 && place.thread == 0 && (Tile::kRows == 1 || existing_cols > 0)) {
+    store_statistics(p, known, row, of_row, rstd);
   }
-  const Acc correction = Tile::kWarps > 1 ? (pivot - of_row.pivot) - of_row.shift : -of_row.shift;
+  if (kBiasLater<T, W>) {
+    bias.load(p.bias, known.is(known.kBias), begin, place, existing_cols, known.aligned());
+  }
+  if constexpr (!Tile::kIsRow) subtract_pivot<Tile>(x, of_row, place, cols);
+  const Acc correction = Tile::kIsRow && Tile::kWarps > 1 ? (pivot - of_row.pivot) - of_row.shift : -of_row.shift;
   transform(v, x, known, place, cols, correction, rstd, weight, bias);
-  image.store(static_cast<T*>(p.output) + row * cols, v, existing_cols);
+  image.store(static_cast<T*>(p.output) + row * p.cols + begin, v, existing_cols);
+}
+
+// Rows of one tile.
+template <class T, class W, class Tile>
+__global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardParams p, const Known<AccOf<T>> known) {
+  const Place<Tile> place;
+  // A block's last rows may not exist. They have no columns, and are zeros.
+  const int64_t row = int64_t{blockIdx.x} * Tile::kRows + place.row;
+  const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
+  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  const size_t bytes = Image<T, Tile>::bytes(place.threads());
+  unsigned char* const of_x = shared + place.row * bytes;
+  forward_tile<T, W>(p, known, place, of_x, of_x + Tile::kRows * bytes, row, 0, cols, existing_cols,
+                     [](const auto& own) { return own; });
 }
 
 // Rows of up to 512 threads are one tile; longer ones are cut into chunks of tiles of which two fit a multiprocessor.
-constexpr int kMostThreads = 512;
 struct ChunkTile : Tile<256> {
+  static constexpr int kResident = 2;    // blocks of a multiprocessor; with one, few bytes would be on their way
   static constexpr bool kIsRow = false;  // its warps have moments of their own; a row's last chunk may leave some none
 };
 constexpr int kLargestCluster = 8, kMostParts = 256;
 // Chunks that a block of a cluster keeps in shared memory, where there is room for them.
 constexpr int kMostChunksKept = 10;
+
+// The same of blocks that loop over chunks, where wider parameters take more registers.
+template <class T, class W>
+constexpr int kResidentParts = sizeof(W) > sizeof(T) ? 1 : ChunkTile::kResident;
 
 // A block's part of a row: `cols` columns, which are less than 2^31, from column `begin` on.
 struct Part {
@@ -422,6 +451,12 @@ __device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* of_parts
   if (lane < parts) own = of_parts[lane];
   for (unsigned i = lane + kWarpSize; i < parts; i += kWarpSize) own = merge(own, of_parts[i]);
   return merge_scaled_lanes<kWarpSize>(own, cols);
+}
+
+// The moments of a part from those of the block's warps.
+template <class Acc>
+__device__ __forceinline__ Moments<Acc> merge_warps(const Moments<Acc>& own, const Place<ChunkTile>& place, int cols) {
+  return merge_scaled_lanes<ChunkTile::kWarps>(exchange(own, place), divisor_of(static_cast<Acc>(cols)));
 }
 
 // A chunk's place in shared memory, after that of the residuals.
@@ -463,7 +498,7 @@ __device__ __forceinline__ Moments<AccOf<T>> moments_of_part(const ForwardParams
     }
     image.release();  // before the next chunk
   });
-  return merge_scaled_lanes<ChunkTile::kWarps>(exchange(own, place), divisor_of(static_cast<Acc>(part.cols)));
+  return merge_warps(own, place, part.cols);
 }
 
 // Stores a part of the output from chunks that are `kept`, or loads them again.
@@ -500,39 +535,56 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, const Known<A
     }
     Acc x[ChunkTile::kVectors][kCount];
 #pragma unroll
-    for (int i = 0; i < ChunkTile::kVectors; ++i) {
-      if (!place.template has_columns<kCount>(i, cols)) break;
-      widen(x[i], v[i]);
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) x[i][e] = fma(x[i][e], of_row.scale, -of_row.pivot);
-    }
+    for (int i = 0; i < ChunkTile::kVectors; ++i) widen(x[i], v[i]);
+    subtract_pivot<ChunkTile>(x, of_row, place, cols);
     transform(v, x, known, place, cols, -of_row.shift, rstd, weight, bias);
     auto image = images_of_chunk<T>(shared, kept ? index : 0, known.aligned()).x;
     image.store(output + begin, v, cols);
-    image.release();
+    if (!kept) image.release();  // before the next chunk
   });
 }
 
-// Each part of a row to a block of a cluster, which keeps it in shared memory.
-template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlock, 1)
-    forward_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
-  const Part part(cut, p.cols);
-  if (part.row >= p.rows) return;
-  LAYERNORM_SHARED(of_parts, Moments<AccOf<T>>[kLargestCluster]);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  cluster_arrive();
-  const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
+// The moments of a row from those of its parts, which the blocks of a cluster have. cluster_arrive() comes first.
+template <class Acc>
+__device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, const Cut& cut,
+                                                       const Known<Acc>& known) {
+  LAYERNORM_SHARED(of_parts, Moments<Acc>[kLargestCluster]);
   cluster_wait();  // all blocks have begun
   if (threadIdx.x < cut.parts) *cluster_peer(&of_parts[cluster_rank()], threadIdx.x) = own;
   cluster_arrive();
   cluster_wait();
-  store_part<T, W>(p, known, cut, part, merge_parts(of_parts, cut.parts, known.cols), shared, true);
+  return merge_parts(of_parts, cut.parts, known.cols);
+}
+
+// Each part of a row, which is one chunk, to a block of a cluster, which keeps it in registers.
+template <class T, class W>
+__global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
+    forward_chunk_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
+  const Part part(cut, p.cols);
+  if (part.row >= p.rows) return;
+  const Place<ChunkTile> place;
+  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  cluster_arrive();
+  forward_tile<T, W>(p, known, place, shared + Image<T, ChunkTile>::bytes(place.threads()), shared, part.row,
+                     part.begin, part.cols, part.cols,
+                     [&](const auto& own) { return exchange_parts(merge_warps(own, place, part.cols), cut, known); });
+}
+
+// Each part of a row to a block of a cluster, which keeps it in shared memory.
+template <class T, class W>
+__global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
+    forward_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
+  const Part part(cut, p.cols);
+  if (part.row >= p.rows) return;
+  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  cluster_arrive();
+  const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
+  store_part<T, W>(p, known, cut, part, exchange_parts(own, cut, known), shared, true);
 }
 
 // Each part of a row to a block: its moments, in the workspace [rows, parts].
 template <class T>
-__global__ void __launch_bounds__(ChunkTile::kBlock, 1)
+__global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
     forward_moments(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
   if (part.row >= p.rows) return;
@@ -544,7 +596,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlock, 1)
 
 // And its output, from those.
 template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlock, 1)
+__global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
     forward_output(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
   if (part.row >= p.rows) return;
@@ -592,7 +644,7 @@ int64_t forward_workspace(const ForwardParams& p) {
   int64_t bytes = 0;
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
     using T = typename decltype(pair)::T;
-    if (with_tile<T, kMostThreads>(p.cols, [](auto) {})) return;
+    if (with_tile<T>(p.cols, [](auto) {})) return;
     const Cut parts = cut<T>(p.cols);
     if (is_for_cluster<T>(parts)) return;
     bytes = p.rows * parts.parts * static_cast<int64_t>(sizeof(Moments<AccOf<T>>));
@@ -609,7 +661,7 @@ void forward(const ForwardParams& p) {
                          is_aligned<T>(p.output, p.cols) && is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
     const Known<AccOf<T>> known(p, aligned);
     const auto stream = static_cast<Stream>(p.stream);
-    const bool is_tile = with_tile<T, kMostThreads>(p.cols, [&](auto tile) {
+    const bool is_tile = with_tile<T>(p.cols, [&](auto tile) {
       using Tile = decltype(tile);
       const unsigned threads = threads_of<Tile, T>(p.cols);
       const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, Tile::kRows));
@@ -625,7 +677,8 @@ void forward(const ForwardParams& p) {
     if constexpr (sizeof(T) < 8) {
       if (in_cluster) {
         config.cluster = parts.parts;
-        launch(config, forward_in_cluster<T, W>, p, parts, known);
+        const bool is_chunk = parts.chunks_of_part == 1;
+        launch(config, is_chunk ? forward_chunk_in_cluster<T, W> : forward_in_cluster<T, W>, p, parts, known);
         return;
       }
     }

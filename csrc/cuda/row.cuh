@@ -19,9 +19,9 @@ constexpr bool is_power_of_2(int n) { return (n & (n - 1)) == 0; }
 
 // kThreads threads share a row, each with up to kVectors vectors of it; those next to each other have vectors next
 // to each other. A block has several rows, or one row and as many warps as it takes, kWarps at most.
-template <int kThreads_>
+template <int kThreads_, int kVectors_ = 4>
 struct Tile {
-  static constexpr int kThreads = kThreads_, kVectors = kThreads == 1 ? 1 : 4;
+  static constexpr int kThreads = kThreads_, kVectors = kVectors_;
   static constexpr int kBlock = std::max(kThreads, 128);
   static constexpr int kRows = kBlock / kThreads;
   static constexpr int kLanes = std::min(kThreads, kWarpSize);
@@ -37,20 +37,19 @@ unsigned threads_of(int64_t cols) {
   return Tile::kWarps == 1 ? Tile::kBlock : static_cast<unsigned>(warps) * kWarpSize;
 }
 
-// Calls f(Tile{}) with the smallest tile for rows of so many columns, or returns false for those that kMostThreads
-// cannot hold. It looks at nothing else, so that the order of summation is a function of the dtype and the number of
-// columns.
-template <class T, int kMostThreads, int kThreads = 1, class F>
+// Calls f(Tile{}) with the smallest tile for rows of so many columns, or returns false for those that none can hold. It
+// looks at nothing else, so that the order of summation is a function of the dtype and the number of columns. For
+// rows of two vectors, lanes with room for one issue 30.9 instructions per element of bfloat16, with room for
+// four 34.9.
+template <class T, class F>
 bool with_tile(int64_t cols, const F& f) {
-  using Tile = Tile<kThreads>;
-  if (ceil_div(cols, kVectorSize<T>) <= path_limit(Tile::kThreads * Tile::kVectors)) {
-    f(Tile{});
+  const auto is_for = [&](auto tile) {
+    if (ceil_div(cols, kVectorSize<T>) > path_limit(tile.kThreads * tile.kVectors)) return false;
+    f(tile);
     return true;
-  }
-  if constexpr (kThreads < kMostThreads) {
-    return with_tile < T, kMostThreads, kThreads<kWarpSize ? 2 * kThreads : kMostThreads>(cols, f);
-  }
-  return false;
+  };
+  return is_for(Tile<1, 1>{}) || is_for(Tile<2, 1>{}) || is_for(Tile<2>{}) || is_for(Tile<4>{}) || is_for(Tile<8>{}) ||
+         is_for(Tile<16>{}) || is_for(Tile<32>{}) || is_for(Tile<512>{});
 }
 
 // This thread's place in its tile.

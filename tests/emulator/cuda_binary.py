@@ -113,7 +113,7 @@ def _parse_sass(listing):
 def _source_path(name, architecture):
     """Elements of a full, aligned row, and the accesses of 16 bytes that the source makes of them; None: none."""
     sizes = {"double": 8, "float": 4, "__half": 2, "__nv_bfloat16": 2}
-    tile = r"(?:, layernorm::cuda::(\w*)Tile(?:<(\d+)> ?)?)?"
+    tile = r"(?:, layernorm::cuda::(\w*)Tile(?:<(\d+)(?:, (\d+))?> ?)?)?"
     found = re.fullmatch(rf"layernorm::cuda::(\w+)<(\w+)(?:, (\w+))?{tile}>", name)
     if found is None or found[1] == "add_partials" or found[2] not in sizes:
         return None
@@ -121,10 +121,11 @@ def _source_path(name, architecture):
     count = 16 // size  # elements of a vector
     parameters = max(1, sizes.get(found[3], 0) // size)  # 16 bytes of them to a vector
     is_block = found[4] == "Block"  # a row's threads have it to themselves
-    vectors = 1 if found[5] == "1" else 4
+    vectors = int(found[6] or 4)
     # Of backward, rows are staged before the loop and in it.
     staged, loads, stores = {
         "forward_rows": (1, 2 * parameters, 1),
+        "forward_chunk_in_cluster": (1, 2 * parameters, 1),
         "forward_in_cluster": (1, 2 * parameters, 1),
         "forward_moments": (1, 0, 0),
         "forward_output": (1, 2 * parameters, 1),

@@ -21,8 +21,9 @@ from reference import (
 )
 from shapes import HUGE, all_dtypes, bits, huge_rows, randn
 
-# The longest rows of each tile (row.cuh), in vectors of 16 bytes; beyond the last, rows are cut.
-TILES = {1: 1, 8: 2, 16: 4, 32: 8, 64: 16, 128: 32, 2048: 512}
+# The longest rows of each tile (row.cuh), in vectors of 16 bytes: its threads and the vectors of each. Beyond the last,
+# rows are cut.
+TILES = {1: (1, 1), 2: (2, 1), 8: (2, 4), 16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (32, 4), 2048: (512, 4)}
 SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]  # the last: blocks at a time
 ALL = [True, True, True]
 # Which kernels rows of any length go to: those for long ones, with and without clusters, or for short ones, of which
@@ -81,7 +82,7 @@ def test_which_kernels_are_for_which_rows(library, dtypes):
     """At the limits, and one vector before and after them: the smallest tile that holds a row."""
     warps = {limit: "WarpTile" for limit in TILES if limit <= 128}
     kinds = {
-        "forward": ({limit: f"Tile<{threads}>" for limit, threads in TILES.items()}, "forward_in_cluster"),
+        "forward": ({limit: "Tile<{}, {}>".format(*tile) for limit, tile in TILES.items()}, "forward_chunk_in_cluster"),
         "backward": (warps | {2048: "BlockTile"}, "BlockTile"),
     }
     for vectors in {limit + more for limit in TILES for more in (-1, 0, 1)} - {0}:
@@ -107,7 +108,8 @@ def test_which_kernels_are_for_longer_rows(library, dtypes, architecture):
             forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
         check_forward(forward, x, w, b, context=(chunks,))
         in_cluster = architecture >= 90 and chunks <= 80 and dtypes[0] != F64
-        expected = {"forward_in_cluster"} if in_cluster else {"forward_moments", "forward_output"}
+        cluster = "forward_chunk_in_cluster" if chunks <= 8 else "forward_in_cluster"
+        expected = {cluster} if in_cluster else {"forward_moments", "forward_output"}
         assert {name.partition("<")[0].rpartition(":")[2] for name in library.launched()} == expected, chunks
 
 

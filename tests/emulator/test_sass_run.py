@@ -85,7 +85,7 @@ def issued_per_row(dtypes, cols):
     """Return the instructions that forward issues for a row, those of a warp counted for each of its lanes."""
     count = 16 // dtypes[0].itemsize
     vectors = ceil_div(cols, count)
-    threads = next((threads for limit, threads in TILES.items() if vectors <= limit), None)
+    threads, of_thread = next((tile for limit, tile in TILES.items() if vectors <= limit), (None, None))
     rows = 1 if threads is None else max(128 // threads, 1)  # as many as a block has
     x, w, b = randn((rows, cols), dtypes[0]), randn(cols, dtypes[1]), randn(cols, dtypes[1])
     y, mean, rstd = torch.empty_like(x), torch.empty(rows, 1), torch.empty(rows, 1)
@@ -102,12 +102,13 @@ def issued_per_row(dtypes, cols):
     names = ",".join(NAMES[dtype] for dtype in dtypes)
     if threads:
         block = 128 if threads <= 32 else ceil_div(vectors, 128) * 32
-        issued = run(f"forward_rows<{names},Tile<{threads}>>", block, params, known)
+        issued = run(f"forward_rows<{names},Tile<{threads},{of_thread}>>", block, params, known)
     else:
         chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, CHUNK)), 32) * 32
         of_part = ceil_div(ceil_div(vectors, chunk), CLUSTER)
         cut = Cut(chunk * count, of_part, ceil_div(ceil_div(vectors, chunk), of_part))
-        issued = run(f"forward_in_cluster<{names}>", ceil_div(chunk, 128) * 32, params, cut, known, blocks=cut.parts)
+        kernel = "forward_chunk_in_cluster" if of_part == 1 else "forward_in_cluster"
+        issued = run(f"{kernel}<{names}>", ceil_div(chunk, 128) * 32, params, cut, known, blocks=cut.parts)
     check_forward((y, mean, rstd), x, w, b, context=(cols,))
     return issued
 
@@ -116,18 +117,27 @@ def issued_per_row(dtypes, cols):
 def test_memory_is_the_limit_at_every_length(dtypes):
     """In the time in which an H100's memory moves a byte, its warps issue 7.75 instructions for a lane.
 
-    For an element of 16 bits that is read and written that is 31, of 32 bits 62; the 8 bytes of a row's statistics add
-    to it. Counted is all that the warps of a block issue, whether for lanes that have columns or for idle ones, of rows
-    that are aligned. Most lanes are idle in rows of one vector more than the last tile holds, or than fills the lanes.
-    Rows of a cluster, at one chunk a block, are short of it: they issue up to 33.5 for 16 bits.
+    For an element of 16 bits that is read and written that is 31, of 32 bits 62; the statistics come on top. Counted is
+    all that the warps of a block issue, whether for lanes that have columns or for idle ones, of rows that are aligned.
+    Most lanes are idle in rows of one vector more than the last tile holds, or than fills the lanes.
     """
     count, size = 16 // dtypes[0].itemsize, dtypes[0].itemsize
     lengths = {1, 3, 5, 97, 128, 161, 257, 2048, 8 * CHUNK, 16 * CHUNK} | {limit + 1 for limit in TILES}
-    for vectors in sorted(lengths | {9 * CHUNK // 4 + 1, 3 * CHUNK + 1}):
+    for vectors in sorted(lengths | {9 * CHUNK // 4 + 1, 3 * CHUNK + 1, 8 * CHUNK + 1}):
         cols = vectors * count
-        in_cluster = size == 2 and 2048 < vectors <= 8 * CHUNK
-        limit = 33.5 * cols if in_cluster else 7.75 * (2 * cols * size + 8)
-        assert issued_per_row(dtypes, cols) <= limit, vectors
+        assert issued_per_row(dtypes, cols) <= 7.75 * 2 * cols * size, vectors
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=dtypes_id)
+def test_full_rows(dtypes):
+    """Those that fill a tile issue at most 24 per element of 16 bits, 40 of 32.
+
+    Lanes with room for one vector have too few elements for that. Rows that fill a cluster's blocks issue 24.01.
+    """
+    limit = 40 if dtypes[0] == F32 else 24
+    for vectors in (limit for limit, (_, of_thread) in TILES.items() if of_thread > 1):
+        cols = vectors * 16 // dtypes[0].itemsize
+        assert issued_per_row(dtypes, cols) <= limit * cols, vectors
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=dtypes_id)
