@@ -442,14 +442,16 @@ struct Part {
   }
 };
 
-// The moments of a row from those of its parts, merged in an order that depends on their number alone.
-template <class Acc>
+// The moments of a row from those of its parts, kMost at most, merged in an order that depends on their number alone.
+template <int kMost, class Acc>
 __device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* of_parts, unsigned parts,
                                                     const Divisor<Acc>& cols) {
   const unsigned lane = threadIdx.x % kWarpSize;
   Moments<Acc> own = {0, 0, 0, 0, 1};
   if (lane < parts) own = of_parts[lane];
-  for (unsigned i = lane + kWarpSize; i < parts; i += kWarpSize) own = merge(own, of_parts[i]);
+  if constexpr (kMost > kWarpSize) {
+    for (unsigned i = lane + kWarpSize; i < parts; i += kWarpSize) own = merge(own, of_parts[i]);
+  }
   return merge_scaled_lanes<kWarpSize>(own, cols);
 }
 
@@ -553,7 +555,7 @@ __device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, 
   if (threadIdx.x < cut.parts) *cluster_peer(&of_parts[cluster_rank()], threadIdx.x) = own;
   cluster_arrive();
   cluster_wait();
-  return merge_parts(of_parts, cut.parts, known.cols);
+  return merge_parts<kLargestCluster>(of_parts, cut.parts, known.cols);
 }
 
 // Each part of a row, which is one chunk, to a block of a cluster, which keeps it in registers.
@@ -603,7 +605,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   wait_for_previous_grid();
   const auto* const of_parts = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * cut.parts;
-  store_part<T, W>(p, known, cut, part, merge_parts(of_parts, cut.parts, known.cols), shared, false);
+  store_part<T, W>(p, known, cut, part, merge_parts<kMostParts>(of_parts, cut.parts, known.cols), shared, false);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
