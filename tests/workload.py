@@ -26,7 +26,8 @@ class Family:
 FAMILIES = {
     "forward_rows_warp": Family("forward_rows", (32768, 256)),
     "forward_rows_block": Family("forward_rows", (16384, 4096)),
-    "forward_in_cluster": Family("forward_in_cluster", (2048, 65536), capability=(9, 0)),
+    "forward_chunk_in_cluster": Family("forward_chunk_in_cluster", (2048, 65536), capability=(9, 0)),
+    "forward_in_cluster": Family("forward_in_cluster", (512, 1 << 18), capability=(9, 0)),
     "forward_moments": Family("forward_moments", (128, 1 << 20)),
     "forward_output": Family("forward_output", (128, 1 << 20)),
     "backward_rows_in_one_launch": Family("backward_rows", (32, 768), True),

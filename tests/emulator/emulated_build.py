@@ -28,6 +28,7 @@ CHECKED = (
     "-fno-sanitize-recover=all",
 )
 PLAIN = ("-O1",)
+HASTY = ("-O0",)  # for what is run but once
 COVERAGE = ("-O0", "--coverage")
 
 COMMON = (

@@ -288,7 +288,7 @@ class Forks:
         except emulated_build.CompileError as error:
             self._finish(1, f"does not compile: {error}")
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-        tests = self._quick if mode == "PLAIN" and self._quick else self._tests
+        tests = self._quick if mode != "CHECKED" and self._quick else self._tests
         for test, following in zip(tests, [*tests[1:], None], strict=True):
             test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
         self._finish(0, json.dumps(self._seconds))
@@ -337,12 +337,14 @@ def outcomes(forks, csrc, work, mutants, jobs):
             while waiting and len(running) < jobs:
                 mutant = waiting.pop()
                 sources, chosen, log = work, mutant.id, work.parent / f"{mutant.id}.log"
+                build = mode
                 if mutant.constant:
                     sources, chosen = work.parent / f"mutant{mutant.id}", 0
+                    build = "HASTY" if mode == "PLAIN" else mode
                     shutil.copytree(csrc, sources, dirs_exist_ok=True)
                     Instrumented(csrc, compiled=mutant.id).write(sources)
                 log.write_text("the process died")
-                running[forks.start(mode, sources, chosen, log, limits[mode])] = mutant, sources, log
+                running[forks.start(build, sources, chosen, log, limits[mode])] = mutant, sources, log
             process, status = os.wait()
             mutant, sources, log = running.pop(process)
             if not status:

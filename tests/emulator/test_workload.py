@@ -16,8 +16,9 @@ CUDA = emulated_build.ROOT / "csrc" / "cuda"
 
 # Family -> what is launched, and what the instance of its own kernel has in its name
 LAUNCHED = {
-    "forward_rows_warp": ({"forward_rows"}, "Tile<8>"),
-    "forward_rows_block": ({"forward_rows"}, "Tile<512>"),
+    "forward_rows_warp": ({"forward_rows"}, "Tile<8, 4>"),
+    "forward_rows_block": ({"forward_rows"}, "Tile<512, 4>"),
+    "forward_chunk_in_cluster": ({"forward_chunk_in_cluster"}, ""),
     "forward_in_cluster": ({"forward_in_cluster"}, ""),
     "forward_moments": ({"forward_moments", "forward_output"}, ""),
     "forward_output": ({"forward_moments", "forward_output"}, ""),
@@ -36,6 +37,7 @@ LAUNCHED = {
 LAUNCHED_FUNCTIONS = {name: functions for name, (functions, _) in LAUNCHED.items()}
 # What takes the place of a cluster where there is none.
 WITHOUT_CLUSTERS = {
+    "forward_chunk_in_cluster": {"forward_moments", "forward_output"},
     "forward_in_cluster": {"forward_moments", "forward_output"},
     "backward_rows_cluster": {"backward_sums", "backward_rows", "add_partials"},
 }
