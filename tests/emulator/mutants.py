@@ -74,34 +74,34 @@ def text(node):
 
 
 def replacements(node):
-    """What a node may be replaced by, as source text."""
+    """What a node may be replaced by, as source text, and the type that both must have; "" if they have one."""
     parent = node.parent
     if node.type in ("binary_expression", "assignment_expression"):
         left, right = text(node.child_by_field_name("left")), text(node.child_by_field_name("right"))
         operator = text(node.child_by_field_name("operator"))
         if operator in ("&&", "||"):
-            yield from (f"bool({left})", f"bool({right})")
+            yield from ((f"bool({left})", "bool"), (f"bool({right})", "bool"))
         for other in OPERATORS.get(operator, ()):
-            yield f"{left} {other} {right}"
+            yield f"{left} {other} {right}", ""
     elif node.type == "unary_expression":
         argument = text(node.child_by_field_name("argument"))
-        yield f"bool({argument})" if text(node).startswith("!") else argument
+        yield (f"bool({argument})", "bool") if text(node).startswith("!") else (argument, "")
     elif node.type == "number_literal":
         if not parent.type.endswith("array_declarator"):  # no test can tell a larger array
-            yield f"{text(node)} + 1"
+            yield f"{text(node)} + 1", ""
         if re.fullmatch(r"0x[\da-f]+[ul]*|\d+[ul]*", text(node), re.I):
-            yield f"{text(node)} - 1"
+            yield f"{text(node)} - 1", ""
     elif node.type == "call_expression" and parent.type == "expression_statement":
-        yield "void()"
+        yield "void()", "void"
 
     if parent.type == "subscript_argument_list" and node.type != "number_literal":
-        yield f"({text(node)}) + 1"
+        yield f"({text(node)}) + 1", ""
     elif parent.type == "argument_list" and node == parent.named_children[0]:
         function = text(parent.parent.child_by_field_name("function") or parent.parent)
         if re.fullmatch(r"__\w+_sync|__syncwarp", function):
-            yield f"({text(node)}) >> 1"  # the mask
+            yield f"({text(node)}) >> 1", ""  # the mask
     elif node.type in BARE and (parent.type == "condition_clause" or node == parent.child_by_field_name("condition")):
-        yield f"!({text(node)})"
+        yield f"!({text(node)})", "bool"
 
 
 CONSTANT = {
@@ -193,14 +193,12 @@ class Instrumented:
             made += self._source[end : child.start_byte] + self._render(child, function, constant)
             end = child.end_byte
         made += self._source[end : node.end_byte]
-        for replacement in replacements(node) if node.is_named and node.parent else ():
+        for replacement, of_type in replacements(node) if node.is_named and node.parent else ():
             mutant = self._add(node, replacement, function, constant)
             if mutant.id == self._compiled:
                 made = f"({replacement})".encode()
             elif not (self._compiled or constant or mutant.id in self._stillborn):
-                of = re.match("void|bool|!|", replacement).group()  # what both must be
-                cast = "bool" if of == "!" else of
-                made = f"(MUTANT({mutant.id}) ? ({replacement}) : {cast}(".encode() + made + b"))"
+                made = f"(MUTANT({mutant.id}) ? ({replacement}) : {of_type}(".encode() + made + b"))"
         return made
 
     def _add(self, node, replacement, function, constant):

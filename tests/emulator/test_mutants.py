@@ -99,7 +99,7 @@ def test_names_are_unique(made):
 
 
 def run(made, tmp_path, mutant=0):
-    (tmp_path / "cuda").mkdir(exist_ok=True)
+    (tmp_path / "cuda").mkdir(parents=True, exist_ok=True)
     made.write(tmp_path)
     program = emulated_build.program(tmp_path / "cuda" / "sum.cu")
     environment = {**os.environ, "LAYERNORM_MUTANT": str(mutant)}
@@ -115,6 +115,14 @@ def test_mutants_do_what_they_say(csrc, made, tmp_path):
     assert "outside any buffer" in run(made, tmp_path, by_change["i < n => i <= n"].id)
     with pytest.raises(emulated_build.CompileError, match="static assertion failed"):
         run(mutants.Instrumented(csrc, compiled=by_change["64 => 64 + 1"].id), tmp_path)
+
+
+def test_a_sum_of_negations_stays_a_number(tmp_path):
+    """Without a mutant, a program is what it was; its sources lie in a folder of their own."""
+    (tmp_path / "cuda").mkdir()
+    source = '#include <cstdio>\nint main(int n, char**) { std::printf("%d", !(n > 9) + !(n > 9)); }\n'
+    (tmp_path / "cuda" / "sum.cu").write_text(source)
+    assert run(mutants.Instrumented(tmp_path), tmp_path / "made") == "2"
 
 
 def test_what_is_not_understood_is_refused(tmp_path):
