@@ -375,6 +375,7 @@ def run(forks, options):
     results = dict(json.loads(line) for line in lines)
 
     made, stillborn = instrument(options.csrc, folder / "csrc")
+    os.environ["MAX_JOBS"] = "1"  # there are enough processes
     alive = [m for m in made.mutants if m.id not in stillborn]
     proven = equivalents(options.equivalents)
     stale = [pattern for pattern in proven if not any(re.fullmatch(pattern, m.name) for m in alive)]
@@ -425,7 +426,6 @@ def main():
 
     code = []
     forks = Forks(lambda forks: code.append(run(forks, options)))
-    os.environ["MAX_JOBS"] = "1"  # there are enough processes
     pytest.main(["-pno:cacheprovider", "-sq", "--backends=emulated", *TESTS], plugins=[forks])
     return code[0] if code else 2
 

@@ -1,7 +1,10 @@
-// Turns code addresses in reports into functions and lines, with binutils' addr2line.
+// Turns code addresses in reports into lines, and kernels into names, with binutils' addr2line and nm.
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
+#include <fstream>
 #include <map>
 #include <sstream>
 
@@ -11,11 +14,11 @@ namespace emulator {
 namespace {
 
 // The output of addr2line, line by line.
-std::vector<std::string> addr2line(const char* options, uintptr_t pc) {
+std::vector<std::string> addr2line(uintptr_t pc) {
   Dl_info module{};
   if (!dladdr(reinterpret_cast<void*>(pc), &module)) return {};
   std::ostringstream command;
-  command << "addr2line " << options << " -e '" << module.dli_fname << "' 0x" << std::hex
+  command << "addr2line -si -e '" << module.dli_fname << "' 0x" << std::hex
           << pc - reinterpret_cast<uintptr_t>(module.dli_fbase) << " 2>/dev/null";
   std::vector<std::string> lines;
   FILE* pipe = popen(command.str().c_str(), "r");
@@ -35,7 +38,7 @@ std::string source_lines(uintptr_t pc) {
   static std::map<uintptr_t, std::string> seen;
   std::string& text = seen[pc];
   if (!text.empty()) return text;
-  for (std::string frame : addr2line("-si", pc)) {
+  for (std::string frame : addr2line(pc)) {
     frame = frame.substr(0, frame.find(' '));  // no discriminator
     const std::string file = frame.substr(0, frame.find(':'));
     if (file == "cuda_on_cpu.h" || file == "device.h") continue;
@@ -65,15 +68,27 @@ std::string explain(const std::string& text) {
   return out + text.substr(begin);
 }
 
+// What nm lists of a module is kept beside it: addr2line takes as long for each kernel.
 std::string kernel_name(const void* kernel) {
-  static std::map<const void*, std::string> seen;
-  std::string& name = seen[kernel];
-  if (name.empty()) {
-    const auto lines = addr2line("-fC", reinterpret_cast<uintptr_t>(kernel));
-    name = lines.empty() ? "??" : lines[0].substr(0, lines[0].rfind('('));
-    if (name.starts_with("void ")) name.erase(0, 5);
+  static std::map<uintptr_t, std::string> names;
+  Dl_info module{};
+  if (!dladdr(kernel, &module)) return "??";
+  if (names.empty()) {
+    const std::string list = std::string(module.dli_fname) + ".names", own = list + std::to_string(getpid());
+    if (access(list.c_str(), R_OK) != 0) {
+      const std::string command = std::string("nm -C --defined-only '") + module.dli_fname + "' > '" + own + "'";
+      if (std::system(command.c_str()) != 0 || std::rename(own.c_str(), list.c_str()) != 0) return "??";
+    }
+    std::ifstream file(list);
+    for (std::string line; std::getline(file, line);) {
+      const size_t name = line.find(' ') + 3;  // after the address and the kind
+      if (name >= line.size()) continue;
+      names[std::stoull(line, nullptr, 16)] = line.substr(name, line.rfind('(') - name);
+    }
   }
-  return name;
+  const auto found = names.find(reinterpret_cast<uintptr_t>(kernel) - reinterpret_cast<uintptr_t>(module.dli_fbase));
+  if (found == names.end()) return "??";
+  return found->second.starts_with("void ") ? found->second.substr(5) : found->second;
 }
 
 }  // namespace emulator
