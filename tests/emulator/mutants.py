@@ -8,15 +8,14 @@ noticed. There is no sampling, and no mark in the sources excludes anything. Tho
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
-are built one by one. Quick tests look at values first, then all tests at every access. A run that was
-interrupted goes on where it stopped, unless the sources or the tests have changed. Needs the packages
-tree-sitter and tree-sitter-cpp.
+are built one by one. Tests look at values first, and then at every access; those go first that have noticed other
+mutants of the same function, and then the quickest. A run that was interrupted goes on where it stopped, unless the
+sources or the tests have changed. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -36,7 +35,6 @@ import tree_sitter_cpp
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 TESTS = [str(emulated_build.EMULATOR / "test_kernels.py")]  # arguments of pytest
 MODES = ("PLAIN", "CHECKED")  # of emulated_build: first what is quick, then everything
-QUICK = 8  # seconds of tests in the first mode, for each mutant
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
 # ---- the rules -------------------------------------------------------------------------------------------
@@ -143,6 +141,11 @@ class Mutant:
     line: int
     name: str  # stays the same when lines move
     constant: bool
+
+    @property
+    def function(self):
+        """With its file."""
+        return tuple(self.name.split(": ")[:2])
 
 
 def parse(source):
@@ -252,9 +255,10 @@ class Forks:
 
     def __init__(self, body):
         self._body = body
+        self.usual = {}  # by mode: how many seconds a test takes without a mutant
 
     def pytest_runtestloop(self, session):
-        self._tests, self._quick = session.items, []
+        self._tests = session.items
         self._body(self)
         return True
 
@@ -264,14 +268,17 @@ class Forks:
             self._seconds[report.nodeid] = report.duration
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self._finish(1, crash.message if crash else str(report.longrepr))
+            self._finish(1, f"{report.nodeid}\n{crash.message if crash else report.longrepr}")
 
     def _finish(self, code, message):
         self._log.write_text(message)
         os._exit(code)
 
-    def start(self, mode, csrc, chosen, log, limit):
-        """Starts the tests on the library made of `csrc`, for at most `limit` seconds; returns the process."""
+    def start(self, mode, csrc, chosen, log, first=()):
+        """Starts the tests on the library made of `csrc`, some of them first; returns the process.
+
+        The log has the name of a test that fails, or does not end, and then what it says.
+        """
         child = os.fork()
         if child:
             return child
@@ -284,17 +291,16 @@ class Forks:
         try:
             emulated_build.library(mode=getattr(emulated_build, mode))
         except emulated_build.CompileError as error:
-            self._finish(1, f"does not compile: {error}")
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-        tests = self._quick if mode != "CHECKED" and self._quick else self._tests
+            self._finish(1, f"\ndoes not compile: {error}")
+        usual, order = self.usual.get(mode, {}), {test: i for i, test in enumerate(first)}
+        tests = sorted(self._tests, key=lambda test: (order.get(test.nodeid, len(order)), usual.get(test.nodeid, 0)))
         for test, following in zip(tests, [*tests[1:], None], strict=True):
+            log.write_text(f"{test.nodeid}\n")
+            spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+            limit = int(spent + 5 + 4 * usual.get(test.nodeid, 600))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
         self._finish(0, json.dumps(self._seconds))
-
-    def quickest_first(self, seconds):
-        self._tests.sort(key=lambda test: seconds.get(test.nodeid, 0))
-        total = itertools.accumulate(seconds.get(test.nodeid, 0) for test in self._tests)
-        self._quick = [test for test, until in zip(self._tests, total, strict=True) if until <= QUICK]
 
 
 def instrument(csrc, work):
@@ -318,19 +324,17 @@ def instrument(csrc, work):
 
 def outcomes(forks, csrc, work, mutants, jobs):
     """Yields each mutant with how the tests notice it, or "survived"."""
-    limits = {}
     for mode in MODES:
         log, begin = work.parent / f"{mode}.log", time.monotonic()
-        _, status = os.waitpid(forks.start(mode, work, 0, log, 3600), 0)
+        _, status = os.waitpid(forks.start(mode, work, 0, log), 0)
         if status:
             raise SystemExit(f"the tests fail without a mutant: {log.read_text()}")
-        seconds = json.loads(log.read_text())
-        forks.quickest_first(seconds)
-        limits[mode] = 30 + 3 * int(QUICK if mode == "PLAIN" else time.monotonic() - begin)  # seconds of CPU time
+        forks.usual[mode] = json.loads(log.read_text())
         print(f"without a mutant the tests take {time.monotonic() - begin:.1f} s, mode {mode}", flush=True)
+    forks.usual["HASTY"] = {test: 4 * seconds for test, seconds in forks.usual["PLAIN"].items()}
 
     for mode in MODES:  # quick tests for all mutants, before slow ones for any
-        waiting, running, survivors = list(reversed(mutants)), {}, []
+        waiting, running, survivors, killers = list(reversed(mutants)), {}, [], {}
         while waiting or running:
             while waiting and len(running) < jobs:
                 mutant = waiting.pop()
@@ -341,16 +345,20 @@ def outcomes(forks, csrc, work, mutants, jobs):
                     build = "HASTY" if mode == "PLAIN" else mode
                     shutil.copytree(csrc, sources, dirs_exist_ok=True)
                     Instrumented(csrc, compiled=mutant.id).write(sources)
-                log.write_text("the process died")
-                running[forks.start(build, sources, chosen, log, limits[mode])] = mutant, sources, log
+                log.write_text("")
+                first = killers.setdefault(mutant.function, [])
+                running[forks.start(build, sources, chosen, log, first)] = mutant, sources, log, first
             process, status = os.wait()
-            mutant, sources, log = running.pop(process)
+            mutant, sources, log, first = running.pop(process)
+            test, _, message = log.read_text().partition("\n")
             if not status:
                 survivors.append(mutant)
+            elif test:
+                first[:] = [test, *(other for other in first if other != test)][:5]
             if status or mode == MODES[-1]:
-                signals = (signal.SIGXCPU, signal.SIGKILL)
-                out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in signals
-                yield mutant, "survived" if not status else "out of time" if out_of_time else log.read_text()[:200]
+                out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+                how = message[:200] or ("out of time" if out_of_time else "the process died")
+                yield mutant, how if status else "survived"
             log.unlink()
             if mutant.constant:
                 shutil.rmtree(sources)
