@@ -8,14 +8,15 @@ noticed. There is no sampling, and no mark in the sources excludes anything. Tho
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
-are built one by one. Tests look at values first, and then at every access; those go first that have noticed other
-mutants of the same function, and then the quickest. A run that was interrupted goes on where it stopped, unless the
-sources or the tests have changed. Needs the packages tree-sitter and tree-sitter-cpp.
+are built one by one. Some seconds of tests look at values first, then all tests at every access; those go first that
+have noticed other mutants of the same function, and then the quickest. A run that was interrupted goes on where it
+stopped, unless the sources or the tests have changed. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ import tree_sitter_cpp
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 TESTS = [str(emulated_build.EMULATOR / "test_kernels.py")]  # arguments of pytest
 MODES = ("PLAIN", "CHECKED")  # of emulated_build: first what is quick, then everything
+QUICK = 8  # seconds of tests in the first mode, for each mutant
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
 # ---- the rules -------------------------------------------------------------------------------------------
@@ -294,6 +296,9 @@ class Forks:
             self._finish(1, f"\ndoes not compile: {error}")
         usual, order = self.usual.get(mode, {}), {test: i for i, test in enumerate(first)}
         tests = sorted(self._tests, key=lambda test: (order.get(test.nodeid, len(order)), usual.get(test.nodeid, 0)))
+        if mode != "CHECKED" and usual:
+            total = itertools.accumulate(usual[test.nodeid] for test in tests)
+            tests = [test for test, until in zip(tests, total, strict=True) if until <= QUICK or test.nodeid in order]
         for test, following in zip(tests, [*tests[1:], None], strict=True):
             log.write_text(f"{test.nodeid}\n")
             spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
