@@ -391,8 +391,8 @@ def run(forks, options):
     os.environ["MAX_JOBS"] = "1"  # there are enough processes
     alive = [m for m in made.mutants if m.id not in stillborn]
     proven = equivalents(options.equivalents)
-    stale = [pattern for pattern in proven if not any(re.fullmatch(pattern, m.name) for m in alive)]
-    listed = {m.name for m in alive if any(re.fullmatch(pattern, m.name) for pattern in proven)}
+    listed = {m.name for m in alive} & proven
+    stale = sorted(proven - listed)
     mutants = [m for m in alive if options.only in m.name and (m.name in listed) == options.listed]
     todo = [m for m in mutants if m.name not in results]
     constant = sum(m.constant for m in mutants)
@@ -411,15 +411,15 @@ def run(forks, options):
     print(f"{len(mutants)} mutants: {len(noticed)} noticed, {len(mutants) - len(noticed)} survived")
     for name in sorted(wrong):
         print(f"{'listed as equivalent, but noticed' if options.listed else 'survived'}: {name}")
-    for pattern in stale:
-        print(f"listed as equivalent, but no mutant is called: {pattern}")
+    for name in stale:
+        print(f"listed as equivalent, but no mutant is called: {name}")
     return 1 if wrong or stale else 0
 
 
 def equivalents(file):
-    """The patterns of names that the list has, each with a reason."""
+    """The names that the list has, with reasons."""
     entries = tomllib.loads(file.read_text())["equivalent"] if file.exists() else []
-    return [pattern for entry in entries if entry["reason"] for pattern in entry["mutants"]]
+    return {name for entry in entries if entry["reason"] for name in entry["mutants"]}
 
 
 def main():

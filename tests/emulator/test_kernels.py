@@ -328,6 +328,19 @@ def test_statistics_are_scaled_only_where_they_must_be(library):
         assert torch.equal(grad_weight, x[0] * rstd), (path_limit, rstd)
 
 
+@paths
+def test_constant_outputs(library, path):
+    """From the output, xhat is 1 everywhere, of which the correction of the mean leaves nothing."""
+    for cols, w, b in itertools.product((5, 40, 600), (None, 2.0), (None, 0.5)):
+        weight, bias = (None if value is None else torch.full((cols,), value) for value in (w, b))
+        y = torch.full((3, cols), (w or 1.0) + (b or 0.0))
+        with library.schedule("random", cols, 2, **path):
+            _, grad_weight, _ = library.ops.norm_backward(
+                randn(y.shape, F32), None, y, (cols,), None, torch.ones(3, 1), weight, bias, ALL, memory_efficient=True
+            )
+        assert grad_weight.eq(0).all(), (cols, w, b)
+
+
 def test_many_rows(library):
     """More than are summed in one go, by three blocks of 16 rows and of one."""
     for rows, cols in [(3 * 16 * 256 + 9, 3), (3 * 256 + 9, 514)]:
