@@ -292,7 +292,7 @@ def test_profile_on_an_older_gpu(monkeypatch, with_gpu, tmp_path):
     status, result = profile(monkeypatch, tmp_path, NCU)
     assert status == 0
     without = {name for name, piece in result["pieces"].items() if piece["passed"] is None}
-    assert without == {"forward_in_cluster", "backward_rows_cluster"}
+    assert without == {"forward_chunk_in_cluster", "forward_in_cluster", "backward_rows_cluster"}
     assert result["pieces"]["forward_in_cluster"]["not_applicable"] == "it needs compute capability 9.0"
 
 
