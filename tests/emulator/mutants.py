@@ -10,7 +10,7 @@ Most mutants are compiled together and chosen when the tests run: `a < b` become
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
 are built one by one. Some seconds of tests look at values first, then all tests at every access; those go first that
 have noticed other mutants of the same function, and then the quickest. A run that was interrupted goes on where it
-stopped, unless the sources or the tests have changed. Needs the packages tree-sitter and tree-sitter-cpp.
+stopped; one after other tests, with the mutants that had survived. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
@@ -370,22 +370,22 @@ def outcomes(forks, csrc, work, mutants, jobs):
         mutants = survivors
 
 
-def digest(options):
-    """Of all that the results depend on."""
-    folder = emulated_build.EMULATOR
-    tests = [*folder.glob("emulated_*.py"), *folder.parent.glob("[crs]*.py"), *map(pathlib.Path, [__file__, *TESTS])]
-    machine = [*folder.glob("*.h"), *emulated_build.RUNTIME]
-    inputs = sorted(path for path in [*options.csrc.rglob("*"), *tests, *machine] if path.is_file())
-    return hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
+def digest(*paths):
+    files = sorted(path for path in paths if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def run(forks, options):
     """Runs what has not been run yet; returns the exit code."""
-    folder = emulated_build.ROOT / "build" / "mutants" / digest(options)
+    emulator = emulated_build.EMULATOR
+    sources = [*options.csrc.glob("*"), *options.csrc.glob("cuda/*"), *emulator.glob("*.h"), *emulated_build.RUNTIME]
+    tests = digest(*emulator.glob("emulated_*.py"), *emulator.parent.glob("[crs]*.py"), *map(pathlib.Path, TESTS))
+    folder = emulated_build.ROOT / "build" / "mutants" / digest(*sources)
     folder.mkdir(parents=True, exist_ok=True)
     results_file = folder / "results.jsonl"
     lines = results_file.read_text().splitlines() if results_file.exists() else []
-    results = dict(json.loads(line) for line in lines)
+    before = map(json.loads, lines)
+    results = {name: result for name, result, of_tests in before if result != "survived" or of_tests == tests}
 
     made, stillborn = instrument(options.csrc, folder / "csrc")
     os.environ["MAX_JOBS"] = "1"  # there are enough processes
@@ -403,7 +403,7 @@ def run(forks, options):
         found = outcomes(forks, options.csrc, folder / "csrc", todo, options.jobs) if todo else ()
         for done, (mutant, result) in enumerate(found, 1):
             results[mutant.name] = result
-            print(json.dumps([mutant.name, result]), file=kept, flush=True)
+            print(json.dumps([mutant.name, result, tests]), file=kept, flush=True)
             print(f"[{done}/{len(todo)}] {mutant.name}: {' '.join(result.split())}", flush=True)
 
     noticed = {m.name for m in mutants if results[m.name] != "survived"}
