@@ -390,7 +390,7 @@ __device__ __forceinline__ typename RowRing<T, Tile>::Rows rows_at(const Backwar
           at(kUsual || needs_x, p.input, p.input_stride), at(!kUsual && p.grad_sum, p.grad_sum, p.grad_sum_stride)};
 }
 
-// Takes rows in turn, or a chunk of each.
+// Takes rows in turn, or a chunk of each; kUsual: without asking again and again what is wanted (Plan::usual).
 template <bool kUsual, class T, class W, class Tile>
 __device__ __forceinline__ void take_rows(const BackwardParams& p, const Plan& plan) {
   using Acc = AccOf<T>;
@@ -516,6 +516,7 @@ __device__ __forceinline__ void take_rows(const BackwardParams& p, const Plan& p
   ring.drain();
 }
 
+// Some blocks take rows, and others, of few rows, columns.
 template <class T, class W, class Tile>
 __global__ void __launch_bounds__(Tile::kBlock, Tile::kWarps == 1 ? 3 : 1)
     backward_rows(const BackwardParams p, const Plan plan) {
