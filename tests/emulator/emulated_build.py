@@ -133,7 +133,12 @@ def program(*sources, mode=CHECKED):
     return _link("", (), objects)
 
 
-def library(namespace="layernorm_emulated", mode=CHECKED, csrc=None):
+def namespace(mode):
+    """That of a library's operators. What looks at every access has its own: a process may load another one, too."""
+    return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
+
+
+def library(mode=CHECKED, csrc=None):
     """Builds the operators with the CUDA kernels, on another namespace's CPU key: for torch.ops.load_library.
 
     The sources are those of `csrc`, of LAYERNORM_EMULATED_SOURCES (for mutants), or of this tree.
@@ -144,7 +149,7 @@ def library(namespace="layernorm_emulated", mode=CHECKED, csrc=None):
     torch_root = pathlib.Path(torch.__file__).parent
     host_flags = (
         "-O1",
-        f"-DLAYERNORM_NAMESPACE={namespace}",
+        f"-DLAYERNORM_NAMESPACE={namespace(mode)}",
         "-DLAYERNORM_CUDA_KEY=CPU",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache

@@ -15,10 +15,10 @@ UNLIMITED = 2**63 - 1
 class Library:
     """torch.ops.<namespace>, and the order in which its threads run. One per namespace and process."""
 
-    def __init__(self, namespace="layernorm_emulated", mode=emulated_build.CHECKED):
-        path = emulated_build.library(namespace, mode)
+    def __init__(self, mode):
+        path = emulated_build.library(mode)
         torch.ops.load_library(path)
-        self.ops = getattr(torch.ops, namespace)
+        self.ops = getattr(torch.ops, emulated_build.namespace(mode))
         emulator = ctypes.CDLL(str(path))
         self._configure = emulator.emulator_configure
         limits = (ctypes.c_int64, ctypes.c_int64)
