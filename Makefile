@@ -1,7 +1,7 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device mutants $(GPU_TARGETS) gpu-bench-peers bench bench-cpu bench-compare \
-	test-browser lint format ci clean
+.PHONY: install cuda-build test test-device mutants gpu-bench-peers bench bench-cpu bench-compare test-browser lint \
+	format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -31,6 +31,7 @@ OUT ?= build/gpu
 GPU_OPTIONS = --out $(OUT) $(if $(COMMIT),--commit $(COMMIT))
 GPU_TARGETS = gpu-all gpu-build gpu-test gpu-sanitize gpu-graphs gpu-devices gpu-bench gpu-profile gpu-peers gpu-quick
 
+.PHONY: $(GPU_TARGETS)
 $(GPU_TARGETS): gpu-%:
 	python tests/gpu.py $* $(GPU_OPTIONS)
 
