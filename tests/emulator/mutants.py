@@ -8,12 +8,14 @@ noticed. There is no sampling, and no mark in the sources excludes anything. Tho
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
-are built one by one. Some seconds of tests look at values first, then all tests at every access; those go first that
-have noticed other mutants of the same function, and then the quickest. A run that was interrupted goes on where it
-stopped; one after other tests, with the mutants that had survived. Needs the packages tree-sitter and tree-sitter-cpp.
+are built one by one. A mutant meets the tests that come to its place: some seconds of them look at values first, then
+all look at every access; those go first that have noticed other mutants of the same function, and then the quickest.
+A run that was interrupted goes on where it stopped; one after other tests, with the mutants that had survived. Needs
+the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import hashlib
 import itertools
@@ -219,22 +221,28 @@ class Instrumented:
 
     def write(self, csrc):
         (csrc / "cuda" / "mutant.h").write_text(RUNTIME)
+        assert len(self.mutants) < PLACES
         for name, instrumented in self.files.items():
             body = instrumented.replace("#pragma once", "", 1)
             guard = "#pragma once\n" if name.endswith(".cuh") else ""
             (csrc / "cuda" / name).write_text(f'{guard}#include "mutant.h"\n#line 1 "{name}"\n{body}')
 
 
-RUNTIME = """\
+PLACES = 10_000
+RUNTIME = f"""\
 #pragma once
 #include <cstdlib>
 #pragma GCC diagnostic ignored "-Wnarrowing"  // a chosen constant is none any more
 static const int chosen_mutant = std::getenv("LAYERNORM_MUTANT") ? std::atoi(std::getenv("LAYERNORM_MUTANT")) : 0;
-inline bool is_mutant(int id) {
+extern "C" {{
+inline unsigned char reached_mutants[{PLACES}];
+}}
+inline bool is_mutant(int id) {{
   int chosen;
   asm("movl %1, %0" : "=r"(chosen) : "m"(chosen_mutant));  // the checker does not see it
+  asm("movb $1, %0" : "=m"(reached_mutants[id]));
   return id == chosen;
-}
+}}
 #define MUTANT(id) is_mutant(id)
 """
 
@@ -258,6 +266,7 @@ class Forks:
     def __init__(self, body):
         self._body = body
         self.usual = {}  # by mode: how many seconds a test takes without a mutant
+        self.reached = {}  # by test: the numbers of the mutants that it comes to
 
     def pytest_runtestloop(self, session):
         self._tests = session.items
@@ -268,6 +277,8 @@ class Forks:
         """In a fork: stops at the first failure."""
         if report.when == "call":
             self._seconds[report.nodeid] = report.duration
+            self._places[report.nodeid] = [place for place, reached in enumerate(self._reached) if reached]
+            ctypes.memset(self._reached, 0, len(self._reached))
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self._finish(1, f"{report.nodeid}\n{crash.message if crash else report.longrepr}")
@@ -276,36 +287,47 @@ class Forks:
         self._log.write_text(message)
         os._exit(code)
 
-    def start(self, mode, csrc, chosen, log, first=()):
+    def start(self, mode, csrc, mutant, log, first=()):
         """Starts the tests on the library made of `csrc`, some of them first; returns the process.
 
-        The log has the name of a test that fails, or does not end, and then what it says.
+        The log has the name of a test that fails, or does not end, and then what it says; without a mutant: how long
+        each test took and what it came to.
         """
         child = os.fork()
         if child:
             return child
-        self._log, self._seconds = log, {}
+        self._log, self._seconds, self._places, self._reached = log, {}, {}, ()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1), os.dup2(null, 2)
+        chosen = mutant.id if mutant and not mutant.constant else 0
         os.environ.update(
             LAYERNORM_EMULATED_SOURCES=str(csrc), LAYERNORM_EMULATED_MODE=mode, LAYERNORM_MUTANT=str(chosen)
         )
         try:
-            emulated_build.library(mode=getattr(emulated_build, mode))
+            library = emulated_build.library(mode=getattr(emulated_build, mode))
         except emulated_build.CompileError as error:
             self._finish(1, f"\ndoes not compile: {error}")
-        usual, order = self.usual.get(mode, {}), {test: i for i, test in enumerate(first)}
-        tests = sorted(self._tests, key=lambda test: (order.get(test.nodeid, len(order)), usual.get(test.nodeid, 0)))
-        if mode != "CHECKED" and usual:
-            total = itertools.accumulate(usual[test.nodeid] for test in tests)
-            tests = [test for test, until in zip(tests, total, strict=True) if until <= QUICK or test.nodeid in order]
-        for test, following in zip(tests, [*tests[1:], None], strict=True):
+        if not mutant:
+            self._reached = (ctypes.c_ubyte * PLACES).in_dll(ctypes.CDLL(str(library)), "reached_mutants")
+        for test, following in itertools.pairwise([*self._chosen(mode, mutant, first), None]):
             log.write_text(f"{test.nodeid}\n")
             spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-            limit = int(spent + 5 + 4 * usual.get(test.nodeid, 600))
+            limit = int(spent + 5 + 4 * self.usual.get(mode, {}).get(test.nodeid, 600))
             resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
-        self._finish(0, json.dumps(self._seconds))
+        self._finish(0, json.dumps([self._seconds, self._places]))
+
+    def _chosen(self, mode, mutant, first):
+        """The tests that come to a mutant, in their order: all, or as many as are `QUICK`."""
+        if not mutant:
+            return self._tests
+        usual, order = self.usual[mode], {test: i for i, test in enumerate(first)}
+        tests = [test for test in self._tests if mutant.constant or mutant.id in self.reached[test.nodeid]]
+        tests.sort(key=lambda test: (order.get(test.nodeid, len(order)), usual[test.nodeid]))
+        if mode == MODES[-1]:
+            return tests
+        total = itertools.accumulate(usual[test.nodeid] for test in tests)
+        return [test for test, until in zip(tests, total, strict=True) if until <= QUICK or test.nodeid in order]
 
 
 def instrument(csrc, work):
@@ -331,10 +353,11 @@ def outcomes(forks, csrc, work, mutants, jobs):
     """Yields each mutant with how the tests notice it, or "survived"."""
     for mode in MODES:
         log, begin = work.parent / f"{mode}.log", time.monotonic()
-        _, status = os.waitpid(forks.start(mode, work, 0, log), 0)
+        _, status = os.waitpid(forks.start(mode, work, None, log), 0)
         if status:
             raise SystemExit(f"the tests fail without a mutant: {log.read_text()}")
-        forks.usual[mode] = json.loads(log.read_text())
+        forks.usual[mode], places = json.loads(log.read_text())
+        forks.reached = {test: frozenset(reached) for test, reached in places.items()}
         print(f"without a mutant the tests take {time.monotonic() - begin:.1f} s, mode {mode}", flush=True)
     forks.usual["HASTY"] = {test: 4 * seconds for test, seconds in forks.usual["PLAIN"].items()}
 
@@ -343,16 +366,15 @@ def outcomes(forks, csrc, work, mutants, jobs):
         while waiting or running:
             while waiting and len(running) < jobs:
                 mutant = waiting.pop()
-                sources, chosen, log = work, mutant.id, work.parent / f"{mutant.id}.log"
-                build = mode
+                sources, build, log = work, mode, work.parent / f"{mutant.id}.log"
                 if mutant.constant:
-                    sources, chosen = work.parent / f"mutant{mutant.id}", 0
+                    sources = work.parent / f"mutant{mutant.id}"
                     build = "HASTY" if mode == "PLAIN" else mode
                     shutil.copytree(csrc, sources, dirs_exist_ok=True)
                     Instrumented(csrc, compiled=mutant.id).write(sources)
                 log.write_text("")
                 first = killers.setdefault(mutant.function, [])
-                running[forks.start(build, sources, chosen, log, first)] = mutant, sources, log, first
+                running[forks.start(build, sources, mutant, log, first)] = mutant, sources, log, first
             process, status = os.wait()
             mutant, sources, log, first = running.pop(process)
             test, _, message = log.read_text().partition("\n")

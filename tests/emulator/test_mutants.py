@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import types
 
 import emulated_build
 import mutants
@@ -123,6 +124,39 @@ def test_a_sum_of_negations_stays_a_number(tmp_path):
     source = '#include <cstdio>\nint main(int n, char**) { std::printf("%d", !(n > 9) + !(n > 9)); }\n'
     (tmp_path / "cuda" / "sum.cu").write_text(source)
     assert run(mutants.Instrumented(tmp_path), tmp_path / "made") == "2"
+
+
+def test_which_mutants_are_reached(tmp_path):
+    (tmp_path / "cuda").mkdir()
+    source = """#include <cstdio>
+    int main(int n, char**) {
+      n = n > 9 ? n * 2 : n;
+      for (int id = 0; id < 99; ++id) if (reached_mutants[id]) std::printf("%d ", id);
+    }"""
+    (tmp_path / "cuda" / "sum.cu").write_text(source)
+    made = mutants.Instrumented(tmp_path)
+    reached = set(map(int, run(made, tmp_path / "made").split()))
+    assert {m.id in reached for m in made.mutants if "n > 9 =>" in m.name} == {True}
+    assert {m.id in reached for m in made.mutants if "n * 2 =>" in m.name} == {False}
+
+
+def test_which_tests_a_mutant_meets():
+    """Those that come to it; first what has noticed others, then what is quick; some seconds of them, then all."""
+    seconds = {"other": 0, "long": 7, "short": 1, "noticed": 2, "longest": 100}
+    forks = mutants.Forks(lambda forks: None)
+    forks.pytest_runtestloop(types.SimpleNamespace(items=[types.SimpleNamespace(nodeid=name) for name in seconds]))
+    forks.usual = dict.fromkeys(mutants.MODES, seconds)
+    forks.reached = {name: {1} if name == "other" else {1, 2} for name in seconds}
+
+    def chosen(mode, mutant, constant=False):
+        mutant = mutants.Mutant(mutant, "a.cu", 1, "a.cu: f: a", constant)
+        return [test.nodeid for test in forks._chosen(mode, mutant, ["noticed"])]
+
+    assert chosen("PLAIN", 2) == ["noticed", "short"]
+    assert chosen("CHECKED", 2) == ["noticed", "short", "long", "longest"]
+    assert chosen("CHECKED", 1)[:2] == ["noticed", "other"]
+    assert chosen("PLAIN", 3) == []
+    assert len(chosen("CHECKED", 3, constant=True)) == len(seconds)
 
 
 def test_what_is_not_understood_is_refused(tmp_path):
