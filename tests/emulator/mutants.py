@@ -29,6 +29,7 @@ import signal
 import sys
 import time
 import tomllib
+import traceback
 
 import emulated_build
 import pytest
@@ -38,6 +39,7 @@ import tree_sitter_cpp
 EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 TESTS = [str(emulated_build.EMULATOR / "test_kernels.py")]  # arguments of pytest
 MODES = ("PLAIN", "CHECKED")  # of emulated_build: first what is quick, then everything
+BROKEN = 3  # the exit code of what could not be tested
 QUICK = 8  # seconds of tests in the first mode, for each mutant
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
@@ -275,7 +277,7 @@ class Forks:
 
     def pytest_runtest_logreport(self, report):
         """In a fork: stops at the first failure."""
-        if report.when == "call":
+        if report.when == "call" and self._reached:
             self._seconds[report.nodeid] = report.duration
             self._places[report.nodeid] = [place for place, reached in enumerate(self._reached) if reached]
             ctypes.memset(self._reached, 0, len(self._reached))
@@ -296,7 +298,13 @@ class Forks:
         child = os.fork()
         if child:
             return child
-        self._log, self._seconds, self._places, self._reached = log, {}, {}, ()
+        self._log, self._seconds, self._places, self._reached = log, {}, {}, None
+        try:
+            self._run(mode, csrc, mutant, log, first)
+        except BaseException:
+            self._finish(BROKEN, traceback.format_exc())
+
+    def _run(self, mode, csrc, mutant, log, first):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1), os.dup2(null, 2)
         chosen = mutant.id if mutant and not mutant.constant else 0
@@ -377,6 +385,8 @@ def outcomes(forks, csrc, work, mutants, jobs):
                 running[forks.start(build, sources, mutant, log, first)] = mutant, sources, log, first
             process, status = os.wait()
             mutant, sources, log, first = running.pop(process)
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == BROKEN:
+                raise SystemExit(f"{mutant.name} could not be run: {log.read_text()}")
             test, _, message = log.read_text().partition("\n")
             if not status:
                 survivors.append(mutant)
@@ -461,7 +471,7 @@ def main():
 
     code = []
     forks = Forks(lambda forks: code.append(run(forks, options)))
-    pytest.main(["-pno:cacheprovider", "-sq", "--backends=emulated", *TESTS], plugins=[forks])
+    pytest.main(["-pno:cacheprovider", "-pno:faulthandler", "-sq", "--backends=emulated", *TESTS], plugins=[forks])
     return code[0] if code else 2
 
 
