@@ -47,7 +47,7 @@ struct Plan {
   bool adds;                      // to what the workspace holds of dweight and dbias
   bool aligned;                   // rows, at multiples of 16 bytes
   bool aligned_parameters;        // weight and bias
-  bool usual;                     // all gradients, of a plain LayerNorm with a weight, all aligned
+  bool usual;                     // all gradients, nothing but a weight and a bias, all aligned
   void *grad_weight, *grad_bias;  // for blocks that take columns, in place of p.grad_weight and p.grad_bias
 };
 
@@ -650,7 +650,7 @@ Launches launches(const BackwardParams& p, Plan plan) {
   result.rows_at_once = p.rows;
   if (in_groups) {  // half of the cache, for input and grad_output
     result.rows_at_once = l2_cache_size() / 2 / (2 * p.cols * static_cast<int64_t>(sizeof(T)));
-    result.rows_at_once = std::clamp(result.rows_at_once, int64_t{1}, std::min(p.rows, int64_t{UINT16_MAX}));
+    result.rows_at_once = std::clamp(result.rows_at_once, int64_t{1}, std::min(p.rows, largest_grid_y()));
   }
   const int64_t groups = ceil_div(result.rows_at_once, plan.rows_of_block);
   const bool is_small =
@@ -669,7 +669,7 @@ Launches launches(const BackwardParams& p, Plan plan) {
   }
   set_stages(arrays, plan.aligned);
   result.rows.grid = dim3(plan.chunks, static_cast<unsigned>(plan.slots) + result.column_blocks);
-  plan.usual = p.grad_input && p.grad_weight && p.grad_bias && !is_small && p.weight && !p.rms && !p.grad_sum &&
+  plan.usual = p.grad_input && p.grad_weight && p.grad_bias && !is_small && p.weight && !p.grad_sum &&
                !p.zero_centered_weight && !p.from_output && plan.aligned && plan.aligned_parameters;
   result.plan = plan;
   return result;

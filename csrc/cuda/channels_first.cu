@@ -53,9 +53,8 @@ struct Pixel {
   __device__ __forceinline__ Pixel(int64_t index, int64_t images, int64_t pixels, const Reciprocals& reciprocals)
       : index(index), exists(index < images * pixels), image(0), in_image(0) {
     if (!exists) return;
-    image = static_cast<int64_t>(static_cast<double>(index) * reciprocals.pixels);  // one too many or few, at most
+    image = static_cast<int64_t>(static_cast<double>(index) * reciprocals.pixels);  // or one less, below 2^52
     in_image = index - image * pixels;
-    if (in_image < 0) --image, in_image += pixels;
     if (in_image >= pixels) ++image, in_image -= pixels;
   }
   int64_t index;

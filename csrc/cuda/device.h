@@ -143,6 +143,9 @@ inline size_t most_shared_memory() {
 // Bytes of the current device's second-level cache.
 inline int64_t l2_cache_size() { return launching::device_attribute(cudaDevAttrL2CacheSize); }
 
+// The most blocks of a grid in its second dimension.
+constexpr int64_t largest_grid_y() { return 65535; }
+
 // A kernel must be allowed more than 48 KiB of dynamic shared memory, once per device.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
@@ -209,6 +212,8 @@ inline int architecture() { return emulator::options().architecture; }
 inline size_t most_shared_memory() { return (architecture() < 120 ? 227 : 99) * 1024; }
 
 inline int64_t l2_cache_size() { return 16 * 1024; }  // little, so that rows go by several groups
+
+inline int64_t largest_grid_y() { return 5; }  // few, for the same reason
 
 inline int64_t path_limit(int64_t limit) {
   const int64_t lowered = emulator::options().path_limit;

@@ -26,6 +26,7 @@ namespace layernorm::cuda {
 struct Cut {
   int chunk, chunks_of_part;
   unsigned parts;
+  int64_t first_row;  // of a launch
 };
 
 // Division by a whole number.
@@ -430,7 +431,7 @@ struct Part {
   int cols;
 
   __device__ __forceinline__ Part(const Cut& cut, int64_t cols_of_row)
-      : row(int64_t{blockIdx.z} * gridDim.y + blockIdx.y), begin(int64_t{cut.chunk * cut.chunks_of_part} * blockIdx.x) {
+      : row(cut.first_row + blockIdx.y), begin(int64_t{cut.chunk * cut.chunks_of_part} * blockIdx.x) {
     cols = static_cast<int>(min(cols_of_row - begin, int64_t{cut.chunk * cut.chunks_of_part}));
   }
 
@@ -563,7 +564,6 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
     forward_chunk_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  if (part.row >= p.rows) return;
   const Place<ChunkTile> place;
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   cluster_arrive();
@@ -577,7 +577,6 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
     forward_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  if (part.row >= p.rows) return;
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   cluster_arrive();
   const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
@@ -589,7 +588,6 @@ template <class T>
 __global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
     forward_moments(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  if (part.row >= p.rows) return;
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   const auto own = moments_of_part<T>(p, known, cut, part, shared, false);
   if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * cut.parts + blockIdx.x] = own;
@@ -601,7 +599,6 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
     forward_output(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  if (part.row >= p.rows) return;
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   wait_for_previous_grid();
   const auto* const of_parts = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * cut.parts;
@@ -618,13 +615,7 @@ Cut cut(int64_t cols) {
   const int64_t chunks = ceil_div(vectors, chunk);
   const int64_t of_part = ceil_div(chunks, chunks <= kLargestCluster * kMostChunksKept ? kLargestCluster : kMostParts);
   return {static_cast<int>(chunk * kVectorSize<T>), static_cast<int>(of_part),
-          static_cast<unsigned>(ceil_div(chunks, of_part))};
-}
-
-// A part of each row to a block: three dimensions, so that none has to be divided.
-dim3 grid_of_parts(int64_t rows, const Cut& cut) {
-  const int64_t planes = ceil_div(rows, 65535);
-  return dim3(cut.parts, static_cast<unsigned>(ceil_div(rows, planes)), static_cast<unsigned>(planes));
+          static_cast<unsigned>(ceil_div(chunks, of_part)), 0};
 }
 
 // Dynamic shared memory of a block that has so many chunks at a time, and a residual's.
@@ -671,24 +662,27 @@ void forward(const ForwardParams& p) {
       launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, known);
     });
     if (is_tile) return;
-    const Cut parts = cut<T>(p.cols);
+    Cut parts = cut<T>(p.cols);
     const bool in_cluster = is_for_cluster<T>(parts);
-    LaunchConfig config = {grid_of_parts(p.rows, parts), threads_of<ChunkTile, T>(parts.chunk)};
-    config.shared_bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
-    config.stream = stream;
-    if constexpr (sizeof(T) < 8) {
-      if (in_cluster) {
-        config.cluster = parts.parts;
-        const bool is_chunk = parts.chunks_of_part == 1;
-        launch(config, is_chunk ? forward_chunk_in_cluster<T, W> : forward_in_cluster<T, W>, p, parts, known);
-        return;
+    const size_t bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
+    for (; parts.first_row < p.rows; parts.first_row += largest_grid_y()) {
+      const int64_t rows = std::min(p.rows - parts.first_row, largest_grid_y());
+      const dim3 grid(parts.parts, static_cast<unsigned>(rows));
+      LaunchConfig config = {grid, threads_of<ChunkTile, T>(parts.chunk), bytes, stream};
+      if constexpr (sizeof(T) < 8) {
+        if (in_cluster) {
+          config.cluster = parts.parts;
+          const bool is_chunk = parts.chunks_of_part == 1;
+          launch(config, is_chunk ? forward_chunk_in_cluster<T, W> : forward_in_cluster<T, W>, p, parts, known);
+          continue;
+        }
       }
+      launch(config, forward_moments<T>, p, parts, known);
+      ForwardParams again = p;
+      if (p.residual) again.input = p.sum, again.input_stride = p.cols, again.residual = nullptr;
+      config.overlaps_previous = true;
+      launch(config, forward_output<T, W>, again, parts, Known<AccOf<T>>(again, aligned));
     }
-    launch(config, forward_moments<T>, p, parts, known);
-    ForwardParams again = p;
-    if (p.residual) again.input = p.sum, again.input_stride = p.cols, again.residual = nullptr;
-    config.overlaps_previous = true;
-    launch(config, forward_output<T, W>, again, parts, Known<AccOf<T>>(again, aligned));
   });
 }
 

@@ -357,8 +357,8 @@ def instrument(csrc, work):
             stillborn |= more
 
 
-def outcomes(forks, csrc, work, mutants, jobs):
-    """Yields each mutant with how the tests notice it, or "survived"."""
+def outcomes(forks, csrc, work, mutants, jobs, results):
+    """Yields each mutant with how the tests notice it, or "survived" and the mode, which are not `results` already."""
     for mode in MODES:
         log, begin = work.parent / f"{mode}.log", time.monotonic()
         _, status = os.waitpid(forks.start(mode, work, None, log), 0)
@@ -370,7 +370,9 @@ def outcomes(forks, csrc, work, mutants, jobs):
     forks.usual["HASTY"] = {test: 4 * seconds for test, seconds in forks.usual["PLAIN"].items()}
 
     for mode in MODES:  # quick tests for all mutants, before slow ones for any
-        waiting, running, survivors, killers = list(reversed(mutants)), {}, [], {}
+        survivors = [mutant for mutant in mutants if results.get(mutant.name) == f"survived {mode}"]
+        waiting = [mutant for mutant in reversed(mutants) if mutant not in survivors]
+        running, killers = {}, {}
         while waiting or running:
             while waiting and len(running) < jobs:
                 mutant = waiting.pop()
@@ -392,10 +394,9 @@ def outcomes(forks, csrc, work, mutants, jobs):
                 survivors.append(mutant)
             elif test:
                 first[:] = [test, *(other for other in first if other != test)][:5]
-            if status or mode == MODES[-1]:
-                out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
-                how = message[:200] or ("out of time" if out_of_time else "the process died")
-                yield mutant, how if status else "survived"
+            out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+            how = message[:200] or ("out of time" if out_of_time else "the process died")
+            yield mutant, how if status else f"survived {mode}"
             log.unlink()
             if mutant.constant:
                 shutil.rmtree(sources)
@@ -417,7 +418,7 @@ def run(forks, options):
     results_file = folder / "results.jsonl"
     lines = results_file.read_text().splitlines() if results_file.exists() else []
     before = map(json.loads, lines)
-    results = {name: result for name, result, of_tests in before if result != "survived" or of_tests == tests}
+    results = {name: result for name, result, of_tests in before if "survived" not in result or of_tests == tests}
 
     made, stillborn = instrument(options.csrc, folder / "csrc")
     os.environ["MAX_JOBS"] = "1"  # there are enough processes
@@ -426,19 +427,19 @@ def run(forks, options):
     listed = {m.name for m in alive} & proven
     stale = sorted(proven - listed)
     mutants = [m for m in alive if options.only in m.name and (m.name in listed) == options.listed]
-    todo = [m for m in mutants if m.name not in results]
+    todo = [m for m in mutants if results.get(m.name, f"survived {MODES[0]}") == f"survived {MODES[0]}"]
     constant = sum(m.constant for m in mutants)
     print(f"{len(mutants)} mutants, {constant} of them built one by one; {len(stillborn)} more are not C++, ", end="")
     print(f"{len(listed)} are listed as equivalent")
     print(f"{len(todo)} to go, the others are in {results_file}", flush=True)
     with results_file.open("a") as kept:
-        found = outcomes(forks, options.csrc, folder / "csrc", todo, options.jobs) if todo else ()
-        for done, (mutant, result) in enumerate(found, 1):
+        found = outcomes(forks, options.csrc, folder / "csrc", todo, options.jobs, dict(results)) if todo else ()
+        for mutant, result in found:
             results[mutant.name] = result
             print(json.dumps([mutant.name, result, tests]), file=kept, flush=True)
-            print(f"[{done}/{len(todo)}] {mutant.name}: {' '.join(result.split())}", flush=True)
+            print(f"{mutant.name}: {' '.join(result.split())}", flush=True)
 
-    noticed = {m.name for m in mutants if results[m.name] != "survived"}
+    noticed = {m.name for m in mutants if "survived" not in results[m.name]}
     wrong = noticed if options.listed else {m.name for m in mutants} - noticed
     print(f"{len(mutants)} mutants: {len(noticed)} noticed, {len(mutants) - len(noticed)} survived")
     for name in sorted(wrong):

@@ -96,7 +96,7 @@ def test_which_kernels_are_for_which_rows(library, dtypes):
             assert sum(kind in name for name in launched) == 1
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [89, 90])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (F64, F64)], ids=dtypes_id)
 def test_which_kernels_are_for_longer_rows(library, dtypes, architecture):
     """Rows of more than a chunk, of 32 vectors here: 80 chunks by a cluster, one more by two launches."""
@@ -124,6 +124,18 @@ def test_clusters_have_as_much_shared_memory_as_there_is(library):
         assert any(launched in name for name in library.launched())
 
 
+def test_backward_fits_into_what_shared_memory_there_is(library):
+    """Where a block has 99 KiB, it takes 1024 vectors, that are not aligned, and a residual's; longer rows are cut."""
+    for vectors in (1024, 1025, 2048):
+        x, dy, w, b = arguments(1, vectors * 8 - 1, (BF16, BF16))
+        dsum = randn(x.shape, BF16)
+        output, _, mean, rstd = library.ops.norm_forward(x, None, x.shape[1:], w, b)
+        library.launched()
+        with library.schedule("random", 1, 2, architecture=120):
+            backward = library.ops.norm_backward(dy, dsum, x, x.shape[1:], mean, rstd, w, b, ALL)
+        check_backward(backward, dy, x, w, grad_sum=dsum, context=(vectors,))
+
+
 @all_dtypes
 def test_clusters_and_launches_give_the_same_bits(library, dtypes):
     """On every GPU, rows are cut in the same way; the rows' order in dweight and dbias is another."""
@@ -139,13 +151,16 @@ def test_clusters_and_launches_give_the_same_bits(library, dtypes):
             assert torch.equal(bits(a), bits(e)), chunks
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [89, 90])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (F64, F64)], ids=dtypes_id)
 def test_which_kernels_are_for_longer_rows_of_backward(library, dtypes, architecture):
-    """Of chunks of 32 vectors here: up to 8 by a cluster, more by two launches, of which one has up to 256 parts."""
+    """Of chunks of 32 vectors here: up to 8 by a cluster, more by two launches, of which one has up to 256 parts.
+
+    Of 513, a part has more chunks than are on their way at a time.
+    """
     vector = 16 // dtypes[0].itemsize
-    for chunks in (1, 2, 8, 9, *((256, 257) if dtypes[0] == F32 else ())):
-        x, dy, w, b = arguments(3, (chunks * 32 - 1) * vector - 1, dtypes)
+    for chunks in (1, 2, 8, 9, *((257, 513) if dtypes[0] == F32 else ())):
+        x, dy, w, b = arguments(3 if chunks < 513 else 1, (chunks * 32 - 1) * vector - 1, dtypes)
         output, mean, rstd = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
         library.launched()
         with library.schedule("random", chunks, 3, architecture=architecture, path_limit=0):
@@ -417,6 +432,25 @@ def test_parts_that_overflow(library, dtypes, architecture):
         check_forward(forward, x, w, b, context=(cols,))
 
 
+# Of all sizes; at last those whose distances from their rounded mean have squares that underflow, in float and double:
+# then a sum of these is less than that of the squared mean distance.
+EXPONENTS = torch.cat([torch.arange(-10.0, 27.0), torch.full((20,), -52.0), torch.full((20,), -486.0)])
+CONSTANTS = torch.linspace(1, 1.99, len(EXPONENTS), dtype=F64) * 2.0 ** EXPONENTS.double()
+
+
+@paths
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_constant_rows(library, dtype, path):
+    """Nothing is left of them, however their mean was rounded; their variance may be 0 and no less: eps is nearly 0."""
+    for cols in (7, 40, 300, 1200):
+        x = CONSTANTS.to(dtype).reshape(-1, 1).repeat(1, cols)
+        with library.schedule("random", cols, 2, **path):
+            output, _, _ = library.ops.forward(x, (cols,), None, None, 1e-30)
+            _, _, rstd = library.ops.forward(x, (cols,), None, None, 0.0)
+        assert torch.equal(output, torch.zeros_like(x)), cols
+        assert rstd.gt(10).all(), cols
+
+
 def test_constant_rows_of_many_parts(library):
     """Nothing is left of them but the bias, whatever the mean's rounding was."""
     x = torch.tensor([0.1, 1e6 + 0.3, 3e-39]).reshape(-1, 1).expand(-1, 5000)
@@ -456,9 +490,10 @@ def check_images(forward, backward, x, dy, w=None, b=None, parameter_dtype=None,
 def test_images(library, dtypes, path_limit):
     """Fewer pixels than lanes, as many, and more, of two images in a warp; fewer channels than warps, or many runs.
 
+    49 * (1 / 49) is less than 1: that pixel's image is found too low at first.
     Any order of the threads gives the same bits, but for the weight's gradients, which depend on the number of blocks.
     """
-    for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (5, 130, 13), (1, 300, 40)]:
+    for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (5, 130, 13), (1, 300, 40), (2, 5, 49)]:
         x, dy, w, b = images(shape, dtypes)
         first = None
         for order, seed, blocks in SCHEDULES:
@@ -531,6 +566,19 @@ def test_hard_numbers_of_images(library, path_limit):
             with library.schedule("random", channels, 2, path_limit=path_limit):
                 forward, backward = run_images(library, x, dy, w, b)
             check_images(forward, backward, x, dy, w, b, context=(dtype, channels))
+
+
+@staged
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_constant_pixels(library, dtype, path_limit):
+    """As constant rows."""
+    for channels in (7, 49, 300):
+        x = CONSTANTS.to(dtype).repeat(1, channels, 1)
+        with library.schedule("random", channels, 2, path_limit=path_limit):
+            output, _, _ = library.ops.channels_first_forward(x, None, None, 1e-30)
+            _, _, rstd = library.ops.channels_first_forward(x, None, None, 0.0)
+        assert torch.equal(output, torch.zeros_like(x)), channels
+        assert rstd.gt(10).all(), channels
 
 
 @staged
