@@ -209,7 +209,7 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
 
 inline int architecture() { return emulator::options().architecture; }
 
-inline size_t most_shared_memory() { return (architecture() < 120 ? 227 : 99) * 1024; }
+inline size_t most_shared_memory() { return emulator::most_shared_memory(); }
 
 inline int64_t l2_cache_size() { return 16 * 1024; }  // little, so that rows go by several groups
 

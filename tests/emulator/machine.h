@@ -147,7 +147,7 @@ struct Running {
 
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr size_t kMaxStatic = 48 * 1024;   // of shared memory, per block
-constexpr size_t kMaxShared = 227 * 1024;  // static and dynamic, compute capability 9.0
+constexpr size_t kMaxShared = 227 * 1024;  // static and dynamic, of any GPU
 constexpr size_t kRedZone = 256;
 constexpr size_t kDynamicBase = 2 * kMaxStatic;  // static arrays and the gaps between them lie below
 constexpr size_t kArenaBytes = kDynamicBase + kMaxShared + 2 * kRedZone;

@@ -344,6 +344,14 @@ void run_blocks() {
   set_current(nullptr);
 }
 
+std::string too_much_shared_memory() {
+  return "more than " + std::to_string(most_shared_memory() / 1024) + " KiB of shared memory";
+}
+
+void check_shared_memory() {
+  if (running->static_bytes + running->launch.shared_bytes > most_shared_memory()) fail(too_much_shared_memory());
+}
+
 void check_launch(const Launch& l) {
   const uint64_t per_block = static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z;
   if (per_block == 0 || per_block > 1024 || l.block.z > 64) throw Fault("invalid block size");
@@ -351,7 +359,7 @@ void check_launch(const Launch& l) {
     throw Fault("invalid grid size");
   if (l.cluster == 0 || l.cluster > 8 || l.grid.x % l.cluster != 0) throw Fault("invalid cluster size");
   if (l.cluster > 1 && current_options.architecture < 90) throw Fault("clusters need compute capability 9.0");
-  if (l.shared_bytes > kMaxShared) throw Fault("more than 227 KiB of shared memory");
+  if (l.shared_bytes > most_shared_memory()) throw Fault(too_much_shared_memory());
 }
 
 void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
@@ -432,6 +440,12 @@ bool in_shared(const Block& block, const void* address) {
 
 // ---- what kernels use -------------------------------------------------------------------------------------
 Options& options() { return current_options; }
+
+size_t most_shared_memory() {
+  const int architecture = current_options.architecture;
+  const int kib = architecture < 86 ? 163 : architecture < 90 || architecture >= 120 ? 99 : 227;
+  return static_cast<size_t>(kib) * 1024;
+}
 
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
   std::lock_guard lock(one_launch_at_a_time);
@@ -536,6 +550,7 @@ void* static_shared(const void* key, size_t bytes, size_t alignment, const char*
     const size_t offset = (r.slots_end / (2 * step) + 1) * (2 * step) + step;
     r.slots_end = offset + bytes + kRedZone;
     if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
+    check_shared_memory();
     r.slots.push_back({key, offset, bytes, name});
   }
   if (block.slot_ready.size() <= index || !block.slot_ready[index]) {
@@ -555,7 +570,7 @@ void* dynamic_shared(size_t alignment) {
   Block& block = *current->block;
   const size_t bytes = running->launch.shared_bytes,
                offset = kDynamicBase + alignment;  // no better aligned than asked
-  if (running->static_bytes + bytes > kMaxShared) fail("more than 227 KiB of shared memory");
+  check_shared_memory();
   if (!block.dynamic_ready) {
     for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
       Block& owner = peer(block, rank);

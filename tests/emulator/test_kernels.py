@@ -126,14 +126,13 @@ def test_clusters_have_as_much_shared_memory_as_there_is(library):
 
 def test_backward_fits_into_what_shared_memory_there_is(library):
     """Where a block has 99 KiB, it takes 1024 vectors, that are not aligned, and a residual's; longer rows are cut."""
-    for vectors in (1024, 1025, 2048):
+    for architecture, vectors in itertools.product((80, 89, 90, 120), (1024, 1025, 2048)):
         x, dy, w, b = arguments(1, vectors * 8 - 1, (BF16, BF16))
         dsum = randn(x.shape, BF16)
         output, _, mean, rstd = library.ops.norm_forward(x, None, x.shape[1:], w, b)
-        library.launched()
-        with library.schedule("random", 1, 2, architecture=120):
+        with library.schedule("random", 1, 2, architecture=architecture):
             backward = library.ops.norm_backward(dy, dsum, x, x.shape[1:], mean, rstd, w, b, ALL)
-        check_backward(backward, dy, x, w, grad_sum=dsum, context=(vectors,))
+        check_backward(backward, dy, x, w, grad_sum=dsum, context=(architecture, vectors))
 
 
 @all_dtypes
@@ -225,6 +224,18 @@ def test_alignment_and_strides_do_not_change_bits(library, dtypes):
                     assert torch.equal(bits(a), bits(e)), (cols, gap, offset)
 
 
+def test_any_alignment(library):
+    """Rows that begin at any element, any distance apart: what is taken for aligned is."""
+    x, dy, w, b = arguments(2, 64, (BF16, BF16))
+    expected = run(library, x, dy, w, b)
+    for gap, offset in [(0, offset) for offset in range(34)] + [(gap, 0) for gap in range(34)]:
+        buffer = torch.empty(2 * (64 + gap) + offset, dtype=BF16)
+        view = buffer.as_strided((2, 64), (64 + gap, 1), offset).copy_(x)
+        forward, backward = run(library, view, dy, w, b)
+        for a, e in zip(forward + backward, expected[0] + expected[1], strict=True):
+            assert torch.equal(bits(a), bits(e)), (gap, offset)
+
+
 @paths
 @all_dtypes
 def test_family(library, dtypes, path):
@@ -256,14 +267,15 @@ def test_family(library, dtypes, path):
             w = w - int(zero_centered)
             for weight, bias in ((w, b), (w, None), (None, b)):
                 output, _, _, rstd = library.ops.norm_forward(x, None, (cols,), weight, bias, **variant)
-                gradients = library.ops.norm_backward(
-                    dy, None, output, (cols,), None, rstd, weight, bias, ALL, **variant
-                )
                 error = xhat_error_from_output(x, weight, bias, rms, zero_centered)
                 dtype = (bias if weight is None else weight).dtype
-                check_backward(
-                    gradients, dy, x, weight, dtype, rms=rms, zero_centered_weight=zero_centered, xhat_error=error
-                )
+                for mask in (ALL, [False, True, False]):
+                    gradients = library.ops.norm_backward(
+                        dy, None, output, (cols,), None, rstd, weight, bias, mask, **variant
+                    )
+                    check_backward(
+                        gradients, dy, x, weight, dtype, rms=rms, zero_centered_weight=zero_centered, xhat_error=error
+                    )
 
 
 @paths
@@ -392,8 +404,10 @@ def test_hard_numbers(library, dtypes, path):
             dy = randn(x.shape, dtypes[0], offset=1)
             with library.schedule("random", cols, 2, **path):
                 forward, backward = run(library, x, dy, w, b)
+                _, weight_alone = run(library, x, dy, w, b, [False, True, False])
             check_forward(forward, x, w, b, context=(cols,))
             check_backward(backward, dy, x, w, context=(cols,))
+            check_backward(weight_alone, dy, x, w, context=(cols,))
 
 
 @paths
