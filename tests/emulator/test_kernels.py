@@ -369,9 +369,9 @@ def test_constant_outputs(library, path):
 
 
 def test_many_rows(library):
-    """More than are summed in one go, by three blocks of 16 rows and of one."""
-    for rows, cols in [(3 * 16 * 256 + 9, 3), (3 * 256 + 9, 514)]:
-        x, dy, w, b = arguments(rows, cols, (F32, F32))
+    """More than are summed in one go, by three blocks of four rows, which have a warp each, and of one."""
+    for rows, cols, dtype in [(3 * 4 * 256 + 9, 129, F64), (3 * 256 + 9, 514, F32)]:
+        x, dy, w, b = arguments(rows, cols, (dtype, dtype))
         with library.schedule("random", rows, 3):
             forward, backward = run(library, x, dy, w, b)
         check_forward(forward, x, w, b)
