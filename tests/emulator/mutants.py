@@ -8,10 +8,10 @@ noticed. There is no sampling, and no mark in the sources excludes anything. Tho
 
 Most mutants are compiled together and chosen when the tests run: `a < b` becomes
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
-are built one by one. A mutant meets the tests that come to its place: some seconds of them look at values first, then
-all look at every access; those go first that have noticed other mutants of the same function, and then the quickest.
-A run that was interrupted goes on where it stopped; one after other tests, with the mutants that had survived. Needs
-the packages tree-sitter and tree-sitter-cpp.
+are built one by one. A mutant meets the tests that come to its place: some seconds of them look at values first (all
+of them, if it was built), then all look at every access; those go first that have noticed other mutants of the same
+function, and then the quickest. A run that was interrupted goes on where it stopped; one after other tests, with the
+mutants that had survived. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
@@ -326,13 +326,13 @@ class Forks:
         self._finish(0, json.dumps([self._seconds, self._places]))
 
     def _chosen(self, mode, mutant, first):
-        """The tests that come to a mutant, in their order: all, or as many as are `QUICK`."""
+        """The tests that may notice a mutant, in their order: all, or as many as are `QUICK`."""
         if not mutant:
             return self._tests
         usual, order = self.usual[mode], {test: i for i, test in enumerate(first)}
         tests = [test for test in self._tests if mutant.constant or mutant.id in self.reached[test.nodeid]]
         tests.sort(key=lambda test: (order.get(test.nodeid, len(order)), usual[test.nodeid]))
-        if mode == MODES[-1]:
+        if mode == MODES[-1] or mutant.constant:  # to build that one again takes longer
             return tests
         total = itertools.accumulate(usual[test.nodeid] for test in tests)
         return [test for test, until in zip(tests, total, strict=True) if until <= QUICK or test.nodeid in order]
