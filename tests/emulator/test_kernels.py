@@ -128,11 +128,11 @@ def test_backward_fits_into_what_shared_memory_there_is(library):
     """Where a block has 99 KiB, it takes 1024 vectors, that are not aligned, and a residual's; longer rows are cut."""
     for architecture, vectors in itertools.product((80, 89, 90, 120), (1024, 1025, 2048)):
         x, dy, w, b = arguments(1, vectors * 8 - 1, (BF16, BF16))
-        dsum = randn(x.shape, BF16)
         output, _, mean, rstd = library.ops.norm_forward(x, None, x.shape[1:], w, b)
-        with library.schedule("random", 1, 2, architecture=architecture):
-            backward = library.ops.norm_backward(dy, dsum, x, x.shape[1:], mean, rstd, w, b, ALL)
-        check_backward(backward, dy, x, w, grad_sum=dsum, context=(architecture, vectors))
+        for dsum in (randn(x.shape, BF16), None):
+            with library.schedule("random", 1, 2, architecture=architecture):
+                backward = library.ops.norm_backward(dy, dsum, x, x.shape[1:], mean, rstd, w, b, ALL)
+            check_backward(backward, dy, x, w, grad_sum=dsum, context=(architecture, vectors))
 
 
 @all_dtypes
@@ -295,7 +295,7 @@ def test_sums_that_overflow(library, path):
 
 
 @paths
-def test_alignment_of_residuals(library, path):
+def test_alignment_of_residuals_and_parameters(library, path):
     """One that is not aligned has the whole row taken number by number, to the same bits."""
     x, residual, dy, dsum, w, b = (randn((3, 64), F32) for _ in range(6))
 
@@ -304,10 +304,11 @@ def test_alignment_of_residuals(library, path):
 
     def run_all(*moved):
         r, ds, weight, bias = (shifted(t) if i in moved else t for i, t in enumerate((residual, dsum, w[0], b[0])))
-        options = {"memory_efficient": True}
         forward = library.ops.norm_forward(x, r, (64,), weight, bias)
-        backward = library.ops.norm_backward(dy, ds, x, (64,), None, forward[3], weight, bias, ALL, **options)
-        return [*forward, *backward]
+        backward = library.ops.backward(dy, x, (64,), *forward[2:], weight, bias, ALL)
+        options = {"memory_efficient": True}
+        from_output = library.ops.norm_backward(dy, ds, x, (64,), None, forward[3], weight, bias, ALL, **options)
+        return [*forward, *backward, *from_output]
 
     with library.schedule(**path):
         expected = run_all()
@@ -372,10 +373,11 @@ def test_many_rows(library):
     """More than are summed in one go, by three blocks of four rows, which have a warp each, and of one."""
     for rows, cols, dtype in [(3 * 4 * 256 + 9, 129, F64), (3 * 256 + 9, 514, F32)]:
         x, dy, w, b = arguments(rows, cols, (dtype, dtype))
-        with library.schedule("random", rows, 3):
-            forward, backward = run(library, x, dy, w, b)
-        check_forward(forward, x, w, b)
-        check_backward(backward, dy, x, w)
+        for mask in (ALL, [False, True, False]):
+            with library.schedule("random", rows, 3):
+                forward, backward = run(library, x, dy, w, b, mask)
+            check_forward(forward, x, w, b)
+            check_backward(backward, dy, x, w)
 
 
 def test_many_rows_of_ones(library):
