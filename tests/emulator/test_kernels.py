@@ -225,15 +225,17 @@ def test_alignment_and_strides_do_not_change_bits(library, dtypes):
 
 
 def test_any_alignment(library):
-    """Rows that begin at any element, any distance apart: what is taken for aligned is."""
+    """Rows of either array that begin at any element, any distance apart: what is taken for aligned is."""
     x, dy, w, b = arguments(2, 64, (BF16, BF16))
     expected = run(library, x, dy, w, b)
-    for gap, offset in [(0, offset) for offset in range(34)] + [(gap, 0) for gap in range(34)]:
+    places = [(0, offset) for offset in range(34)] + [(gap, 0) for gap in range(34)]
+    for (gap, offset), moved in itertools.product(places, range(2)):
+        arrays = [x, dy]
         buffer = torch.empty(2 * (64 + gap) + offset, dtype=BF16)
-        view = buffer.as_strided((2, 64), (64 + gap, 1), offset).copy_(x)
-        forward, backward = run(library, view, dy, w, b)
+        arrays[moved] = buffer.as_strided((2, 64), (64 + gap, 1), offset).copy_(arrays[moved])
+        forward, backward = run(library, *arrays, w, b)
         for a, e in zip(forward + backward, expected[0] + expected[1], strict=True):
-            assert torch.equal(bits(a), bits(e)), (gap, offset)
+            assert torch.equal(bits(a), bits(e)), (gap, offset, moved)
 
 
 @paths
@@ -253,10 +255,9 @@ def test_family(library, dtypes, path):
                 else:
                     assert torch.equal(bits(total), bits(x + r))
                 check_forward((output, mean, rstd), total, weight, bias, context=(cols,), **variant)
-                gradients = library.ops.norm_backward(
-                    dy, dsum, total, (cols,), mean, rstd, weight, bias, ALL, **variant
-                )
-                check_backward(gradients, dy, total, weight, context=(cols,), grad_sum=dsum, **variant)
+                ds = None if r is None else dsum
+                gradients = library.ops.norm_backward(dy, ds, total, (cols,), mean, rstd, weight, bias, ALL, **variant)
+                check_backward(gradients, dy, total, weight, context=(cols,), grad_sum=ds, **variant)
             in_place = residual.clone()
             outputs = library.ops.norm_forward_(x, in_place, (cols,), w, b, **variant)
             expected = library.ops.norm_forward(x, residual, (cols,), w, b, **variant)
