@@ -58,6 +58,7 @@ constexpr int kRowsPerSum = 256;
 constexpr int kLargestCluster = 8;
 // Of rows that one launch takes for all gradients.
 constexpr int kFewRows = 128;
+constexpr int kMostWarps = 16;  // of a block
 
 // The sums over a row of xhat, of g and of g * xhat.
 template <class Acc>
@@ -317,7 +318,7 @@ __device__ __forceinline__ void add_to_workspace(Acc* workspace, const Acc (&sum
 template <class T, class W>
 __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan& plan) {
   using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>, kMostWarps = 16;
+  constexpr int kCount = kVectorSize<T>;
   LAYERNORM_SHARED(shifts, Acc[kFewRows]);
   LAYERNORM_SHARED(of_warps, Acc[2][kMostWarps][kWarpSize]);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
@@ -581,6 +582,7 @@ __global__ void __launch_bounds__(BlockTile::kBlock, 1) backward_sums(const Back
 
 constexpr int kMostParts = 256;
 constexpr size_t kStaticShared = 16 * 1024;  // at most
+static_assert(kStaticShared >= (kFewRows + 2 * kMostWarps * kWarpSize) * sizeof(double), "sum_columns has this alone");
 // Of one launch for all gradients: bytes that it reads.
 constexpr int64_t kFewBytes = int64_t{8} << 20;
 
