@@ -180,6 +180,20 @@ def test_which_problems_are_one_launch(library, dtypes):
         assert any("add_partials" in name for name in library.launched()) != one, (rows, cols)
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
+def test_last_chunks_that_leave_warps_without_columns(library, dtypes, architecture):
+    """Eight chunks of up to 256 vectors, which two warps share; the last has but one."""
+    cols = (7 * 256 + 1) * 16 // dtypes[0].itemsize
+    for lost in (0, 1):
+        x, dy, w, b = arguments(2, cols - lost, dtypes)
+        x += 3
+        with library.schedule("random", lost, 2, architecture=architecture, path_limit=256):
+            forward, backward = run(library, x, dy, w, b)
+        check_forward(forward, x, w, b)
+        check_backward(backward, dy, x, w)
+
+
 @all_dtypes
 @pytest.mark.parametrize("limit", [0, 2, 40])
 def test_shorter_rows_on_the_paths_for_longer_ones(library, dtypes, limit):
@@ -416,7 +430,7 @@ def test_hard_numbers(library, dtypes, path):
 @paths
 def test_numbers_that_overflow(library, path):
     """Rows are gone over twice."""
-    for cols in (5, 40, 600):
+    for cols in (5, 40, 600, 1200):
         x, dy, w, b = arguments(9, cols, (F32, F32))
         x[1::2] *= 1e37
         x[2] = torch.inf
@@ -432,10 +446,10 @@ def test_numbers_that_overflow(library, path):
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F64, F64)], ids=dtypes_id)
 def test_parts_that_overflow(library, dtypes, architecture):
-    """Of some parts, and not of others; or all parts are tame, and their distances overflow."""
+    """Of some parts, and not of others; or all parts are tame, and their distances overflow, or the sum of squares."""
     huge = torch.finfo(dtypes[0]).max
     for cols in (300, 40 * 128):
-        x, _, w, b = arguments(6, cols, dtypes)
+        x, _, w, b = arguments(7, cols, dtypes)
         x[0, : cols // 2] *= huge / 16
         x[1, cols // 2 :] *= huge / 16
         x[2, : cols // 2] += huge / 4
@@ -444,6 +458,7 @@ def test_parts_that_overflow(library, dtypes, architecture):
         x[4, : cols // 2] += huge / 1e4  # no sum of a chunk overflows
         x[4, cols // 2 :] -= huge / 1e4
         x[5] += huge / 1e4 * (1 - torch.arange(cols, dtype=dtypes[0]) // 128 % 2 * 2)
+        x[6] *= (huge / 256) ** 0.5
         with library.schedule("random", cols, 2, path_limit=0, architecture=architecture):
             forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
         check_forward(forward, x, w, b, context=(cols,))
