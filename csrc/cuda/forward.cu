@@ -580,7 +580,8 @@ __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
   LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
   cluster_arrive();
   const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
-  store_part<T, W>(p, known, cut, part, exchange_parts(own, cut, known), shared, true);
+  const auto of_row = exchange_parts(own, cut, known);
+  store_part<T, W>(p, known, cut, part, of_row, shared, true);
 }
 
 // Each part of a row to a block: its moments, in the workspace [rows, parts].

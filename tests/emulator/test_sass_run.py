@@ -34,7 +34,10 @@ class Params(ctypes.Structure):
 class Cut(ctypes.Structure):
     """How csrc/cuda/forward.cu cuts long rows."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("chunk", "chunks_of_part", "parts")]
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("chunk", "chunks_of_part", "parts")),
+        ("first_row", ctypes.c_int64),
+    ]
 
 
 class Known(ctypes.Structure):
