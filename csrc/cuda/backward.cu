@@ -561,10 +561,9 @@ __global__ void __launch_bounds__(BlockTile::kBlock, 1) backward_sums(const Back
     } else {
       add(std::false_type{});
     }
-    sum_tile(sums, place, round++);
+    sum_tile(sums, place, round++);  // its barrier releases the ring's images
 #pragma unroll
     for (int k = 0; k < 3; ++k) total[k] += sums[k];
-    ring.release();
     fetch(at + plan.stages * plan.chunk);
   }
   ring.drain();
@@ -623,9 +622,9 @@ template <class T, class W, class Tile>
 Launches launches(const BackwardParams& p, Plan plan) {
   plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
   plan.pitch = ceil_div(p.cols, kVectorSize<T>) * kVectorSize<T>;
-  plan.aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
-                 is_aligned<T>(p.grad_output, p.grad_output_stride) && is_aligned<T>(p.grad_input, p.cols) &&
-                 is_aligned<T>(p.grad_sum, p.grad_sum_stride);
+  // Rows of dx, also if nobody asks for them, are aligned only if they are whole vectors.
+  plan.aligned = is_aligned<T>(p.input, p.input_stride) && is_aligned<T>(p.grad_output, p.grad_output_stride) &&
+                 is_aligned<T>(p.grad_input, p.cols) && is_aligned<T>(p.grad_sum, p.grad_sum_stride);
   plan.aligned_parameters = is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
   const bool needs_sums = p.grad_input || (p.grad_weight && !p.rms);
   plan.in_cluster =

@@ -26,7 +26,7 @@ namespace layernorm::cuda {
 struct Cut {
   int chunk, chunks_of_part;
   unsigned parts;
-  int64_t first_row;  // of a launch
+  unsigned first_row;  // of a launch: 2^32 rows that are cut would be 128 TiB
 };
 
 // Division by a whole number.
@@ -431,7 +431,7 @@ struct Part {
   int cols;
 
   __device__ __forceinline__ Part(const Cut& cut, int64_t cols_of_row)
-      : row(cut.first_row + blockIdx.y), begin(int64_t{cut.chunk * cut.chunks_of_part} * blockIdx.x) {
+      : row(int64_t{cut.first_row + blockIdx.y}), begin(int64_t{cut.chunk * cut.chunks_of_part} * blockIdx.x) {
     cols = static_cast<int>(min(cols_of_row - begin, int64_t{cut.chunk * cut.chunks_of_part}));
   }
 
@@ -628,8 +628,8 @@ size_t bytes_of_chunks(const Cut& cut, int chunks) {
 template <class T>
 bool is_for_cluster(const Cut& cut) {
   constexpr size_t kStatic = (kLargestCluster + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
-  return sizeof(T) < 8 && cut.parts <= kLargestCluster && cut.chunks_of_part <= kMostChunksKept &&
-         architecture() >= 90 && bytes_of_chunks<T>(cut, cut.chunks_of_part) + kStatic <= most_shared_memory();
+  return sizeof(T) < 8 && cut.parts <= kLargestCluster && architecture() >= 90 &&
+         bytes_of_chunks<T>(cut, cut.chunks_of_part) + kStatic <= most_shared_memory();
 }
 
 }  // namespace
@@ -650,8 +650,8 @@ void forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
-    const bool aligned = p.cols % kVectorSize<T> == 0 && is_aligned<T>(p.input, p.input_stride) &&
-                         is_aligned<T>(p.residual, p.residual_stride) && is_aligned<T>(p.sum, p.cols) &&
+    // The sum is new, or it is the residual. Rows of the output are aligned only if they are whole vectors.
+    const bool aligned = is_aligned<T>(p.input, p.input_stride) && is_aligned<T>(p.residual, p.residual_stride) &&
                          is_aligned<T>(p.output, p.cols) && is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
     const Known<AccOf<T>> known(p, aligned);
     const auto stream = static_cast<Stream>(p.stream);
@@ -666,8 +666,9 @@ void forward(const ForwardParams& p) {
     Cut parts = cut<T>(p.cols);
     const bool in_cluster = is_for_cluster<T>(parts);
     const size_t bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
-    for (; parts.first_row < p.rows; parts.first_row += largest_grid_y()) {
-      const int64_t rows = std::min(p.rows - parts.first_row, largest_grid_y());
+    for (int64_t first_row = 0; first_row < p.rows; first_row += largest_grid_y()) {
+      parts.first_row = static_cast<unsigned>(first_row);
+      const int64_t rows = std::min(p.rows - first_row, largest_grid_y());
       const dim3 grid(parts.parts, static_cast<unsigned>(rows));
       LaunchConfig config = {grid, threads_of<ChunkTile, T>(parts.chunk), bytes, stream};
       if constexpr (sizeof(T) < 8) {

@@ -23,7 +23,7 @@ CHECKED = (
     "-O1",
     "-fno-omit-frame-pointer",
     "-ftrivial-auto-var-init=pattern",  # an uninitialised local is a NaN
-    "-fsanitize=thread,undefined",
+    "-fsanitize=thread,undefined,bounds-strict",  # strict: of a Vector's elements, too
     "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
     "-fno-sanitize-recover=all",
 )

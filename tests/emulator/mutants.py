@@ -15,6 +15,7 @@ mutants that had survived. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
+import concurrent.futures
 import ctypes
 import dataclasses
 import hashlib
@@ -347,8 +348,8 @@ def instrument(csrc, work):
         made = Instrumented(csrc, stillborn)
         made.write(work)
         try:
-            for mode in MODES:
-                emulated_build.library(csrc=work, mode=getattr(emulated_build, mode))
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                list(pool.map(lambda mode: emulated_build.library(getattr(emulated_build, mode), work), MODES))
             return made, stillborn
         except emulated_build.CompileError as error:
             more = culprits(str(error), made.files) - stillborn
@@ -359,12 +360,13 @@ def instrument(csrc, work):
 
 def outcomes(forks, csrc, work, mutants, jobs, results):
     """Yields each mutant with how the tests notice it, or "survived" and the mode, which are not `results` already."""
-    for mode in MODES:
-        log, begin = work.parent / f"{mode}.log", time.monotonic()
-        _, status = os.waitpid(forks.start(mode, work, None, log), 0)
+    logs, begin = {mode: work.parent / f"{mode}.log" for mode in MODES}, time.monotonic()
+    without_mutant = {mode: forks.start(mode, work, None, log) for mode, log in logs.items()}
+    for mode, process in without_mutant.items():
+        _, status = os.waitpid(process, 0)
         if status:
-            raise SystemExit(f"the tests fail without a mutant: {log.read_text()}")
-        forks.usual[mode], places = json.loads(log.read_text())
+            raise SystemExit(f"the tests fail without a mutant: {logs[mode].read_text()}")
+        forks.usual[mode], places = json.loads(logs[mode].read_text())
         forks.reached = {test: frozenset(reached) for test, reached in places.items()}
         print(f"without a mutant the tests take {time.monotonic() - begin:.1f} s, mode {mode}", flush=True)
     forks.usual["HASTY"] = {test: 4 * seconds for test, seconds in forks.usual["PLAIN"].items()}
