@@ -1,4 +1,4 @@
-// Runs a table of cases, each in every schedule, and prints what came of it: for test_faults.py.
+// Runs a table of cases, each in every schedule, and prints what came of it: for test_emulator.py.
 #pragma once
 
 #include <cstdio>

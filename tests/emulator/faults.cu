@@ -75,6 +75,13 @@ __global__ void array_overrun(const float* in, float* out, int n) {
   for (int i = 0; i <= n; ++i) v[i] = in[i];  // fault
   out[threadIdx.x] = v[0];
 }
+__global__ void overrun_into_padding(const float* in, float* out, int n) {
+  struct alignas(16) {
+    float of[2];
+  } v = {};
+  for (int i = 0; i <= n; ++i) v.of[i] = in[i];  // fault
+  out[threadIdx.x] = v.of[0];
+}
 
 // ---- races within a block ---------------------------------------------------------------------------------
 template <bool kBarrierBefore, bool kBarrierAfter>
@@ -228,6 +235,8 @@ int main() {
        [=](const Data& d) { launch(one, index_overflow, d.out, 1 << 16, 1 << 15); }},
       {"array_overrun", "undefined behaviour (out_of_bounds)",
        [=](const Data& d) { launch(one, array_overrun, d.in, d.out, 4); }},
+      {"overrun_into_padding", "undefined behaviour (out_of_bounds)",
+       [=](const Data& d) { launch(one, overrun_into_padding, d.in, d.out, 2); }},
 
       {"sums", "", launch_in(one, sums<true, true>), three_sums},
       {"no_barrier_before_read", "shared memory 'partial'", launch_in(one, sums<true, false>)},

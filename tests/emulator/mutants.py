@@ -10,12 +10,12 @@ Most mutants are compiled together and chosen when the tests run: `a < b` become
 `(MUTANT(7) ? (a <= b) : (a < b))`. Those in constant expressions (template arguments, array sizes, constexpr)
 are built one by one. A mutant meets the tests that come to its place: some seconds of them look at values first (all
 of them, if it was built), then all look at every access; those go first that have noticed other mutants of the same
-function, and then the quickest. A run that was interrupted goes on where it stopped; one after other tests, with the
-mutants that had survived. Needs the packages tree-sitter and tree-sitter-cpp.
+function, and then the quickest, of each function one before its others. A run that was interrupted goes on where it
+stopped; one after other tests, with the mutants that had survived. Needs the packages tree-sitter and tree-sitter-cpp.
 """
 
 import argparse
-import concurrent.futures
+import collections
 import ctypes
 import dataclasses
 import hashlib
@@ -31,6 +31,7 @@ import sys
 import time
 import tomllib
 import traceback
+import typing
 
 import emulated_build
 import pytest
@@ -41,7 +42,7 @@ EQUIVALENTS = emulated_build.EMULATOR / "equivalent_mutants.toml"
 TESTS = [str(emulated_build.EMULATOR / "test_kernels.py")]  # arguments of pytest
 MODES = ("PLAIN", "CHECKED")  # of emulated_build: first what is quick, then everything
 BROKEN = 3  # the exit code of what could not be tested
-QUICK = 8  # seconds of tests in the first mode, for each mutant
+QUICK = 3  # seconds of tests in the first mode, for each mutant
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
 # ---- the rules -------------------------------------------------------------------------------------------
@@ -271,6 +272,13 @@ class Forks:
         self.usual = {}  # by mode: how many seconds a test takes without a mutant
         self.reached = {}  # by test: the numbers of the mutants that it comes to
 
+    def learn(self, mode, seconds, places):
+        """What a run without a mutant has told."""
+        self.usual[mode] = seconds
+        if mode == "PLAIN":
+            self.usual["HASTY"] = {test: 4 * usual for test, usual in seconds.items()}
+        self.reached = {test: frozenset(reached) for test, reached in places.items()}
+
     def pytest_runtestloop(self, session):
         self._tests = session.items
         self._body(self)
@@ -332,7 +340,12 @@ class Forks:
             return self._tests
         usual, order = self.usual[mode], {test: i for i, test in enumerate(first)}
         tests = [test for test in self._tests if mutant.constant or mutant.id in self.reached[test.nodeid]]
-        tests.sort(key=lambda test: (order.get(test.nodeid, len(order)), usual[test.nodeid]))
+        turns, before = {}, collections.Counter()
+        for test in sorted((test.nodeid for test in tests), key=usual.get):
+            function = test.partition("[")[0]
+            before[function] += 1  # what has passed with some parameters is likely to pass with others
+            turns[test] = order.get(test, len(order)), usual[test] * before[function]
+        tests.sort(key=lambda test: turns[test.nodeid])
         if mode == MODES[-1] or mutant.constant:  # to build that one again takes longer
             return tests
         total = itertools.accumulate(usual[test.nodeid] for test in tests)
@@ -348,8 +361,7 @@ def instrument(csrc, work):
         made = Instrumented(csrc, stillborn)
         made.write(work)
         try:
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                list(pool.map(lambda mode: emulated_build.library(getattr(emulated_build, mode), work), MODES))
+            emulated_build.library(getattr(emulated_build, MODES[0]), work)
             return made, stillborn
         except emulated_build.CompileError as error:
             more = culprits(str(error), made.files) - stillborn
@@ -358,50 +370,63 @@ def instrument(csrc, work):
             stillborn |= more
 
 
+class Job(typing.NamedTuple):
+    """The tests in a fork, with a mutant or without."""
+
+    mode: str
+    mutant: Mutant | None
+    sources: pathlib.Path
+    log: pathlib.Path
+    first: list  # the tests that have noticed other mutants of the function
+    begin: float
+
+
 def outcomes(forks, csrc, work, mutants, jobs, results):
     """Yields each mutant with how the tests notice it, or "survived" and the mode, which are not `results` already."""
-    logs, begin = {mode: work.parent / f"{mode}.log" for mode in MODES}, time.monotonic()
-    without_mutant = {mode: forks.start(mode, work, None, log) for mode, log in logs.items()}
-    for mode, process in without_mutant.items():
-        _, status = os.waitpid(process, 0)
-        if status:
-            raise SystemExit(f"the tests fail without a mutant: {logs[mode].read_text()}")
-        forks.usual[mode], places = json.loads(logs[mode].read_text())
-        forks.reached = {test: frozenset(reached) for test, reached in places.items()}
-        print(f"without a mutant the tests take {time.monotonic() - begin:.1f} s, mode {mode}", flush=True)
-    forks.usual["HASTY"] = {test: 4 * seconds for test, seconds in forks.usual["PLAIN"].items()}
+    running, killers = {}, {}
 
+    def start(mode, mutant=None):
+        sources, build, log = work, mode, work.parent / f"{mutant.id if mutant else mode}.log"
+        if mutant and mutant.constant:
+            sources = work.parent / f"mutant{mutant.id}"
+            build = "HASTY" if mode == "PLAIN" else mode
+            shutil.copytree(csrc, sources, dirs_exist_ok=True)
+            Instrumented(csrc, compiled=mutant.id).write(sources)
+        log.write_text("")
+        first = killers.setdefault((mode, mutant.function), []) if mutant else []
+        process = forks.start(build, sources, mutant, log, first)
+        running[process] = Job(mode, mutant, sources, log, first, time.monotonic())
+
+    for mode in MODES:
+        start(mode)
     for mode in MODES:  # quick tests for all mutants, before slow ones for any
         survivors = [mutant for mutant in mutants if results.get(mutant.name) == f"survived {mode}"]
         waiting = [mutant for mutant in reversed(mutants) if mutant not in survivors]
-        running, killers = {}, {}
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                mutant = waiting.pop()
-                sources, build, log = work, mode, work.parent / f"{mutant.id}.log"
-                if mutant.constant:
-                    sources = work.parent / f"mutant{mutant.id}"
-                    build = "HASTY" if mode == "PLAIN" else mode
-                    shutil.copytree(csrc, sources, dirs_exist_ok=True)
-                    Instrumented(csrc, compiled=mutant.id).write(sources)
-                log.write_text("")
-                first = killers.setdefault(mutant.function, [])
-                running[forks.start(build, sources, mutant, log, first)] = mutant, sources, log, first
+        while waiting or mode not in forks.usual or any(job.mutant for job in running.values()):
+            while waiting and mode in forks.usual and len(running) < jobs:
+                start(mode, waiting.pop())
             process, status = os.wait()
-            mutant, sources, log, first = running.pop(process)
+            job = running.pop(process)
+            said, mutant = job.log.read_text(), job.mutant
+            if not mutant:
+                if status:
+                    raise SystemExit(f"the tests fail without a mutant: {said}")
+                forks.learn(job.mode, *json.loads(said))
+                print(f"without a mutant the tests end after {time.monotonic() - job.begin:.0f} s, mode {job.mode}")
+                continue
             if os.WIFEXITED(status) and os.WEXITSTATUS(status) == BROKEN:
-                raise SystemExit(f"{mutant.name} could not be run: {log.read_text()}")
-            test, _, message = log.read_text().partition("\n")
+                raise SystemExit(f"{mutant.name} could not be run: {said}")
+            test, _, message = said.partition("\n")
             if not status:
                 survivors.append(mutant)
             elif test:
-                first[:] = [test, *(other for other in first if other != test)][:5]
+                job.first[:] = [test, *(other for other in job.first if other != test)][:5]
             out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
             how = message[:200] or ("out of time" if out_of_time else "the process died")
             yield mutant, how if status else f"survived {mode}"
-            log.unlink()
+            job.log.unlink()
             if mutant.constant:
-                shutil.rmtree(sources)
+                shutil.rmtree(job.sources)
         mutants = survivors
 
 

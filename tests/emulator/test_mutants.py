@@ -141,8 +141,8 @@ def test_which_mutants_are_reached(tmp_path):
 
 
 def test_which_tests_a_mutant_meets():
-    """Those that come to it; first what has noticed others, then what is quick; some seconds of them, then all."""
-    seconds = {"other": 0, "long": 7, "short": 1, "noticed": 2, "longest": 100}
+    """Those that come to it; first what has noticed others, then what is quick and unlike; some seconds, then all."""
+    seconds = {"other": 0, "long": 0.75, "short[b]": 0.5, "short[a]": 0.25, "noticed": 2, "longest": 100}
     forks = mutants.Forks(lambda forks: None)
     forks.pytest_runtestloop(types.SimpleNamespace(items=[types.SimpleNamespace(nodeid=name) for name in seconds]))
     forks.usual = dict.fromkeys(mutants.MODES, seconds)
@@ -152,8 +152,8 @@ def test_which_tests_a_mutant_meets():
         mutant = mutants.Mutant(mutant, "a.cu", 1, "a.cu: f: a", constant)
         return [test.nodeid for test in forks._chosen(mode, mutant, ["noticed"])]
 
-    assert chosen("PLAIN", 2) == ["noticed", "short"]
-    assert chosen("CHECKED", 2) == ["noticed", "short", "long", "longest"]
+    assert chosen("PLAIN", 2) == ["noticed", "short[a]", "long"]
+    assert chosen("CHECKED", 2) == ["noticed", "short[a]", "long", "short[b]", "longest"]
     assert chosen("CHECKED", 1)[:2] == ["noticed", "other"]
     assert chosen("PLAIN", 3) == []
     assert len(chosen("CHECKED", 3, constant=True)) == len(seconds)
