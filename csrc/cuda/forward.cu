@@ -666,9 +666,8 @@ void forward(const ForwardParams& p) {
     Cut parts = cut<T>(p.cols);
     const bool in_cluster = is_for_cluster<T>(parts);
     const size_t bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
-    for (int64_t first_row = 0; first_row < p.rows; first_row += largest_grid_y()) {
-      parts.first_row = static_cast<unsigned>(first_row);
-      const int64_t rows = std::min(p.rows - first_row, largest_grid_y());
+    for (; parts.first_row < p.rows; parts.first_row += static_cast<unsigned>(largest_grid_y())) {
+      const int64_t rows = std::min(p.rows - parts.first_row, largest_grid_y());
       const dim3 grid(parts.parts, static_cast<unsigned>(rows));
       LaunchConfig config = {grid, threads_of<ChunkTile, T>(parts.chunk), bytes, stream};
       if constexpr (sizeof(T) < 8) {
