@@ -412,7 +412,8 @@ def outcomes(forks, csrc, work, mutants, jobs, results):
                 if status:
                     raise SystemExit(f"the tests fail without a mutant: {said}")
                 forks.learn(job.mode, *json.loads(said))
-                print(f"without a mutant the tests end after {time.monotonic() - job.begin:.0f} s, mode {job.mode}")
+                took = time.monotonic() - job.begin
+                print(f"built, and tested without a mutant, in {took:.0f} s: mode {job.mode}", flush=True)
                 continue
             if os.WIFEXITED(status) and os.WEXITSTATUS(status) == BROKEN:
                 raise SystemExit(f"{mutant.name} could not be run: {said}")

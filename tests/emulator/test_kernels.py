@@ -239,10 +239,21 @@ def test_alignment_and_strides_do_not_change_bits(library, dtypes):
 
 
 def test_any_alignment(library):
-    """Rows of either array, or of both, that begin at any element: what is taken for aligned is.
+    """Rows of either array that begin at any element, any distance apart: what is taken for aligned is."""
+    x, dy, w, b = arguments(2, 64, (BF16, BF16))
+    expected = run(library, x, dy, w, b)
+    places = [(0, offset) for offset in range(34)] + [(gap, 0) for gap in range(34)]
+    for (gap, offset), moved in itertools.product(places, range(2)):
+        arrays = [x, dy]
+        buffer = torch.empty(2 * (64 + gap) + offset, dtype=BF16)
+        arrays[moved] = buffer.as_strided((2, 64), (64 + gap, 1), offset).copy_(arrays[moved])
+        forward, backward = run(library, *arrays, w, b)
+        for a, e in zip(forward + backward, expected[0] + expected[1], strict=True):
+            assert torch.equal(bits(a), bits(e)), (gap, offset, moved)
 
-    dweight alone: then all arrays that are looked at can be moved.
-    """
+
+def test_any_alignment_of_all_arrays(library):
+    """The same of both arrays at once. dweight alone: then all arrays that are looked at can be moved."""
     places = [(0, offset) for offset in range(34)] + [(gap, 0) for gap in (1, 15, 17)]
     which = ((True, False), (False, True), (True, True))
     for cols, moved, (gap, offset) in itertools.product((120, 136), which, places):
