@@ -339,7 +339,7 @@ NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residu
   }
   const bool records = wants_graph(input, residual, weight, bias);
   const auto call = [&] {
-    // What is not recorded keeps nothing, and need not be fit for it.
+    // Without a graph nothing is saved, so the operator need not know what backward would be given.
     if (!records) variant.memory_efficient = false;
     if (in_place && records) {
       TORCH_CHECK(!residual->is_view(),

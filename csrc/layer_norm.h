@@ -17,6 +17,10 @@ namespace layernorm {
 
 enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
 
+// Backward from the output divides by the weight. A weight below this magnitude gives NaN: float16 would keep no digit
+// of the quotient.
+constexpr double kSmallestDivisor = 0x1p-16;
+
 // Statistics and every sum over a row are kept in Acc: double for kFloat64, else float.
 struct ForwardParams {
   int64_t rows;          // >= 1
@@ -59,7 +63,7 @@ struct BackwardParams {
   void* workspace;            // backward_workspace() bytes, aligned like any tensor
   bool rms;                   // RMSNorm
   bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
-  bool from_output;           // input is forward's output instead: xhat = (input - bias) / weight
+  bool from_output;           // input is forward's output instead: xhat = (input - bias) / weight, see kSmallestDivisor
   Dtype dtype;
   Dtype param_dtype;
   void* stream;  // a cudaStream_t; unused on a CPU

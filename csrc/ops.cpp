@@ -223,18 +223,6 @@ Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);
 }
 
-// Of what backward from the output divides by. See the docstring of LayerNorm for what that costs.
-constexpr double kSmallestWeight = 0x1p-16;
-
-void check_weight_divides(const optional<Tensor>& weight, Variant variant) {
-  if (!variant.memory_efficient || !present(weight) || weight->numel() == 0) return;
-  const Tensor w = variant.zero_centered_weight ? *weight + 1 : *weight;
-  const double smallest = w.abs().amin().item<double>();
-  TORCH_CHECK(!(smallest < kSmallestWeight), "Expected the absolute value of every weight to be at least ",
-              kSmallestWeight, " with memory_efficient=True, because backward divides by it, but got weight with ",
-              smallest, " as the smallest; use memory_efficient=False");
-}
-
 int64_t no_workspace(const ForwardParams&) { return 0; }
 
 template <void (*kernel)(const ForwardParams&), int64_t (*workspace_size)(const ForwardParams&) = no_workspace>
@@ -242,7 +230,6 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
                          const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
                          bool in_place) {
   check_forward(input, residual, normalized_shape, weight, bias);
-  check_weight_divides(weight, variant);
   if (in_place) {
     at::assert_no_internal_overlap(*residual);
     at::assert_no_overlap(*residual, input);

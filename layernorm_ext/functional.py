@@ -47,8 +47,7 @@ def layer_norm(
         A contiguous tensor of the shape and dtype of ``input``.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or, with
-            ``memory_efficient`` and gradients recorded, a weight is smaller than :math:`2^{-16}`.
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
         NotImplementedError: ``input`` is of an unsupported dtype. Or, with ``memory_efficient``, the derivative of a
             backward pass is asked for.
 

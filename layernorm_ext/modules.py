@@ -47,9 +47,10 @@ class LayerNorm(torch.nn.LayerNorm):
         With ``memory_efficient``, backward recovers the normalized input as ``(output - bias) / weight``. It is then
         off by at most ``u * (|normalized input| + |bias / weight|)`` for the unit roundoff ``u`` of the input's dtype
         (2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32), by the error that :func:`layernorm_ext.layer_norm`
-        allows divided by the weight, and for float16 by ``2^-25 / |weight|`` where the output is subnormal. While
-        gradients are recorded, weights of less than 2^-16 are refused, of which float16 would leave no digit; on a
-        GPU, that waits for the weights. There is no derivative of the backward pass.
+        allows divided by the weight, and for float16 by ``2^-25 / |weight|`` where the output is subnormal. A
+        weight of magnitude below 2^-16 is too small to divide by, because float16 would keep no digit of the quotient:
+        it gives NaN gradients, on every device. Nothing looks at the weights beforehand, so forward never waits for a
+        GPU. There is no derivative of the backward pass.
 
     Example:
         >>> norm = LayerNorm(8)

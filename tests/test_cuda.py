@@ -32,11 +32,11 @@ def test_shape_functions(dtypes):
 
 @built_with_cuda
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launches them")
-def test_a_kernel_that_cannot_be_launched_is_a_runtime_error():
-    """For want of a GPU. The kernels of CUDA are called by the dispatch key, because no tensor can be there."""
+def test_a_failure_of_the_cuda_runtime_is_a_runtime_error():
+    """Without a GPU every call fails. The operators are called by the dispatch key, because no CUDA tensor exists."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     x, statistics = torch.ones(2, 3), torch.ones(2, 1)
-    message = r"^layernorm: launch of .* with grid \(1, 1, 1\), block \(128, 1, 1\), .*: CUDA driver"
+    message = r"^layernorm: [\w ]+: (CUDA driver|no CUDA-capable device)"
     with pytest.raises(RuntimeError, match=message):
         torch.ops.layernorm.forward.default.redispatch(keys, x, [3], None, None, 1e-5)
     with pytest.raises(RuntimeError, match=message):

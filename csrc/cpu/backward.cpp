@@ -17,6 +17,7 @@
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
+#include <limits>
 
 #include "../dtypes.h"
 #include "row.h"
@@ -105,6 +106,15 @@ struct Backward {
   Coefficients<Acc>* coefficients;  // [rows]
 };
 
+// The weight, or NaN where it is too small to divide by.
+template <class Acc>
+Pack<Acc> divisor(const Pack<Acc>& weight) {
+  constexpr Acc kLimit = kSmallestDivisor;
+  const Vec<Acc> nan = Vec<Acc>{} + std::numeric_limits<Acc>::quiet_NaN();
+  const auto checked = [&](Vec<Acc> w) { return (w > -kLimit) & (w < kLimit) ? nan : w; };
+  return {checked(weight.a), checked(weight.b)};
+}
+
 // d of a pack of x. Special rows are scaled, or recovered from the output.
 template <bool special, class T, class W, class Mean, class Lanes>
 Pack<AccOf<T>> deviation(const Backward<T, W>& b, const T* x, const Mean& mean, int64_t j, Lanes lanes) {
@@ -112,7 +122,7 @@ Pack<AccOf<T>> deviation(const Backward<T, W>& b, const T* x, const Mean& mean, 
   if (!b.p.from_output) return load_row<T, true>(x + j, lanes) - mean;
   auto v = load<T>(x + j, lanes);
   if (b.bias()) v = v - load<T>(b.bias() + j, lanes);
-  return v / load_weight<T>(b.weight(), b.centre(), j, lanes);
+  return v / divisor(load_weight<T>(b.weight(), b.centre(), j, lanes));
 }
 
 // First sweep over kCount rows from row r on. Everything the loops use is a local: a store might change *b,

@@ -77,10 +77,12 @@ constexpr int kPieceSize = std::min(kVectorSize<T>, kVectorSize<W>);
 
 // ---- vectors --------------------------------------------------------------------------------------------------------
 
-// xhat from the output, whose weight is kept less `centre`.
+// xhat from the output, whose weight is kept less `centre`; NaN where the weight is too small to divide by.
 template <class Acc>
 __device__ __forceinline__ Acc recovered_xhat(Acc y, Acc weight, Acc bias, Acc centre, Acc shift) {
-  return fast_divide(y - bias, weight + centre) - shift;
+  const Acc divisor = weight + centre;
+  if (abs(divisor) < Acc(kSmallestDivisor)) return std::numeric_limits<Acc>::quiet_NaN();
+  return fast_divide(y - bias, divisor) - shift;
 }
 
 // The weight and the bias from a column on; null, where there is none.
@@ -590,7 +592,7 @@ constexpr int64_t kFewBytes = int64_t{8} << 20;
 template <class T>
 int64_t most_vectors() {
   using Ring = RowRing<T, BlockTile>;
-  const bool is_ample = Ring::bytes(BlockTile::kThreads, 1, 3, 1, false) + kStaticShared <= most_shared_memory();
+  const bool is_ample = Ring::bytes(BlockTile::kThreads, 1, 3, 1, false) + kStaticShared <= max_shared_memory();
   return BlockTile::kThreads * BlockTile::kVectors / (is_ample ? 1 : 2);
 }
 
@@ -627,8 +629,8 @@ Launches launches(const BackwardParams& p, Plan plan) {
                  is_aligned<T>(p.grad_input, p.cols) && is_aligned<T>(p.grad_sum, p.grad_sum_stride);
   plan.aligned_parameters = is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
   const bool needs_sums = p.grad_input || (p.grad_weight && !p.rms);
-  plan.in_cluster =
-      sizeof(T) < 8 && architecture() >= 90 && plan.chunks > 1 && plan.chunks <= unsigned{kLargestCluster};
+  plan.in_cluster = sizeof(T) < 8 && plan.chunks > 1 && plan.chunks <= unsigned{kLargestCluster} &&
+                    has_clusters(backward_rows<T, W, Tile>);
   const bool in_groups = plan.chunks > 1 && !plan.in_cluster;
   plan.sums_first = needs_sums && in_groups;
 
@@ -643,7 +645,7 @@ Launches launches(const BackwardParams& p, Plan plan) {
       return RowRing<T, Tile>::bytes(static_cast<int>(result.rows.block.x) / plan.rows_of_block, plan.rows_of_block,
                                      images_of_stage, stages, aligned);
     };
-    plan.stages = bytes(images, kMostStages) + kStaticShared <= most_shared_memory() ? kMostStages : 1;
+    plan.stages = bytes(images, kMostStages) + kStaticShared <= max_shared_memory() ? kMostStages : 1;
     result.rows.shared_bytes = bytes(images, plan.stages);
     result.bytes_for_sums = bytes(2, plan.stages);
   };
@@ -661,11 +663,12 @@ Launches launches(const BackwardParams& p, Plan plan) {
     plan.slots = p.grad_input ? groups : 0;
     result.column_blocks = static_cast<unsigned>(ceil_div(p.cols, kWarpSize));
   } else {
-    // As for the gradients of the parameters alone, of rows that are not aligned: the order in which rows are added up
-    // depends neither on what else is wanted nor on where they lie.
-    set_stages(2, false);
+    // The number of slots is the order of summation of dweight and dbias. It is chosen for unaligned rows of two
+    // arrays, so that it depends neither on the alignment nor on which gradients are wanted. The gradient of a sum is
+    // one more array in shared memory: all blocks must be resident with it, too.
+    set_stages(p.grad_sum ? 3 : 2, false);
     const int64_t resident = resident_blocks(result.rows, backward_rows<T, W, Tile>) / plan.chunks;
-    const int64_t rounds = ceil_div(groups, std::max(resident, int64_t{1}));
+    const int64_t rounds = ceil_div(groups, std::max(resident, int64_t{1}));  // a row may have more chunks than that
     plan.slots = ceil_div(groups, rounds);
   }
   set_stages(arrays, plan.aligned);

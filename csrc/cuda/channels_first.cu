@@ -34,8 +34,11 @@ constexpr int kUnroll = 8;
 // Of a multiprocessor, at the least. Left to itself, nvcc aims at more, and spills registers.
 constexpr int kBlocks = 3;
 
-// Bytes of shared memory for the numbers of a block: of that much, every GPU since compute capability 8.0 has room.
+// Bytes of dynamic shared memory for a block: two blocks fit on a multiprocessor of an H100. GPUs of compute
+// capability 8.6, 8.9 and 12.0 have less than this, see with_staging().
 constexpr int64_t kStaged = 96 * 1024;
+// Bytes of static shared memory, which sum_warps() declares: for one sum and for two in forward, for three in backward.
+constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
 template <class Params>
 Reciprocals reciprocals_of(const Params& p) {
@@ -263,7 +266,8 @@ int64_t num_tiles(int64_t images, int64_t pixels) { return ceil_div(images * pix
 // Calls f(whether the numbers fit, bytes of shared memory for them).
 template <class F>
 void with_staging(int64_t bytes, const F& f) {
-  if (bytes <= path_limit(kStaged)) {
+  const int64_t most = std::min(kStaged, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
+  if (bytes <= path_limit(most)) {
     f(std::true_type{}, static_cast<size_t>(bytes));
   } else {
     f(std::false_type{}, size_t{0});

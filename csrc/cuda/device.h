@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 // LAYERNORM_SHARED(partial, float[32]); declares shared memory, LAYERNORM_DYNAMIC_SHARED(row, float); points
 // to the dynamic part, aligned to 16 bytes.
@@ -80,25 +81,72 @@ inline std::string describe(const dim3& d) {
   return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
 }
 
-inline void check(cudaError_t status, const void* kernel, const LaunchConfig& config) {
+inline std::string describe(const void* kernel, const LaunchConfig& config) {
+  return "launch of " + kernel_name(kernel) + " with grid " + describe(config.grid) + ", block " +
+         describe(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
+         std::to_string(config.shared_bytes) + " bytes of dynamic shared memory";
+}
+
+// Throws unless a call of the CUDA runtime has succeeded; describe() says what was attempted.
+template <class F>
+void check(cudaError_t status, const F& describe) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // reported here, and not once more by the next call
-  throw std::runtime_error("layernorm: launch of " + kernel_name(kernel) + " with grid " + describe(config.grid) +
-                           ", block " + describe(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
-                           std::to_string(config.shared_bytes) +
-                           " bytes of dynamic shared memory: " + cudaGetErrorString(status));
+  cudaGetLastError();  // clears the error, which the next call would report again
+  throw std::runtime_error(std::string("layernorm: ") + describe() + ": " + cudaGetErrorString(status));
+}
+
+// The value of `key`, which make() computes the first time.
+template <class Value, class Key, class F>
+Value remember(const Key& key, const F& make) {
+  static std::mutex mutex;
+  static std::map<Key, Value> values;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = values.find(key);
+  return found != values.end() ? found->second : values.emplace(key, make()).first->second;
 }
 
 inline int current_device() {
   int device = 0;
-  cudaGetDevice(&device);
+  check(cudaGetDevice(&device), [] { return "asking for the current device"; });
   return device;
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int value = 0;
-  cudaDeviceGetAttribute(&value, attribute, current_device());
-  return value;
+struct Device {
+  int multiprocessors, l2_bytes;
+  int shared_bytes;  // the most that a block may have, static and dynamic, once the kernel has opted in
+};
+
+// The current device.
+inline Device device() {
+  const int index = current_device();
+  return remember<Device>(index, [&] {
+    const auto get = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, attribute, index), [&] {
+        return "asking for attribute " + std::to_string(attribute) + " of device " + std::to_string(index);
+      });
+      return value;
+    };
+    return Device{get(cudaDevAttrMultiProcessorCount), get(cudaDevAttrL2CacheSize),
+                  get(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+  });
+}
+
+struct KernelInfo {
+  int architecture;  // compute capability that the kernel's code was generated for: 80, 90, 100, ...
+};
+
+// A kernel on the current device. The first call opts in to all of the device's shared memory: up to 48 KiB need no
+// opt-in, but that limit is for static and dynamic shared memory together.
+inline KernelInfo kernel_info(const void* kernel, const LaunchConfig& config) {
+  return remember<KernelInfo>(std::pair(kernel, current_device()), [&] {
+    const auto what = [&] { return describe(kernel, config); };
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel), what);
+    const int dynamic = device().shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), what);
+    return KernelInfo{attributes.ptxVersion};
+  });
 }
 
 // The driver's configuration, whose attributes point into it.
@@ -106,7 +154,7 @@ struct Config {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
 
-  Config(const LaunchConfig& from, int architecture) {
+  Config(const LaunchConfig& from, const KernelInfo& kernel) {
     config.gridDim = from.grid;
     config.blockDim = from.block;
     config.dynamicSmemBytes = from.shared_bytes;
@@ -118,7 +166,7 @@ struct Config {
       attribute.val.clusterDim.x = from.cluster;
       attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     }
-    if (from.overlaps_previous && architecture >= 90) {
+    if (from.overlaps_previous && kernel.architecture >= 90) {
       auto& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -129,38 +177,21 @@ struct Config {
 
 }  // namespace launching
 
-// Compute capability of the current device: 80, 90, 100, ...
-inline int architecture() {
-  return 10 * launching::device_attribute(cudaDevAttrComputeCapabilityMajor) +
-         launching::device_attribute(cudaDevAttrComputeCapabilityMinor);
+// Whether a kernel can use what compute capability 9.0 introduced: clusters, bulk copies, overlapping launches. That is
+// decided by the code, not by the device: PTX for 8.0, compiled by the driver of an H100, contains none of it.
+template <class... Params>
+bool has_clusters(void (*kernel)(Params...)) {
+  return launching::kernel_info(reinterpret_cast<const void*>(kernel), {}).architecture >= 90;
 }
 
 // Bytes of shared memory that a block may have on the current device, static and dynamic.
-inline size_t most_shared_memory() {
-  return static_cast<size_t>(launching::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-}
+inline size_t max_shared_memory() { return static_cast<size_t>(launching::device().shared_bytes); }
 
 // Bytes of the current device's second-level cache.
-inline int64_t l2_cache_size() { return launching::device_attribute(cudaDevAttrL2CacheSize); }
+inline int64_t l2_cache_size() { return launching::device().l2_bytes; }
 
 // The most blocks of a grid in its second dimension.
 constexpr int64_t largest_grid_y() { return 65535; }
-
-// A kernel must be allowed more than 48 KiB of dynamic shared memory, once per device.
-template <class Kernel>
-void allow_shared_memory(Kernel* kernel, const LaunchConfig& config) {
-  if (config.shared_bytes <= 48 * 1024) return;
-  static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, size_t> allowed;
-  const auto address = reinterpret_cast<const void*>(kernel);
-  const std::lock_guard<std::mutex> lock(mutex);
-  size_t& bytes = allowed[{address, launching::current_device()}];
-  if (config.shared_bytes <= bytes) return;
-  launching::check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(config.shared_bytes)),
-      address, config);
-  bytes = config.shared_bytes;
-}
 
 // The length of the longest rows that a kernel takes: as given, but the emulator's tests may lower it, to send short
 // rows to the kernels for long ones.
@@ -169,47 +200,51 @@ constexpr int64_t path_limit(int64_t limit) { return limit; }
 // How much work one launch does where more is left to two: as given, but the emulator's tests may lower it.
 constexpr int64_t one_launch_limit(int64_t limit) { return limit; }
 
-// How many blocks of a kernel the current device runs at once. `config.grid` does not matter. Asked of the
-// driver once.
+// How many blocks of a kernel the current device runs at once: at least one. `config.grid` does not matter. Asked of
+// the driver once.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
-  static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, unsigned, size_t, unsigned>, int> known;
   const auto address = reinterpret_cast<const void*>(kernel);
+  const auto info = launching::kernel_info(address, config);
   const unsigned threads = config.block.x * config.block.y * config.block.z;
-  allow_shared_memory(kernel, config);
-  const std::lock_guard<std::mutex> lock(mutex);
-  int& blocks = known[{address, launching::current_device(), threads, config.shared_bytes, config.cluster}];
-  if (blocks != 0) return blocks;
-  if (config.cluster > 1) {
-    LaunchConfig one_cluster = config;
-    one_cluster.grid = dim3(config.cluster);
-    const launching::Config driver_config(one_cluster, architecture());
-    int clusters = 0;
-    launching::check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &driver_config.config), address, one_cluster);
-    return blocks = clusters * static_cast<int>(config.cluster);
-  }
-  int per_multiprocessor = 0;
-  launching::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, static_cast<int>(threads),
-                                                                 config.shared_bytes),
-                   address, config);
-  return blocks = per_multiprocessor * launching::device_attribute(cudaDevAttrMultiProcessorCount);
+  const std::tuple key(address, launching::current_device(), threads, config.shared_bytes, config.cluster);
+  return launching::remember<int>(key, [&] {
+    const auto what = [&] { return launching::describe(address, config); };
+    int blocks = 0;
+    if (config.cluster > 1) {
+      LaunchConfig one_cluster = config;
+      one_cluster.grid = dim3(config.cluster);
+      const launching::Config driver_config(one_cluster, info);
+      launching::check(cudaOccupancyMaxActiveClusters(&blocks, kernel, &driver_config.config), what);
+      blocks *= static_cast<int>(config.cluster);
+    } else {
+      launching::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads),
+                                                                     config.shared_bytes),
+                       what);
+      blocks *= launching::device().multiprocessors;
+    }
+    if (blocks == 0) throw std::runtime_error("layernorm: " + what() + ": no block fits on the device");
+    return blocks;
+  });
 }
 
 // The only way to start a kernel. Throws, with the kernel's name and configuration, if it cannot be launched.
 template <class... Params, class... Args>
 void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
-  allow_shared_memory(kernel, config);
-  const launching::Config driver_config(config, config.overlaps_previous ? architecture() : 0);
+  const auto address = reinterpret_cast<const void*>(kernel);
+  const launching::Config driver_config(config, launching::kernel_info(address, config));
   launching::check(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
-                   reinterpret_cast<const void*>(kernel), config);
+                   [&] { return launching::describe(address, config); });
 }
 
 #else
 
-inline int architecture() { return emulator::options().architecture; }
+template <class... Params>
+bool has_clusters(void (*)(Params...)) {
+  return emulator::options().architecture >= 90;
+}
 
-inline size_t most_shared_memory() { return emulator::most_shared_memory(); }
+inline size_t max_shared_memory() { return emulator::max_shared_memory(); }
 
 inline int64_t l2_cache_size() { return 16 * 1024; }  // little, so that rows go by several groups
 
@@ -248,8 +283,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 }
 #endif
 
-// The instructions of compute capability 9.0 trap on an older one: host code chooses kernels by
-// architecture().
+// The instructions of compute capability 9.0 trap in code for an older one: host code asks has_clusters().
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define LAYERNORM_SM90_ASM(...) __trap()
 #else
@@ -378,7 +412,8 @@ __device__ __forceinline__ void mbarrier_arrive(MBarrier* barrier, unsigned expe
 #endif
 }
 // Waits for the end of the phase of this parity: 0 for the first, 1 for the second, and so on. Shows what its
-// copies brought and what happened before its arrivals.
+// copies brought and what happened before its arrivals. The scope is the block, to which the barrier is local:
+// acquiring for the cluster would also invalidate the L1 cache (CCTL.IVALL), and with it the weights.
 __device__ __forceinline__ void mbarrier_wait(MBarrier* barrier, unsigned parity) {
 #if defined(__CUDACC__)
   unsigned done = 0;
@@ -386,7 +421,7 @@ __device__ __forceinline__ void mbarrier_wait(MBarrier* barrier, unsigned parity
     LAYERNORM_SM90_ASM(
         "{\n"
         ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
         "selp.u32 %0, 1, 0, done;\n"
         "}" : "=r"(done) : "r"(shared_address(barrier)),
         "r"(parity) : "memory");

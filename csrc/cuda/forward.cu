@@ -625,11 +625,15 @@ size_t bytes_of_chunks(const Cut& cut, int chunks) {
   return (1 + chunks) * Image<T, ChunkTile>::bytes(threads_of<ChunkTile, T>(cut.chunk));
 }
 
-template <class T>
+template <class T, class W>
 bool is_for_cluster(const Cut& cut) {
-  constexpr size_t kStatic = (kLargestCluster + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
-  return sizeof(T) < 8 && cut.parts <= kLargestCluster && architecture() >= 90 &&
-         bytes_of_chunks<T>(cut, cut.chunks_of_part) + kStatic <= most_shared_memory();
+  if constexpr (sizeof(T) == 8) {
+    return false;
+  } else {
+    constexpr size_t kStatic = (kLargestCluster + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
+    return cut.parts <= kLargestCluster && has_clusters(forward_in_cluster<T, W>) &&
+           bytes_of_chunks<T>(cut, cut.chunks_of_part) + kStatic <= max_shared_memory();
+  }
 }
 
 }  // namespace
@@ -638,9 +642,10 @@ int64_t forward_workspace(const ForwardParams& p) {
   int64_t bytes = 0;
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
     using T = typename decltype(pair)::T;
+    using W = typename decltype(pair)::W;
     if (with_tile<T>(p.cols, [](auto) {})) return;
     const Cut parts = cut<T>(p.cols);
-    if (is_for_cluster<T>(parts)) return;
+    if (is_for_cluster<T, W>(parts)) return;
     bytes = p.rows * parts.parts * static_cast<int64_t>(sizeof(Moments<AccOf<T>>));
   });
   return bytes;
@@ -664,7 +669,7 @@ void forward(const ForwardParams& p) {
     });
     if (is_tile) return;
     Cut parts = cut<T>(p.cols);
-    const bool in_cluster = is_for_cluster<T>(parts);
+    const bool in_cluster = is_for_cluster<T, W>(parts);
     const size_t bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
     for (; parts.first_row < p.rows; parts.first_row += static_cast<unsigned>(largest_grid_y())) {
       const int64_t rows = std::min(p.rows - parts.first_row, largest_grid_y());

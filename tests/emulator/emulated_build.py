@@ -16,7 +16,7 @@ EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
 
-RUNTIME = sorted(EMULATOR.glob("*.cpp"))
+RUNTIME = sorted(path for path in EMULATOR.glob("*.cpp") if path.name != "audit_runtime.cpp")
 
 # How device code is compiled. -fsanitize only instruments: checker.cpp takes the place of the libraries.
 CHECKED = (
@@ -131,6 +131,13 @@ def program(*sources, mode=CHECKED):
     csrc = ROOT / "csrc"
     objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(path, mode, csrc) for path in sources])
     return _link("", (), objects)
+
+
+def shared_library(source):
+    """Builds a file that includes CUDA's headers and gpu_models.h, and returns the path of the shared library."""
+    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", f"-I{EMULATOR}")
+    command = [_compiler()[0], *flags, "-isystem", str(cuda_include()), str(source), "-ldl"]
+    return _make(".so", command, [source, *_headers(EMULATOR)])
 
 
 def namespace(mode):

@@ -1,12 +1,18 @@
-"""The operators with the CUDA kernels on the CPU, for tests."""
+"""The operators with the CUDA kernels on the CPU, for tests.
+
+If the installed package was built with CUDA, each launch is held against the registers that nvcc gave its kernel.
+"""
 
 import contextlib
 import ctypes
 import functools
 import os
 
+import cuda_binary
 import emulated_build
 import torch
+
+from layernorm_ext import _build_info
 
 ORDERS = ("forward", "reverse", "random")
 UNLIMITED = 2**63 - 1
@@ -25,6 +31,16 @@ class Library:
         self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, *limits)
         self._launched = emulator.emulator_launched
         self._launched.restype = ctypes.c_char_p
+        self._set_resources = emulator.emulator_resources
+        self._set_resources.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+        if _build_info.with_cuda:
+            for architecture, kernels in cuda_binary.kernels().items():
+                for kernel in kernels.values():
+                    self.set_resources(architecture, kernel.name, kernel.registers, kernel.static_shared)
+
+    def set_resources(self, architecture, kernel, registers, static_shared):
+        """Hold launches of a kernel against the registers of a thread and the static shared memory of a block."""
+        self._set_resources(architecture, kernel.encode(), registers, static_shared)
 
     @contextlib.contextmanager
     def schedule(
@@ -50,7 +66,7 @@ class Library:
 
     def launched(self):
         """Return the names of the kernels that have been launched since the last call."""
-        return set(self._launched().decode().replace("(anonymous namespace)::", "").splitlines())
+        return set(self._launched().decode().splitlines())
 
 
 @functools.cache

@@ -41,7 +41,7 @@ struct Options {
   int64_t one_launch_limit = INT64_MAX;
 };
 Options& options();
-size_t most_shared_memory();  // of a block, static and dynamic, of options().architecture
+size_t max_shared_memory();  // of a block, static and dynamic, of options().architecture
 
 struct Launch {
   dim3 grid, block;

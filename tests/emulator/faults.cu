@@ -274,7 +274,8 @@ int main() {
 
       {"empty_grid", "invalid grid size", launch_in({0, kN}, sums<true, true>)},
       {"block_too_large", "invalid block size", launch_in({1, 1056}, sums<true, true>)},
-      {"too_much_shared", "more than 227 KiB of shared memory", launch_in({1, kN, 300000}, sums<true, true>)},
+      {"too_much_shared", "bytes of shared memory, 0 of them static, are more than 232448",
+       launch_in({1, kN, 300000}, sums<true, true>)},
       {"cluster_does_not_divide", "invalid cluster size", launch_in({3, kN, 0, nullptr, 2}, sums<true, true>)},
   });
 }

@@ -5,12 +5,15 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <set>
 #include <sstream>
 
+#include "gpu_models.h"
 #include "machine.h"
 
 namespace emulator {
@@ -344,26 +347,48 @@ void run_blocks() {
   set_current(nullptr);
 }
 
-std::string too_much_shared_memory() {
-  return "more than " + std::to_string(most_shared_memory() / 1024) + " KiB of shared memory";
+// The GPU that is emulated: its limits are those of the launch audit.
+const gpu_models::Gpu& gpu() {
+  return gpu_models::find([](const auto& model) { return model.architecture == current_options.architecture; });
 }
 
+// By architecture and name. Empty unless emulator_resources() has been called: g++ allocates no registers of a GPU.
+std::map<int, std::map<std::string, gpu_models::Kernel>> known_kernels;
+
+// What is known of a kernel's code, which is that for the emulated GPU or the newest one before.
+gpu_models::Kernel find_kernel(const std::string& name) {
+  const auto next = known_kernels.upper_bound(current_options.architecture);
+  if (next == known_kernels.begin()) return {};
+  const auto& kernels = std::prev(next)->second;
+  const auto kernel = kernels.find(name);
+  return kernel == kernels.end() ? gpu_models::Kernel() : kernel->second;
+}
+
+// Why the GPU would refuse a launch whose kernel has so many bytes of static shared memory.
+std::string refusal(const Launch& l, gpu_models::Kernel kernel) {
+  kernel.architecture = current_options.architecture;
+  const gpu_models::Launch launch = {{l.grid.x, l.grid.y, l.grid.z},
+                                     static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z,
+                                     l.shared_bytes,
+                                     l.cluster,
+                                     l.overlaps_previous && current_options.architecture >= 90};
+  // launch() of device.h opts in to all of the device's shared memory.
+  const int allowed = gpu().shared_bytes_of_block - kernel.static_shared;
+  return gpu_models::refusal(gpu(), kernel, launch, static_cast<uint64_t>(allowed));
+}
+
+// Static arrays are known when a thread comes to their declaration.
 void check_shared_memory() {
-  if (running->static_bytes + running->launch.shared_bytes > most_shared_memory()) fail(too_much_shared_memory());
+  const std::string why = refusal(running->launch, {0, static_cast<int>(running->static_bytes), 0});
+  if (!why.empty()) fail(why);
 }
 
-void check_launch(const Launch& l) {
-  const uint64_t per_block = static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z;
-  if (per_block == 0 || per_block > 1024 || l.block.z > 64) throw Fault("invalid block size");
-  if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0 || l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535)
-    throw Fault("invalid grid size");
-  if (l.cluster == 0 || l.cluster > 8 || l.grid.x % l.cluster != 0) throw Fault("invalid cluster size");
-  if (l.cluster > 1 && current_options.architecture < 90) throw Fault("clusters need compute capability 9.0");
-  if (l.shared_bytes > most_shared_memory()) throw Fault(too_much_shared_memory());
+void check_launch(const Launch& launch, const std::string& name) {
+  const std::string why = refusal(launch, find_kernel(name));
+  if (!why.empty()) throw Fault(why);
 }
 
 void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
-  check_launch(launch);
   const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
   Running r{launch, body, closure};
   r.threads_per_block = threads_per_block;
@@ -441,16 +466,13 @@ bool in_shared(const Block& block, const void* address) {
 // ---- what kernels use -------------------------------------------------------------------------------------
 Options& options() { return current_options; }
 
-size_t most_shared_memory() {
-  const int architecture = current_options.architecture;
-  const int kib = architecture < 86 ? 163 : architecture < 90 || architecture >= 120 ? 99 : 227;
-  return static_cast<size_t>(kib) * 1024;
-}
+size_t max_shared_memory() { return static_cast<size_t>(gpu().shared_bytes_of_block); }
 
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
   std::lock_guard lock(one_launch_at_a_time);
   launched.insert(kernel);
   try {
+    check_launch(launch, known_kernels.empty() ? "" : kernel_name(kernel));
     run_checked(launch, body, closure);
   } catch (const Fault& fault) {
     throw Fault(kernel_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
@@ -595,6 +617,11 @@ extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent
   emulator::options().architecture = architecture;
   emulator::options().path_limit = path_limit;
   emulator::options().one_launch_limit = one_launch_limit;
+}
+
+// How many registers and bytes of static shared memory nvcc gives a kernel's code for an architecture.
+extern "C" void emulator_resources(int architecture, const char* kernel, int registers, int static_shared) {
+  emulator::known_kernels[architecture][kernel] = {registers, static_shared, architecture};
 }
 
 // The kernels that have been launched since the last call, a line each.

@@ -218,7 +218,7 @@ int run() {
   launch({1, 256}, fill, row);
   launch({2, 256}, cached_loads, row, wrong);
   launch({2, 16, 32 * sizeof(float4)}, async_copies, row, wrong);
-  if (architecture() >= 90) {
+  if (has_clusters(clusters)) {
     const LaunchConfig with_tile{1, 64, 256};
     if (resident_blocks(with_tile, phases) < 1) return __LINE__;
     launch(with_tile, phases, row, wrong);

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <string_view>
 
 #include "machine.h"
 
@@ -88,7 +89,10 @@ std::string kernel_name(const void* kernel) {
   }
   const auto found = names.find(reinterpret_cast<uintptr_t>(kernel) - reinterpret_cast<uintptr_t>(module.dli_fbase));
   if (found == names.end()) return "??";
-  return found->second.starts_with("void ") ? found->second.substr(5) : found->second;
+  std::string plain = found->second.starts_with("void ") ? found->second.substr(5) : found->second;
+  constexpr std::string_view kAnonymous = "(anonymous namespace)::";
+  for (size_t at; (at = plain.find(kAnonymous)) != std::string::npos;) plain.erase(at, kAnonymous.size());
+  return plain;
 }
 
 }  // namespace emulator

@@ -5,7 +5,9 @@ import re
 import subprocess
 
 import emulated_build
+import emulated_ops
 import pytest
+import torch
 
 TABLES = [emulated_build.EMULATOR / "faults.cu", emulated_build.EMULATOR / "faults_async.cu"]
 SCHEDULES = 8
@@ -56,6 +58,24 @@ def test_semantics(mode):
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_registers_times_threads():
+    """A multiprocessor has 65536 registers: 512 threads of 128 fit, of 136 they do not."""
+    library = emulated_ops.library(emulated_build.PLAIN)
+    kernel = "layernorm::cuda::forward_rows<float, float, layernorm::cuda::Tile<512, 4> >"
+    x = torch.ones(1, 512 * 4 * 4)
+    try:
+        library.set_resources(90, kernel, 128, 0)
+        library.ops.forward(x, x.shape[1:])
+        library.set_resources(90, kernel, 136, 0)
+        with pytest.raises(RuntimeError, match="512 threads of 136 registers do not fit on a multiprocessor"):
+            library.ops.forward(x, x.shape[1:])
+        library.set_resources(90, kernel, 64, 200 * 1024)
+        with pytest.raises(RuntimeError, match="204800 of them static, are more than 232448 that the GPU has"):
+            library.ops.forward(x, x.shape[1:])
+    finally:
+        library.set_resources(90, kernel, 0, 0)
 
 
 def test_build_is_cached_by_content(tmp_path):

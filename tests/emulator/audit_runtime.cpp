@@ -1,0 +1,215 @@
+// A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run on a
+// machine without a GPU: it answers for the driver of the chosen GPU, and records every launch that the GPU refuses.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <string>
+
+#include "gpu_models.h"
+
+namespace {
+
+struct Kernel : gpu_models::Kernel {
+  std::string name;
+  uint64_t allowed = 0;  // bytes of dynamic shared memory, by the device of this number:
+  int device = -1;
+};
+
+const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
+int current_device = 0;
+bool expects_one_wave = false;
+std::string faults, launches;
+
+std::map<const void*, std::string>& stubs() {  // mangled names of the kernels
+  static std::map<const void*, std::string> names;
+  return names;
+}
+std::map<std::string, Kernel> kernels;
+
+void record_fault(const std::string& kernel, const std::string& what) { faults += kernel + ": " + what + "\n"; }
+
+Kernel* find(const void* stub) {
+  const auto name = stubs().find(stub);
+  const auto kernel = name == stubs().end() ? kernels.end() : kernels.find(name->second);
+  if (kernel == kernels.end()) {
+    record_fault(name == stubs().end() ? "?" : name->second, "not among the kernels for this GPU");
+    return nullptr;
+  }
+  if (kernel->second.device != current_device) kernel->second.device = current_device, kernel->second.allowed = 0;
+  return &kernel->second;
+}
+
+const cudaLaunchAttribute* find_attribute(const cudaLaunchConfig_t& config, cudaLaunchAttributeID id) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id == id) return &config.attrs[i];
+  }
+  return nullptr;
+}
+
+gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
+  const auto* const cluster = find_attribute(config, cudaLaunchAttributeClusterDimension);
+  return {{config.gridDim.x, config.gridDim.y, config.gridDim.z},
+          uint64_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z,
+          config.dynamicSmemBytes,
+          cluster ? cluster->val.clusterDim.x : 1,
+          find_attribute(config, cudaLaunchAttributeProgrammaticStreamSerialization) != nullptr};
+}
+
+// Whether a kernel's blocks take rows in turn until none is left, and are more than the `resident` ones of the GPU, so
+// that some would only start when others have finished. One group of grid.x blocks, which share a row, may be more.
+bool has_second_wave(const std::string& name, const uint64_t (&grid)[3], uint64_t resident) {
+  if (name.find("channels_first_backward") != std::string::npos) return grid[0] > resident;
+  return name.find("backward_rows") != std::string::npos && grid[1] > std::max(resident / grid[0], uint64_t{1});
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- for launch_audit.py --------------------------------------------------------------------------------------------
+
+// Answers for a GPU that runs code for `architecture`. The file has a line "name registers static_shared" for each of
+// its kernels.
+void audit_gpu(const char* name, int architecture, const char* file) {
+  gpu = &gpu_models::find([&](const auto& model) { return std::string(model.name) == name; });
+  kernels.clear();
+  std::ifstream lines(file);
+  Kernel kernel;
+  kernel.architecture = architecture;
+  while (lines >> kernel.name >> kernel.registers >> kernel.static_shared) kernels[kernel.name] = kernel;
+}
+
+// Starts a call that depends on no other: on a device that neither the runtime nor the caller has seen before.
+void audit_next_call(bool one_wave) {
+  ++current_device;
+  expects_one_wave = one_wave;
+  launches.clear();
+}
+
+// What was refused since the last call of this function, a line each.
+const char* audit_faults() {
+  static std::string result;
+  result.swap(faults);
+  faults.clear();
+  return result.c_str();
+}
+
+// "name blocks threads cluster dynamic_shared registers resident_blocks" of each launch of the current call.
+const char* audit_launches() { return launches.c_str(); }
+
+// ---- the runtime ----------------------------------------------------------------------------------------------------
+
+void __cudaRegisterFunction(void** handle, const char* stub, char* device_stub, const char* name, int limit, uint3* a,
+                            uint3* b, dim3* c, dim3* d, int* e) {
+  stubs()[stub] = name;
+  static const auto real =
+      reinterpret_cast<decltype(&__cudaRegisterFunction)>(dlsym(RTLD_NEXT, "__cudaRegisterFunction"));
+  if (real) real(handle, stub, device_stub, name, limit, a, b, c, d, e);
+}
+
+cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+cudaError_t cudaFuncGetName(const char** name, const void* stub) {
+  const Kernel* const kernel = find(stub);
+  if (!kernel) return cudaErrorInvalidDeviceFunction;
+  return *name = kernel->name.c_str(), cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      return *value = gpu->multiprocessors, cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      return *value = gpu->shared_bytes_of_block, cudaSuccess;
+    case cudaDevAttrL2CacheSize:
+      return *value = gpu->l2_bytes, cudaSuccess;
+    default:
+      record_fault("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(attribute));
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, int value) {
+  Kernel* const kernel = find(stub);
+  if (!kernel) return cudaErrorInvalidDeviceFunction;
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    record_fault(kernel->name, "unknown function attribute " + std::to_string(attribute));
+    return cudaErrorInvalidValue;
+  }
+  if (value < 0 || value + kernel->static_shared > gpu->shared_bytes_of_block) {
+    record_fault(kernel->name, "cudaFuncSetAttribute of " + std::to_string(value) + " bytes beside " +
+                                   std::to_string(kernel->static_shared) + " static ones");
+    return cudaErrorInvalidValue;
+  }
+  return kernel->allowed = static_cast<uint64_t>(value), cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
+  const Kernel* const kernel = find(stub);
+  if (!kernel) return cudaErrorInvalidDeviceFunction;
+  std::memset(attributes, 0, sizeof *attributes);
+  attributes->numRegs = kernel->registers;
+  attributes->sharedSizeBytes = static_cast<size_t>(kernel->static_shared);
+  attributes->ptxVersion = kernel->architecture;
+  // The driver compiles older PTX for the GPU that it finds.
+  attributes->binaryVersion = std::max(kernel->architecture, gpu->architecture);
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* stub, int threads,
+                                                                   size_t dynamic_shared, unsigned) {
+  const Kernel* const kernel = find(stub);
+  if (!kernel) return cudaErrorInvalidDeviceFunction;
+  *blocks = gpu_models::resident_blocks(*gpu, *kernel, static_cast<uint64_t>(threads), dynamic_shared);
+  // A kernel that has not opted in is asked for what it could not be launched with.
+  if (dynamic_shared + static_cast<size_t>(kernel->static_shared) > gpu_models::kSharedWithoutOptIn &&
+      dynamic_shared > kernel->allowed) {
+    *blocks = 0;
+  }
+  if (*blocks == 0) {
+    record_fault(kernel->name, "no resident block of " + std::to_string(threads) + " threads with " +
+                                   std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* stub, int threads, size_t dynamic) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, stub, threads, dynamic, 0);
+}
+
+// Approximate: a cluster also has to fit on one graphics processing cluster.
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* stub, const cudaLaunchConfig_t* config) {
+  const auto launch = describe(*config);
+  int blocks = 0;
+  const auto status = cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+      &blocks, stub, static_cast<int>(launch.threads), launch.dynamic_shared, 0);
+  *clusters = blocks * gpu->multiprocessors / static_cast<int>(launch.cluster);
+  return status;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* stub, void**) {
+  const Kernel* const kernel = find(stub);
+  if (!kernel) return cudaErrorInvalidDeviceFunction;
+  const auto launch = describe(*config);
+  const std::string why = gpu_models::refusal(*gpu, *kernel, launch, kernel->allowed);
+  if (!why.empty()) {
+    record_fault(kernel->name, why);
+    return cudaErrorInvalidValue;
+  }
+  const int per_multiprocessor = gpu_models::resident_blocks(*gpu, *kernel, launch.threads, launch.dynamic_shared);
+  const uint64_t resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
+  const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
+  const auto text = [](auto number) { return " " + std::to_string(number); };
+  if (expects_one_wave && has_second_wave(kernel->name, launch.grid, resident)) {
+    record_fault(kernel->name, "more persistent blocks than are resident:" + text(blocks) + " of" + text(resident));
+  }
+  launches += kernel->name + text(blocks) + text(launch.threads) + text(launch.cluster) + text(launch.dynamic_shared) +
+              text(kernel->registers) + text(per_multiprocessor) + "\n";
+  return cudaSuccess;
+}
+
+}  // extern "C"

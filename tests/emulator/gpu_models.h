@@ -1,0 +1,107 @@
+// The limits that GPUs set to a launch, for the emulator and for the launch audit.
+//
+// Source: CUDA C++ Programming Guide, "Compute Capabilities" (limits of blocks and multiprocessors) and "Shared Memory"
+// (more than 48 KiB, static and dynamic together, only after cudaFuncSetAttribute).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace gpu_models {
+
+struct Gpu {
+  const char* name;
+  int architecture;  // compute capability: 80, 90, ...
+  int multiprocessors;
+  int warps, blocks, shared_bytes;  // of a multiprocessor
+  int shared_bytes_of_block;        // after opting in
+  int l2_bytes;
+};
+
+constexpr Gpu kGpus[] = {
+    {"A100", 80, 108, 64, 32, 164 << 10, 163 << 10, 40 << 20},
+    {"A10", 86, 72, 48, 16, 100 << 10, 99 << 10, 6 << 20},
+    {"L4", 89, 58, 48, 24, 100 << 10, 99 << 10, 48 << 20},
+    {"H200", 90, 132, 64, 32, 228 << 10, 227 << 10, 50 << 20},
+    {"B200", 100, 148, 64, 32, 228 << 10, 227 << 10, 126 << 20},
+    {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10, 96 << 20},
+};
+constexpr int kWarpSize = 32, kRegisters = 64 << 10, kMaxThreads = 1024, kMaxCluster = 8;
+constexpr int kReservedShared = 1 << 10;  // bytes of each block that the system takes
+constexpr int kSharedWithoutOptIn = 48 << 10;
+
+template <class Predicate>
+const Gpu& find(const Predicate& is_wanted) {
+  const auto gpu = std::find_if(std::begin(kGpus), std::end(kGpus), is_wanted);
+  if (gpu == std::end(kGpus)) throw std::invalid_argument("no such GPU in gpu_models.h");
+  return *gpu;
+}
+
+// What a kernel's code takes, as `cuobjdump -res-usage` prints it.
+struct Kernel {
+  int registers = 0;      // of a thread; 0: not known
+  int static_shared = 0;  // bytes
+  int architecture = 0;   // that the code was generated for
+};
+
+struct Launch {
+  uint64_t grid[3];
+  uint64_t threads;  // of a block
+  uint64_t dynamic_shared;
+  unsigned cluster;        // blocks
+  bool overlaps_previous;  // programmatic stream serialization
+};
+
+// How many blocks of a kernel are resident on a multiprocessor; 0: it cannot be launched.
+inline int resident_blocks(const Gpu& gpu, const Kernel& kernel, uint64_t threads, uint64_t dynamic_shared) {
+  const uint64_t shared = dynamic_shared + static_cast<uint64_t>(kernel.static_shared);
+  if (threads == 0 || threads > kMaxThreads || shared > static_cast<uint64_t>(gpu.shared_bytes_of_block)) return 0;
+  const int warps = static_cast<int>(threads + kWarpSize - 1) / kWarpSize;
+  const int registers_of_warp = std::max((kernel.registers * kWarpSize + 255) / 256 * 256, 256);
+  const int warps_by_registers = kRegisters / registers_of_warp / 4 * 4;  // shared out to four schedulers
+  return std::min({warps_by_registers / warps, gpu.warps / warps, gpu.blocks,
+                   gpu.shared_bytes / (static_cast<int>(shared) + kReservedShared)});
+}
+
+// Why the GPU refuses a launch, or runs it wrongly; empty if it does neither. `allowed` is the dynamic shared memory
+// that cudaFuncSetAttribute has allowed the kernel.
+inline std::string refusal(const Gpu& gpu, const Kernel& kernel, const Launch& launch, uint64_t allowed) {
+  const auto text = [](auto number) { return std::to_string(number); };
+  const uint64_t static_shared = static_cast<uint64_t>(kernel.static_shared);
+  const uint64_t shared = launch.dynamic_shared + static_shared;
+  const auto bytes = [&](uint64_t limit) {
+    return text(shared) + " bytes of shared memory, " + text(static_shared) + " of them static, are more than " +
+           text(limit);
+  };
+  if (launch.threads == 0 || launch.threads > kMaxThreads) {
+    return "invalid block size: " + text(launch.threads) + " threads";
+  }
+  if (launch.grid[0] - 1 >= 0x7fffffffu || launch.grid[1] - 1 >= 65535 || launch.grid[2] - 1 >= 65535) {
+    return "invalid grid size: " + text(launch.grid[0]) + " x " + text(launch.grid[1]) + " x " + text(launch.grid[2]);
+  }
+  if (launch.cluster == 0 || launch.cluster > kMaxCluster || launch.grid[0] % launch.cluster != 0) {
+    return "invalid cluster size: " + text(launch.cluster) + " for a grid of " + text(launch.grid[0]);
+  }
+  if (launch.cluster > 1 && gpu.architecture < 90) return "clusters need compute capability 9.0";
+  if (launch.cluster > 1 && kernel.architecture < 90) {
+    return "code for " + text(kernel.architecture) + " has no instructions for clusters";
+  }
+  if (launch.overlaps_previous && kernel.architecture < 90) {
+    return "code for " + text(kernel.architecture) + " does not wait for the previous kernel";
+  }
+  if (shared > static_cast<uint64_t>(gpu.shared_bytes_of_block)) {
+    return bytes(static_cast<uint64_t>(gpu.shared_bytes_of_block)) + " that the GPU has";
+  }
+  if (shared > std::max(static_cast<uint64_t>(kSharedWithoutOptIn), allowed + static_shared)) {
+    return bytes(std::max(static_cast<uint64_t>(kSharedWithoutOptIn), allowed + static_shared)) +
+           " that cudaFuncSetAttribute has allowed";
+  }
+  if (resident_blocks(gpu, kernel, launch.threads, launch.dynamic_shared) == 0) {
+    return text(launch.threads) + " threads of " + text(kernel.registers) + " registers do not fit on a multiprocessor";
+  }
+  return {};
+}
+
+}  // namespace gpu_models

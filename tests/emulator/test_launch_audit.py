@@ -1,0 +1,58 @@
+"""No GPU refuses a launch of the compiled package, and the runtime that says so finds what it should."""
+
+import re
+import subprocess
+import sys
+
+import cuda_binary
+import emulated_build
+import launch_audit
+import pytest
+
+from layernorm_ext import _build_info
+
+PLANTED = emulated_build.EMULATOR / "refused_launches.cu"
+CASES = re.findall(r'^    \{"(\w+)"', PLANTED.read_text(), re.M)
+needs_cuda_build = pytest.mark.skipif(
+    not _build_info.with_cuda, reason="the package was built without CUDA; FORCE_CUDA=1 builds it, without a GPU"
+)
+
+
+@needs_cuda_build
+def test_no_gpu_refuses_a_launch():
+    done = subprocess.run([sys.executable, launch_audit.__file__], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^(.*): 0 of \d{6} calls refused$", done.stdout, re.M) == [str(t) for t in launch_audit.TARGETS]
+
+
+@needs_cuda_build
+def test_launches_table():
+    """Each line is a launch, with at least one resident block."""
+    done = subprocess.run(
+        [sys.executable, launch_audit.__file__, "--table"], capture_output=True, text=True, check=True
+    )
+    heading, *lines = (line.split(",") for line in done.stdout.splitlines())
+    assert len(lines) >= 4 * len(launch_audit.TABLE_LENGTHS)
+    for line in lines:
+        launch = dict(zip(heading, line, strict=True))
+        assert int(launch["blocks per SM"]) > 0 and int(launch["bytes in flight per SM"]) > 0, launch
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """Return {case: (what is expected, what the runtime has found)}."""
+    folder = tmp_path_factory.mktemp("audit")
+    runtime, program, kernels = launch_audit.build_runtime(), folder / "program", folder / "kernels"
+    command = [cuda_binary.tool("nvcc"), "-std=c++17", "-cudart", "shared", "-arch=sm_90", PLANTED, runtime]
+    subprocess.run([*command, f"-Xlinker=-rpath,{runtime.parent}", "-o", program], check=True)
+    listed = {"small": (32, 4096), "large": (255, 0), "backward_rows": (64, 0)}
+    names = {name: f"_Z{len(name)}{name}ILi0EEvv" for name in listed}
+    launch_audit.write_resources(kernels, {names[name]: usage for name, usage in listed.items()})
+    printed = subprocess.run([program, kernels], capture_output=True, text=True, check=True).stdout
+    return {name: found for name, *found in (line.split("\t") for line in printed.splitlines())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_planted_launches(faults, case):
+    expected, found = faults[case]
+    assert (expected in found) if expected else not found
