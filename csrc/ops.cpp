@@ -60,10 +60,20 @@ std::string join(SymIntArrayRef sizes) {
   return out.str();
 }
 
+// Whether sizes are equal. While torch.compile traces, a size may be known at run time only, as a numpy integer is:
+// then the compiled program checks it.
+bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!a[i].sym_eq(b[i]).expect_true(__FILE__, __LINE__)) return false;
+  }
+  return true;
+}
+
 void check_parameter(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
                      const optional<Tensor>& parameter) {
   if (!present(parameter)) return;
-  TORCH_CHECK(parameter->sym_sizes().equals(normalized_shape), "Expected ", name,
+  TORCH_CHECK(are_equal(parameter->sym_sizes(), normalized_shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
               " and normalized_shape = ", normalized_shape);
 }
@@ -139,7 +149,7 @@ void check_forward(const Tensor& input, const optional<Tensor>& residual, SymInt
   check_parameter("bias", input, normalized_shape, bias);
   const auto sizes = input.sym_sizes();
   const size_t count = normalized_shape.size();
-  TORCH_CHECK(sizes.size() >= count && sizes.slice(sizes.size() - count).equals(normalized_shape),
+  TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
               "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ", join(normalized_shape),
               "], but got input of size", sizes);
   check_types(input, weight, bias);
@@ -355,8 +365,9 @@ Outputs norm_backward_meta(const Tensor& grad_output, const optional<Tensor>& gr
   const auto param_options = input.options().dtype(parameter_type(input, weight, bias));
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = at::empty_symint(input.sym_sizes(), input.options());
-  if (output_mask[1]) grad_weight = at::empty_symint(normalized_shape, param_options);
-  if (output_mask[2]) grad_bias = at::empty_symint(normalized_shape, param_options);
+  const auto param_shape = input.sym_sizes().slice(input.dim() - normalized_shape.size());
+  if (output_mask[1]) grad_weight = at::empty_symint(param_shape, param_options);
+  if (output_mask[2]) grad_bias = at::empty_symint(param_shape, param_options);
   return {grad_input, grad_weight, grad_bias};
 }
 

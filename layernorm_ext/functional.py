@@ -66,10 +66,13 @@ def layer_norm(
         torch.Size([2, 3, 8])
     """
     variant = zero_centered_weight or memory_efficient
-    # The compiled entry is quick but can be neither traced by torch.compile nor overridden by __torch_function__.
-    if not (variant or torch.compiler.is_compiling() or has_torch_function_variadic(input, weight, bias)):
-        return _C.layer_norm(input, normalized_shape, weight, bias, eps)
     options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+    # The compiled entry is quick but can be neither traced by torch.compile nor overridden by __torch_function__.
+    if not (torch.compiler.is_compiling() or has_torch_function_variadic(input, weight, bias)):
+        if not variant:
+            return _C.layer_norm(input, normalized_shape, weight, bias, eps)
+        if not _is_jagged(input):
+            return _C.layer_norm(input, normalized_shape, weight, bias, eps, **options)
     if _is_overridden(input, weight, bias):
         options = options if variant else {}  # whoever overrides it may know torch's arguments only
         arguments = {"weight": weight, "bias": bias, "eps": eps, **options}
@@ -120,6 +123,8 @@ def rms_norm(
     if _is_overridden(input, weight):
         options = {"zero_centered_weight": True} if zero_centered_weight else {}
         return _overridden(rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, **options)
+    if not torch.compiler.is_compiling():
+        return _C.rms_norm(input, normalized_shape, weight, eps, zero_centered_weight=zero_centered_weight)
     options = {"rms": True, "zero_centered_weight": zero_centered_weight}
     return _norm(input, None, normalized_shape, weight, None, _rms_eps(input, eps), **options)[0]
 
@@ -180,6 +185,8 @@ def add_layer_norm(
         options |= {"weight": weight, "bias": bias, "eps": eps}
         tensors = (input, residual, weight, bias)
         return _overridden(add_layer_norm, tensors, input, residual, normalized_shape, **options)
+    if not torch.compiler.is_compiling():
+        return _C.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
     return _norm(input, residual, normalized_shape, weight, bias, eps, **options)
 
 
@@ -229,6 +236,8 @@ def add_rms_norm(
     if _is_overridden(input, residual, weight):
         options |= {"weight": weight, "eps": eps}
         return _overridden(add_rms_norm, (input, residual, weight), input, residual, normalized_shape, **options)
+    if not torch.compiler.is_compiling():
+        return _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
     return _norm(input, residual, normalized_shape, weight, None, _rms_eps(input, eps), rms=True, **options)
 
 
@@ -245,11 +254,9 @@ def _norm(
     memory_efficient: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if there is a residual, the sum, of any member of the family."""
+    """Return the output and, if there is a residual, the sum, of any member of the family, for torch.compile."""
     arguments = (input, residual, normalized_shape, weight, bias, eps)
     variant = {"rms": rms, "zero_centered_weight": zero_centered_weight}
-    if not torch.compiler.is_compiling():
-        return _C.norm(*arguments, **variant, memory_efficient=memory_efficient, in_place=inplace)
     if inplace:
         return torch.ops.layernorm.norm_forward_(*arguments, **variant)[0], residual
     if residual is None and not (memory_efficient or any(variant.values())):

@@ -3,6 +3,7 @@
 import contextlib
 import re
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -207,15 +208,98 @@ def test_gradient_or_statistic_on_another_device(backend, name):
         backend.backward(**arguments, input=x, normalized_shape=[3], weight=None, bias=None, output_mask=ALL)
 
 
-def test_not_a_tensor():
-    with pytest.raises(TypeError, match="layer_norm"):
-        layernorm_ext.layer_norm([[1.0, 2.0]], [2])
+# What stands for a normalized_shape of [3], or does not.
+SHAPES = {
+    "numpy integers": [numpy.int64(3)],
+    "tuple of numpy integers": (numpy.int32(3),),
+    "0-d tensors": [torch.tensor(3)],
+    "torch.Size": torch.Size([3]),
+    "tensors of one element": [torch.tensor([3])],
+    "int": 3,
+    "numpy integer": numpy.int64(3),
+    "0-d tensor": torch.tensor(3),
+    "tensor": torch.tensor([3]),
+    "array": numpy.array([3]),
+    "range": range(3, 4),
+    "None": None,
+    "floats": [3.0],
+    "numpy floats": [numpy.float32(3)],
+    "0-d tensors of floats": [torch.tensor(3.0)],
+    "strings": ["3"],
+    "bools": [True],
+    "empty": [],
+}
+W = torch.ones(3)
+FUNCTIONS = {  # ours, torch's
+    "layer_norm": (layernorm_ext.layer_norm, torch.nn.functional.layer_norm),
+    "rms_norm": (layernorm_ext.rms_norm, torch.nn.functional.rms_norm),
+}
+MODULES = {
+    "LayerNorm": (layernorm_ext.LayerNorm, torch.nn.LayerNorm),
+    "RMSNorm": (layernorm_ext.RMSNorm, torch.nn.RMSNorm),
+}
 
 
-def test_normalized_shape_is_not_an_int():
-    """As torch's functional form; the module takes an int."""
-    with pytest.raises(TypeError):
-        layernorm_ext.layer_norm(X, 3)
+def outcome(function, *args):
+    """Return the shape of the result, or the kind of error and the first line of its message."""
+    try:
+        return function(*args).shape
+    except Exception as error:
+        return type(error), str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_normalized_shape_of_any_kind_that_torch_accepts(shape):
+    """And what torch refuses gets torch's error."""
+    for ours, theirs in FUNCTIONS.values():
+        assert outcome(ours, X, shape) == outcome(theirs, X, shape)
+    for ours, theirs in MODULES.values():
+        assert outcome(lambda cls: cls(shape)(X), ours) == outcome(lambda cls: cls(shape)(X), theirs)
+
+
+@pytest.mark.parametrize("shape", [[numpy.int64(3)], [torch.tensor(3)]], ids=["numpy integers", "0-d tensors"])
+@pytest.mark.parametrize("which", [*FUNCTIONS, *MODULES])
+def test_normalized_shape_of_other_integers_compiles(which, shape):
+    x, w = (torch.randn(size, requires_grad=True) for size in ((2, 3), (3,)))
+    if which in FUNCTIONS:
+        function = FUNCTIONS[which][0]
+        compiled = torch.compile(lambda x: function(x, shape, w), fullgraph=True, backend="aot_eager")
+    else:
+        compiled = torch.compile(MODULES[which][0](shape), fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("x", [3]),
+        (numpy.ones((2, 3)), [3]),
+        (X, [3], "w"),
+        (X, [3], [1.0] * 3),
+        (X, [3], W, "eps"),
+        (X, [3], W, numpy.array([1e-5])),
+        (X, [3], W, torch.tensor([1e-5])),
+        (X, [3], W, None),
+        (X, [3], W, numpy.float32(1e-5)),
+        (X, [3], W, torch.tensor(1e-5)),
+        (X, [3], W, 1),
+    ],
+    ids=repr,
+)
+def test_other_arguments_of_the_kinds_that_torch_accepts(arguments):
+    assert outcome(layernorm_ext.rms_norm, *arguments) == outcome(torch.nn.functional.rms_norm, *arguments)
+    if len(arguments) == 4:
+        arguments = (*arguments[:3], W, arguments[3])  # after a bias
+    assert outcome(layernorm_ext.layer_norm, *arguments) == outcome(torch.nn.functional.layer_norm, *arguments)
+
+
+def test_arguments_of_the_residual_forms():
+    """Torch has no such functions; the errors are of the same kind."""
+    with raises("add_layer_norm(): argument 'residual' (position 2) must be Tensor, not str", TypeError):
+        layernorm_ext.add_layer_norm(X, "residual", [3])
+    with raises("add_rms_norm(): argument 'normalized_shape' (position 3) must be tuple of ints, not int", TypeError):
+        layernorm_ext.add_rms_norm(X, X, 3)
 
 
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
