@@ -1,6 +1,6 @@
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device mutants gpu-bench-peers bench bench-cpu bench-compare test-browser lint \
+.PHONY: install cuda-build test test-device launch-audit mutants gpu-bench-peers bench bench-cpu bench-compare test-browser lint \
 	format ci clean
 
 install:
@@ -16,10 +16,15 @@ cuda-build:
 test:
 	python -m pytest -n auto
 
-# The CUDA kernels, without a GPU.
+# The CUDA kernels, without a GPU: in the emulator, and what nvcc has made of them if the package was built with CUDA.
 test-device:
 	python -m pytest -n auto --dist loadfile tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
+
+# The launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h; --table prints the launches on an
+# H200. It needs a package that was built with CUDA, but no GPU.
+launch-audit:
+	python tests/emulator/launch_audit.py
 
 # Whether the tests notice every change of the CUDA kernels. Takes long; goes on where it was interrupted.
 mutants:
