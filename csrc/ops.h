@@ -122,8 +122,15 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
 
-// A parameter, contiguous; undefined if absent.
-inline Tensor parameter(const std::optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
+// A tensor in another dtype; undefined if it is undefined.
+inline Tensor cast(const Tensor& t, at::ScalarType type) {
+  return t.defined() && t.scalar_type() != type ? t.to(type) : t;
+}
+
+// A parameter as the kernels read it: contiguous and of ParameterTypes::kernel; undefined if absent.
+inline Tensor parameter(const std::optional<Tensor>& t, at::ScalarType type) {
+  return present(t) ? cast(*t, type).contiguous() : Tensor();
+}
 
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 inline bool has_tangent(const std::optional<Tensor>& t) { return t && has_tangent(*t); }
@@ -151,10 +158,28 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The type of the parameters and their gradients; without parameters, that of the input.
-inline at::ScalarType parameter_type(const Tensor& input, const std::optional<Tensor>& weight,
-                                     const std::optional<Tensor>& bias) {
-  return (present(weight) ? *weight : present(bias) ? *bias : input).scalar_type();
+// The dtypes of the parameters and of their gradients. Kernels exist for parameters of the input's dtype and of the
+// accumulation type; other parameters, or two of different dtypes, are converted to the accumulation type, and their
+// gradients back to their own dtype. An absent parameter takes the dtype of the other one, or else of the input.
+struct ParameterTypes {
+  ParameterTypes(const Tensor& input, const std::optional<Tensor>& weight_, const std::optional<Tensor>& bias_)
+      : weight((present(weight_) ? *weight_
+                : present(bias_) ? *bias_
+                                 : input)
+                   .scalar_type()),
+        bias((present(bias_)     ? *bias_
+              : present(weight_) ? *weight_
+                                 : input)
+                 .scalar_type()),
+        kernel(weight == bias && weight == input.scalar_type() ? weight : accumulate_type(input)) {}
+
+  at::ScalarType weight, bias;
+  at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
+};
+
+// Whether backward needs the bias to know the dtype of its gradient.
+inline bool has_own_type(const Tensor& bias, const Tensor& weight) {
+  return bias.defined() && !(weight.defined() && weight.scalar_type() == bias.scalar_type());
 }
 
 }  // namespace layernorm
