@@ -1,25 +1,56 @@
 // The Python module layernorm_ext._C. Loading it registers the operators.
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/tensor_numpy.h>
 
 #include "cpu/kernels.h"
 #include "ops.h"
 
 namespace {
 
+struct Eps {
+  double value;
+};
+
+}  // namespace
+
+// Takes what torch takes as a float: numbers of Python and NumPy, and tensors without dimensions. pybind11's own
+// conversion also takes arrays of one element.
+template <>
+struct pybind11::detail::type_caster<Eps> {
+  PYBIND11_TYPE_CASTER(Eps, const_name("float"));
+
+  bool load(handle source, bool /*convert*/) {
+    PyObject* object = source.ptr();
+    if (THPVariable_Check(object)) {
+      const auto& tensor = THPVariable_Unpack(object);
+      if (tensor.dim() != 0 || tensor.requires_grad()) return false;
+    } else if (!PyFloat_Check(object) && !PyLong_Check(object) && !torch::utils::is_numpy_scalar(object)) {
+      return false;
+    }
+    value.value = PyFloat_AsDouble(object);
+    if (value.value == -1.0 && PyErr_Occurred()) throw error_already_set();
+    return true;
+  }
+};
+
+namespace {
+
 // What the functions of layernorm_ext call in eager mode: it costs a small call less than the way through torch.ops.
 at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                      const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps) {
+                      const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, Eps eps) {
   return std::get<0>(
-      layernorm::call_norm_forward(input, {}, normalized_shape, weight, bias, eps, {}, /*in_place=*/false));
+      layernorm::call_norm_forward(input, {}, normalized_shape, weight, bias, eps.value, {}, /*in_place=*/false));
 }
 
 std::tuple<at::Tensor, at::Tensor> norm(const at::Tensor& input, const std::optional<at::Tensor>& residual,
                                         c10::SymIntArrayRef normalized_shape, const std::optional<at::Tensor>& weight,
-                                        const std::optional<at::Tensor>& bias, double eps, bool rms,
+                                        const std::optional<at::Tensor>& bias, Eps eps, bool rms,
                                         bool zero_centered_weight, bool memory_efficient, bool in_place) {
-  auto [output, sum, mean, rstd] = layernorm::call_norm_forward(
-      input, residual, normalized_shape, weight, bias, eps, {rms, zero_centered_weight, memory_efficient}, in_place);
+  auto [output, sum, mean, rstd] =
+      layernorm::call_norm_forward(input, residual, normalized_shape, weight, bias, eps.value,
+                                   {rms, zero_centered_weight, memory_efficient}, in_place);
   return {std::move(output), std::move(sum)};
 }
 

@@ -97,6 +97,11 @@ c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalize
   return shape;
 }
 
+// RMSNorm keeps channels_last, as torch's does. All other outputs are contiguous, as the kernels write them.
+at::MemoryFormat output_format(const Tensor& input, const optional<Tensor>& residual, Variant variant) {
+  return variant.rms && !present(residual) ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
+}
+
 }  // namespace
 
 void check_like(const char* name, const Tensor& tensor, const Tensor& input) {
@@ -253,9 +258,13 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   shape.resize(input.dim(), 1);
   if (!variant.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
+  const auto formatted = [&] {
+    const auto format = output_format(input, residual, variant);
+    return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
+  };
   if (extents.rows == 0 || extents.cols == 0) {
     if (mean.defined()) mean.zero_();
-    return {output, sum, mean, rstd.zero_()};
+    return {formatted(), sum, mean, rstd.zero_()};
   }
 
   const Rows x = rows_of(input, extents);
@@ -286,7 +295,7 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
   if (in_place && !sum.is_same(*residual)) residual->copy_(sum);
-  return {output, sum, mean, rstd};
+  return {formatted(), sum, mean, rstd};
 }
 
 template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
@@ -355,7 +364,9 @@ NormOutputs norm_forward_meta(const Tensor& input, const optional<Tensor>& resid
   Tensor sum, mean;
   if (present(residual)) sum = in_place ? *residual : at::empty_symint(input.sym_sizes(), input.options());
   if (!variant.rms) mean = at::empty_symint(shape, statistics_options);
-  return {at::empty_symint(input.sym_sizes(), input.options()), sum, mean, at::empty_symint(shape, statistics_options)};
+  const auto format = output_format(input, residual, variant);
+  return {at::empty_symint(input.sym_sizes(), input.options().memory_format(format)), sum, mean,
+          at::empty_symint(shape, statistics_options)};
 }
 
 Outputs norm_backward_meta(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,

@@ -106,7 +106,8 @@ def rms_norm(
         zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does.
 
     Returns:
-        A contiguous tensor of the shape and dtype of ``input``.
+        A tensor of the shape and dtype of ``input``; as torch's, ``channels_last`` (``channels_last_3d``) if ``input``
+        is, else contiguous.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
