@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from packages import import_torchvision
 
 import layernorm_ext
 from layernorm_ext import convert, revert
@@ -16,21 +17,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.integration]
 
 @pytest.fixture(scope="module", autouse=True)
 def torchvision():
-    """Which timm imports.
-
-    PyPI has it for GPUs alone. Next to a torch for the CPU it lacks its operators, which nothing here calls, and its
-    import fails over describing them.
-    """
-    register_fake = torch.library.register_fake
-
-    def register_others(name, *args, **kwargs):
-        if torch.version.cuda is None and str(name).startswith("torchvision::"):
-            return lambda function: function
-        return register_fake(name, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.library, "register_fake", register_others)
-        yield pytest.importorskip("torchvision")
+    """The other packages import it."""
+    import_torchvision()
 
 
 def hugging_face(name, **options):
