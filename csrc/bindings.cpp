@@ -23,11 +23,10 @@ struct pybind11::detail::type_caster<Eps> {
 
   bool load(handle source, bool /*convert*/) {
     PyObject* object = source.ptr();
-    if (THPVariable_Check(object)) {
+    if (!PyFloat_Check(object) && !PyLong_Check(object) && !torch::utils::is_numpy_scalar(object)) {
+      if (!THPVariable_Check(object)) return false;
       const auto& tensor = THPVariable_Unpack(object);
       if (tensor.dim() != 0 || tensor.requires_grad()) return false;
-    } else if (!PyFloat_Check(object) && !PyLong_Check(object) && !torch::utils::is_numpy_scalar(object)) {
-      return false;
     }
     value.value = PyFloat_AsDouble(object);
     if (value.value == -1.0 && PyErr_Occurred()) throw error_already_set();

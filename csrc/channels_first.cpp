@@ -194,7 +194,7 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
   if (const int64_t bytes = workspace_size(params)) workspace = at::empty({bytes}, options.dtype(at::kByte));
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
-  return {grad_input, cast(grad_weight, types.weight), cast(grad_bias, types.bias)};
+  return {grad_input, cast(std::move(grad_weight), types.weight), cast(std::move(grad_bias), types.bias)};
 }
 
 // ---- shape functions ------------------------------------------------------------------------------------------------

@@ -122,14 +122,16 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
 
-// A tensor in another dtype; undefined if it is undefined.
-inline Tensor cast(const Tensor& t, at::ScalarType type) {
-  return t.defined() && t.scalar_type() != type ? t.to(type) : t;
-}
-
 // A parameter as the kernels read it: contiguous and of ParameterTypes::kernel; undefined if absent.
 inline Tensor parameter(const std::optional<Tensor>& t, at::ScalarType type) {
-  return present(t) ? cast(*t, type).contiguous() : Tensor();
+  if (!present(t)) return Tensor();
+  return t->scalar_type() == type ? t->contiguous() : t->to(type).contiguous();
+}
+
+// A parameter's gradient in the dtype of the parameter; undefined if not wanted.
+inline Tensor cast(Tensor gradient, at::ScalarType type) {
+  if (gradient.defined() && gradient.scalar_type() != type) gradient = gradient.to(type);
+  return gradient;
 }
 
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
