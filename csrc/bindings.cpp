@@ -15,8 +15,8 @@ struct Eps {
 
 }  // namespace
 
-// Takes what torch takes as a float: numbers of Python and NumPy, and tensors without dimensions. pybind11's own
-// conversion also takes arrays of one element.
+// Accepts what torch accepts as a float: numbers of Python and NumPy, and tensors without dimensions. pybind11's own
+// conversion also accepts arrays with one element.
 template <>
 struct pybind11::detail::type_caster<Eps> {
   PYBIND11_TYPE_CASTER(Eps, const_name("float"));

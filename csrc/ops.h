@@ -165,18 +165,18 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
 // gradients back to their own dtype. An absent parameter takes the dtype of the other one, or else of the input.
 struct ParameterTypes {
   ParameterTypes(const Tensor& input, const std::optional<Tensor>& weight_, const std::optional<Tensor>& bias_)
-      : weight((present(weight_) ? *weight_
-                : present(bias_) ? *bias_
-                                 : input)
-                   .scalar_type()),
-        bias((present(bias_)     ? *bias_
-              : present(weight_) ? *weight_
-                                 : input)
-                 .scalar_type()),
+      : weight(first_type(weight_, bias_, input)),
+        bias(first_type(bias_, weight_, input)),
         kernel(weight == bias && weight == input.scalar_type() ? weight : accumulate_type(input)) {}
 
   at::ScalarType weight, bias;
   at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
+
+ private:
+  static at::ScalarType first_type(const std::optional<Tensor>& parameter, const std::optional<Tensor>& other,
+                                   const Tensor& input) {
+    return (present(parameter) ? *parameter : present(other) ? *other : input).scalar_type();
+  }
 };
 
 // Whether backward needs the bias to know the dtype of its gradient.

@@ -16,7 +16,7 @@ _TorchLayerNorm = HANDLED_FUNCTIONS[torch.nn.functional.layer_norm]
 
 @implements_per_sample_grads(layer_norm)
 class _LayerNorm:
-    """Stands for the autograd function of torch's layer norm, which has no options of ours."""
+    """Calls the autograd function for torch's layer norm, which has none of our options."""
 
     @staticmethod
     def apply(names: tuple[str, ...], function: object, *arguments: object) -> Tensor:

@@ -200,22 +200,38 @@ for _cls in (
     register_conversion(_cls)
 
 
-# What replaces a layer that ours cannot replace as they are
+# Replacements for layers whose output dtype or parameter names differ from ours
+
+
+# Where the output does not have the input's dtype: its dtype, by those of input and weight.
+_OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 
 
 class _KeepsOutputDtypes:
-    """Returns the dtypes that the original returned. Ours alone return that of the input."""
+    """A layer that returns the dtype which the original returns."""
 
-    _output_dtypes: dict[tuple[torch.dtype, torch.dtype | None], torch.dtype] = {}  # by those of input and weight
+    _output_dtypes: _OutputDtypes = {}
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = self._output_dtypes.get((input.dtype, None if self.weight is None else self.weight.dtype))
-        if dtype is None:
-            return super().forward(input)
-        return super().forward(input.to(torch.promote_types(input.dtype, dtype))).to(dtype)
+        output = super().forward(_widen(input, self.weight, self._output_dtypes))
+        return _round(output, input, self.weight, self._output_dtypes)
 
     def _get_name(self) -> str:
         return type(self).__bases__[-1].__name__
+
+
+@torch.fx.wrap  # symbolic tracing knows no dtypes
+def _widen(input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
+    """Convert an input to the wider of its own dtype and the output's."""
+    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
+    return input if dtype is None else input.to(torch.promote_types(input.dtype, dtype))
+
+
+@torch.fx.wrap
+def _round(output: Tensor, input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
+    """Convert an output to its dtype."""
+    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
+    return output if dtype is None else output.to(dtype)
 
 
 class _LayerNorm(_KeepsOutputDtypes, LayerNorm):
@@ -231,7 +247,7 @@ class _RMSNorm(_KeepsOutputDtypes, RMSNorm):
 
 
 class _RMSNormWithGain(_KeepsOutputDtypes, RMSNorm):
-    """Has a weight that is called ``g``."""
+    """A layer whose weight has the name ``g``."""
 
     weight = property(lambda self: self.g)
 
@@ -244,8 +260,8 @@ def _diffusers_rms_norm(module: Module) -> Module:
 
 
 def _x_transformers_rms_norm(module: Module) -> Module:
-    # torch.nn.functional.normalize divides by max(norm, 1e-12). The square of that, added to the square of the norm,
-    # gives the same result and gradient for a zero row, and for rows with a norm of 1e-9 and more.
+    # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
+    # and gradient for zero rows, and for rows with a norm of at least 1e-9.
     width = module.g.numel()
     ours = RMSNorm(width, 1e-24 / width, zero_centered_weight=getattr(module, "unit_offset", False), device="meta")
     ours.__class__, ours._parameters = _RMSNormWithGain, {"g": ours._parameters["weight"]}
@@ -342,11 +358,12 @@ def _likely(module: Module) -> Iterator[Module]:
 # deviation from N - 1 instead of N numbers is off by 1 / (2 N).
 _TOLERANCE = 1e-5
 
-# Of outputs in narrower dtypes, in parts of the value and of 1: eight roundings. Layers that compute in 16 bits round
-# each of some four operations.
-_ROUNDINGS = 4  # times torch.finfo.eps, which is two roundings
+# Outputs in narrower dtypes may differ by this many times torch.finfo.eps, of the value or of 1. That is eight
+# roundings; layers that compute in 16 bits round about four times.
+_ROUNDINGS = 4
 
-# A row whose norm is below 1e-9 is a zero row to a layer that clamps the norm; others add an eps of at least 1e-16.
+# The smallest scale of the rows for which eps matters. x-transformers clamps the norm of smaller rows, to which its
+# replacement adds an eps instead.
 _SMALLEST_SCALE = 1e-8
 
 
@@ -354,7 +371,7 @@ _SMALLEST_SCALE = 1e-8
 @torch.enable_grad()
 @torch.autocast("cpu", enabled=False)
 def _difference(module: Module, ours: Module) -> str | None:
-    """Say in what two modules differ that are given the same random numbers; have ours return the same dtypes."""
+    """Return how two modules differ for the same random numbers; make ours return the output dtypes of the other."""
     unknown = [name for name, _ in module.named_parameters() if name not in ours._parameters]
     if unknown:
         return f"it has a parameter {unknown[0]}"
@@ -403,14 +420,14 @@ def _difference(module: Module, ours: Module) -> str | None:
 
 
 def _difference_by_dtype(theirs: Module, ours: Module, parameters: dict[str, Tensor], x: Tensor) -> str | None:
-    """Say for which dtypes the outputs of two modules differ; have ours return the same dtypes."""
+    """Return for which dtypes the outputs of two modules differ; make ours return the output dtypes of the other."""
     outputs = {}
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for dtypes in itertools.product(floats, floats if parameters else (None,)):
         typed = {name: parameter.detach().to(dtypes[1]) for name, parameter in parameters.items()}
         theirs._parameters.update(typed)
-        with warnings.catch_warnings(), suppress(Exception):  # what somebody else's code refuses tells nothing
-            warnings.simplefilter("ignore")  # torch's RMSNorm warns of pairs without a fused kernel
+        with warnings.catch_warnings(), suppress(Exception):  # an original may refuse any pair in any way
+            warnings.simplefilter("ignore")  # torch's RMSNorm warns about pairs without a fused kernel
             outputs[dtypes] = type(theirs).forward(theirs, x.to(dtypes[0])), typed
     others = {dtypes: output.dtype for dtypes, (output, _) in outputs.items() if output.dtype != dtypes[0]}
     if others:
@@ -418,8 +435,11 @@ def _difference_by_dtype(theirs: Module, ours: Module, parameters: dict[str, Ten
         ours._output_dtypes = others
     for dtypes, (expected, typed) in outputs.items():
         ours._parameters.update(typed)
-        actual = ours.forward(x.to(dtypes[0]))
         names = " and ".join(str(dtype) for dtype in dtypes if dtype)
+        try:
+            actual = ours.forward(x.to(dtypes[0]))
+        except Exception as error:  # in a user's subclass of ours
+            return f"it takes {names}: {error}"
         if actual.dtype != expected.dtype:
             return f"output of {names} is {expected.dtype}"
         roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)

@@ -424,6 +424,7 @@ def test_the_dtype_of_the_output_is_kept(cls):
         assert torch.equal(copied(x), ours)
         compiled = torch.compile(copied, backend="aot_eager", fullgraph=True)(x)
         assert torch.equal(compiled, ours)
+        assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(copied))(x), ours)
         revert(module)
         assert torch.equal(module(x), theirs)
 

@@ -104,7 +104,7 @@ def test_residual(backend, dtypes):
 
 
 def test_rms_norm_has_the_dtype_of_torchs():
-    """For every pair, all of which torch's takes. Its output has been rounded twice, if the input has 16 bits."""
+    """torch's accepts every pair; it rounds the output twice for 16-bit input."""
     for x_dtype, w_dtype in itertools.product(FLOATS, repeat=2):
         x, _, w, _ = arguments((x_dtype, w_dtype, w_dtype), "cpu")
         actual = layernorm_ext.rms_norm(x, (40,), w, 1e-6)
@@ -155,9 +155,10 @@ all_members = pytest.mark.parametrize("member", MEMBERS)
 
 
 def tolerance(dtypes):
-    """Of sums over 5 to 12 rows of products of size 1, in parts of the dtype that is rounded to most coarsely.
+    """Return 64 roundings to the narrowest of the dtypes.
 
-    A memory-efficient backward takes the rounded output for exact, and weights are as small as 2^-4: 64 roundings.
+    The gradients are sums of 5 to 12 products of size 1. A memory-efficient backward divides the rounded output by
+    weights that are as small as 2^-4.
     """
     return 64 * max(torch.finfo(dtype).eps for dtype in dtypes)
 
@@ -177,7 +178,7 @@ def first_derivatives(function, tensors):
 
 
 def assert_near(actual, expected, dtypes):
-    """To `tolerance` of the largest number; each of its own dtype."""
+    """Compare to `tolerance` times the largest number, and check the dtypes."""
     for a, e, dtype in zip(actual, expected, dtypes, strict=True):
         assert a.dtype == dtype
         atol = tolerance(dtypes) * max(1, e.abs().max().item())
@@ -215,12 +216,11 @@ def test_func(dtypes, member):
     ours, torchs, x = members(dtypes)[member]
     tensors, exact = leaves(x, dtypes)
     weights = torch.linspace(-1, 1, x.numel(), dtype=F64)
-    if member != "memory_efficient":  # of which torch.func keeps the input, as the documentation has it
-        results = [
-            torch.func.grad(lambda *a, f=f: (f(*a).double().flatten() * weights).sum(), argnums=(0, 1, 2))(*a)
-            for f, a in ((ours, tensors), (torchs, exact))
-        ]
-        assert_near(*results, dtypes)
+    results = [
+        torch.func.grad(lambda *a, f=f: (f(*a).double().flatten() * weights).sum(), argnums=(0, 1, 2))(*a)
+        for f, a in ((ours, tensors), (torchs, exact))
+    ]
+    assert_near(*results, dtypes)
     batched, wanted = (
         torch.vmap(f, in_dims=(0, None, None))(torch.stack([a[0], 2 * a[0]]), *a[1:])
         for f, a in ((ours, tensors), (torchs, exact))
@@ -264,9 +264,8 @@ def test_inference(dtypes, member):
 
 @some_triples
 def test_operators_are_what_torch_expects(backend, dtypes):
-    x, dy, w, b = (t.requires_grad_() for t in arguments(dtypes, "cpu", cols=6))
-    statistics = (torch.rand(5, 1, dtype=accumulate_dtype(x.dtype)) for _ in range(2))
-    mean, rstd = statistics
+    x, dy, w, b = (t.requires_grad_() for t in arguments(dtypes, backend.device, cols=6))
+    mean, rstd = (torch.rand(5, 1, dtype=accumulate_dtype(x.dtype), device=x.device) for _ in range(2))
     torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b))
     torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL))
     torch.library.opcheck(backend.ops.norm_forward.default, (x, dy, (6,), w, b), {"rms": True})

@@ -49,7 +49,7 @@ def rms_norm(x, dims, function=layernorm_ext.rms_norm, weight=None):
 @pytest.mark.parametrize("dims", [1, 3])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_rms_norm_keeps_channels_last(image, dims, compiled):
-    """As torch's does, of any device; forward, backward, without data and compiled."""
+    """The strides are those of torch's: forward, compiled and on the meta device."""
     torch._dynamo.reset()
     x = IMAGES[image]().double().requires_grad_()
     weight = torch.randn(x.shape[-dims:], dtype=F64)
@@ -66,7 +66,7 @@ def test_rms_norm_keeps_channels_last(image, dims, compiled):
 
 def test_channels_last_operators_are_what_torch_expects(backend):
     x = torch.randn(2, 3, 4, 5, device=backend.device).to(memory_format=torch.channels_last).requires_grad_()
-    torch.library.opcheck(backend.ops.norm_forward.default, (x, None, (5,), torch.ones(5)), {"rms": True})
+    torch.library.opcheck(backend.ops.norm_forward.default, (x, None, (5,), None), {"rms": True})
 
 
 # ---- eps ------------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ EPS += [torch.tensor(1e-5, requires_grad=True)]
 @pytest.mark.parametrize("eps", EPS, ids=repr)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_eps_as_torch_takes_it(name, eps):
-    """What torch refuses is refused by the same exception; what it takes is the same number."""
+    """ours raises the exception that torch's raises, and computes with the number that torch's takes."""
     ours, torchs = FUNCTIONS[name]
     x = torch.randn(2, 3)
     try:
@@ -147,7 +147,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 def test_eager_quantization(quantized_kernels, bias, centred):
-    """torch's quantized layer replaces LayerNorm as it does torch's, with the same bits."""
+    """torch's quantized layer replaces ours as it replaces torch's."""
     ours = Quantizable(layernorm_ext.LayerNorm(8, bias=bias, zero_centered_weight=centred))
     ours.norm.weight.data.normal_()
     theirs = copy.deepcopy(ours)
@@ -157,7 +157,7 @@ def test_eager_quantization(quantized_kernels, bias, centred):
     x = torch.randn(50, 8)
     quantized = quantized_eagerly(ours, x)
     assert type(quantized.norm) is torch.ao.nn.quantized.LayerNorm
-    # The observers of the two see outputs that differ by roundings; a step of the quantization at the end.
+    # The observers of the two models see outputs that differ by roundings, which may change the result by a step.
     step = (quantized(x).max() - quantized(x).min()) / 127
     torch.testing.assert_close(quantized(x), quantized_eagerly(theirs, x)(x), rtol=0, atol=step.item())
 
@@ -168,7 +168,7 @@ def test_fx_quantization(quantized_kernels, norm):
     model, x = Quantizable(norm), torch.randn(50, 8)
     quantized = quantized_by_fx(model, x)
     assert isinstance(quantized.before, torch.ao.nn.quantized.Linear)
-    # Of numbers up to 4 in steps of 2^-5, through three layers.
+    # Three layers quantize numbers up to 4 in steps of 2^-5.
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
 
 
@@ -202,7 +202,7 @@ def test_per_sample_gradients(bias):
 
 
 def test_per_sample_gradients_in_a_model():
-    """Whichever of the two packages is imported first."""
+    """Either of the two packages may be imported first."""
     program = """
     import torch
     {}

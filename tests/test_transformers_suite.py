@@ -2,7 +2,7 @@
 
 They are in transformers' source distribution, of which TRANSFORMERS_SDIST names the unpacked folder:
 
-    pip install parameterized
+    pip install --group integration
     pip download --no-binary :all: --no-deps transformers==$(pip show transformers | awk '/^Version/ {print $2}')
     tar xzf transformers-*.tar.gz
     TRANSFORMERS_SDIST=$PWD/transformers-5.23.0 python -m pytest tests/test_transformers_suite.py
