@@ -116,15 +116,15 @@ Outputs backward_composite(const Tensor& grad_output, const optional<Tensor>& gr
   TORCH_CHECK_NOT_IMPLEMENTED(!variant.memory_efficient, kNoDerivative);
   const Terms t(grad_output, input, rstd, weight.value_or(Tensor()), normalized_shape.size(),
                 /*differentiate_rstd=*/true, variant);
-  const auto param_type = parameter_type(input, weight, bias);
+  const ParameterTypes types(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) {
     grad_input = t.rstd * t.project(t.g);
     if (present(grad_sum)) grad_input = grad_input + grad_sum->to(grad_input.scalar_type());
     grad_input = grad_input.to(input.scalar_type());
   }
-  if (output_mask[1]) grad_weight = t.dims.sum_rows(t.dy * t.xhat).to(param_type);
-  if (output_mask[2]) grad_bias = t.dims.sum_rows(t.dy).to(param_type);
+  if (output_mask[1]) grad_weight = t.dims.sum_rows(t.dy * t.xhat).to(types.weight);
+  if (output_mask[2]) grad_bias = t.dims.sum_rows(t.dy).to(types.bias);
   return {grad_input, grad_weight, grad_bias};
 }
 
@@ -323,7 +323,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   Saved input;  // the sum, if there is a residual; the output, if memory_efficient
   Saved weight, mean, rstd;
-  Saved bias;  // only if memory_efficient, or where there is no weight: for the dtype of its gradient
+  Saved bias;  // only if memory_efficient, or for the dtype of its gradient
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
   Variant variant;
@@ -375,7 +375,7 @@ NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residu
   const Tensor& x = variant.memory_efficient ? output : sum.defined() ? sum : input;
   node->input = Saved(x, /*is_output=*/!x.is_same(input));
   node->weight = Saved(w);
-  if (!w.defined() || variant.memory_efficient) node->bias = Saved(b);
+  if (variant.memory_efficient || has_own_type(b, w)) node->bias = Saved(b);
   if (needs_mean(variant)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;

@@ -124,7 +124,9 @@ Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optio
   Tensor output = at::empty(input.sizes(), options);
   Tensor mean = at::empty(shape, statistics_options), rstd = at::empty(shape, statistics_options);
 
-  const Tensor x = with_contiguous_pixels(input), w = parameter(weight), b = parameter(bias);
+  const auto param_type = ParameterTypes(input, weight, bias).kernel;
+  const Tensor x = with_contiguous_pixels(input);
+  const Tensor w = parameter(weight, param_type), b = parameter(bias, param_type);
   ChannelsFirstForwardParams params;
   params.images = x.size(0);
   params.channels = x.size(1);
@@ -139,7 +141,7 @@ Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optio
   params.mean = on.output(mean, "mean");
   params.rstd = on.output(rstd, "rstd");
   params.dtype = dtype_of(input.scalar_type());
-  params.param_dtype = dtype_of(parameter_type(input, weight, bias));
+  params.param_dtype = dtype_of(param_type);
   params.stream = on.stream();
   kernel(params);
   return {output, mean, rstd};
@@ -159,14 +161,15 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
   }
   const Launching on(input);
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const auto param_type = parameter_type(input, weight, bias);
+  const ParameterTypes types(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = at::empty(input.sizes(), options);
-  if (output_mask[1]) grad_weight = at::empty({input.size(1)}, options.dtype(param_type));
-  if (output_mask[2]) grad_bias = at::empty({input.size(1)}, options.dtype(param_type));
+  if (output_mask[1]) grad_weight = at::empty({input.size(1)}, options.dtype(types.kernel));
+  if (output_mask[2]) grad_bias = at::empty({input.size(1)}, options.dtype(types.kernel));
   if (output_mask == Mask{}) return {grad_input, grad_weight, grad_bias};
 
-  const Tensor dy = with_contiguous_pixels(grad_output), x = with_contiguous_pixels(input), w = parameter(weight);
+  const Tensor dy = with_contiguous_pixels(grad_output), x = with_contiguous_pixels(input);
+  const Tensor w = parameter(weight, types.kernel);
   const Tensor m = mean.contiguous(), r = rstd.contiguous();
   ChannelsFirstBackwardParams params;
   params.images = x.size(0);
@@ -185,13 +188,13 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
   params.grad_weight = on.output(grad_weight, "grad_weight");
   params.grad_bias = on.output(grad_bias, "grad_bias");
   params.dtype = dtype_of(input.scalar_type());
-  params.param_dtype = dtype_of(param_type);
+  params.param_dtype = dtype_of(types.kernel);
   params.stream = on.stream();
   Tensor workspace;
   if (const int64_t bytes = workspace_size(params)) workspace = at::empty({bytes}, options.dtype(at::kByte));
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
-  return {grad_input, grad_weight, grad_bias};
+  return {grad_input, cast(std::move(grad_weight), types.weight), cast(std::move(grad_bias), types.bias)};
 }
 
 // ---- shape functions ------------------------------------------------------------------------------------------------
@@ -213,11 +216,11 @@ Outputs forward_meta(const Tensor& input, const optional<Tensor>& weight, const 
 Outputs backward_meta(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                       const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
   check_backward(grad_output, input, mean, rstd, weight, bias);
-  const auto param_options = input.options().dtype(parameter_type(input, weight, bias));
+  const ParameterTypes types(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = empty_like_input(input);
-  if (output_mask[1]) grad_weight = at::empty_symint({input.sym_size(1)}, param_options);
-  if (output_mask[2]) grad_bias = at::empty_symint({input.sym_size(1)}, param_options);
+  if (output_mask[1]) grad_weight = at::empty_symint({input.sym_size(1)}, input.options().dtype(types.weight));
+  if (output_mask[2]) grad_bias = at::empty_symint({input.sym_size(1)}, input.options().dtype(types.bias));
   return {grad_input, grad_weight, grad_bias};
 }
 
@@ -234,9 +237,8 @@ struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
     const at::AutoDispatchBelowADInplaceOrView below;
     *outputs = call_forward_of_images(input, weight, bias, eps);
     const auto& [output, mean, rstd] = *outputs;
-    // The bias for the dtype of its gradient.
-    const Tensor w = weight.value_or(Tensor()), b = w.defined() ? Tensor() : bias.value_or(Tensor());
-    context->save_for_backward({input, w, b, mean, rstd});
+    const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
+    context->save_for_backward({input, w, has_own_type(b, w) ? b : Tensor(), mean, rstd});
     context->saved_data["has_bias"] = present(bias);
     context->set_materialize_grads(false);
     return output;

@@ -78,13 +78,14 @@ void check_parameter(const char* name, const Tensor& input, SymIntArrayRef norma
               " and normalized_shape = ", normalized_shape);
 }
 
+bool is_supported(at::ScalarType type) {
+  return type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
+
 void check_input_type(const Tensor& input) {
-  const auto type = input.scalar_type();
-  if (type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16) return;
-  const auto message = c10::str(
-      "Expected input of dtype Double, Float, Half or BFloat16 (with parameters of the same dtype; for Half "
-      "and BFloat16 also Float), but got input of dtype ",
-      name_of(type));
+  if (is_supported(input.scalar_type())) return;
+  const auto message = c10::str("Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype ",
+                                name_of(input.scalar_type()));
   // To a fake tensor, a NotImplementedError of the shape function would mean that there is none.
   TORCH_CHECK(!input.is_meta(), message);
   TORCH_CHECK_NOT_IMPLEMENTED(false, message);
@@ -92,11 +93,9 @@ void check_input_type(const Tensor& input) {
 
 void check_parameter_type(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
   if (!present(parameter)) return;
-  const auto type = input.scalar_type(), parameter_type = parameter->scalar_type();
-  const bool reduced = type == at::kHalf || type == at::kBFloat16;
-  TORCH_CHECK(parameter_type == type || (reduced && parameter_type == at::kFloat), "Expected ", name, " of dtype ",
-              name_of(type), reduced ? " or Float" : "", " for input of dtype ", name_of(type), ", but got ", name,
-              " of dtype ", name_of(parameter_type));
+  TORCH_CHECK(is_supported(parameter->scalar_type()), "Expected ", name,
+              " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ",
+              name_of(parameter->scalar_type()));
   TORCH_CHECK(parameter->device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
               " on ", parameter->device(), " and input on ", input.device());
 }
@@ -106,6 +105,11 @@ c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalize
   c10::SymDimVector shape(sizes.begin(), sizes.end() - normalized_shape.size());
   shape.resize(sizes.size(), 1);
   return shape;
+}
+
+// RMSNorm keeps channels_last, as torch's does. All other outputs are contiguous, as the kernels write them.
+at::MemoryFormat output_format(const Tensor& input, const optional<Tensor>& residual, Variant variant) {
+  return variant.rms && !present(residual) ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
 }
 
 }  // namespace
@@ -133,9 +137,6 @@ void check_types(const Tensor& input, const optional<Tensor>& weight, const opti
   check_input_type(input);
   check_parameter_type("weight", input, weight);
   check_parameter_type("bias", input, bias);
-  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
-              "Expected weight and bias of the same dtype, but got weight of dtype ", name_of(weight->scalar_type()),
-              " and bias of dtype ", name_of(bias->scalar_type()));
 }
 
 void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
@@ -176,7 +177,7 @@ void check_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum,
 
 void no_kernel_for(Dtype dtype, Dtype param_dtype) {
   TORCH_INTERNAL_ASSERT(false, "no kernel for input dtype ", static_cast<int>(dtype), " and parameter dtype ",
-                        static_cast<int>(param_dtype), ", which the checks have let through");
+                        static_cast<int>(param_dtype));
 }
 
 Dtype dtype_of(at::ScalarType type) {
@@ -254,14 +255,19 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   shape.resize(input.dim(), 1);
   if (!variant.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
+  const auto formatted = [&] {
+    const auto format = output_format(input, residual, variant);
+    return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
+  };
   if (extents.rows == 0 || extents.cols == 0) {
     if (mean.defined()) mean.zero_();
-    return {output, sum, mean, rstd.zero_()};
+    return {formatted(), sum, mean, rstd.zero_()};
   }
 
   const Rows x = rows_of(input, extents);
   const Rows added = present(residual) ? rows_of(*residual, extents) : Rows{};
-  const Tensor w = parameter(weight), b = parameter(bias);
+  const auto param_type = ParameterTypes(input, weight, bias).kernel;
+  const Tensor w = parameter(weight, param_type), b = parameter(bias, param_type);
   ForwardParams params;
   params.rows = extents.rows;
   params.cols = extents.cols;
@@ -279,14 +285,14 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
   params.rms = variant.rms;
   params.zero_centered_weight = w.defined() && variant.zero_centered_weight;
   params.dtype = dtype_of(input.scalar_type());
-  params.param_dtype = dtype_of(parameter_type(input, weight, bias));
+  params.param_dtype = dtype_of(param_type);
   params.stream = on.stream();
   Tensor workspace;
   if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, options.dtype(at::kByte));
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
   if (in_place && !sum.is_same(*residual)) residual->copy_(sum);
-  return {output, sum, mean, rstd};
+  return {formatted(), sum, mean, rstd};
 }
 
 template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
@@ -297,21 +303,22 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
   const Launching on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const auto param_type = parameter_type(input, weight, bias);
+  const ParameterTypes types(input, weight, bias);
   const auto param_shape = input.sizes().slice(extents.batch_dims);
   const bool empty = extents.rows == 0 || extents.cols == 0;
-  auto parameter_gradient = [&] {
-    return empty ? at::zeros(param_shape, options.dtype(param_type)) : allocate(param_shape, options.dtype(param_type));
+  const auto parameter_gradient = [&](at::ScalarType type) {
+    return empty ? at::zeros(param_shape, options.dtype(type)) : allocate(param_shape, options.dtype(types.kernel));
   };
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = allocate(input.sizes(), options);
-  if (output_mask[1]) grad_weight = parameter_gradient();
-  if (output_mask[2]) grad_bias = parameter_gradient();
+  if (output_mask[1]) grad_weight = parameter_gradient(types.weight);
+  if (output_mask[2]) grad_bias = parameter_gradient(types.bias);
   if (empty || output_mask == Mask{}) return {grad_input, grad_weight, grad_bias};
 
   const Rows dy = rows_of(grad_output, extents), x = rows_of(input, extents);
   const Rows dsum = output_mask[0] && present(grad_sum) ? rows_of(*grad_sum, extents) : Rows{};
-  const Tensor w = parameter(weight), b = variant.memory_efficient ? parameter(bias) : Tensor();
+  const Tensor w = parameter(weight, types.kernel);
+  const Tensor b = variant.memory_efficient ? parameter(bias, types.kernel) : Tensor();
   // Contiguous as they are, unless torch's compiler has laid out those of images as it does images.
   const Tensor m = needs_mean(variant) ? mean->contiguous() : Tensor(), r = rstd.contiguous();
   BackwardParams params;
@@ -334,13 +341,13 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
   params.zero_centered_weight = w.defined() && variant.zero_centered_weight;
   params.from_output = variant.memory_efficient;
   params.dtype = dtype_of(input.scalar_type());
-  params.param_dtype = dtype_of(param_type);
+  params.param_dtype = dtype_of(types.kernel);
   params.stream = on.stream();
   Tensor workspace;
   if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, options.dtype(at::kByte));
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
-  return {grad_input, grad_weight, grad_bias};
+  return {grad_input, cast(std::move(grad_weight), types.weight), cast(std::move(grad_bias), types.bias)};
 }
 
 // ---- shape functions ------------------------------------------------------------------------------------------------
@@ -354,7 +361,9 @@ NormOutputs norm_forward_meta(const Tensor& input, const optional<Tensor>& resid
   Tensor sum, mean;
   if (present(residual)) sum = in_place ? *residual : at::empty_symint(input.sym_sizes(), input.options());
   if (!variant.rms) mean = at::empty_symint(shape, statistics_options);
-  return {at::empty_symint(input.sym_sizes(), input.options()), sum, mean, at::empty_symint(shape, statistics_options)};
+  const auto format = output_format(input, residual, variant);
+  return {at::empty_symint(input.sym_sizes(), input.options().memory_format(format)), sum, mean,
+          at::empty_symint(shape, statistics_options)};
 }
 
 Outputs norm_backward_meta(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
@@ -362,12 +371,12 @@ Outputs norm_backward_meta(const Tensor& grad_output, const optional<Tensor>& gr
                            const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
                            Variant variant) {
   check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
-  const auto param_options = input.options().dtype(parameter_type(input, weight, bias));
+  const ParameterTypes types(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = at::empty_symint(input.sym_sizes(), input.options());
   const auto param_shape = input.sym_sizes().slice(input.dim() - normalized_shape.size());
-  if (output_mask[1]) grad_weight = at::empty_symint(param_shape, param_options);
-  if (output_mask[2]) grad_bias = at::empty_symint(param_shape, param_options);
+  if (output_mask[1]) grad_weight = at::empty_symint(param_shape, input.options().dtype(types.weight));
+  if (output_mask[2]) grad_bias = at::empty_symint(param_shape, input.options().dtype(types.bias));
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -122,8 +122,17 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
 
-// A parameter, contiguous; undefined if absent.
-inline Tensor parameter(const std::optional<Tensor>& t) { return present(t) ? t->contiguous() : Tensor(); }
+// A parameter as the kernels read it: contiguous and of ParameterTypes::kernel; undefined if absent.
+inline Tensor parameter(const std::optional<Tensor>& t, at::ScalarType type) {
+  if (!present(t)) return Tensor();
+  return t->scalar_type() == type ? t->contiguous() : t->to(type).contiguous();
+}
+
+// A parameter's gradient in the dtype of the parameter; undefined if not wanted.
+inline Tensor cast(Tensor gradient, at::ScalarType type) {
+  if (gradient.defined() && gradient.scalar_type() != type) gradient = gradient.to(type);
+  return gradient;
+}
 
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 inline bool has_tangent(const std::optional<Tensor>& t) { return t && has_tangent(*t); }
@@ -151,10 +160,28 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The type of the parameters and their gradients; without parameters, that of the input.
-inline at::ScalarType parameter_type(const Tensor& input, const std::optional<Tensor>& weight,
-                                     const std::optional<Tensor>& bias) {
-  return (present(weight) ? *weight : present(bias) ? *bias : input).scalar_type();
+// The dtypes of the parameters and of their gradients. Kernels exist for parameters of the input's dtype and of the
+// accumulation type; other parameters, or two of different dtypes, are converted to the accumulation type, and their
+// gradients back to their own dtype. An absent parameter takes the dtype of the other one, or else of the input.
+struct ParameterTypes {
+  ParameterTypes(const Tensor& input, const std::optional<Tensor>& weight_, const std::optional<Tensor>& bias_)
+      : weight(first_type(weight_, bias_, input)),
+        bias(first_type(bias_, weight_, input)),
+        kernel(weight == bias && weight == input.scalar_type() ? weight : accumulate_type(input)) {}
+
+  at::ScalarType weight, bias;
+  at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
+
+ private:
+  static at::ScalarType first_type(const std::optional<Tensor>& parameter, const std::optional<Tensor>& other,
+                                   const Tensor& input) {
+    return (present(parameter) ? *parameter : present(other) ? *other : input).scalar_type();
+  }
+};
+
+// Whether backward needs the bias to know the dtype of its gradient.
+inline bool has_own_type(const Tensor& bias, const Tensor& weight) {
+  return bias.defined() && !(weight.defined() && weight.scalar_type() == bias.scalar_type());
 }
 
 }  // namespace layernorm

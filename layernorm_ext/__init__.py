@@ -7,6 +7,7 @@ _locate.check_torch()
 
 from importlib.metadata import version as _version
 
+from ._ops import register_with_torch as _register_with_torch
 from .channels_first import LayerNorm2d, layer_norm_2d
 from .conversion import ConversionReport, convert, converted, register_conversion, revert
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -31,3 +32,5 @@ __all__ = [
     "rms_norm",
 ]
 __version__ = _version("layernorm-ext")
+
+_register_with_torch()

@@ -26,9 +26,8 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
     Args:
         input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Channels may lie
             anywhere, if the pixels of each lie next to each other; or channels last; other layouts are copied.
-        weight: Tensor of shape ``[C]`` and the dtype of ``input``, or float32 for a float16 or bfloat16 input. Ones if
-            ``None``.
-        bias: Like ``weight``, and of its dtype. Zeros if ``None``.
+        weight: Tensor of shape ``[C]`` and any of these dtypes. Ones if ``None``.
+        bias: Like ``weight``. Zeros if ``None``.
         eps: Added to the variance.
 
     Returns:
@@ -40,9 +39,10 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
         NotImplementedError: ``input`` is of an unsupported dtype.
 
     Note:
-        Precision, determinism and derivatives are those of :func:`layernorm_ext.layer_norm`: sums are kept in float32
-        (float64 for float64 input), the error in float32 is at most ``5e-7 * (1 + |weight * normalized input| +
-        |bias|)``, and a pixel's result depends on nothing but the pixel and, in its last bits, on the memory format.
+        Precision, determinism, derivatives and dtypes of gradients are those of :func:`layernorm_ext.layer_norm`: sums
+        are kept in float32 (float64 for float64 input), the error in float32 is at most ``5e-7 * (1 + |weight *
+        normalized input| + |bias|)``, and a pixel's result depends on nothing but the pixel and, in its last bits, on
+        the memory format.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4)

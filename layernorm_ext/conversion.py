@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -47,7 +49,9 @@ def convert(model: Module) -> ConversionReport:
     A module is replaced if its exact type is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, as
     timm's, torchvision's and Hugging Face's are (:func:`register_conversion` for others), and if it computes what its
     replacement does: both are given the same random rows and parameters, in float64 on the CPU, and their outputs and
-    gradients, of size 1, may differ by 1e-5. Other normalization layers are skipped and named, with the reason.
+    gradients, of size 1, may differ by 1e-5. Every pair of floating dtypes of input and parameters that the module
+    accepts is then compared, too: outputs may differ by a few roundings, and the replacement returns the dtype that the
+    module does. Other normalization layers are skipped and named, with the reason.
 
     The module stays the object that it is and changes its class, as torch's lazy modules do. So its parameters, hooks,
     dtype, device and mode, its name in the ``state_dict``, and all references to it are kept.
@@ -65,9 +69,9 @@ def convert(model: Module) -> ConversionReport:
         What was replaced, what was skipped and why, and which fast paths were switched off.
 
     Note:
-        Of float16 and bfloat16 input, the replacement's output is of the same dtype and rounded once. Hugging Face's
-        ``LlamaRMSNorm`` and its kin round the normalized input before they multiply by the weight, and theirs and
-        torch's may return float32 where parameters are float32 or under autocast.
+        The replacement's output is rounded once. Hugging Face's ``LlamaRMSNorm`` and its kin round a 16-bit normalized
+        input before they multiply by the weight. Under autocast, torch's layers may return float32 for 16-bit input;
+        the replacement returns what it does without autocast.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
@@ -178,18 +182,94 @@ _REGISTRY: dict[type[Module] | str, Callable[[Module], Module] | None] = {}
 for _cls in (
     torch.nn.LayerNorm,
     torch.nn.RMSNorm,
+    "diffusers.models.normalization.FP32LayerNorm",
     "timm.layers.norm.LayerNorm",
     "timm.layers.norm.LayerNorm2d",
     "timm.layers.norm.LayerNorm2dFp32",
     "timm.layers.norm.LayerNormFp32",
     "timm.layers.norm.RmsNorm",
     "timm.layers.norm.RmsNormFp32",
+    "timm.models.metaformer.LayerNorm2dNoBias",
+    "timm.models.metaformer.LayerNormNoBias",
     "torchvision.models.convnext.LayerNorm2d",
     "transformers.models.*LayerNorm",
+    "transformers.models.*LayerNorm1P",
     "transformers.models.*LayerNorm2d",
     "transformers.models.*RMSNorm",
 ):
     register_conversion(_cls)
+
+
+# Replacements for layers whose output dtype or parameter names differ from ours
+
+
+# Where the output does not have the input's dtype: its dtype, by those of input and weight.
+_OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
+
+
+class _KeepsOutputDtypes:
+    """A layer that returns the dtype which the original returns."""
+
+    _output_dtypes: _OutputDtypes = {}
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(_widen(input, self.weight, self._output_dtypes))
+        return _round(output, input, self.weight, self._output_dtypes)
+
+    def _get_name(self) -> str:
+        return type(self).__bases__[-1].__name__
+
+
+@torch.fx.wrap  # symbolic tracing knows no dtypes
+def _widen(input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
+    """Convert an input to the wider of its own dtype and the output's."""
+    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
+    return input if dtype is None else input.to(torch.promote_types(input.dtype, dtype))
+
+
+@torch.fx.wrap
+def _round(output: Tensor, input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
+    """Convert an output to its dtype."""
+    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
+    return output if dtype is None else output.to(dtype)
+
+
+class _LayerNorm(_KeepsOutputDtypes, LayerNorm):
+    pass
+
+
+class _LayerNorm2d(_KeepsOutputDtypes, LayerNorm2d):
+    pass
+
+
+class _RMSNorm(_KeepsOutputDtypes, RMSNorm):
+    pass
+
+
+class _RMSNormWithGain(_KeepsOutputDtypes, RMSNorm):
+    """A layer whose weight has the name ``g``."""
+
+    weight = property(lambda self: self.g)
+
+
+_KEEPS_OUTPUT_DTYPES = {LayerNorm: _LayerNorm, LayerNorm2d: _LayerNorm2d, RMSNorm: _RMSNorm}
+
+
+def _diffusers_rms_norm(module: Module) -> Module:
+    return RMSNorm(module.dim, module.eps, module.weight is not None, device="meta")
+
+
+def _x_transformers_rms_norm(module: Module) -> Module:
+    # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
+    # and gradient for zero rows, and for rows with a norm of at least 1e-9.
+    width = module.g.numel()
+    ours = RMSNorm(width, 1e-24 / width, zero_centered_weight=getattr(module, "unit_offset", False), device="meta")
+    ours.__class__, ours._parameters = _RMSNormWithGain, {"g": ours._parameters["weight"]}
+    return ours
+
+
+register_conversion("diffusers.models.normalization.RMSNorm", _diffusers_rms_norm)
+register_conversion("x_transformers.x_transformers.RMSNorm", _x_transformers_rms_norm)
 
 
 # What is replaced
@@ -278,11 +358,20 @@ def _likely(module: Module) -> Iterator[Module]:
 # deviation from N - 1 instead of N numbers is off by 1 / (2 N).
 _TOLERANCE = 1e-5
 
+# Outputs in narrower dtypes may differ by this many times torch.finfo.eps, of the value or of 1. That is eight
+# roundings; layers that compute in 16 bits round about four times.
+_ROUNDINGS = 4
+
+# The smallest scale of the rows for which eps matters. x-transformers clamps the norm of smaller rows, to which its
+# replacement adds an eps instead.
+_SMALLEST_SCALE = 1e-8
+
 
 @torch.inference_mode(False)
 @torch.enable_grad()
+@torch.autocast("cpu", enabled=False)
 def _difference(module: Module, ours: Module) -> str | None:
-    """Say in what two modules differ that are given the same random numbers."""
+    """Return how two modules differ for the same random numbers; make ours return the output dtypes of the other."""
     unknown = [name for name, _ in module.named_parameters() if name not in ours._parameters]
     if unknown:
         return f"it has a parameter {unknown[0]}"
@@ -305,11 +394,13 @@ def _difference(module: Module, ours: Module) -> str | None:
             return error
         return dict(zip(names, (y, *gradients), strict=True))
 
+    accepted = None
     shape = tuple(ours.normalized_shape)
     width = 2 if shape[-1] != 2 else 3
     for size in ((3, *shape), (2, 3, *shape), (2, 3, 2, *shape), (2, *shape, 3, width)):  # the last for channels
         dy, scale = random(*size), torch.ones(size, dtype=torch.float64, device="cpu")
-        scale[0] = (ours.eps or torch.finfo(torch.float64).eps) ** 0.5  # so small that eps counts
+        eps = torch.finfo(torch.float64).eps if ours.eps is None else ours.eps
+        scale[0] = max(eps**0.5, _SMALLEST_SCALE)  # so small that eps counts
         x = ((random(*size) + 1) * scale).requires_grad_()
         expected, actual = results(theirs, x, dy), results(ours, x, dy)
         if isinstance(expected, Exception):
@@ -322,6 +413,40 @@ def _difference(module: Module, ours: Module) -> str | None:
                 error = (actual[name] - value).abs() * (scale if name == "gradient of input" else 1)
                 if not (error <= _TOLERANCE).all():
                     return f"{name} differs by {error.max():.2g}"
+            accepted = (x / scale).detach()
+    if accepted is None:
+        return "it refuses every input"
+    return _difference_by_dtype(theirs, ours, parameters, accepted)
+
+
+def _difference_by_dtype(theirs: Module, ours: Module, parameters: dict[str, Tensor], x: Tensor) -> str | None:
+    """Return for which dtypes the outputs of two modules differ; make ours return the output dtypes of the other."""
+    outputs = {}
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for dtypes in itertools.product(floats, floats if parameters else (None,)):
+        typed = {name: parameter.detach().to(dtypes[1]) for name, parameter in parameters.items()}
+        theirs._parameters.update(typed)
+        with warnings.catch_warnings(), suppress(Exception):  # an original may refuse any pair in any way
+            warnings.simplefilter("ignore")  # torch's RMSNorm warns about pairs without a fused kernel
+            outputs[dtypes] = type(theirs).forward(theirs, x.to(dtypes[0])), typed
+    others = {dtypes: output.dtype for dtypes, (output, _) in outputs.items() if output.dtype != dtypes[0]}
+    if others:
+        ours.__class__ = _KEEPS_OUTPUT_DTYPES.get(type(ours), type(ours))
+        ours._output_dtypes = others
+    for dtypes, (expected, typed) in outputs.items():
+        ours._parameters.update(typed)
+        names = " and ".join(str(dtype) for dtype in dtypes if dtype)
+        try:
+            actual = ours.forward(x.to(dtypes[0]))
+        except Exception as error:  # in a user's subclass of ours
+            return f"it takes {names}: {error}"
+        if actual.dtype != expected.dtype:
+            return f"output of {names} is {expected.dtype}"
+        roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
+        expected, actual = expected.double(), actual.double()
+        error = (actual - expected).abs() / expected.abs().clamp_min(1)
+        if not (error <= max(_TOLERANCE, roundings)).all():
+            return f"output of {names} differs by {error.max():.2g}"
     return None
 
 

@@ -35,9 +35,8 @@ def layer_norm(
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
             float16 or bfloat16. Rows may be any number of elements apart; other layouts are copied.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
-            input. Ones if ``None``.
-        bias: Like ``weight``, and of its dtype. Zeros if ``None``.
+        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
+        bias: Like ``weight``. Zeros if ``None``.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``, rounded to no 16-bit number in between, as models
             do whose weight is kept as its difference from one.
@@ -52,6 +51,10 @@ def layer_norm(
             backward pass is asked for.
 
     Note:
+        There are kernels for parameters of the dtype of ``input``, and for float32 parameters of a float16 or bfloat16
+        input. Parameters of any other dtype, or of two different ones, are converted to float32 (float64 for float64
+        input) in each call. Gradients have the dtype of their parameter.
+
         Sums are kept in float32 (float64 for float64 input). The error in float32 is at most
         ``5e-7 * (1 + |weight * normalized input| + |bias|)``, whatever the mean of the input, and up to the largest
         numbers of the dtype. A row's result depends on nothing but the row: not on the other rows, their number, its
@@ -99,14 +102,14 @@ def rms_norm(
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
             float16 or bfloat16.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
-            input. Ones if ``None``.
+        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
         eps: Added to the mean square. If ``None``, as torch has it, ``torch.finfo(dtype).eps`` of the dtype that sums
             are kept in: float64 for a float64 input, else float32.
         zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does.
 
     Returns:
-        A contiguous tensor of the shape and dtype of ``input``.
+        A tensor of the shape and dtype of ``input``; as torch's, ``channels_last`` (``channels_last_3d``) if ``input``
+        is, else contiguous.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
@@ -155,9 +158,8 @@ def add_layer_norm(
             float16 or bfloat16.
         residual: Tensor of the shape and dtype of ``input``.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
-            input. Ones if ``None``.
-        bias: Like ``weight``, and of its dtype. Zeros if ``None``.
+        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
+        bias: Like ``weight``. Zeros if ``None``.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to write the sum over ``residual``, which is returned, instead of into a new tensor.
@@ -213,8 +215,7 @@ def add_rms_norm(
             float16 or bfloat16.
         residual: Tensor of the shape and dtype of ``input``.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
-            input. Ones if ``None``.
+        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
         eps: Added to the mean square; if ``None``, as in :func:`rms_norm`.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to write the sum over ``residual``, which is returned, instead of into a new tensor.

@@ -12,7 +12,7 @@ import torch
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 NAMES = {F64: "fp64", F32: "fp32", F16: "fp16", BF16: "bf16"}
 
-# Dtypes of the data and of the parameters: all that is supported.
+# Dtypes of the data and of the parameters: all pairs that have kernels.
 DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
 
 
@@ -94,13 +94,14 @@ RSTD = {dtype: 2 * part for dtype, part in OUTPUT.items()}
 GRADIENT = RSTD
 
 
-def rounding(dtype, value, error):
-    """Return what the conversion to `dtype` may add to an error: half a unit in the last place if it rounds.
+def rounding(dtype, value, error, arithmetic=F32):
+    """Return what the conversion from the dtype of the arithmetic to `dtype` may add to an error.
 
-    And as absolute error one subnormal number, the least by which any result can be off.
+    That is half a unit in the last place if it rounds, and one subnormal number, the least by which any result can be
+    off.
     """
     info = torch.finfo(dtype)
-    half_unit = info.eps / 2 * (np.abs(value) + error) if dtype in (F16, BF16) else 0
+    half_unit = info.eps / 2 * (np.abs(value) + error) if info.eps > torch.finfo(arithmetic).eps else 0
     return half_unit + info.smallest_normal * info.eps
 
 
@@ -209,5 +210,6 @@ def check_backward(
             continue
         assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
         value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms") + more[name]
-        assert_within(actual, value, error + rounding(dtype, value, error), name, *context)
+        bounds = error + rounding(dtype, value, error, statistics_dtype(x.dtype))
+        assert_within(actual, value, bounds, name, *context)
     return expected

@@ -658,13 +658,9 @@ FORWARD = {
         (X, None, torch.ones(3, 1, 1)),
         "Expected bias of one number for each channel, but got bias of shape [3, 1, 1] and input of 3 channels",
     ),
-    "weight is wider than input": (
-        (X, torch.ones(3).double(), None),
-        "Expected weight of dtype Float for input of dtype Float, but got weight of dtype Double",
-    ),
-    "weight and bias differ": (
-        (X.half(), torch.ones(3), torch.ones(3).half()),
-        "Expected weight and bias of the same dtype, but got weight of dtype Float and bias of dtype Half",
+    "weight is of integers": (
+        (X, torch.ones(3).long(), None),
+        "Expected weight of dtype Double, Float, Half or BFloat16, but got weight of dtype Long",
     ),
     "input is of integers": ((X.long(), None, None), "but got input of dtype Long"),
 }

@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import itertools
 import pickle
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layernorm_ext import LayerNorm, RMSNorm, conversion, convert, converted, register_conversion, revert
 
-F64, BF16 = torch.float64, torch.bfloat16
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+FLOATS = [F64, F32, F16, BF16]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -258,6 +260,39 @@ def test_what_differs_is_skipped(cls):
     assert report.skipped[""].startswith(f"{__name__}.{cls.__name__}: not LayerNorm((5,), eps=1e-05")
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F16, F32)], ids=str)
+def test_what_differs_in_some_dtypes_is_skipped(dtypes):
+    """Every pair of dtypes is compared, not float64 alone."""
+
+    def forward(self, x):
+        y = torch.nn.LayerNorm.forward(self, x)
+        return y.round() if (x.dtype, self.weight.dtype) == dtypes else y
+
+    cls = lookalike("RoundsSome", forward)
+    register_conversion(cls)
+    reason = convert(cls(5)).skipped[""]
+    assert f"output of {dtypes[0]} and {dtypes[1]} differs by " in reason
+
+
+def test_what_returns_another_dtype_is_skipped():
+    """If the user's replacement does not return it."""
+
+    class Ours(RMSNorm):
+        pass
+
+    register_conversion(MyNorm, lambda module: Ours(5, module.small, zero_centered_weight=True, device="meta"))
+    assert "output of torch.float32 and torch.float64 is torch.float64" in convert(MyNorm(5)).skipped[""]
+
+
+def test_what_refuses_everything_is_skipped():
+    def forward(self, x):
+        raise ZeroDivisionError
+
+    cls = lookalike("Refuses", forward)
+    register_conversion(cls, lambda module: LayerNorm(4, device="meta"))  # which refuses the weight of 5
+    assert "it refuses every input" in convert(cls(5)).skipped[""]
+
+
 def test_a_block_is_no_layer():
     """Though called after one; unless it is derived from one."""
     block = SomeLayerNorm()
@@ -340,10 +375,65 @@ def test_register(cls):
     randomize(module)
     before, expected = state(module), module(x)
     convert(module)
-    assert type(module) is RMSNorm and module.normalized_shape == (5,)
+    assert isinstance(module, RMSNorm) and module.normalized_shape == (5,)
     torch.testing.assert_close(module(x), expected)
     revert(module)
     assert state(module) == before and list(vars(module)) == list(before[1])
+
+
+class LikeT5(torch.nn.Module):
+    """Returns the weight's dtype, if that has 16 bits."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.to(F32).square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.to(self.weight.dtype) if self.weight.dtype in (F16, BF16) else x)
+
+
+class LikeLlama(LikeT5):
+    """Returns float32 where the input or the weight has it."""
+
+    def forward(self, x):
+        y = x.to(F32)
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize("cls", [LikeT5, LikeLlama])
+def test_the_dtype_of_the_output_is_kept(cls):
+    """For every pair of dtypes; a wider output is computed from the input in that dtype and rounded once."""
+    register_conversion(cls)
+    for x_dtype, dtype in itertools.product(FLOATS, repeat=2):
+        module, x = cls(50).to(dtype), torch.randn(3, 50).to(x_dtype)
+        randomize(module)
+        theirs = module(x)
+        assert convert(module).replaced and isinstance(module, RMSNorm)
+        ours = module(x)
+        assert ours.dtype == theirs.dtype
+        exact = torch.nn.functional.rms_norm(x.double(), (50,), module.weight.double(), 1e-6)
+        # The promise for sums in float32, and one rounding to the output's dtype.
+        roundoff = torch.finfo(ours.dtype).eps / 2
+        tolerance = 1e-15 if F64 == x_dtype == ours.dtype else 1e-6
+        torch.testing.assert_close(ours.double(), exact, rtol=roundoff + tolerance, atol=tolerance)
+        ours.sum().backward()
+        assert module.weight.grad.dtype == dtype
+        torch._dynamo.reset()
+        copied = pickle.loads(pickle.dumps(module))
+        assert torch.equal(copied(x), ours)
+        compiled = torch.compile(copied, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(compiled, ours)
+        assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(copied))(x), ours)
+        revert(module)
+        assert torch.equal(module(x), theirs)
+
+
+def test_layers_of_one_dtype_become_ours_exactly():
+    """What returns the input's dtype needs no class of its own."""
+    module = torch.nn.RMSNorm(5)
+    convert(module)
+    assert type(module) is RMSNorm and "_output_dtypes" not in vars(module)
 
 
 def test_register_by_the_last_name():

@@ -1,42 +1,29 @@
-"""Real architectures, converted: made from their configurations, tiny, with random weights."""
+"""Real architectures and other packages' layers, converted: made from configurations, tiny, with random weights."""
 
 import copy
 import importlib
 
 import pytest
 import torch
+from packages import import_torchvision
 
 import layernorm_ext
 from layernorm_ext import convert, revert
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.integration]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def torchvision():
-    """Which timm imports.
-
-    PyPI has it for GPUs alone. Next to a torch for the CPU it lacks its operators, which nothing here calls, and its
-    import fails over describing them.
-    """
-    register_fake = torch.library.register_fake
-
-    def register_others(name, *args, **kwargs):
-        if torch.version.cuda is None and str(name).startswith("torchvision::"):
-            return lambda function: function
-        return register_fake(name, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.library, "register_fake", register_others)
-        yield importlib.import_module("torchvision")
+    """The other packages import it."""
+    import_torchvision()
 
 
 def hugging_face(name, **options):
     """A model of transformers with a vocabulary of 50."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     config_name = name.partition("For")[0].removesuffix("LMHeadModel") + "Config"
     return getattr(transformers, name)(getattr(transformers, config_name)(**options))
 
@@ -108,15 +95,13 @@ def convnext():
 
 
 def timm_convnext():
-    import timm
-
+    timm = pytest.importorskip("timm")
     model = timm.create_model("convnext_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5)
     return model, {"x": torch.randn(2, 3, 32, 32)}
 
 
 def timm_vit():
-    import timm
-
+    timm = pytest.importorskip("timm")
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 2, "num_classes": 5}
     return timm.create_model("vit_tiny_patch16_224", **sizes), {"x": torch.randn(2, 3, 16, 16)}
 
@@ -237,12 +222,71 @@ def test_compiled(architecture, compiler):
     assert_near({name.removeprefix("_orig_mod."): value for name, value in results.items()}, expected, 1e-5)
 
 
+# 16-bit models, whose layers meet float32
+
+T5 = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+T5["decoder_start_token_id"] = 0
+MAMBA = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "residual_in_fp32": True}
+MAMBA2 = {**MAMBA, "num_heads": 4, "head_dim": 8, "n_groups": 1, "expand": 2, "chunk_size": 4}
+# The options and the number of layers that are replaced.
+REDUCED = {
+    "T5ForConditionalGeneration": (T5, 12),
+    "MT5ForConditionalGeneration": (T5, 12),
+    "UMT5ForConditionalGeneration": (T5, 12),
+    "Pop2PianoForConditionalGeneration": (T5, 12),
+    "UdopForConditionalGeneration": ({**T5, "image_size": 16, "patch_size": 8, "num_channels": 3}, 12),
+    "MambaForCausalLM": (MAMBA, 3),
+    "Mamba2ForCausalLM": (MAMBA2, 3),
+    "FalconMambaForCausalLM": (MAMBA, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("name", REDUCED)
+def test_16_bit_models(name, dtype, tmp_path):
+    """As `from_pretrained` loads them: T5's kin keep some float16 layers in float32, Mamba's the residual."""
+    transformers = pytest.importorskip("transformers")
+    options, layers = REDUCED[name]
+    hugging_face(name, **options).save_pretrained(tmp_path)
+    model = getattr(transformers, name).from_pretrained(tmp_path, dtype=dtype).eval()
+    inputs = {"input_ids": tokens()}
+    if options is not MAMBA and options is not MAMBA2:
+        inputs["decoder_input_ids"] = tokens()
+    if name.startswith("Udop"):
+        inputs["bbox"] = torch.rand(2, 7, 4)
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    exact = copy.deepcopy(model).double()(**wide).logits.double()  # Mamba's are float32
+    expected = model(**inputs).logits
+    assert len(convert(model).replaced) == layers
+    actual = model(**inputs).logits
+    assert actual.dtype == expected.dtype
+    # Some ten operations in turn round to 16 bits, on the way to logits of the size of the largest.
+    tolerance = 16 * torch.finfo(dtype).eps * exact.abs().max().item()
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_float32_embeddings_of_a_16_bit_model(dtype):
+    """The norms see float32 input with a 16-bit weight; autocast has the linear layers take their output."""
+    model = hugging_face("LlamaForCausalLM", **DECODER).to(dtype).eval()
+    embeddings = torch.randn(2, 7, 16)
+    exact = copy.deepcopy(model).double()(inputs_embeds=embeddings.double()).logits.double()
+    with torch.autocast("cpu", dtype):
+        expected = model(inputs_embeds=embeddings).logits
+        assert len(convert(model).replaced) == 5
+        actual = model(inputs_embeds=embeddings).logits
+    assert actual.dtype == expected.dtype
+    tolerance = 16 * torch.finfo(dtype).eps * max(1, exact.abs().max().item())  # as above
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=tolerance)
+
+
 # Single layers
 
 
 def hugging_faces(name, *arguments):
     """A layer of transformers, told by the module's name and the class's."""
     module, _, name = name.rpartition(".")
+    pytest.importorskip("transformers")
     module = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     return getattr(module, name)(*arguments)
 
@@ -256,6 +300,9 @@ LAYERS = {
     "mamba.MambaRMSNorm": "RMSNorm((8,), eps=1e-06, elementwise_affine=True)",
     "cohere.CohereLayerNorm": "LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=False)",
     "deberta.DebertaLayerNorm": "LayerNorm((8,), eps=1e-12, elementwise_affine=True, bias=True)",
+    "nemotron.NemotronLayerNorm1P": (
+        "LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, zero_centered_weight=True)"
+    ),
 }
 
 
@@ -315,14 +362,114 @@ TIMMS = {
 @pytest.mark.parametrize(("theirs", "ours"), TIMMS.items())
 @pytest.mark.parametrize("affine", [True, False])
 def test_timms(theirs, ours, affine):
-    import timm.layers
-
-    layer = getattr(timm.layers, theirs)(8, affine=affine)
+    layers = pytest.importorskip("timm.layers")
+    layer = getattr(layers, theirs)(8, affine=affine)
     assert convert(layer).replaced and type(layer) is getattr(layernorm_ext, ours)
 
 
 def test_torchvisions():
-    from torchvision.models.convnext import LayerNorm2d
-
-    layer = LayerNorm2d(8)
+    layer = pytest.importorskip("torchvision.models.convnext").LayerNorm2d(8)
     assert convert(layer).replaced and type(layer) is layernorm_ext.LayerNorm2d
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), {"LayerNormNoBias": "LayerNorm", "LayerNorm2dNoBias": "LayerNorm2d"}.items()
+)
+def test_timms_metaformer(theirs, ours):
+    metaformer = pytest.importorskip("timm.models.metaformer")
+    layer = getattr(metaformer, theirs)(8)
+    assert convert(layer).replaced and type(layer) is getattr(layernorm_ext, ours) and layer.bias is None
+
+
+def random_parameters(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def reference(module, x, eps):
+    """What an RMSNorm or LayerNorm computes, in float64."""
+    weight, bias, x = (t if t is None else t.detach().double() for t in (*weight_and_bias(module), x))
+    if isinstance(module, layernorm_ext.LayerNorm):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def weight_and_bias(module):
+    weight = module.weight
+    if module.zero_centered_weight:
+        weight = weight.double() + 1
+    return weight, getattr(module, "bias", None)
+
+
+def diffusers_layers():
+    normalization = pytest.importorskip("diffusers.models.normalization")
+    yield normalization.RMSNorm(64, 1e-6), "RMSNorm", 1e-6
+    yield normalization.FP32LayerNorm(64), "LayerNorm", 1e-5
+    yield normalization.FP32LayerNorm(64, elementwise_affine=False), "LayerNorm", 1e-5
+
+
+def x_transformers_layers():
+    x_transformers = pytest.importorskip("x_transformers.x_transformers")
+    yield x_transformers.RMSNorm(64), "RMSNorm", 0
+    yield x_transformers.RMSNorm(64, unit_offset=True), "RMSNorm", 0
+
+
+@pytest.mark.parametrize("layers", [diffusers_layers, x_transformers_layers])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (F16, F16), (BF16, F32), (F32, BF16)], ids=str)
+def test_other_packages(layers, dtypes):
+    """Within the promise of float32 sums and a rounding to the output's dtype, which is that of the original."""
+    for layer, ours, eps in layers():
+        random_parameters(layer.to(dtypes[1]))
+        x = torch.randn(10, 64).to(dtypes[0])
+        expected, keys, theirs = layer(x), list(layer.state_dict()), type(layer)
+        assert convert(layer).replaced
+        assert isinstance(layer, getattr(layernorm_ext, ours)) and repr(layer).startswith(ours)
+        assert list(layer.state_dict()) == keys
+        actual = layer(x)
+        assert actual.dtype == expected.dtype
+        roundoff = torch.finfo(actual.dtype).eps / 2
+        torch.testing.assert_close(actual.double(), reference(layer, x, eps), rtol=roundoff + 1e-6, atol=2e-6)
+        revert(layer)
+        assert type(layer) is theirs and torch.equal(layer(x), expected)
+
+
+def test_x_transformers_clamps():
+    """It divides by at least 1e-12. Zero rows are the same, and gradients of them; so are rows of norm 1e-9."""
+    module = pytest.importorskip("x_transformers.x_transformers").RMSNorm(8)
+    random_parameters(module.double())
+    x = torch.zeros(2, 8, dtype=F64)
+    x[1, 3] = 1e-9
+    x.requires_grad_()
+    dy = torch.randn(2, 8, dtype=F64)
+    results = []
+    for _ in range(2):
+        y = module(x)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, module.g), dy)))
+        convert(module)
+    assert type(module) is not type(module).__bases__[0] and not results[0][0][0].any()
+    for actual, expected in zip(*results, strict=True):
+        # Adding 1e-24 to a square of 1e-18 changes the norm by 5e-7; gradients are as large as 1e12.
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("build", [lambda n: n.RMSNorm(8, 1e-6, bias=True), lambda n: n.RMSNorm((2, 8), 1e-6)])
+def test_diffusers_false_kin(build):
+    """With a bias, or a weight of two dimensions of which one is normalized."""
+    layer = build(pytest.importorskip("diffusers.models.normalization"))
+    assert convert(layer).skipped
+
+
+def test_x_transformers_model():
+    """Its own norms, in an encoder and decoder: logits and gradients in float64."""
+    x_transformers = pytest.importorskip("x_transformers")
+    decoder = x_transformers.Decoder(dim=16, depth=2, heads=2, use_rmsnorm=True, attn_dim_head=8)
+    model = x_transformers.TransformerWrapper(num_tokens=50, max_seq_len=16, attn_layers=decoder).double()
+    random_parameters(model)
+    inputs = {"x": tokens()}
+    expected = call(model.eval(), inputs)
+    report = convert(model)
+    assert len(report.replaced) == 5 and not report.skipped
+    # Some twenty operations of float64; parameters of size 1 make logits of size 1e3.
+    assert_near(call(model, inputs), expected, 1e-11)
