@@ -1,7 +1,11 @@
+# A command that fails ends its recipe, also within a pipe or a loop.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device launch-audit mutants gpu-bench-peers bench bench-cpu bench-compare test-browser lint \
-	format ci clean
+.PHONY: install cuda-build test test-device launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
+	bench bench-cpu bench-compare test-browser lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -30,17 +34,41 @@ launch-audit:
 mutants:
 	python tests/emulator/mutants.py
 
-# For a machine with a GPU: each part within eight minutes, without a network; logs and summaries go to OUT. What has
-# passed is not repeated, and what was interrupted goes on. COMMIT is for sources that lie in no repository.
+# For a machine with a GPU, and no network: one command each, whose logs and results go to OUT.
 OUT ?= build/gpu
-GPU_OPTIONS = --out $(OUT) $(if $(COMMIT),--commit $(COMMIT))
-GPU_TARGETS = gpu-all gpu-build gpu-test gpu-sanitize gpu-graphs gpu-devices gpu-bench gpu-profile gpu-peers gpu-quick
+GPU_TESTS = python -m pytest --backends cuda
+# Shapes of rows, each for another kernel; the last needs compute capability 9.0 for clusters.
+PROFILED = 32768x256 16384x4096 128x1048576 2048x65536
 
-.PHONY: $(GPU_TARGETS)
-$(GPU_TARGETS): gpu-%:
-	python tests/gpu.py $* $(GPU_OPTIONS)
+$(OUT):
+	mkdir -p $@
 
-gpu-bench-peers: gpu-peers
+gpu-build: | $(OUT)
+	FORCE_CUDA=1 pip install --no-index --no-build-isolation --no-deps . 2>&1 | tee $(OUT)/build.log
+	python -m layernorm_ext | tee $(OUT)/self_check.log
+
+gpu-test: | $(OUT)
+	$(GPU_TESTS) -n 8 -k cuda --junitxml=$(OUT)/test.xml 2>&1 | tee $(OUT)/test.log
+
+# Every path of the kernels in each of compute-sanitizer's tools. memcheck can tell one tensor from the next only if each
+# is an allocation of its own. initcheck has to see torch's kernels write what ours read; the others look at ours alone.
+gpu-sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
+gpu-sanitize: | $(OUT)
+	for tool in "memcheck --kernel-name kns=layernorm" "racecheck --kernel-name kns=layernorm --racecheck-report all" \
+		initcheck "synccheck --kernel-name kns=layernorm"; do \
+		compute-sanitizer --error-exitcode 3 --report-api-errors no --tool $$tool \
+			$(GPU_TESTS) -k every_path tests/test_cuda_on_gpu.py 2>&1 | tee $(OUT)/$${tool%% *}.log; \
+	done
+
+gpu-bench: | $(OUT)
+	python -m benchmarks kernels --device cuda --out $(OUT) 2>&1 | tee $(OUT)/bench.log
+
+# One launch of each kernel and launch configuration.
+gpu-profile: | $(OUT)
+	ncu --set full --clock-control none --filter-mode per-launch-config --launch-count 1 --force-overwrite \
+		--kernel-name 'regex:^(forward|backward|add)_' --export $(OUT)/profile \
+		python -m benchmarks kernels $(PROFILED) --dtypes bf16 --passes both --contenders ours --seconds 0.01 \
+		--device cuda --out $(OUT)/profiled 2>&1 | tee $(OUT)/profile.log
 
 BENCH_OUT ?= build/benchmarks
 DEVICE ?= cpu
