@@ -102,6 +102,9 @@ void check_backward(const Tensor& grad_output, const std::optional<Tensor>& grad
                     c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& mean, const Tensor& rstd,
                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Variant variant);
 
+// The same for images [N, C, *].
+void check_images(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
+
 // The parts of those. What is like the input is so in everything but its strides.
 void check_types(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
 void check_like(const char* name, const Tensor& tensor, const Tensor& input);
