@@ -34,8 +34,10 @@ def layer_norm(
 
     Args:
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16. Rows may be any number of elements apart; other layouts are copied.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+            float16 or bfloat16. Rows may be any number of elements apart; other layouts are copied. Nested tensors are
+            normalized component by component.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one. For a jagged nested tensor they may
+            include the ragged one, as in ``input.shape[1:]``.
         weight: Tensor of shape ``normalized_shape`` and the dtype of ``input``, or float32 for a float16 or bfloat16
             input. Ones if ``None``.
         bias: Like ``weight``, and of its dtype. Zeros if ``None``.
