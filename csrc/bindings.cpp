@@ -1,5 +1,6 @@
 // The Python module layernorm_ext._C. Loading it registers the operators.
 #include <ATen/TracerMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,8 +9,12 @@
 
 namespace {
 
-// functional.py handles nested tensors, and decides which operators a TorchScript tracer records.
-bool needs_python(const at::Tensor& input) { return input.is_nested() || at::tracer::impl::is_dispatch_enabled(); }
+// Whether functional.py has to look at a call: it handles nested tensors, and decides which operators a tracer records.
+// torch.export and make_fx trace by dispatch modes.
+bool needs_python(const at::Tensor& input) {
+  return input.is_nested() || at::tracer::impl::is_dispatch_enabled() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
 
 // What the functions of layernorm_ext call in eager mode: it costs a small call less than the way through torch.ops.
 // All return None for a call that needs_python().

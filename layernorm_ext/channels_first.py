@@ -54,7 +54,7 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
         return handle_torch_function(layer_norm_2d, (input, weight, bias), input, weight=weight, bias=bias, eps=eps)
     if input.dim() != 4:
         raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         output = _C.layer_norm_2d(input, weight, bias, eps)
         if output is not None:
             return output

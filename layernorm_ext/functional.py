@@ -71,7 +71,7 @@ def layer_norm(
     """
     variant = zero_centered_weight or memory_efficient
     # The compiled entry is quick but can be neither traced by torch.compile nor overridden by __torch_function__.
-    if not (variant or torch.compiler.is_compiling() or has_torch_function_variadic(input, weight, bias)):
+    if not (variant or torch.compiler.is_dynamo_compiling() or has_torch_function_variadic(input, weight, bias)):
         output = _C.layer_norm(input, normalized_shape, weight, bias, eps)
         if output is not None:
             return output
@@ -261,7 +261,7 @@ def _norm(
     """Return the output and, if there is a residual, the sum, of any member of the family."""
     arguments = (input, residual, normalized_shape, weight, bias, eps)
     variant = {"rms": rms, "zero_centered_weight": zero_centered_weight}
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         results = _C.norm(*arguments, **variant, memory_efficient=memory_efficient, in_place=inplace)
         if results is not None:
             return results

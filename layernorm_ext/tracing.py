@@ -76,9 +76,9 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
 
 
 def records_aten() -> bool:
-    """Return whether the active tracer is to record aten's operators."""
+    """Return whether a tracer is active that is to record aten's operators."""
     if _operators is not None:
-        return _operators == "aten"
+        return _operators == "aten" and (torch.compiler.is_compiling() or torch.jit.is_tracing())
     return _is_exporting() or torch.onnx.is_in_onnx_export()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
+from torch.utils.flop_counter import FlopCounterMode
 
 import layernorm_ext
 from layernorm_ext import add_layer_norm, add_rms_norm, layer_norm, layer_norm_2d, rms_norm, trace_as, tracing
@@ -355,6 +356,8 @@ def test_the_setting():
     expected = layer_norm(x, (64,))
     trace_as("aten")
     assert tracing._operators == "aten" and torch.equal(layer_norm(x, (64,)), expected)
+    with FlopCounterMode(display=False):  # which looks at each operator of an eager call
+        assert torch.equal(layer_norm(x, (64,)), expected)
     with pytest.raises(KeyError), trace_as("kernel"):
         assert tracing._operators == "kernel"
         raise KeyError
