@@ -303,8 +303,8 @@ def _norm_of_nested(
         )
     if residual is not None and not _is_nested_alike(residual, input):
         raise RuntimeError(
-            f"Expected residual to be a nested tensor of the layout and shape of input, but got residual = {residual} "
-            f"and input = {input}"
+            "Expected residual to be nested as input is, with components of the same sizes, but got residual of "
+            f"size{_sizes(residual)} and input of size{_sizes(input)}"
         )
 
     def join(values: Tensor) -> Tensor:
@@ -352,3 +352,10 @@ def _is_nested_alike(residual: Tensor, input: Tensor) -> bool:
     if input.layout == torch.jagged:
         return residual.shape == input.shape
     return torch.equal(residual._nested_tensor_size(), input._nested_tensor_size())
+
+
+def _sizes(tensor: Tensor) -> list[int] | list[list[int]]:
+    """Return the shape; of a strided nested tensor, which has none, the shapes of its components."""
+    if tensor.is_nested and tensor.layout != torch.jagged:
+        return [list(component.shape) for component in tensor.unbind()]
+    return list(tensor.shape)

@@ -67,7 +67,7 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
         _operators = operators
 
     def __enter__(self) -> None:
-        """Keep the choice until the end of the ``with`` statement."""
+        """Enter the ``with`` statement; the constructor has set the choice."""
 
     def __exit__(self, *exception: object) -> None:
         """Return to the previous choice."""
@@ -117,10 +117,10 @@ def norm(
             total = residual.copy_(total)
     if weight is not None and zero_centered_weight:
         weight = _cast(weight, accumulate_dtype) + 1
-    # torch's kernels take one dtype only on some devices. The conversions round the output once.
+    # On some devices torch's kernels need one dtype for all. With these conversions the output is rounded once.
     mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
     x, weight, bias = (_cast(t, accumulate_dtype if mixed else input.dtype) for t in (x, weight, bias))
-    if rms and torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():  # the exporter that has no RMSNorm
+    if rms and torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():  # this exporter does not know aten::rms_norm
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
         output = wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)

@@ -138,12 +138,14 @@ def test_export(strict):
     assert torch.equal(program.module()(x), module(x))
 
 
-def test_ahead_of_time_inductor(tmp_path):
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+def test_ahead_of_time_inductor(operators, tmp_path):
     module, x = LayerNorm(8), torch.randn(3, 8)
-    with trace_as("kernel"):
+    with trace_as(operators):
         program = torch.export.export(module, (x,))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "norm.pt2"))
-    assert torch.equal(torch._inductor.aoti_load_package(package)(x), module(x))
+    tolerance = {"rtol": 0, "atol": 0} if operators == "kernel" else TOLERANCE
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x), **tolerance)
 
 
 def test_jit_trace():

@@ -1,4 +1,4 @@
-"""torch.fx traces the modules; torchvision and timm extract the features of converted models."""
+"""Tests of torch.fx with the modules, and of feature extraction from converted models."""
 
 import copy
 
@@ -29,7 +29,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES.keys())
 def test_symbolic_trace(module):
-    """A graph of this package's functions, to the bit."""
+    """The graph calls the function of the module and gives its bits."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     graph = torch.fx.symbolic_trace(module)
@@ -40,7 +40,7 @@ def test_symbolic_trace(module):
 
 
 def test_symbolic_trace_of_a_model():
-    """In which outputs and residuals go from block to block."""
+    """Outputs and residuals go from block to block."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -91,7 +91,7 @@ LEAVES = {"leaf_modules": [LayerNorm, LayerNorm2d, RMSNorm]}
 @pytest.mark.parametrize("architecture", [convnext, vit, swin])
 @pytest.mark.parametrize("way", ["convert the extractor", "leaf modules"])
 def test_torchvisions_features(torchvision, architecture, way):
-    """The two ways that docs/convert.md names give every feature by the name that it had."""
+    """Both ways of docs/convert.md give every feature under its name before the conversion."""
     features = torchvision.models.feature_extraction
     model, x = architecture(torchvision).eval(), torch.randn(1, 3, 16, 16)
     nodes = features.get_graph_node_names(model)[1]
@@ -107,13 +107,13 @@ def test_torchvisions_features(torchvision, architecture, way):
     actual = extractor(x)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        # Some ten layers in float32; attention gives tuples.
+        # The model has some ten layers, each with some ten roundings of 6e-8 in float32.
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.integration
 def test_names_of_torchvisions_nodes_change(torchvision):
-    """As docs/convert.md says: of two layers ``ln_1`` and ``ln_2``, the second is node ``ln_1`` until conversion."""
+    """docs/convert.md warns of this: before the conversion the node ``ln_1`` is the layer ``ln_2``."""
     features = torchvision.models.feature_extraction
     model, x, name = vit(torchvision).eval(), torch.randn(1, 3, 16, 16), "encoder.layers.encoder_layer_0.ln_1"
     outputs, hooks = {}, []
@@ -128,7 +128,7 @@ def test_names_of_torchvisions_nodes_change(torchvision):
     convert(model)
     after = features.create_feature_extractor(model, [name])(x)[name]
     for actual, layer in ((before, "ln_2"), (after, "ln_1")):
-        torch.testing.assert_close(actual, outputs[layer], rtol=1e-4, atol=1e-5)  # some layers in float32
+        torch.testing.assert_close(actual, outputs[layer], rtol=1e-4, atol=1e-5)  # some roundings of 6e-8 in each layer
 
 
 @pytest.mark.integration
@@ -144,10 +144,10 @@ def test_timms_features(torchvision, architecture, cls):
     x = torch.randn(1, 3, 56, 56)
     original = copy.deepcopy(model)
     replaced = convert(model).replaced
-    assert replaced or (cls == "fx" and "conv" in architecture)  # whose layers are not modules in the graph
+    assert replaced or (cls == "fx" and "conv" in architecture)  # its graph has the operations of its layers
     assert len(model(x)) == len(original(x)) == 4
     for actual, expected in zip(model(x), original(x), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # some ten layers in float32
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # some roundings of 6e-8 in each layer
 
 
 @pytest.mark.integration
@@ -166,4 +166,6 @@ def test_timms_models_can_be_scripted(torchvision):
     options = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "num_classes": 5, "scriptable": True}
     model, x = timm.create_model("convnext_tiny", **options).eval(), torch.randn(1, 3, 32, 32)
     assert convert(model).replaced
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x), rtol=1e-5, atol=1e-6)  # fused by TorchScript
+    torch.testing.assert_close(
+        torch.jit.script(model)(x), model(x), rtol=1e-5, atol=1e-6
+    )  # TorchScript fuses neighbours

@@ -1,4 +1,4 @@
-"""Nested tensors of both layouts: each component is normalized as it would be alone, to the bit."""
+"""Tests of nested tensors of both layouts: each component gives the bits that it gives alone."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def nested(layout, *lengths, dtype=torch.float32):
 
 
 def like(x):
-    """Another with the same offsets."""
+    """Return another nested tensor with the same offsets."""
     return (x.detach() * 0.5 + 1).requires_grad_()
 
 
@@ -40,7 +40,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_components(layout, call, dtype):
-    """And their gradients; those of the parameters are sums over all components."""
+    """Outputs and input gradients are those of the components; parameter gradients are sums over the components."""
     x = nested(layout, dtype=dtype)
     w, b = (torch.randn(8).to(dtype).requires_grad_() for _ in range(2))
     y = call(x, w, b)
@@ -52,7 +52,7 @@ def test_components(layout, call, dtype):
     actual = torch.autograd.grad(sum(part.sin().sum() for part in y.unbind()), [x, *inputs])
     right = torch.autograd.grad(sum(part.sin().sum() for part in expected), [*components, *inputs])
     assert_same_components(actual[0], right[: len(components)])
-    # Eight rows, added up in another order, each rounded to the dtype.
+    # The sums over eight rows are rounded once for each component, and added in another order.
     tolerance = 16 * torch.finfo(dtype).eps
     torch.testing.assert_close(actual[1:], right[len(components) :], rtol=tolerance, atol=tolerance)
 
@@ -62,7 +62,7 @@ def test_near_torchs(layout):
     x, w, b = nested(layout), torch.randn(8), torch.randn(8)
     expected = F.layer_norm(x, (8,), w, b)
     for a, e in zip(layer_norm(x, (8,), w, b).unbind(), expected.unbind(), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)  # torch's own float32 result has this error
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)  # torch's float32 result has this error
 
 
 @layouts
@@ -103,7 +103,7 @@ def test_residual_in_place(layout):
 def test_errors(layout):
     x = nested(layout)
     for other in (nested(layout, 1, 2, 3), torch.randn(3, 5, 8)):
-        with pytest.raises(RuntimeError, match="Expected residual to be a nested tensor of the layout and shape of in"):
+        with pytest.raises(RuntimeError, match="Expected residual to be nested as input is, with components of the sa"):
             add_layer_norm(x, other, (8,))
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[7\], expected .*input with shape \[.*\*, 7\]"):
         layer_norm(x, (7,))
@@ -115,14 +115,14 @@ def test_errors(layout):
 
 
 def over_all(function, x, **options):
-    """Each component as a whole."""
+    """Return each component normalized over all its elements."""
     return [function(component, component.shape, **options) for component in x.unbind()]
 
 
 @pytest.mark.parametrize("function", [layer_norm, rms_norm])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ragged_dimension(function, compiled):
-    """Compiled, the numbers come from another formula: some roundings of 1e-16 of numbers of size 1."""
+    """Compiled code uses another formula, which differs by some roundings of 1e-16 of values of size 1."""
     x = nested(torch.jagged, dtype=torch.float64)
     tolerance = 1e-14 if compiled else 0
     torch._dynamo.reset()
@@ -133,7 +133,7 @@ def test_ragged_dimension(function, compiled):
     y = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(x)
     assert y.shape == x.shape
     torch.testing.assert_close(y.values(), torch.cat(over_all(function, x)), rtol=0, atol=tolerance)
-    (y + x).values().sin().sum().backward()  # of the same ragged shape, so that they add
+    (y + x).values().sin().sum().backward()  # the sum needs the same ragged shape
     components = [component.detach().requires_grad_() for component in x.unbind()]
     sum((function(c, c.shape) + c).sin().sum() for c in components).backward()
     expected = torch.cat([component.grad for component in components])
@@ -153,14 +153,14 @@ def test_compiled_ragged_dimension_between_others(function, inplace):
     expected = call(x, x * 0.5)
     actual = torch.compile(call, backend="aot_eager", fullgraph=True)(x, x * 0.5)
     for a, e in zip(actual, expected, strict=True):
-        # Some roundings of 1e-16 of numbers of size 1.
+        # Compiled code differs by some roundings of 1e-16 of values of size 1.
         torch.testing.assert_close(a.values(), e.values(), rtol=0, atol=1e-14)
 
 
 def test_ragged_dimension_near_torchs():
     x = nested(torch.jagged)
     expected = F.layer_norm(x, x.shape[1:])
-    # torch's own float32 result has this error.
+    # torch's float32 result has this error.
     torch.testing.assert_close(layer_norm(x, x.shape[1:]).values(), expected.values(), rtol=1e-5, atol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_ragged_dimension_with_residual():
 
 
 def test_transposed():
-    """The ragged dimension last, or between others."""
+    """The ragged dimension may be the last one or between others."""
     x = nested(torch.jagged).transpose(1, 2)
     assert_same_components(layer_norm(x, x.shape[1:]), over_all(layer_norm, x))
     assert_same_components(layer_norm(x, x.shape[2:]), [layer_norm(c, c.shape[1:]) for c in x.unbind()])
@@ -182,7 +182,7 @@ def test_transposed():
 
 
 def test_errors_of_the_ragged_dimension():
-    """A number is not the ragged size, even if all components have it; the batch is never normalized over."""
+    """A number is not the ragged size, even if all components have it. The batch cannot be normalized over."""
     x = nested(torch.jagged, 2, 2)
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[2, 8\], expected a jagged input with shape \[B"):
         layer_norm(x, [2, 8])

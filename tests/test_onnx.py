@@ -1,4 +1,4 @@
-"""Exported to ONNX by both of torch's exporters, with nothing but their defaults, and computed by onnxruntime."""
+"""Tests of both ONNX exporters of torch, with their default options; onnxruntime computes the results."""
 
 import io
 import warnings
@@ -35,7 +35,7 @@ class Norm(torch.nn.Module):
 
 
 def export(model, x, dynamo, **options):
-    """Export with any batch."""
+    """Export a model that takes any batch."""
     if dynamo:
         shapes = ({0: torch.export.Dim("batch")},)
         options |= {"dynamic_shapes": shapes, "verbose": False}
@@ -43,7 +43,7 @@ def export(model, x, dynamo, **options):
     else:
         buffer = io.BytesIO()
         options |= {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
-        with warnings.catch_warnings(action="ignore"):  # that this exporter is the older one
+        with warnings.catch_warnings(action="ignore"):  # the exporter warns that it is the older one
             torch.onnx.export(model.eval(), (x,), buffer, dynamo=False, **options)
         program = onnx.load_from_string(buffer.getvalue())
     onnx.checker.check_model(program, full_check=True)
@@ -115,7 +115,7 @@ def test_model(dynamo):
 @exporters
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_converted_layers(dynamo, cls):
-    """The nodes that the layer gives as it is, where torch can export it."""
+    """A converted layer gives the nodes of the original, if torch can export the original."""
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), cls(8)), torch.randn(3, 8)
     exportable = dynamo or cls is torch.nn.LayerNorm
     expected = nodes(export(model, x, dynamo)) if exportable else None
@@ -126,7 +126,7 @@ def test_converted_layers(dynamo, cls):
 
 
 def test_rms_norm_is_a_standard_operator():
-    """From opset 23 on."""
+    """The standard has RMSNormalization from opset 23 on."""
     program = export(RMSNorm(8), torch.randn(3, 8), dynamo=True, opset_version=23)
     assert nodes(program) == ["RMSNormalization"]
 
@@ -135,7 +135,7 @@ def test_rms_norm_is_a_standard_operator():
 @pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
 @pytest.mark.parametrize("member", ["centred", "rms", "rms centred", "add", "images"])
 def test_family(dynamo, member, dtype, param_dtype):
-    """Written out where there is no standard operator; with the dtype of the input, and float32 parameters as such."""
+    """The other members of the family use several nodes, and keep the dtypes of input and parameters."""
 
     class Member(torch.nn.Module):
         def __init__(self):
@@ -166,7 +166,7 @@ def test_family(dynamo, member, dtype, param_dtype):
 
 @exporters
 def test_images(dynamo):
-    """As the standard operator between two transpositions."""
+    """Images become the standard operator between two transpositions."""
     model = LayerNorm2d(8)
     program = export(model, torch.randn(2, 8, 4, 4), dynamo)
     assert [node for node in nodes(program) if node != "Constant"] == ["Transpose", "LayerNormalization", "Transpose"]
@@ -176,6 +176,6 @@ def test_images(dynamo):
 
 @exporters
 def test_kernels_have_no_translation(dynamo):
-    """The error names the operator, for which the caller may pass a table."""
+    """With "kernel", the exporters refuse the operator by name; a caller may pass a translation for it."""
     with trace_as("kernel"), pytest.raises(Exception, match=r"layernorm(::|\.)forward"):
         export(LayerNorm(8), torch.randn(3, 8), dynamo)

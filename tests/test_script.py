@@ -1,4 +1,4 @@
-"""Modules and functions compiled by torch.jit.script: the kernels, to the bit; saved and loaded."""
+"""Tests of torch.jit.script: modules and functions give the bits of eager calls, saved and loaded too."""
 
 import io
 import subprocess
@@ -59,7 +59,7 @@ def randomized(module):
 
 
 def call(module, dtype=torch.float32):
-    """The outputs and the gradients of all that has one."""
+    """Return the outputs and the gradients of inputs and parameters."""
     generator = torch.Generator().manual_seed(1)
     shape = (2, 8, 5, 3) if getattr(module, "original_name", type(module).__name__) == "LayerNorm2d" else (3, 5, 8)
     x, residual = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2))
@@ -75,7 +75,7 @@ def test_modules(make):
     module = randomized(make())
     scripted = torch.jit.script(module)
     for each in (scripted, save_and_load(scripted)):
-        for _ in range(3):  # of which the later ones are optimized
+        for _ in range(3):  # TorchScript optimizes the later calls
             torch.testing.assert_close(call(each), call(module), rtol=0, atol=0)
 
 
@@ -101,7 +101,7 @@ def test_the_first_block_has_no_residual(cls):
 
 
 class Model(torch.nn.Module):
-    """Modules and functions among others."""
+    """Holds this package's modules and calls its functions."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ def test_model():
     expected = model(x)
     for each in (scripted, save_and_load(scripted), torch.jit.freeze(scripted)):
         assert torch.equal(each(x), expected)
-    assert [type(module) for module in model.blocks] == [AddRMSNorm] * 2  # the model itself is as it was
+    assert [type(module) for module in model.blocks] == [AddRMSNorm] * 2  # the model itself does not change
 
 
 @pytest.mark.parametrize("function", [layer_norm, rms_norm, add_layer_norm, add_rms_norm, layer_norm_2d])
@@ -166,7 +166,7 @@ def test_lazy_modules_are_refused_before_their_first_call():
 
 
 def test_a_saved_module_needs_the_package(tmp_path):
-    """As README says."""
+    """The README says so."""
     path = tmp_path / "norm.pt"
     torch.jit.script(LayerNorm(8)).save(path)
     for line, expected in (("import layernorm_ext", 0), ("", 1)):

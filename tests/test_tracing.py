@@ -1,4 +1,4 @@
-"""Which operators torch's tracers record: this package's, or aten's."""
+"""Tests of the operators that torch's tracers record: this package's or aten's."""
 
 import doctest
 import io
@@ -19,7 +19,8 @@ from layernorm_ext import add_layer_norm, add_rms_norm, layer_norm, layer_norm_2
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 aten, ours = torch.ops.aten, torch.ops.layernorm
 
-# In float64, torch's functions and the kernels differ by some roundings of 1e-16 of numbers of size 1.
+# torch's functions and the kernels order their float64 operations differently: a few roundings of 1e-16, times at most
+# 10 for the sizes of the values, times 8 columns and 35 rows in the sums of the gradients.
 ROUNDINGS = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -31,11 +32,11 @@ def fresh_compiler():
 
 
 def images(x, memory_format=torch.contiguous_format):
-    """Eight channels, from rows."""
+    """Return rows of eight columns as images of eight channels."""
     return x.mT[..., None].repeat(1, 1, 1, 3).contiguous(memory_format=memory_format)
 
 
-# Member of the family -> a call with input x, residual r, weight w and bias b.
+# Calls of each member of the family, with input x, residual r, weight w and bias b.
 FAMILY = {
     "layer_norm": lambda x, r, w, b: layer_norm(x, (8,), w, b, 0.1),
     "no parameters": lambda x, r, w, b: layer_norm(x, (8,)),
@@ -55,7 +56,7 @@ family = pytest.mark.parametrize("member", FAMILY)
 
 
 class Model(torch.nn.Module):
-    """A call, whose residual is of the input's dtype and whose parameters may be of another."""
+    """Calls a member of the family. The parameters may have another dtype than input and residual."""
 
     def __init__(self, member, dtype=F64, parameter_dtype=None):
         super().__init__()
@@ -71,7 +72,7 @@ class Model(torch.nn.Module):
 
 
 def targets(graph):
-    """The operators that a graph calls."""
+    """Return the operators that a graph calls."""
     return [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
 
 
@@ -90,7 +91,7 @@ def export(model, strict=False):
 @family
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(member, strict):
-    """Aten's operators alone, which run() and decompose; of any batch."""
+    """The program calls aten's operators only, takes any batch, and decomposes into core operators."""
     model = Model(member)
     program = export(model, strict)
     assert not of_package(targets(program.graph))
@@ -109,7 +110,7 @@ def test_plain_calls_are_torchs_functions():
 
 @family
 def test_export_keeps_the_kernels(member):
-    """On demand; the operators then give the bits of an eager call."""
+    """With "kernel", the program calls the kernels and gives the bits of an eager call."""
     model = Model(member)
     with trace_as("kernel"):
         program = export(model)
@@ -139,19 +140,20 @@ MIXED = [(F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
 @family
 @pytest.mark.parametrize(("dtype", "parameter_dtype"), MIXED)
 def test_sixteen_bits(member, dtype, parameter_dtype):
-    """The outputs are of the input's dtype, and rounded once, but for those of torch's functions themselves."""
+    """The outputs have the dtype of the input, under autocast too."""
     model = Model(member, dtype, parameter_dtype)
     x = model.input(3)
     with torch.autocast("cpu", torch.bfloat16):
         program = export(model)
-    # A product of rounded numbers in bfloat16 may be off by two units of 2^-8 each, of numbers of size up to 10.
+    # torch's rms_norm rounds the product with the weight, and layer_norm the output: at most two roundings of half an
+    # eps each, of values below 10, and the sum with a residual may round to the other neighbour.
     tolerance = 40 * torch.finfo(dtype).eps
     torch.testing.assert_close(program.module()(x), model(x), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "one pixel", "one channel", "expanded"])
 def test_strides_of_images(layout):
-    """As the kernel's: channels last where the input is so."""
+    """The output has the strides of the kernel's output: channels last if the input is channels last."""
     x = {
         "contiguous": torch.randn(2, 8, 4, 5),
         "channels_last": torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last),
@@ -166,7 +168,7 @@ def test_strides_of_images(layout):
 
 
 def significant_strides(tensor):
-    """A compiler may choose another stride for a dimension of size one."""
+    """Return the strides of the dimensions with more than one element; a compiler may choose the others."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -174,7 +176,7 @@ def significant_strides(tensor):
 
 
 class Recorder(CompileCounterWithBackend):
-    """A compiler that remembers the operators of each forward graph."""
+    """A compiler backend that remembers the operators of each graph, forward and backward."""
 
     def __init__(self):
         super().__init__("aot_eager")
@@ -200,7 +202,7 @@ def gradients(function, model, x):
 @family
 @pytest.mark.parametrize(("compiler", "dynamic"), [("recorder", None), ("recorder", True), ("inductor", True)])
 def test_compile(member, compiler, dynamic):
-    """Training with a batch that changes; no operator of this package is left."""
+    """Training works with a batch that changes, and the graphs call no operator of this package."""
     model = Model(member)
     recorder = Recorder()
     with trace_as("aten"):
@@ -219,7 +221,7 @@ def test_compile_keeps_the_kernels():
 
 
 def test_a_change_recompiles():
-    """And a return to what was does not."""
+    """A change of the setting compiles again; a return to an earlier setting does not."""
     recorder, model = Recorder(), Model("layer_norm").requires_grad_(False)
     compiled, x = torch.compile(model, backend=recorder, fullgraph=True), model.input(3)
 
@@ -267,7 +269,7 @@ def test_inductor_fuses_the_neighbours():
 
 
 def test_the_compilers_cache_is_used():
-    """The checks of the arguments must not keep torch from storing compiled code."""
+    """The checks of the arguments do not keep torch from storing compiled code."""
     counters = torch._dynamo.utils.counters["aot_autograd"]
     counters.clear()
     with trace_as("aten"):
@@ -297,7 +299,7 @@ ERRORS = {
 @pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS.keys())
 @pytest.mark.parametrize("tool", ["compile", "export", "jit.trace"])
 def test_errors(call, tool):
-    """The words of an eager call, in each tool."""
+    """Each tool gives the message of an eager call."""
     with pytest.raises((RuntimeError, NotImplementedError)) as eager:
         call()
     message = str(eager.value).partition("\n")[0]
@@ -322,7 +324,7 @@ def test_errors(call, tool):
 
 @family
 def test_jit_trace(member):
-    """The kernels, to the bit; on demand aten's operators."""
+    """A trace calls the kernels and gives their bits; with "aten" it calls aten's operators."""
     model = Model(member).requires_grad_(False)
     x = model.input(3)
     traced = torch.jit.trace(model, x)
@@ -339,7 +341,7 @@ def test_jit_trace(member):
 
 
 def test_sizes_taken_from_the_input():
-    """A tracer gives them as tensors."""
+    """torch.jit.trace gives sizes as tensors, which the operators do not take."""
     for operators in ("kernel", "aten"):
         with trace_as(operators):
             traced = torch.jit.trace(lambda x: layer_norm(x, x.shape[-1:]), torch.randn(3, 8, dtype=F64))
@@ -351,12 +353,12 @@ def test_sizes_taken_from_the_input():
 
 
 def test_the_setting():
-    """Process-wide, or for a while; eager calls never ask for it."""
+    """A call sets it for the process, a ``with`` statement until its end; eager calls ignore it."""
     x = torch.randn(64, 64)
     expected = layer_norm(x, (64,))
     trace_as("aten")
     assert tracing._operators == "aten" and torch.equal(layer_norm(x, (64,)), expected)
-    with FlopCounterMode(display=False):  # which looks at each operator of an eager call
+    with FlopCounterMode(display=False):  # a dispatch mode that does not trace
         assert torch.equal(layer_norm(x, (64,)), expected)
     with pytest.raises(KeyError), trace_as("kernel"):
         assert tracing._operators == "kernel"
