@@ -79,11 +79,16 @@ def records_aten() -> bool:
     """Return whether a tracer is active that is to record aten's operators."""
     if _operators is not None:
         return _operators == "aten" and (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    return _is_exporting() or torch.onnx.is_in_onnx_export()
+    return _is_exporting() or _is_in_torchscript_exporter()
 
 
 def _is_exporting() -> bool:
     return torch.compiler._is_exporting_flag  # is_exporting() is True under torch.compile, too, in some torch versions
+
+
+def _is_in_torchscript_exporter() -> bool:
+    """Return whether ``torch.onnx.export(..., dynamo=False)`` traces. The other exporter is one of torch.export."""
+    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
 
 
 def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
@@ -120,7 +125,7 @@ def norm(
     # On some devices torch's kernels need one dtype for all. With these conversions the output is rounded once.
     mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
     x, weight, bias = (_cast(t, accumulate_dtype if mixed else input.dtype) for t in (x, weight, bias))
-    if rms and torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():  # this exporter does not know aten::rms_norm
+    if rms and _is_in_torchscript_exporter():  # which does not know aten::rms_norm
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
         output = wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)
