@@ -4,6 +4,8 @@
 // Arguments are parsed by the parser of torch's own functions, which accepts the same types and raises the same errors.
 #define FMT_HEADER_ONLY  // torch's header of the parser formats with fmt, whose functions torch does not export
 
+#include <ATen/TracerMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -50,6 +52,13 @@ using std::optional;
 using torch::ParsedArgs;
 using torch::PythonArgParser;
 
+// Whether functional.py has to handle a call: it normalizes nested tensors, and chooses the operators that tracers
+// record. torch.export and make_fx trace by dispatch modes.
+bool needs_python(const Tensor& input) {
+  return input.is_nested() || at::tracer::impl::is_dispatch_enabled() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
 struct Call {
   Tensor input;
   optional<Tensor> residual;
@@ -60,8 +69,9 @@ struct Call {
   bool inplace;
 };
 
-// The output, or with a residual the output and the sum.
+// The output, or with a residual the output and the sum. None if the call needs_python().
 PyObject* norm(const Call& call) {
+  if (needs_python(call.input)) Py_RETURN_NONE;
   layernorm::NormOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
@@ -81,8 +91,9 @@ double rms_eps(const optional<double>& eps, const Tensor& input) {
 }
 
 // The usual call of layer_norm: 2.3 us at 8 x 64 on an AMD EPYC, where torch's parser would make it 2.55 us.
-Tensor plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape, const optional<Tensor>& weight,
-                        const optional<Tensor>& bias, double eps) {
+optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape,
+                                  const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
+  if (needs_python(input)) return std::nullopt;
   return std::get<0>(
       layernorm::call_norm_forward(input, {}, normalized_shape.sizes, weight, bias, eps, {}, /*in_place=*/false));
 }
@@ -150,6 +161,25 @@ PyObject* add_rms_norm(PyObject*, PyObject* args, PyObject* kwargs) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* layer_norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  static PythonArgParser parser(
+      {"layer_norm_2d(Tensor input, Tensor? weight=None, Tensor? bias=None, double eps=1e-06)"});
+  ParsedArgs<4> parsed;
+  auto a = parser.parse(args, kwargs, parsed);
+  const Tensor input = a.tensor(0);
+  if (needs_python(input)) Py_RETURN_NONE;
+  layernorm::Outputs outputs;
+  {
+    const optional<Tensor> weight = a.optionalTensor(1), bias = a.optionalTensor(2);
+    const double eps = a.toDouble(3);
+    const pybind11::gil_scoped_release no_gil;
+    outputs = layernorm::call_forward_of_images(input, weight, bias, eps);
+  }
+  return THPVariable_Wrap(std::move(std::get<0>(outputs)));
+  END_HANDLE_TH_ERRORS
+}
+
 template <PyCFunctionWithKeywords function>
 PyMethodDef method(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_VARARGS | METH_KEYWORDS,
@@ -160,6 +190,7 @@ PyMethodDef methods[] = {
     method<rms_norm>("rms_norm"),
     method<add_layer_norm>("add_layer_norm"),
     method<add_rms_norm>("add_rms_norm"),
+    method<layer_norm_2d>("layer_norm_2d"),
     {},
 };
 
@@ -174,6 +205,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!result) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });
+  m.def("check_forward", &layernorm::check_forward, py::call_guard<py::gil_scoped_release>());
+  m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

@@ -21,10 +21,10 @@ LAYERNORM_LIBRARY_FRAGMENT(m) {
       "channels_first_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
       "Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
+  m.def("channels_first_check_forward(Tensor input, Tensor? weight, Tensor? bias) -> ()", {at::Tag::pt2_compliant_tag});
 }
 
 namespace layernorm {
-namespace {
 
 using std::optional;
 
@@ -33,6 +33,8 @@ Outputs call_forward_of_images(const Tensor& input, const optional<Tensor>& weig
   static const auto op = find<decltype(call_forward_of_images)>(LAYERNORM_OPERATOR("channels_first_forward"));
   return op.call(input, weight, bias, eps);
 }
+
+namespace {
 
 Outputs call_backward_of_images(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                                 const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
@@ -49,12 +51,16 @@ void check_parameter(const char* name, const Tensor& input, const optional<Tenso
               input.sym_size(1), " channels");
 }
 
-void check_forward(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+}  // namespace
+
+void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
   TORCH_CHECK(input.dim() >= 2, "Expected input of shape [N, C, *], but got input of size", input.sym_sizes());
   check_parameter("weight", input, weight);
   check_parameter("bias", input, bias);
   check_types(input, weight, bias);
 }
+
+namespace {
 
 c10::SymDimVector statistics_shape(const Tensor& input) {
   c10::SymDimVector shape(input.sym_sizes().begin(), input.sym_sizes().end());
@@ -64,7 +70,7 @@ c10::SymDimVector statistics_shape(const Tensor& input) {
 
 void check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                     const optional<Tensor>& weight, const optional<Tensor>& bias) {
-  check_forward(input, weight, bias);
+  check_images(input, weight, bias);
   check_like("grad_output", grad_output, input);
   check_statistic("mean", mean, input, statistics_shape(input));
   check_statistic("rstd", rstd, input, statistics_shape(input));
@@ -110,7 +116,7 @@ Tensor with_contiguous_pixels(const Tensor& images) {
 
 template <void (*kernel)(const ChannelsFirstForwardParams&)>
 Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
-  check_forward(input, weight, bias);
+  check_images(input, weight, bias);
   if (is_channels_last(input)) return forward_as_rows(input, weight, bias, eps);
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const auto statistics_options = options.dtype(accumulate_type(input));
@@ -206,7 +212,7 @@ Tensor empty_like_input(const Tensor& input) {
 }
 
 Outputs forward_meta(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
-  check_forward(input, weight, bias);
+  check_images(input, weight, bias);
   const auto statistics_options = input.options().dtype(accumulate_type(input));
   const auto shape = statistics_shape(input);
   return {empty_like_input(input), at::empty_symint(shape, statistics_options),
@@ -315,4 +321,8 @@ LAYERNORM_LIBRARY_IMPL(Autograd, m) {
 LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
   m.impl("channels_first_forward", &layernorm::forward_as_rows);
   m.impl("channels_first_backward", &layernorm::backward_as_rows);
+}
+
+LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
+  m.impl("channels_first_check_forward", &layernorm::check_images);
 }

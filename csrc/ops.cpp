@@ -39,6 +39,9 @@ LAYERNORM_LIBRARY(m) {
   define(
       "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
       "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  // The checks of forward, for graphs of aten's operators. Compilers decompose it into nothing.
+  define(
+      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
 }
 
 namespace layernorm {
@@ -470,4 +473,5 @@ LAYERNORM_LIBRARY_IMPL(Meta, m) {
 LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
   m.impl("add_forward", &layernorm::add_forward);
   m.impl("add_backward", &layernorm::add_backward);
+  m.impl("check_forward", &layernorm::check_forward);
 }

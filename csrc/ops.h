@@ -46,6 +46,10 @@ Outputs call_norm_backward(const Tensor& grad_output, const std::optional<Tensor
                            const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Mask output_mask,
                            Variant variant);
 
+// (output, mean, rstd) of images [N, C, *], through the dispatcher.
+Outputs call_forward_of_images(const Tensor& input, const std::optional<Tensor>& weight,
+                               const std::optional<Tensor>& bias, double eps);
+
 // The operators of a dispatch key, made of one function like call_norm_forward and one like call_norm_backward.
 template <decltype(call_norm_forward) kForward, decltype(call_norm_backward) kBackward>
 struct Family {
@@ -101,6 +105,9 @@ void check_forward(const Tensor& input, const std::optional<Tensor>& residual, c
 void check_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum, const Tensor& input,
                     c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& mean, const Tensor& rstd,
                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Variant variant);
+
+// The same for images [N, C, *].
+void check_images(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
 
 // The parts of those. What is like the input is so in everything but its strides.
 void check_types(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);

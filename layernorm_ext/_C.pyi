@@ -11,7 +11,7 @@ def layer_norm(
     *,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
-) -> Tensor: ...
+) -> Tensor | None: ...
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -19,7 +19,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     zero_centered_weight: bool = False,
-) -> Tensor: ...
+) -> Tensor | None: ...
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -30,7 +30,7 @@ def add_layer_norm(
     *,
     zero_centered_weight: bool = False,
     inplace: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor] | None: ...
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -40,5 +40,16 @@ def add_rms_norm(
     *,
     zero_centered_weight: bool = False,
     inplace: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor] | None: ...
+def layer_norm_2d(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-06
+) -> Tensor | None: ...
+def check_forward(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None: ...
+def check_images(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None: ...
 def cpu_capability() -> str: ...

@@ -12,6 +12,7 @@ from .channels_first import LayerNorm2d, layer_norm_2d
 from .conversion import ConversionReport, convert, converted, register_conversion, revert
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
+from .tracing import trace_as
 
 __all__ = [
     "AddLayerNorm",
@@ -30,6 +31,7 @@ __all__ = [
     "register_conversion",
     "revert",
     "rms_norm",
+    "trace_as",
 ]
 __version__ = _version("layernorm-ext")
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _ops  # noqa: F401  # registers the operators
+from . import _script, tracing
+from ._ops import _C
 from .modules import LayerNorm
 
 __all__ = ["LayerNorm2d", "layer_norm_2d"]
@@ -53,7 +54,16 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
         return handle_torch_function(layer_norm_2d, (input, weight, bias), input, weight=weight, bias=bias, eps=eps)
     if input.dim() != 4:
         raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.layer_norm_2d(input, weight, bias, eps)
+        if output is not None:
+            return output
+    if tracing.records_aten():
+        return tracing.layer_norm_2d(input, weight, bias, eps)
     return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
+
+
+layer_norm_2d.__prepare_scriptable__ = lambda: _script.layer_norm_2d
 
 
 class LayerNorm2d(LayerNorm):
@@ -99,7 +109,8 @@ class LayerNorm2d(LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        if input.dim() == 4 and input.size(1) != self.normalized_shape[0]:
+        # torch.fx calls this with a proxy, on which no control flow may depend.
+        if isinstance(input, Tensor) and input.dim() == 4 and input.size(1) != self.normalized_shape[0]:
             raise RuntimeError(
                 f"Expected input of shape [N, {self.normalized_shape[0]}, H, W], but got input of size"
                 f"{list(input.shape)}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from . import _script, tracing
 from ._ops import _C
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -33,8 +34,10 @@ def layer_norm(
 
     Args:
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16. Rows may be any number of elements apart; other layouts are copied.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+            float16 or bfloat16. Rows may be any number of elements apart; other layouts are copied. Nested tensors are
+            normalized component by component.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one. For a jagged nested tensor they may
+            include the ragged one, as in ``input.shape[1:]``.
         weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
         bias: Like ``weight``. Zeros if ``None``.
         eps: Added to the variance.
@@ -71,15 +74,17 @@ def layer_norm(
     variant = zero_centered_weight or memory_efficient
     options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     # The compiled entry is quick but can be neither traced by torch.compile nor overridden by __torch_function__.
-    if not (torch.compiler.is_compiling() or has_torch_function_variadic(input, weight, bias)):
-        if not variant:
-            return _C.layer_norm(input, normalized_shape, weight, bias, eps)
-        if not _is_jagged(input):
-            return _C.layer_norm(input, normalized_shape, weight, bias, eps, **options)
+    if not (torch.compiler.is_dynamo_compiling() or has_torch_function_variadic(input, weight, bias)):
+        if variant:
+            output = _C.layer_norm(input, normalized_shape, weight, bias, eps, **options)
+        else:
+            output = _C.layer_norm(input, normalized_shape, weight, bias, eps)
+        if output is not None:
+            return output
     if _is_overridden(input, weight, bias):
         options = options if variant else {}  # whoever overrides it may know torch's arguments only
         arguments = {"weight": weight, "bias": bias, "eps": eps, **options}
-        return _overridden(layer_norm, (input, weight, bias), input, normalized_shape, **arguments)
+        return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **arguments)
     return _norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
 
 
@@ -124,12 +129,14 @@ def rms_norm(
         torch.Size([2, 3, 8])
     """
     if _is_overridden(input, weight):
-        options = {"zero_centered_weight": True} if zero_centered_weight else {}
-        return _overridden(rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, **options)
-    if not torch.compiler.is_compiling():
-        return _C.rms_norm(input, normalized_shape, weight, eps, zero_centered_weight=zero_centered_weight)
+        options = {"weight": weight, "eps": eps} | ({"zero_centered_weight": True} if zero_centered_weight else {})
+        return handle_torch_function(rms_norm, (input, weight), input, normalized_shape, **options)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.rms_norm(input, normalized_shape, weight, eps, zero_centered_weight=zero_centered_weight)
+        if output is not None:
+            return output
     options = {"rms": True, "zero_centered_weight": zero_centered_weight}
-    return _norm(input, None, normalized_shape, weight, None, _rms_eps(input, eps), **options)[0]
+    return _norm(input, None, normalized_shape, weight, None, _script.rms_eps(input, eps), **options)[0]
 
 
 def add_layer_norm(
@@ -186,9 +193,11 @@ def add_layer_norm(
     if _is_overridden(input, residual, weight, bias):
         options |= {"weight": weight, "bias": bias, "eps": eps}
         tensors = (input, residual, weight, bias)
-        return _overridden(add_layer_norm, tensors, input, residual, normalized_shape, **options)
-    if not torch.compiler.is_compiling():
-        return _C.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
+        return handle_torch_function(add_layer_norm, tensors, input, residual, normalized_shape, **options)
+    if not torch.compiler.is_dynamo_compiling():
+        results = _C.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
+        if results is not None:
+            return results
     return _norm(input, residual, normalized_shape, weight, bias, eps, **options)
 
 
@@ -236,10 +245,19 @@ def add_rms_norm(
     options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if _is_overridden(input, residual, weight):
         options |= {"weight": weight, "eps": eps}
-        return _overridden(add_rms_norm, (input, residual, weight), input, residual, normalized_shape, **options)
-    if not torch.compiler.is_compiling():
-        return _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
-    return _norm(input, residual, normalized_shape, weight, None, _rms_eps(input, eps), rms=True, **options)
+        tensors = (input, residual, weight)
+        return handle_torch_function(add_rms_norm, tensors, input, residual, normalized_shape, **options)
+    if not torch.compiler.is_dynamo_compiling():
+        results = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
+        if results is not None:
+            return results
+    return _norm(input, residual, normalized_shape, weight, None, _script.rms_eps(input, eps), rms=True, **options)
+
+
+layer_norm.__prepare_scriptable__ = lambda: _script.layer_norm
+rms_norm.__prepare_scriptable__ = lambda: _script.rms_norm
+add_layer_norm.__prepare_scriptable__ = lambda: _script.add_layer_norm
+add_rms_norm.__prepare_scriptable__ = lambda: _script.add_rms_norm
 
 
 def _norm(
@@ -255,9 +273,19 @@ def _norm(
     memory_efficient: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if there is a residual, the sum, of any member of the family, for torch.compile."""
-    arguments = (input, residual, normalized_shape, weight, bias, eps)
+    """Return the output and, if there is a residual, the sum, of any member of the family."""
     variant = {"rms": rms, "zero_centered_weight": zero_centered_weight}
+    if input.is_nested:
+        return _norm_of_nested(
+            *(input, residual, normalized_shape, weight, bias, eps),
+            **variant,
+            memory_efficient=memory_efficient,
+            inplace=inplace,
+        )
+    normalized_shape = tracing.constant_sizes(normalized_shape)
+    arguments = (input, residual, normalized_shape, weight, bias, eps)
+    if tracing.records_aten():
+        return tracing.norm(*arguments, **variant, inplace=inplace)
     if inplace:
         return torch.ops.layernorm.norm_forward_(*arguments, **variant)[0], residual
     if residual is None and not (memory_efficient or any(variant.values())):
@@ -265,46 +293,84 @@ def _norm(
     return torch.ops.layernorm.norm_forward(*arguments, **variant, memory_efficient=memory_efficient)[:2]
 
 
-def _rms_eps(input: Tensor, eps: float | None) -> float:
-    if eps is None:
-        return torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-    return eps
-
-
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:
-    return has_torch_function_variadic(input, *others) or _is_jagged(input)
-
-
-def _is_jagged(input: Tensor) -> bool:
+    if not has_torch_function_variadic(input, *others):
+        return False
     with torch._C.DisableTorchFunctionSubclass():  # a subclass is asked for the function alone
-        return isinstance(input, Tensor) and input.is_nested and input.layout == torch.jagged
+        # torch overrides functions of jagged tensors by name, and would take rms_norm for its own.
+        return not (isinstance(input, Tensor) and input.is_nested)
 
 
-def _overridden(
-    function: Callable, tensors: tuple[Tensor | None, ...], input: Tensor, *arguments: object, **options: object
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Have ``__torch_function__`` of one of the tensors do it, or do it to the values of jagged ones."""
-    if not _is_jagged(input):
-        return handle_torch_function(function, tensors, input, *arguments, **options)
-
-    normalized_shape = arguments[-1]
-    if input._ragged_idx != 1 or len(normalized_shape) > input.dim() - 2:
+def _norm_of_nested(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: Sequence[int],
+    *parameters: Tensor | float | None,
+    inplace: bool,
+    **options: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalize the values of a jagged tensor at once, and the components of other nested tensors one by one."""
+    jagged, dims = input.layout == torch.jagged, len(normalized_shape)
+    if jagged and tuple(normalized_shape) != tuple(input.shape[1:][-dims:]):
         raise RuntimeError(
-            f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with only regular dimensions "
-            f"among the last {len(normalized_shape)}, and the ragged one second, but got input of size"
-            f"{list(input.shape)}"
+            f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with shape [B, *, "
+            f"{str(list(normalized_shape))[1:-1]}], but got input of size{list(input.shape)}"
+        )
+    if residual is not None and not _is_nested_alike(residual, input):
+        raise RuntimeError(
+            "Expected residual to be nested as input is, with components of the same sizes, but got residual of "
+            f"size{_sizes(residual)} and input of size{_sizes(input)}"
         )
 
-    def jagged(values: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths())
+    def join(values: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)
 
-    if len(arguments) == 1:
-        return jagged(function(input.values(), normalized_shape, **options))
-    residual = arguments[0]
-    if not _is_jagged(residual) or residual.shape != input.shape:
+    over_ragged = jagged and input._ragged_idx >= input.dim() - dims
+    for name, parameter in zip(("weight", "bias"), parameters, strict=False):
+        if over_ragged and parameter is not None:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+                f"{list(parameter.shape)} and normalized_shape = {list(normalized_shape)}, of which the first is ragged"
+            )
+    if over_ragged and input.lengths() is not None:
         raise RuntimeError(
-            "Expected residual to be jagged as input is, with its offsets, but got residual of size"
-            f"{list(residual.shape)} and input of size{list(input.shape)}"
+            f"Given normalized_shape={list(normalized_shape)}, which has the ragged dimension, expected a jagged input "
+            "without holes, but got one with lengths"
         )
-    output, total = function(input.values(), residual.values(), normalized_shape, **options)
-    return jagged(output), jagged(total)
+    if jagged and (not over_ragged or torch.compiler.is_compiling()):
+        arguments = (input.values(), None if residual is None else residual.values(), normalized_shape, *parameters)
+        if over_ragged:  # torch.compile does not know how many components there are
+            ragged = {"offsets": input.offsets(), "ragged_dim": input._ragged_idx - 1}
+            output, total = tracing.norm_over_ragged(*arguments, **ragged, inplace=inplace, **options)
+        else:
+            output, total = _norm(*arguments, inplace=inplace, **options)
+        return join(output), residual if inplace or residual is None else join(total)
+
+    components = input.unbind()
+    residuals = [None] * len(components) if residual is None else residual.unbind()
+    outputs, totals = [], []
+    for x, added in zip(components, residuals, strict=True):
+        shape = x.shape[-dims:] if jagged else normalized_shape
+        output, total = _norm(x, added, shape, *parameters, inplace=inplace, **options)
+        outputs.append(output)
+        totals.append(total)
+
+    def gather(parts: list[Tensor]) -> Tensor:
+        return join(torch.cat(parts, input._ragged_idx - 1)) if jagged else torch.nested.as_nested_tensor(parts)
+
+    return gather(outputs), residual if inplace or residual is None else gather(totals)
+
+
+def _is_nested_alike(residual: Tensor, input: Tensor) -> bool:
+    if not residual.is_nested or residual.layout != input.layout:
+        return False
+    if input.layout == torch.jagged:
+        return residual.shape == input.shape
+    return torch.equal(residual._nested_tensor_size(), input._nested_tensor_size())
+
+
+def _sizes(tensor: Tensor) -> list[int] | list[list[int]]:
+    """Return the shape; of a strided nested tensor, which has none, the shapes of its components."""
+    if tensor.is_nested and tensor.layout != torch.jagged:
+        return [list(component.shape) for component in tensor.unbind()]
+    return list(tensor.shape)

@@ -58,6 +58,7 @@ class LayerNorm(torch.nn.LayerNorm):
         torch.Size([2, 3, 8])
     """
 
+    __constants__ = [*torch.nn.LayerNorm.__constants__, "zero_centered_weight", "memory_efficient"]
     zero_centered_weight = False
     memory_efficient = False
 
@@ -141,6 +142,7 @@ class AddLayerNorm(LayerNorm):
         torch.Size([2, 3, 8])
     """
 
+    __constants__ = [*LayerNorm.__constants__, "inplace"]
     inplace = False
 
     def __init__(
@@ -164,7 +166,14 @@ class AddLayerNorm(LayerNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum; without a residual, as before the first block, that is ``input``."""
         if residual is None:
-            return super().forward(input), input
+            return layer_norm(
+                input,
+                self.normalized_shape,
+                self.weight,
+                self.bias,
+                self.eps,
+                zero_centered_weight=self.zero_centered_weight,
+            ), input
         return add_layer_norm(
             input,
             residual,
@@ -209,6 +218,7 @@ class RMSNorm(torch.nn.RMSNorm):
         torch.Size([2, 3, 8])
     """
 
+    __constants__ = [*torch.nn.RMSNorm.__constants__, "zero_centered_weight"]
     zero_centered_weight = False
 
     def __init__(
@@ -269,6 +279,7 @@ class AddRMSNorm(RMSNorm):
         torch.Size([2, 3, 8])
     """
 
+    __constants__ = [*RMSNorm.__constants__, "inplace"]
     inplace = False
 
     def __init__(
@@ -291,7 +302,9 @@ class AddRMSNorm(RMSNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum; without a residual, as before the first block, that is ``input``."""
         if residual is None:
-            return super().forward(input), input
+            return rms_norm(
+                input, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight
+            ), input
         return add_rms_norm(
             input,
             residual,

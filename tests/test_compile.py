@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import layernorm_ext
-from layernorm_ext import LayerNorm, layer_norm
+from layernorm_ext import LayerNorm, layer_norm, trace_as
 
 # Compiled code may order the sums around the operator in its own way; the operator itself gives the same bits.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -131,17 +131,21 @@ def test_opcheck_layouts(backend, layout):
 def test_export(strict):
     module = LayerNorm(8)
     batch = torch.export.Dim("batch")
-    program = torch.export.export(module, (torch.randn(3, 8),), dynamic_shapes={"input": {0: batch}}, strict=strict)
+    with trace_as("kernel"):
+        program = torch.export.export(module, (torch.randn(3, 8),), dynamic_shapes={"input": {0: batch}}, strict=strict)
     assert torch.ops.layernorm.forward.default in [node.target for node in program.graph.nodes]
     x = torch.randn(7, 8)
     assert torch.equal(program.module()(x), module(x))
 
 
-def test_ahead_of_time_inductor(tmp_path):
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+def test_ahead_of_time_inductor(operators, tmp_path):
     module, x = LayerNorm(8), torch.randn(3, 8)
-    program = torch.export.export(module, (x,))
+    with trace_as(operators):
+        program = torch.export.export(module, (x,))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "norm.pt2"))
-    assert torch.equal(torch._inductor.aoti_load_package(package)(x), module(x))
+    tolerance = {"rtol": 0, "atol": 0} if operators == "kernel" else TOLERANCE
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x), **tolerance)
 
 
 def test_jit_trace():
@@ -304,4 +308,5 @@ def test_public_names():
         *("LayerNorm", "LayerNorm2d", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
         *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
         *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
+        "trace_as",
     }

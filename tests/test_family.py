@@ -528,7 +528,7 @@ def test_jagged():
     wanted = layernorm_ext.add_layer_norm(x.values(), residual.values(), (8,), w)
     for actual, expected in zip(outputs, wanted, strict=True):
         assert torch.equal(actual.values(), expected)
-    with pytest.raises(RuntimeError, match="Expected residual to be jagged as input is"):
+    with pytest.raises(RuntimeError, match="Expected residual to be nested as input is"):
         layernorm_ext.add_layer_norm(x, torch.randn(7, 8), (8,), w)
 
 

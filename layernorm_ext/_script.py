@@ -1,0 +1,120 @@
+"""The functions as torch.jit.script compiles them, which knows neither keyword-only arguments nor overrides.
+
+Each function names its counterpart here by ``__prepare_scriptable__``, for which torch.jit.script asks.
+"""
+
+import torch
+from torch import Tensor
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    zero_centered_weight: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Do what :func:`layernorm_ext.layer_norm` does."""
+    return torch.ops.layernorm.norm_forward(
+        input,
+        None,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        zero_centered_weight=zero_centered_weight,
+        memory_efficient=memory_efficient,
+    )[0]
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    zero_centered_weight: bool = False,
+) -> Tensor:
+    """Do what :func:`layernorm_ext.rms_norm` does."""
+    return torch.ops.layernorm.norm_forward(
+        input,
+        None,
+        normalized_shape,
+        weight,
+        None,
+        rms_eps(input, eps),
+        rms=True,
+        zero_centered_weight=zero_centered_weight,
+    )[0]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    zero_centered_weight: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`layernorm_ext.add_layer_norm` does."""
+    return _add_norm(input, residual, normalized_shape, weight, bias, eps, False, zero_centered_weight, inplace)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    zero_centered_weight: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`layernorm_ext.add_rms_norm` does."""
+    eps = rms_eps(input, eps)
+    return _add_norm(input, residual, normalized_shape, weight, None, eps, True, zero_centered_weight, inplace)
+
+
+def _add_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    zero_centered_weight: bool,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    if inplace:
+        output = torch.ops.layernorm.norm_forward_(
+            input,
+            residual,
+            normalized_shape,
+            weight,
+            bias,
+            eps,
+            rms=rms,
+            zero_centered_weight=zero_centered_weight,
+        )[0]
+        return output, residual
+    results = torch.ops.layernorm.norm_forward(
+        input, residual, normalized_shape, weight, bias, eps, rms=rms, zero_centered_weight=zero_centered_weight
+    )
+    return results[0], results[1]
+
+
+def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Do what :func:`layernorm_ext.layer_norm_2d` does."""
+    if input.dim() != 4:
+        raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
+    return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
+
+
+def rms_eps(input: Tensor, eps: float | None) -> float:
+    """Return the eps of an RMSNorm: as in torch, by default torch.finfo(dtype).eps of the dtype of the sums."""
+    if eps is None:
+        return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
+    return eps
