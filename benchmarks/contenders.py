@@ -1,7 +1,7 @@
-"""Who is compared: this package, torch, torch.compile, every other implementation that is installed, and a copy.
+"""The implementations that are compared: this package, torch, torch.compile, other installed packages, and a copy.
 
-Each is called in the way its authors document, as a differentiable function of rows, weight and bias. What it cannot
-do, such as run on a CPU, is shown with its own message.
+Each is called as its authors document, as a differentiable function of rows, weight and bias. A contender that cannot
+run a case is reported as failed with its own message.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,6 +18,7 @@ import layernorm_ext
 from .cases import EPS, Case, errors, fault
 from .timing import first_line
 
+PASSES = ("forward", "backward", "both")
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -33,9 +34,9 @@ def torch_eager(case: Case) -> Layer:
 
 @lru_cache(maxsize=1)
 def compiled_for(rows: int, cols: int, dtypes: str) -> Callable:
-    """Return torch's function compiled for one shape as if it were the only one."""
+    """Return torch's function, compiled for a single static shape."""
     torch.compiler.reset()
-    # Backward is timed again and again on the same graph, whose buffers must not be given away.
+    # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
     return torch.compile(
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS), fullgraph=True, dynamic=False
@@ -81,15 +82,14 @@ def transformer_engine(case: Case) -> Layer:
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation: `bind` returns the layer with the parameters of a case, a function of [rows, cols]."""
+    """One implementation. `bind` takes a Case and returns the layer with its parameters."""
 
-    name: str
     package: str
     bind: Callable[[Case], Layer]
 
     @property
     def version(self) -> str | None:
-        """Return the version that is installed, if one is."""
+        """Return the installed version, or None if the package is not installed."""
         try:
             return version(self.package)
         except PackageNotFoundError:
@@ -97,22 +97,19 @@ class Contender:
 
 
 ALL = {
-    contender.name: contender
-    for contender in (
-        Contender("ours", "layernorm-ext", ours),
-        Contender("torch", "torch", torch_eager),
-        Contender("torch.compile", "torch", torch_compiled),
-        Contender("apex", "apex", apex),
-        Contender("flash-attn", "flash-attn", flash_attn),
-        Contender("liger-kernel", "liger-kernel", liger),
-        Contender("quack-kernels", "quack-kernels", quack),
-        Contender("transformer-engine", "transformer-engine", transformer_engine),
-    )
+    "ours": Contender("layernorm-ext", ours),
+    "torch": Contender("torch", torch_eager),
+    "torch.compile": Contender("torch", torch_compiled),
+    "apex": Contender("apex", apex),
+    "flash-attn": Contender("flash-attn", flash_attn),
+    "liger-kernel": Contender("liger-kernel", liger),
+    "quack-kernels": Contender("quack-kernels", quack),
+    "transformer-engine": Contender("transformer-engine", transformer_engine),
 }
 
 
 class Calls:
-    """The three calls of one contender on one case; each returns a tuple of tensors."""
+    """The three passes of one contender on one case; each returns a tuple of tensors."""
 
     def __init__(self, contender: Contender, case: Case):
         self.layer = contender.bind(case)
@@ -133,25 +130,22 @@ class Calls:
         return torch.autograd.grad(self.layer(self.x), self.inputs, self.dy)
 
 
-PASSES = ("forward", "backward", "both")
-
-
 @dataclass
 class Entry:
-    """A contender on one case: its calls on each set of tensors, its errors, and why it cannot do what it cannot do."""
+    """A contender on one case: its calls on each set of tensors, and its faults."""
 
     name: str
     calls: list[Calls]
-    errors: dict[str, float]  # of QUANTITIES, as far as there are results
-    failed: dict[str, str]  # of PASSES
-    wrong: dict[str, str]  # of PASSES
+    errors: dict[str, float]  # quantity -> error, for the results that exist
+    failed: dict[str, str]  # pass -> message
+    wrong: dict[str, str]  # pass -> message
 
     def each(self, which: str) -> list[Callable[[], tuple[Tensor, ...]]]:
-        """Return one of PASSES on each set of tensors."""
+        """Return the calls of a pass, one for each set of tensors."""
         return [getattr(calls, which) for calls in self.calls]
 
     def status(self, which: str, failed_later: dict[str, str]) -> tuple[str, str]:
-        """Return ok, wrong or failed, and the message."""
+        """Return "ok", "wrong" or "failed", and the message."""
         message = self.failed.get(which) or failed_later.get(self.name)
         if message:
             return "failed", message
@@ -159,9 +153,9 @@ class Entry:
 
 
 def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[Entry]:
-    """Bind contenders to sets of tensors, and compare what they make of the first with the exact results.
+    """Bind contenders to all sets of tensors and compare their results on the first set with the exact ones.
 
-    `checks` is False for those whose results have been compared before.
+    `checks=False` skips the comparison for builds whose results have been compared before.
     """
     entries, results = [], {}
     for name in names:
@@ -171,22 +165,23 @@ def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[E
             entry.calls = [Calls(ALL[name], case) for case in sets]
             y = entry.calls[0].layer(sets[0].x)
             results[name] = (y.detach(),)
-        except Exception as error:  # of any kind: it is others' code
+        except Exception as error:  # other packages may raise anything
             entry.failed = dict.fromkeys(PASSES, first_line(error))
             continue
         try:
             results[name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
         except Exception as error:
             entry.failed = dict.fromkeys(PASSES[1:], first_line(error))
-    for name, error in errors(sets[0], results).items() if checks else ():
-        entry = next(entry for entry in entries if entry.name == name)
-        entry.errors = error
-        entry.wrong = {which: fault(sets[0], error, which) for which in PASSES if which not in entry.failed}
+    found = errors(sets[0], results) if checks else {}
+    for entry in entries:
+        if entry.name in found:
+            entry.errors = found[entry.name]
+            entry.wrong = {which: fault(sets[0], entry.errors, which) for which in PASSES if which not in entry.failed}
     return entries
 
 
 class Copy:
-    """What moves as many bytes as forward or backward must, and does nothing else: a copy; x + y."""
+    """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
 
     def __init__(self, case: Case):
         device = case.x.device
