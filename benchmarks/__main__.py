@@ -11,8 +11,8 @@ from rich.progress import track
 
 from . import accuracy, compare, kernels, memory, models, overhead, plots, tables
 from .cases import PAIRS
-from .contenders import ALL, PASSES
-from .runs import ROOT, Run, listed, machine
+from .contenders import ALL, PASSES, installed
+from .runs import ROOT, Run, machine
 from .timing import Device, keep_pages
 
 SHAPES = {
@@ -21,6 +21,9 @@ SHAPES = {
     "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
 }
+
+
+BUILDS = ROOT / "build" / "compare"
 
 
 class Choices(click.ParamType):
@@ -51,28 +54,19 @@ class Shape(click.ParamType):
         return int(rows), int(cols)
 
 
-def installed() -> list[str]:
-    return [name for name, contender in ALL.items() if contender.version]
-
-
 def choices(option: str, of: Iterable[str], default: str | Callable) -> Callable:
-    shown = default if isinstance(default, str) else "those installed"
-    return click.option(
-        *option.split(), type=Choices(of), default=default, show_default=shown, help=f"{', '.join(of)}."
-    )
+    return click.option(*option.split(), type=Choices(of), default=default, help=f"Some of {', '.join(of)}.")
 
 
 shapes_argument = click.argument("shapes", type=Shape(), nargs=-1)
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), show_default=True, help="Folder."
-)
-contenders_option = choices("--contenders", ALL, installed)
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Folder.")
+contenders_option = choices("--contenders", ALL, lambda: list(installed()))  # default: those installed
 threads_option = click.option("--threads", type=click.IntRange(1), help="CPU threads; default: torch's choice.")
 
 
 def seconds_option(default: float, per: str) -> Callable:
-    return click.option("--seconds", default=default, show_default=True, help=f"Measuring time per {per}.")
+    return click.option("--seconds", default=default, help=f"Measuring time per {per}.")
 
 
 def open_device(name: str, threads: int | None = None, rotate: int | None = None) -> Device:
@@ -106,7 +100,7 @@ def finish(run: Run, folder: Path) -> None:
         console.print(note, style="red", highlight=False)
     click.echo(f"{folder}/{run.benchmark}.json and .csv")
     ours = [r for r in run.records if r["contender"] == "ours"]
-    wrong = [r for r in ours if r["status"] == "wrong" and run.benchmark != "accuracy"]
+    wrong = [r for r in ours if r["status"] == "wrong"]
     if wrong or (ours and all(r["status"] == "failed" for r in ours)):
         worst = (wrong or ours)[0]
         raise click.ClickException(f"ours is {worst['status']}: {worst['message']}")
@@ -120,7 +114,7 @@ def execute(run: Run, cases: list, measure: Callable[..., Iterable[dict]], folde
     finish(run, folder)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})
 def cli() -> None:
     """Measure layer normalization: this package, torch, and every other package that is installed.
 
@@ -143,7 +137,7 @@ def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, ro
     """Time forward, backward and both on SHAPES."""
     measured = open_device(device, threads, rotate)
     method = {"seconds": seconds, "rotate_bytes": measured.rotate, "passes": passes, "contenders": contenders}
-    run = Run("kernels", method, machine(measured), listed(contenders))
+    run = Run("kernels", method, machine(measured))
     if resume:
         try:
             run.resume(out)
@@ -153,8 +147,6 @@ def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, ro
     cells = [(*shape, pair) for shape in shapes_for(device, shapes) for pair in dtypes]
     cases = [(measured, *cell, contenders, passes, seconds) for cell in cells if cell not in done]
     execute(run, cases, kernels.measure, out)
-    for which, mode, pair, mean, least in kernels.geometric_means(run.records):
-        click.echo(f"{which} {pair}, {mode}: torch / ours {mean:.2f} (geometric mean), {least:.2f} (minimum)")
 
 
 @cli.command("overhead")
@@ -166,7 +158,7 @@ def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, ro
 def run_overhead(dtypes, device, contenders, seconds, out) -> None:
     """Time the host's share of a call."""
     measured = open_device(device)
-    run = Run("overhead", {"seconds": seconds}, machine(measured), listed(contenders))
+    run = Run("overhead", {"seconds": seconds}, machine(measured))
     execute(run, [(measured, pair, contenders, seconds) for pair in dtypes], overhead.measure, out)
 
 
@@ -175,11 +167,11 @@ def run_overhead(dtypes, device, contenders, seconds, out) -> None:
 @device_option
 @contenders_option
 @choices("--sweeps", accuracy.SWEEPS, ",".join(accuracy.SWEEPS))
-@click.option("--largest", default=1 << 24, show_default=True, help="Skip cases with more elements.")
+@click.option("--largest", default=1 << 24, help="Skip cases with more elements.")
 @out_option
 def run_accuracy(dtypes, device, contenders, sweeps, largest, out) -> None:
     """Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
-    run = Run("accuracy", {"largest": largest}, machine(open_device(device)), listed(contenders))
+    run = Run("accuracy", {"largest": largest}, machine(open_device(device)))
     cases = [(device, *point, contenders) for point in accuracy.points(sweeps, dtypes, largest)]
     execute(run, cases, accuracy.measure, out)
 
@@ -195,7 +187,7 @@ def run_accuracy(dtypes, device, contenders, sweeps, largest, out) -> None:
 def run_models(names, dtypes, device, modes, seconds, threads, out) -> None:
     """Time steps of whole models, original and converted, and measure their memory."""
     measured = open_device(device, threads)
-    run = Run("models", {"seconds": seconds}, machine(measured), listed(["ours", "torch"]))
+    run = Run("models", {"seconds": seconds}, machine(measured))
     cases = [(measured, name, pair, modes, seconds / 3) for name in names for pair in dtypes]
     execute(run, cases, models.measure, out)
 
@@ -209,7 +201,7 @@ def run_models(names, dtypes, device, modes, seconds, threads, out) -> None:
 def run_memory(shapes, dtypes, device, contenders, out) -> None:
     """Measure the memory of forward and backward on SHAPES (default: 4096x768 and 64x65536)."""
     measured = open_device(device)
-    run = Run("memory", {}, machine(measured), listed(contenders))
+    run = Run("memory", {}, machine(measured))
     cases = [(measured, *s, pair, contenders) for s in shapes or [(4096, 768), (64, 65536)] for pair in dtypes]
     execute(run, cases, memory.measure, out)
 
@@ -233,21 +225,20 @@ def run_all(context, device, contenders, out) -> None:
 @choices("--dtypes", PAIRS, "fp32,bf16")
 @device_option
 @choices("--passes", PASSES, "forward,backward")
-@click.option("--starts", type=click.IntRange(1), default=3, show_default=True, help="How often to start processes.")
+@click.option("--starts", type=click.IntRange(1), default=3, help="How often to start processes.")
 @seconds_option(0.5, "start and case")
 @threads_option
-@click.option("--builds", type=click.Path(path_type=Path), default=ROOT / "build" / "compare", show_default=True)
 @out_option
-def run_compare(base, shapes, head, dtypes, device, passes, starts, seconds, threads, builds, out) -> None:
+def run_compare(base, shapes, head, dtypes, device, passes, starts, seconds, threads, out) -> None:
     """Build the revision BASE and the working tree and time both; end with an error if a case is slower."""
     measured = open_device(device, threads)
     cells = [(*s, pair, which) for s in shapes_for(device, shapes) for pair in dtypes for which in passes]
     try:
-        folders = {compare.BASE: compare.build(base, builds), compare.HEAD: compare.build(head, builds)}
+        folders = {compare.BASE: compare.build(base, BUILDS), compare.HEAD: compare.build(head, BUILDS)}
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     method = {name: folder.name for name, folder in folders.items()} | {"starts": starts, "seconds": seconds}
-    run = Run("compare", method, machine(measured), listed(["ours"]))
+    run = Run("compare", method, machine(measured))
 
     def sample(cells: list) -> Iterable:
         found = compare.sample(folders, cells, device, threads, starts, seconds)

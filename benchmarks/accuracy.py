@@ -29,10 +29,12 @@ def points(sweeps: list[str], dtypes: list[str], max_elements: int) -> Iterator[
 
 
 def measure(device: str, sweep: str, value: float, dtypes: str, arguments: dict, names: list[str]) -> Iterator[dict]:
-    """Yield a record for each contender."""
+    """Yield a record for each contender and quantity."""
     case = Case(**arguments, dtypes=dtypes, device=device)
     for entry in enter(names, [case]):
-        status, message = entry.status("both", {})
-        record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
-        record |= {"contender": entry.name, "status": status, "message": message}
-        yield record | {quantity: entry.errors.get(quantity) for quantity in QUANTITIES}
+        for quantity in QUANTITIES:
+            record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
+            record |= {"quantity": quantity, "contender": entry.name, "status": "ok", "message": ""}
+            if quantity not in entry.errors:  # an error of any size is a valid record
+                record |= {"status": "failed", "message": entry.failed["both"]}
+            yield record | {"error": entry.errors.get(quantity)}

@@ -92,16 +92,3 @@ def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict
     compare(2, grad_weight)
     compare(3, grad_bias)
     return {name: {q: error / (largest[q] or 1) for q, error in found.items()} for name, found in worst.items()}
-
-
-def largest_error(error: dict[str, float], which: str) -> float | None:
-    """Return the largest error among the results of a pass, or None if it has no results."""
-    return max((error[quantity] for quantity in RESULTS[which] if quantity in error), default=None)
-
-
-def fault(case: Case, error: dict[str, float], which: str) -> str:
-    """Return a message about the worst result of a pass if it exceeds TOLERANCE, else ""."""
-    quantity = max(RESULTS[which], key=error.get)
-    if error[quantity] <= TOLERANCE[case.dtype]:
-        return ""
-    return f"{quantity} is off by {error[quantity]:.1e} of its largest value"

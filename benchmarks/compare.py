@@ -101,10 +101,11 @@ def prepare(rows: int, cols: int, dtypes: str, which: str, checks: bool) -> str:
         torch.manual_seed(0)
         state.sets, state.shape = sets_of(state.device, rows, cols, dtypes), (rows, cols, dtypes)
         state.entry = enter(["ours"], state.sets, checks)[0]
-    status, message = state.entry.status(which, {})
-    if status == "ok":
-        state.sample = sampler(state.device, state.entry.each(which), which != "forward", state.device.modes[-1])
-    return message
+    record = state.entry.record(which, {})
+    if record["status"] == "ok":
+        calls = [getattr(calls, which) for calls in state.entry.calls]
+        state.sample = sampler(state.device, calls, which != "forward", state.device.modes[-1])
+    return record["message"]
 
 
 def take_sample() -> float:
@@ -144,11 +145,6 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
     return found
 
 
-def confirmed(first: dict, second: dict) -> dict:
-    """Return the first judgement if the second agrees; otherwise the second, as noise."""
-    return first if first["verdict"] == second["verdict"] else second | {"verdict": "noise"}
-
-
 def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iterator[dict]:
     """Yield a record for each cell; `sample` yields its arguments' times as the function above does."""
 
@@ -167,8 +163,8 @@ def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iter
     for cell in cells:
         record = dict(zip(("rows", "cols", "dtypes", "pass"), cell, strict=True)) | {"contender": HEAD}
         judgement = found.get(cell) or figures({}, HEAD, (BASE,))
-        if cell in again:
-            judgement = confirmed(judgement, again[cell])
+        if cell in again and again[cell]["verdict"] != judgement["verdict"]:
+            judgement = again[cell] | {"verdict": "noise"}
         status = "failed" if cell in failed else "ok"
         yield record | {"status": status, "message": failed.get(cell, "")} | judgement
 

@@ -5,7 +5,8 @@ run a case is reported as failed with its own message.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,21 +16,19 @@ from torch import Tensor
 
 import layernorm_ext
 
-from .cases import EPS, Case, errors, fault
+from .cases import EPS, RESULTS, TOLERANCE, Case, errors
 from .timing import first_line
 
 PASSES = ("forward", "backward", "both")
 Layer = Callable[[Tensor], Tensor]
 
 
-def ours(case: Case) -> Layer:
-    weight, bias, shape = case.weight, case.bias, case.weight.shape
-    return lambda x: layernorm_ext.layer_norm(x, shape, weight, bias, EPS)
+def functional(function: Callable) -> Callable[[Case], Layer]:
+    def bind(case: Case) -> Layer:
+        weight, bias, shape = case.weight, case.bias, case.weight.shape
+        return lambda x: function(x, shape, weight, bias, EPS)
 
-
-def torch_eager(case: Case) -> Layer:
-    weight, bias, shape = case.weight, case.bias, case.weight.shape
-    return lambda x: F.layer_norm(x, shape, weight, bias, EPS)
+    return bind
 
 
 @lru_cache(maxsize=1)
@@ -80,39 +79,33 @@ def transformer_engine(case: Case) -> Layer:
     return layer
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One implementation. `bind` takes a Case and returns the layer with its parameters."""
-
-    package: str
-    bind: Callable[[Case], Layer]
-
-    @property
-    def version(self) -> str | None:
-        """Return the installed version, or None if the package is not installed."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
-
-
-ALL = {
-    "ours": Contender("layernorm-ext", ours),
-    "torch": Contender("torch", torch_eager),
-    "torch.compile": Contender("torch", torch_compiled),
-    "apex": Contender("apex", apex),
-    "flash-attn": Contender("flash-attn", flash_attn),
-    "liger-kernel": Contender("liger-kernel", liger),
-    "quack-kernels": Contender("quack-kernels", quack),
-    "transformer-engine": Contender("transformer-engine", transformer_engine),
+# name -> its package, and a function that binds the parameters of a case
+ALL: dict[str, tuple[str, Callable[[Case], Layer]]] = {
+    "ours": ("layernorm-ext", functional(layernorm_ext.layer_norm)),
+    "torch": ("torch", functional(F.layer_norm)),
+    "torch.compile": ("torch", torch_compiled),
+    "apex": ("apex", apex),
+    "flash-attn": ("flash-attn", flash_attn),
+    "liger-kernel": ("liger-kernel", liger),
+    "quack-kernels": ("quack-kernels", quack),
+    "transformer-engine": ("transformer-engine", transformer_engine),
 }
+
+
+def installed() -> dict[str, str]:
+    """Return the contenders whose packages are installed, and the versions."""
+    versions = {}
+    for name, (package, _) in ALL.items():
+        with suppress(PackageNotFoundError):
+            versions[name] = version(package)
+    return versions
 
 
 class Calls:
     """The three passes of one contender on one case; each returns a tuple of tensors."""
 
-    def __init__(self, contender: Contender, case: Case):
-        self.layer = contender.bind(case)
+    def __init__(self, name: str, case: Case):
+        self.layer = ALL[name][1](case)
         self.x, self.dy = case.x, case.dy
         self.inputs = (case.x, case.weight, case.bias)
         self.y = None
@@ -135,21 +128,21 @@ class Entry:
     """A contender on one case: its calls on each set of tensors, and its faults."""
 
     name: str
-    calls: list[Calls]
-    errors: dict[str, float]  # quantity -> error, for the results that exist
-    failed: dict[str, str]  # pass -> message
-    wrong: dict[str, str]  # pass -> message
+    tolerance: float
+    calls: list[Calls] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)  # quantity -> error, for the results that exist
+    failed: dict[str, str] = field(default_factory=dict)  # pass -> message
 
-    def each(self, which: str) -> list[Callable[[], tuple[Tensor, ...]]]:
-        """Return the calls of a pass, one for each set of tensors."""
-        return [getattr(calls, which) for calls in self.calls]
-
-    def status(self, which: str, failed_later: dict[str, str]) -> tuple[str, str]:
-        """Return "ok", "wrong" or "failed", and the message."""
-        message = self.failed.get(which) or failed_later.get(self.name)
-        if message:
-            return "failed", message
-        return ("wrong", self.wrong[which]) if self.wrong.get(which) else ("ok", "")
+    def record(self, which: str, failed_later: dict[str, str]) -> dict:
+        """Return the contender, the status (ok, wrong or failed), the message and the largest error in a pass."""
+        known = ((self.errors[quantity], quantity) for quantity in RESULTS[which] if quantity in self.errors)
+        error, quantity = max(known, default=(None, ""))
+        status, message = "ok", ""
+        if which in self.failed or self.name in failed_later:
+            status, message = "failed", self.failed.get(which) or failed_later[self.name]
+        elif error is not None and error > self.tolerance:
+            status, message = "wrong", f"{quantity} is off by {error:.1e} of its largest value"
+        return {"contender": self.name, "status": status, "message": message, "error": error}
 
 
 def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[Entry]:
@@ -157,26 +150,22 @@ def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[E
 
     `checks=False` skips the comparison for builds whose results have been compared before.
     """
-    entries, results = [], {}
-    for name in names:
-        entry = Entry(name, [], {}, {}, {})
-        entries.append(entry)
+    entries, results = [Entry(name, TOLERANCE[sets[0].dtype]) for name in names], {}
+    for entry in entries:
         try:
-            entry.calls = [Calls(ALL[name], case) for case in sets]
+            entry.calls = [Calls(entry.name, case) for case in sets]
             y = entry.calls[0].layer(sets[0].x)
-            results[name] = (y.detach(),)
+            results[entry.name] = (y.detach(),)
         except Exception as error:  # other packages may raise anything
             entry.failed = dict.fromkeys(PASSES, first_line(error))
             continue
         try:
-            results[name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
+            results[entry.name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
         except Exception as error:
             entry.failed = dict.fromkeys(PASSES[1:], first_line(error))
     found = errors(sets[0], results) if checks else {}
     for entry in entries:
-        if entry.name in found:
-            entry.errors = found[entry.name]
-            entry.wrong = {which: fault(sets[0], entry.errors, which) for which in PASSES if which not in entry.failed}
+        entry.errors = found.get(entry.name, {})
     return entries
 
 

@@ -3,14 +3,13 @@
 Results are compared with the exact ones before they are timed; wrong and failing contenders are reported.
 """
 
-import statistics
 from collections.abc import Iterator
 from itertools import product
 
 import torch
 
-from .cases import Case, largest_error
-from .contenders import PASSES, Copy, enter
+from .cases import Case
+from .contenders import Copy, enter
 from .timing import Device, contest, figures, first_line
 
 COPY = "copy"
@@ -38,24 +37,11 @@ def measure(
             yield cell | {"pass": which, "mode": None, "sets": None, "bytes": None, "contender": name} | failed
         return
     for which, mode in product(passes, device.modes):
-        calls = {entry.name: entry.each(which) for entry in entries if which not in entry.failed}
+        calls = {entry.name: [getattr(c, which) for c in entry.calls] for entry in entries if which not in entry.failed}
         calls[COPY] = [getattr(copy, which) for copy in copies]
         times, failed = contest(device, calls, which != "forward", mode, budget)
         cell |= {"pass": which, "mode": mode, "sets": len(sets), "bytes": sets[0].bytes_moved(which)}
         for entry in entries:
-            status, message = entry.status(which, failed)
-            record = cell | {"contender": entry.name, "status": status, "message": message}
-            record["error"] = largest_error(entry.errors, which)
-            yield record | figures(times, entry.name, AGAINST)
+            yield cell | entry.record(which, failed) | figures(times, entry.name, AGAINST)
         copied = {"contender": COPY, "status": "ok", "message": "", "error": None}
         yield cell | copied | figures(times, COPY, AGAINST) | {"verdict": None}
-
-
-def geometric_means(records: list[dict]) -> Iterator[tuple[str, str, str, float, float]]:
-    """Yield pass, call mode, dtypes, and the geometric mean and minimum of torch's time / ours."""
-    ours = [r for r in records if r["contender"] == "ours" and r["of_torch"]]
-    for which in PASSES:
-        for mode, dtypes in sorted({(r["mode"], r["dtypes"]) for r in ours}):
-            ratios = [r["of_torch"] for r in ours if (r["pass"], r["mode"], r["dtypes"]) == (which, mode, dtypes)]
-            if ratios:
-                yield which, mode, dtypes, statistics.geometric_mean(ratios), min(ratios)

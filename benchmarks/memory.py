@@ -34,7 +34,5 @@ def measure(device: Device, rows: int, cols: int, dtypes: str, names: list[str])
                     peak, kept = device.memory(lambda: call(entry.calls[0]))  # noqa: B023 (called immediately)
                 except Exception as error:  # other packages may raise anything
                     failed[entry.name] = first_line(error)
-            status, message = entry.status(which, failed)
-            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage, "contender": entry.name}
-            record |= {"status": status, "message": message, "input_bytes": case.x.nbytes}
-            yield record | {"peak_bytes": peak, "kept_bytes": kept}
+            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage} | entry.record(which, failed)
+            yield record | {"input_bytes": case.x.nbytes, "peak_bytes": peak, "kept_bytes": kept}

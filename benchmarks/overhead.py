@@ -24,19 +24,17 @@ WAYS = {
 }
 
 
-def call(way: str, case: Case, entry: Entry) -> Callable[[], object] | None:
-    """Return the function to time, or None if the contender has no such interface."""
-    layer = entry.calls[0].layer
-    if way == "operator":
-        if entry.name not in OPERATORS:
-            return None
-        operator, shape = OPERATORS[entry.name], list(case.weight.shape)
-        return lambda: operator(case.x, shape, case.weight, case.bias, EPS)
-    if way == "module":
-        if entry.name not in MODULES:
-            return None
-        layer = MODULES[entry.name](case.cols, EPS, device=case.x.device, dtype=case.parameter_dtype)
-    return entry.calls[0].both if way == "forward and backward" else lambda: layer(case.x)
+def functions(case: Case, entry: Entry) -> dict[str, Callable[[], object]]:
+    """Return the function to time for each of WAYS that the contender has."""
+    calls, shape = entry.calls[0], list(case.weight.shape)
+    found = {"function": lambda: calls.layer(case.x), "forward and backward": calls.both}
+    found["function with graph"] = found["function"]
+    if entry.name in OPERATORS:
+        operator = OPERATORS[entry.name]
+        module = MODULES[entry.name](case.cols, EPS, device=case.x.device, dtype=case.parameter_dtype)
+        found["operator"] = lambda: operator(case.x, shape, case.weight, case.bias, EPS)
+        found["module"] = lambda: module(case.x)
+    return found
 
 
 def measure(device: Device, dtypes: str, names: list[str], budget: float) -> Iterator[dict]:
@@ -44,11 +42,10 @@ def measure(device: Device, dtypes: str, names: list[str], budget: float) -> Ite
     case = Case(ROWS, COLS, dtypes, device.name)
     entries = enter(names, [case])
     for way, which in WAYS.items():
-        functions = {entry.name: call(way, case, entry) for entry in entries if which not in entry.failed}
-        calls = {name: [function] for name, function in functions.items() if function}
+        working = {entry.name: functions(case, entry) for entry in entries if which not in entry.failed}
+        calls = {name: [found[way]] for name, found in working.items() if way in found}
         times, failed = contest(device, calls, which != "forward", "host", budget)
         for entry in entries:
             if entry.name in calls or which in entry.failed:
-                status, message = entry.status(which, failed)
-                record = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way, "contender": entry.name}
-                yield record | {"status": status, "message": message} | figures(times, entry.name, ("torch",))
+                record = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way} | entry.record(which, failed)
+                yield record | figures(times, entry.name, ("torch",))

@@ -5,7 +5,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from .accuracy import SWEEPS
-from .cases import QUANTITIES
 from .contenders import ALL
 from .kernels import COPY
 from .runs import Run
@@ -20,6 +19,7 @@ def curves(points: list[dict], row: str, col: str, x: str, y: str, title: str, *
     """
     rows, cols = (list(dict.fromkeys(p[key] for p in points)) for key in (row, col))
     names = [name for name in reversed(COLORS) if any(p["contender"] == name for p in points)]  # ours is on top
+    lines = {}
     figure = Figure(figsize=(1 + 3 * len(cols), 1 + 2.2 * len(rows)), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(len(rows), len(cols), squeeze=False, sharex="col", sharey="col")
@@ -30,9 +30,10 @@ def curves(points: list[dict], row: str, col: str, x: str, y: str, title: str, *
         for name in names:
             here = sorted((p[x], p[y]) for p in points if (p[row], p[col], p["contender"]) == (rows[i], cols[j], name))
             largest = dict(here)  # later values replace earlier, smaller ones
-            panels[i, j].plot(*zip(*here, strict=True), ".", color=COLORS[name], alpha=0.5)
-            panels[i, j].plot(largest.keys(), largest.values(), color=COLORS[name], label=name)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+            if here:
+                panels[i, j].plot(*zip(*here, strict=True), ".", color=COLORS[name], alpha=0.5)
+                (lines[name],) = panels[i, j].plot(largest.keys(), largest.values(), color=COLORS[name])
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
     return figure
 
 
@@ -45,10 +46,8 @@ def save(run: Run, folder: Path) -> None:
         figure = curves(points, "pass", "kind", "cols", "of_copy", title, xscale="log")
         figure.savefig(folder / "copy_fraction.png", dpi=110)
     for sweep in SWEEPS if run.benchmark == "accuracy" else ():
-        swept = [p for p in points if p["sweep"] == sweep]
-        points_of = [p | {"quantity": q, "error": p[q]} for p in swept for q in QUANTITIES if p[q] is not None]
-        if points_of:
+        if swept := [p for p in points if p["sweep"] == sweep]:
             title = f"Largest error against float64, relative to the largest value, by {sweep}"
             scale = "symlog" if sweep == "offset" else "log"
-            figure = curves(points_of, "quantity", "dtypes", "value", "error", title, xscale=scale, yscale="log")
+            figure = curves(swept, "quantity", "dtypes", "value", "error", title, xscale=scale, yscale="log")
             figure.savefig(folder / f"error_by_{sweep}.png", dpi=110)

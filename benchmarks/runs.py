@@ -16,7 +16,7 @@ import torch
 import layernorm_ext
 from layernorm_ext._ops import _C
 
-from .contenders import ALL
+from .contenders import installed
 from .timing import Device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +29,6 @@ class Run:
     benchmark: str
     method: dict
     machine: dict
-    contenders: list[dict]
     records: list[dict] = field(default_factory=list)
     command: str = field(default_factory=lambda: shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -83,6 +82,7 @@ def machine(device: Device) -> dict:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "layernorm_ext": layernorm_ext.__version__,
+        "installed": installed(),
         "checkout": output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "unknown",
     }
     if device.is_cuda:
@@ -90,8 +90,3 @@ def machine(device: Device) -> dict:
         found["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         found["cuda"] = torch.version.cuda
     return found
-
-
-def listed(names: list[str]) -> list[dict]:
-    """Return the name and the installed version of every known contender, and whether it takes part."""
-    return [{"name": name, "version": c.version, "takes_part": name in names} for name, c in ALL.items()]

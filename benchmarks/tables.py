@@ -4,7 +4,6 @@ from collections import Counter
 
 from rich.table import Table
 
-from .cases import QUANTITIES
 from .runs import Run
 
 STYLES = {"faster": "green", "slower": "red", "noise": "dim", "wrong": "bold red", "failed": "red"}
@@ -38,34 +37,20 @@ def text(record: dict) -> str:
     return " · ".join(parts)
 
 
-def worst(records: list[dict]) -> list[dict]:
-    """Return the largest error for each sweep, dtypes, contender and quantity."""
-    lines: dict[tuple, dict] = {}
-    for r in records:
-        for quantity in QUANTITIES:
-            case = {"sweep": r["sweep"], "dtypes": r["dtypes"], "contender": r["contender"], "quantity": quantity}
-            line = lines.setdefault(tuple(case.values()), case | {"error": None, "status": "failed"})
-            if r[quantity] is not None:
-                line |= {"error": max(line["error"] or 0, r[quantity]), "status": "ok"}
-    return list(lines.values())
-
-
 def notes(run: Run) -> list[str]:
     """Return one line for each distinct fault of each contender."""
-    # The accuracy table shows errors of any size, so a large one is no fault.
-    faults = ("failed",) if run.benchmark == "accuracy" else ("failed", "wrong")
-    found = Counter((r["contender"], r["status"], r["message"]) for r in run.records if r["status"] in faults)
+    found = Counter((r["contender"], r["status"], r["message"]) for r in run.records if r["status"] != "ok")
     return [f"{name} {status} ({count} of its cases): {message}" for (name, status, message), count in found.items()]
 
 
 def terminal(run: Run) -> Table:
     """Return the table of a run."""
     keys = KEYS[run.benchmark]
-    records = worst(run.records) if run.benchmark == "accuracy" else run.records
     cases: dict[tuple, dict[str, dict]] = {}
-    for r in records:
+    # A case of `accuracy` is a whole sweep, which the record with the largest error represents.
+    for r in sorted(run.records, key=lambda r: r["error"] or 0) if run.benchmark == "accuracy" else run.records:
         cases.setdefault(tuple(str(r[key]) for key in keys), {})[r["contender"]] = r
-    names = list(dict.fromkeys(r["contender"] for r in records))
+    names = list(dict.fromkeys(r["contender"] for r in run.records))
     table = Table(*keys, "noise", *names, title=run.benchmark, caption=CAPTION)
 
     def cell(record: dict | None) -> str:

@@ -47,10 +47,10 @@ class Device:
                 f"torch {torch.__version__} sees no GPU; run this on a machine with one, or --device cpu"
             )
         self.modes = ("eager", "graph") if self.is_cuda else ("eager",)
-        self.rotate = 4 * torch.cuda.get_device_properties(0).L2_cache_size if self.is_cuda else 0
-        if rotate is not None:
-            self.rotate = rotate
+        self.rotate = rotate or 0
         if self.is_cuda:
+            if rotate is None:
+                self.rotate = 4 * torch.cuda.get_device_properties(0).L2_cache_size
             # Autograd runs backward on the stream of forward, and a graph captures one stream: use one for everything.
             self.stream = torch.cuda.Stream()
             torch.cuda.set_stream(self.stream)
