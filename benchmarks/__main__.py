@@ -54,14 +54,14 @@ class Shape(click.ParamType):
         return int(rows), int(cols)
 
 
-def choices(option: str, of: Iterable[str], default: str | Callable) -> Callable:
-    return click.option(*option.split(), type=Choices(of), default=default, help=f"Some of {', '.join(of)}.")
+def choices(option: str, of: Iterable[str], default: str | Callable, **more: object) -> Callable:
+    return click.option(*option.split(), type=Choices(of), default=default, help=f"Some of {', '.join(of)}.", **more)
 
 
 shapes_argument = click.argument("shapes", type=Shape(), nargs=-1)
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Folder.")
-contenders_option = choices("--contenders", ALL, lambda: list(installed()))  # default: those installed
+contenders_option = choices("--contenders", ALL, lambda: list(installed()), show_default="those installed")
 threads_option = click.option("--threads", type=click.IntRange(1), help="CPU threads; default: torch's choice.")
 
 

@@ -46,8 +46,8 @@ def save(run: Run, folder: Path) -> None:
         figure = curves(points, "pass", "kind", "cols", "of_copy", title, xscale="log")
         figure.savefig(folder / "copy_fraction.png", dpi=110)
     for sweep in SWEEPS if run.benchmark == "accuracy" else ():
-        if swept := [p for p in points if p["sweep"] == sweep]:
+        if swept := [p | {sweep: p["value"]} for p in points if p["sweep"] == sweep]:
             title = f"Largest error against float64, relative to the largest value, by {sweep}"
             scale = "symlog" if sweep == "offset" else "log"
-            figure = curves(swept, "quantity", "dtypes", "value", "error", title, xscale=scale, yscale="log")
+            figure = curves(swept, "quantity", "dtypes", sweep, "error", title, xscale=scale, yscale="log")
             figure.savefig(folder / f"error_by_{sweep}.png", dpi=110)

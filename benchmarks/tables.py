@@ -47,9 +47,11 @@ def terminal(run: Run) -> Table:
     """Return the table of a run."""
     keys = KEYS[run.benchmark]
     cases: dict[tuple, dict[str, dict]] = {}
-    # A case of `accuracy` is a whole sweep, which the record with the largest error represents.
-    for r in sorted(run.records, key=lambda r: r["error"] or 0) if run.benchmark == "accuracy" else run.records:
-        cases.setdefault(tuple(str(r[key]) for key in keys), {})[r["contender"]] = r
+    for r in run.records:
+        found = cases.setdefault(tuple(str(r[key]) for key in keys), {})
+        # A case of `accuracy` is a whole sweep: the record with the largest error represents it.
+        if r["contender"] not in found or (r["error"] or 0) > (found[r["contender"]]["error"] or 0):
+            found[r["contender"]] = r
     names = list(dict.fromkeys(r["contender"] for r in run.records))
     table = Table(*keys, "noise", *names, title=run.benchmark, caption=CAPTION)
 
