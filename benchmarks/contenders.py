@@ -37,14 +37,11 @@ def compiled_for(rows: int, cols: int, dtypes: str) -> Callable:
     torch.compiler.reset()
     # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
-    return torch.compile(
-        lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS), fullgraph=True, dynamic=False
-    )
+    return torch.compile(F.layer_norm, fullgraph=True, dynamic=False)
 
 
 def torch_compiled(case: Case) -> Layer:
-    weight, bias, function = case.weight, case.bias, compiled_for(case.rows, case.cols, case.dtypes)
-    return lambda x: function(x, weight, bias)
+    return functional(compiled_for(case.rows, case.cols, case.dtypes))(case)
 
 
 def apex(case: Case) -> Layer:
