@@ -5,7 +5,7 @@ SHELL := bash
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: install cuda-build test test-device launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
-	bench bench-cpu bench-compare test-browser lint format ci clean
+	bench bench-cpu bench-compare lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -77,17 +77,13 @@ BASE ?= HEAD
 bench-cpu:
 	python -m benchmarks kernels --out $(BENCH_OUT)
 
-# Everything that is measured, and one page of it: BENCH_OUT/report.html. DEVICE=cuda on a machine with a GPU.
+# All benchmarks except compare. DEVICE=cuda runs them on a GPU.
 bench:
 	python -m benchmarks all --device $(DEVICE) --out $(BENCH_OUT)
 
-# Whether the working tree is slower than the revision BASE: both are built, and timed in turn.
+# Builds the revision BASE and the working tree and fails if the working tree is slower.
 bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
-
-# The report in a real browser; needs the dependency group browser, and a Chromium.
-test-browser:
-	python -m pytest tests/browser
 
 lint:
 	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)

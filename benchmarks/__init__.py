@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks --help` says what can be measured, docs/benchmarks.md how and what it means."""
+"""Benchmarks of layer normalization. docs/benchmarks.md describes the commands of `python -m benchmarks`."""

@@ -1,4 +1,4 @@
-"""The errors of output and gradients against the exact results, as the input gets harder."""
+"""Errors of output and gradients against the exact results, for increasingly difficult inputs."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ import torch
 from .cases import PAIRS, QUANTITIES, Case
 from .contenders import enter
 
-# What is varied -> what Case is called with. Means are in standard deviations; a million rows are what weight gradients
-# of long sequences are summed over; float16 ends at 65504, and its subnormal numbers at 6e-8.
+# sweep -> arguments of Case. Offsets are in standard deviations. 4^10 rows test the sums of the weight gradients. The
+# scales reach from float16's smallest subnormal number, 2^-24, to its largest numbers.
 SWEEPS = {
     "offset": [{"rows": 256, "cols": 1024, "offset": offset} for offset in (0, 1, 10, 1e2, 1e3, 1e4, 1e5, 1e6)],
     "rows": [{"rows": 4**k, "cols": 16} for k in range(11)],
@@ -17,22 +17,24 @@ SWEEPS = {
 }
 
 
-def points(sweeps: list[str], dtypes: list[str], largest: int) -> Iterator[tuple[str, float, str, dict]]:
-    """Yield sweep, the value that is varied, dtypes, and what Case is called with, up to `largest` elements."""
+def points(sweeps: list[str], dtypes: list[str], max_elements: int) -> Iterator[tuple[str, float, str, dict]]:
+    """Yield sweep, swept value, dtypes and the arguments of Case for all inputs of up to `max_elements`."""
     for sweep in sweeps:
         for name in dtypes:
             for arguments in SWEEPS[sweep]:
-                # A mean beyond the dtype's numbers would make every input infinite.
+                # The mean must be a finite number of the dtype.
                 fits = arguments.get("offset", 0) < torch.finfo(PAIRS[name][0]).max
-                if fits and arguments["rows"] * arguments["cols"] <= largest:
+                if fits and arguments["rows"] * arguments["cols"] <= max_elements:
                     yield sweep, arguments[sweep], name, arguments
 
 
 def measure(device: str, sweep: str, value: float, dtypes: str, arguments: dict, names: list[str]) -> Iterator[dict]:
-    """Yield a record for each contender."""
+    """Yield a record for each contender and quantity."""
     case = Case(**arguments, dtypes=dtypes, device=device)
     for entry in enter(names, [case]):
-        status, message = entry.status("both", {})
-        record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
-        record |= {"contender": entry.name, "status": status, "message": message}
-        yield record | {quantity: entry.errors.get(quantity) for quantity in QUANTITIES}
+        for quantity in QUANTITIES:
+            record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
+            record |= {"quantity": quantity, "contender": entry.name, "status": "ok", "message": ""}
+            if quantity not in entry.errors:  # an error of any size is a valid record
+                record |= {"status": "failed", "message": entry.failed["both"]}
+            yield record | {"error": entry.errors.get(quantity)}

@@ -1,183 +1,160 @@
-"""The regression guard: two revisions of this package, built here, timed in turn in processes of their own.
+"""Comparison of two revisions of this package, timed in turn in separate processes.
 
-Three processes take samples in turn: the base, the base again, and the head. Where the two processes of the base differ
-is noise: of the clock and the machine, and of where a process happens to have its memory; so all are started anew
-several times. A case counts as slower or faster if the median of the ratios base / head is beyond that, and if it is so
-once more when the case is measured again.
+Three processes are sampled in turn: the base, the base again, and the head. The difference between the two base
+processes is noise from the clock, the machine and each process's memory layout, so all processes are restarted several
+times. A case is slower or faster if the median ratio base / head exceeds the noise in two measurements.
 """
 
-import io
-import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
+import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace
+
+import torch
+
+import layernorm_ext
 
 from .contenders import enter
 from .kernels import sets_of
 from .runs import ROOT, output
-from .timing import AGAIN, Device, Quartiles, figures, in_turn, keep_pages, noise, sampler, verdict
+from .timing import AGAIN, Device, figures, in_turn, keep_pages, ratios, sampler, verdict
 
 BASE, HEAD = "base", "head"
 Cell = tuple[int, int, str, str]  # rows, columns, dtypes, pass
 
 
 def build(revision: str | None, folder: Path) -> Path:
-    """Install a revision, or the working tree (None), into a folder of its own, for the torch that is installed.
+    """Install a revision, or the working tree (None), into a subfolder, for the installed torch.
 
     Returns:
-        The folder, which is reused if the revision has been built before.
+        The subfolder. An earlier build of the same revision is reused.
     """
-    name = "working-tree"
-    if revision is not None:
+    if revision is None:
+        name = "working-tree"
+    else:
         name = output("git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
         if not name:
             raise ValueError(f"Expected a revision of {ROOT}, but git knows no {revision!r}")
+        if (folder / name).exists():
+            return (folder / name).resolve()
     installed = (folder / name).resolve()
-    if revision is not None and installed.exists():
-        return installed
-    source, target = ROOT, installed.with_suffix(".partial")
-    shutil.rmtree(target, ignore_errors=True)
-    if revision is not None:
-        source = installed.with_suffix(".source")
-        archive = subprocess.run(["git", "archive", name], cwd=ROOT, check=True, capture_output=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(source, filter="data")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(source)]
-    subprocess.run(pip, check=True)
+    partial = installed.with_suffix(".partial")  # an interrupted build must not be reused
+    with tempfile.TemporaryDirectory() as work:
+        source = ROOT
+        if revision is not None:
+            source, archive = Path(work, "source"), Path(work, "source.tar")
+            subprocess.run(["git", "archive", "--output", str(archive), name], cwd=ROOT, check=True)
+            shutil.unpack_archive(archive, source, filter="data")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), str(source)]
+        subprocess.run(pip, check=True)
     shutil.rmtree(installed, ignore_errors=True)
-    target.rename(installed)
-    if revision is not None:
-        shutil.rmtree(source)
+    partial.rename(installed)
     return installed
 
 
 class Worker:
-    """A process that has one build loaded, and takes a sample when asked to."""
+    """A process that has one build loaded and takes samples on request."""
 
     def __init__(self, installed: Path, device: str, threads: int | None):
-        # This code serves both builds; of the checkout's own package, which comes last, nothing is imported.
-        places = [str(installed), *sys.path[1:], str(ROOT)]
-        code = (
-            f"import sys; sys.path[:] = {places!r}; from benchmarks import compare; compare.work({device!r}, {threads})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=installed, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        loaded = Path(self.ask("file"))
+        self.pool = ProcessPoolExecutor(1, get_context("spawn"), initialize, (device, threads))
+        sys.path.insert(0, str(installed))  # the new process copies the path, so it imports the build
+        try:
+            loaded = Path(self.ask(loaded_package))
+        finally:
+            sys.path.remove(str(installed))
         if not loaded.is_relative_to(installed):
+            self.pool.shutdown()
             raise RuntimeError(f"Expected the package in {installed} to be loaded, but got {loaded}")
 
-    def ask(self, what: str, *arguments: object) -> object:
-        self.process.stdin.write(json.dumps([what, *arguments]) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"a process ended with status {self.process.wait()} when it was asked for {what}")
-        return json.loads(answer)
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+    def ask(self, function: Callable, *arguments: object) -> object:
+        return self.pool.submit(function, *arguments).result()
 
 
-def work(device_name: str, threads: int | None) -> None:
-    """Answer what a Worker asks, in its process."""
-    import torch
+# The functions below run in the process of a Worker, which keeps its state here.
+state = SimpleNamespace(shape=None)
 
-    import layernorm_ext
 
+def initialize(device: str, threads: int | None) -> None:
     keep_pages()
     if threads:
         torch.set_num_threads(threads)
-    device = Device(device_name)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    sample: Callable[[], float] | None = None
-    held: list | None = None
-    for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        if what == "file":
-            answer = layernorm_ext.__file__
-        elif what == "prepare":
-            *shape, which, checks = arguments
-            if shape != held:  # the passes of a case follow each other
-                torch.manual_seed(0)
-                sets, held = sets_of(device, *shape), shape
-                entry = enter(["ours"], sets, checks)[0]
-            status, answer = entry.status(which, {})
-            if status == "ok":
-                sample = sampler(device, entry.each(which), which != "forward", device.hows[-1])
-        else:
-            answer = sample()
-        print(json.dumps(answer), file=answers, flush=True)
+    state.device = Device(device)
+
+
+def loaded_package() -> str:
+    return layernorm_ext.__file__
+
+
+def prepare(rows: int, cols: int, dtypes: str, which: str, checks: bool) -> str:
+    """Set up a cell; return a message if its results are wrong."""
+    if state.shape != (rows, cols, dtypes):  # the passes of a case share its tensors
+        torch.manual_seed(0)
+        state.sets, state.shape = sets_of(state.device, rows, cols, dtypes), (rows, cols, dtypes)
+        state.entry = enter(["ours"], state.sets, checks)[0]
+    record = state.entry.record(which, {})
+    if record["status"] == "ok":
+        calls = [getattr(calls, which) for calls in state.entry.calls]
+        state.sample = sampler(state.device, calls, which != "forward", state.device.modes[-1])
+    return record["message"]
+
+
+def take_sample() -> float:
+    return state.sample()
 
 
 def sample(
     builds: dict[str, Path], cells: Iterable[Cell], device: str, threads: int | None, starts: int, budget: float
 ) -> Iterator[tuple[Cell, dict[str, list[float]] | str]]:
-    """Yield a cell and its times by process, or what is wrong with a build, once for each cell and start."""
+    """Yield each cell with its times by process, or with the message of a failed build, once for each start."""
     for start in range(starts):
         with ExitStack() as stack:
-            places = {BASE: builds[BASE], AGAIN: builds[BASE], HEAD: builds[HEAD]}
-            workers = {n: stack.enter_context(Worker(place, device, threads)) for n, place in places.items()}
+            folders = {BASE: builds[BASE], AGAIN: builds[BASE], HEAD: builds[HEAD]}
+            workers = {name: Worker(folder, device, threads) for name, folder in folders.items()}
+            for worker in workers.values():
+                stack.enter_context(worker.pool)
             for cell in cells:
-                # Results do not change from process to process: each build's are looked at once.
-                wrong = {n: worker.ask("prepare", *cell, start == 0 and n != AGAIN) for n, worker in workers.items()}
+                # The results of a build are checked once, in the first of its processes.
+                wrong = {n: worker.ask(prepare, *cell, start == 0 and n != AGAIN) for n, worker in workers.items()}
                 if any(wrong.values()):
                     yield cell, "; ".join(f"{name}: {text}" for name, text in wrong.items() if text)
                     continue
-                samplers = {name: (lambda worker=worker: worker.ask("sample")) for name, worker in workers.items()}
+                samplers = {name: (lambda worker=worker: worker.ask(take_sample)) for name, worker in workers.items()}
                 yield cell, in_turn(samplers, budget)
 
 
 def judge(starts: list[dict[str, list[float]]]) -> dict:
-    """Return what the samples of one cell say, of one or more starts, each with the keys base, again and head.
+    """Return the statistics of one cell; each start maps base, again and head to their samples.
 
-    The noise is what pairs of samples of the same build reach, or the medians of whole processes if that is more.
+    The noise is the larger of the scatter within processes and the scatter of the processes' medians.
     """
     together = {name: [t for start in starts for t in start[name]] for name in (BASE, AGAIN, HEAD)}
     found = figures(together, HEAD, (BASE,))
-    medians = [Quartiles.of_ratios(start[AGAIN], start[BASE]).median for start in starts]
-    found["noise"] = max(found["noise"], *(noise(Quartiles(median, median, median)) for median in medians))
+    medians = [statistics.median(ratios(start[AGAIN], start[BASE])) for start in starts]
+    found["noise"] = max(found["noise"], *medians, *(1 / median for median in medians))
     found["verdict"] = verdict(found["of_base"], found["noise"])
     return found
 
 
-def confirmed(first: dict, second: dict) -> dict:
-    """Return the first judgement if the second agrees with it, else the second, which is then taken for noise."""
-    return first if first["verdict"] == second["verdict"] else second | {"verdict": "noise"}
-
-
-def measure(
-    builds: dict[str, Path],
-    cells: list[Cell],
-    device: str,
-    threads: int | None,
-    starts: int,
-    budget: float,
-    progress: Callable[[Iterable, int], Iterable] = lambda items, total: items,
-) -> Iterator[dict]:
-    """Yield a record for each cell."""
+def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iterator[dict]:
+    """Yield a record for each cell; `sample` yields its arguments' times as the function above does."""
 
     def collect(cells: list[Cell]) -> tuple[dict[Cell, dict], dict[Cell, str]]:
-        times: dict[Cell, list] = {}
-        failed: dict[Cell, str] = {}
-        for cell, result in progress(sample(builds, cells, device, threads, starts, budget), starts * len(cells)):
+        times, failed = defaultdict(list), {}
+        for cell, result in sample(cells):
             if isinstance(result, str):
                 failed[cell] = result
             else:
-                times.setdefault(cell, []).append(result)
+                times[cell].append(result)
         return {cell: judge(starts) for cell, starts in times.items()}, failed
 
     found, failed = collect(cells)
@@ -186,17 +163,16 @@ def measure(
     for cell in cells:
         record = dict(zip(("rows", "cols", "dtypes", "pass"), cell, strict=True)) | {"contender": HEAD}
         judgement = found.get(cell) or figures({}, HEAD, (BASE,))
-        if cell in again:
-            judgement = confirmed(judgement, again[cell])
-        status, message = ("failed", failed[cell]) if cell in failed else ("ok", "")
-        yield record | {"status": status, "message": message} | judgement
+        if cell in again and again[cell]["verdict"] != judgement["verdict"]:
+            judgement = again[cell] | {"verdict": "noise"}
+        status = "failed" if cell in failed else "ok"
+        yield record | {"status": status, "message": failed.get(cell, "")} | judgement
 
 
 def summary(records: list[dict]) -> tuple[str, bool]:
-    """Return one sentence about all cells, and whether the head may pass."""
+    """Return one line about all cells, and whether no cell is slower or failed."""
     ratios = [r["of_base"] for r in records if r["of_base"]]
-    counts = {kind: sum(r["verdict"] == kind for r in records) for kind in ("faster", "slower", "noise")}
-    failed = sum(r["status"] == "failed" for r in records)
+    counts = Counter(r["verdict"] if r["status"] == "ok" else "failed" for r in records)
     mean = statistics.geometric_mean(ratios) if ratios else math.nan
-    text = f"base / head {mean:.3f} on average; " + ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    return text + f", {failed} failed", not (counts["slower"] or failed)
+    text = ", ".join(f"{counts[kind]} {kind}" for kind in ("faster", "slower", "noise", "failed"))
+    return f"base / head {mean:.3f} (geometric mean); {text}", not (counts["slower"] or counts["failed"])

@@ -1,11 +1,12 @@
-"""Who is compared: this package, torch, torch.compile, every other implementation that is installed, and a copy.
+"""The implementations that are compared: this package, torch, torch.compile, other installed packages, and a copy.
 
-Each is called in the way its authors document, as a differentiable function of rows, weight and bias. What it cannot
-do, such as run on a CPU, is shown with its own message.
+Each is called as its authors document, as a differentiable function of rows, weight and bias. A contender that cannot
+run a case is reported as failed with its own message.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,36 +16,32 @@ from torch import Tensor
 
 import layernorm_ext
 
-from .cases import EPS, Case, errors, fault
+from .cases import EPS, RESULTS, TOLERANCE, Case, errors
 from .timing import first_line
 
+PASSES = ("forward", "backward", "both")
 Layer = Callable[[Tensor], Tensor]
 
 
-def ours(case: Case) -> Layer:
-    weight, bias, shape = case.weight, case.bias, case.weight.shape
-    return lambda x: layernorm_ext.layer_norm(x, shape, weight, bias, EPS)
+def functional(function: Callable) -> Callable[[Case], Layer]:
+    def bind(case: Case) -> Layer:
+        weight, bias, shape = case.weight, case.bias, case.weight.shape
+        return lambda x: function(x, shape, weight, bias, EPS)
 
-
-def torch_eager(case: Case) -> Layer:
-    weight, bias, shape = case.weight, case.bias, case.weight.shape
-    return lambda x: F.layer_norm(x, shape, weight, bias, EPS)
+    return bind
 
 
 @lru_cache(maxsize=1)
 def compiled_for(rows: int, cols: int, dtypes: str) -> Callable:
-    """Return torch's function compiled for one shape as if it were the only one."""
+    """Return torch's function, compiled for a single static shape."""
     torch.compiler.reset()
-    # Backward is timed again and again on the same graph, whose buffers must not be given away.
+    # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
-    return torch.compile(
-        lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS), fullgraph=True, dynamic=False
-    )
+    return torch.compile(F.layer_norm, fullgraph=True, dynamic=False)
 
 
 def torch_compiled(case: Case) -> Layer:
-    weight, bias, function = case.weight, case.bias, compiled_for(case.rows, case.cols, case.dtypes)
-    return lambda x: function(x, weight, bias)
+    return functional(compiled_for(case.rows, case.cols, case.dtypes))(case)
 
 
 def apex(case: Case) -> Layer:
@@ -79,43 +76,33 @@ def transformer_engine(case: Case) -> Layer:
     return layer
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One implementation: `bind` returns the layer with the parameters of a case, a function of [rows, cols]."""
-
-    name: str
-    package: str
-    bind: Callable[[Case], Layer]
-
-    @property
-    def version(self) -> str | None:
-        """Return the version that is installed, if one is."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
-
-
-ALL = {
-    contender.name: contender
-    for contender in (
-        Contender("ours", "layernorm-ext", ours),
-        Contender("torch", "torch", torch_eager),
-        Contender("torch.compile", "torch", torch_compiled),
-        Contender("apex", "apex", apex),
-        Contender("flash-attn", "flash-attn", flash_attn),
-        Contender("liger-kernel", "liger-kernel", liger),
-        Contender("quack-kernels", "quack-kernels", quack),
-        Contender("transformer-engine", "transformer-engine", transformer_engine),
-    )
+# name -> its package, and a function that binds the parameters of a case
+ALL: dict[str, tuple[str, Callable[[Case], Layer]]] = {
+    "ours": ("layernorm-ext", functional(layernorm_ext.layer_norm)),
+    "torch": ("torch", functional(F.layer_norm)),
+    "torch.compile": ("torch", torch_compiled),
+    "apex": ("apex", apex),
+    "flash-attn": ("flash-attn", flash_attn),
+    "liger-kernel": ("liger-kernel", liger),
+    "quack-kernels": ("quack-kernels", quack),
+    "transformer-engine": ("transformer-engine", transformer_engine),
 }
 
 
-class Calls:
-    """The three calls of one contender on one case; each returns a tuple of tensors."""
+def installed() -> dict[str, str]:
+    """Return the contenders whose packages are installed, and the versions."""
+    versions = {}
+    for name, (package, _) in ALL.items():
+        with suppress(PackageNotFoundError):
+            versions[name] = version(package)
+    return versions
 
-    def __init__(self, contender: Contender, case: Case):
-        self.layer = contender.bind(case)
+
+class Calls:
+    """The three passes of one contender on one case; each returns a tuple of tensors."""
+
+    def __init__(self, name: str, case: Case):
+        self.layer = ALL[name][1](case)
         self.x, self.dy = case.x, case.dy
         self.inputs = (case.x, case.weight, case.bias)
         self.y = None
@@ -133,60 +120,54 @@ class Calls:
         return torch.autograd.grad(self.layer(self.x), self.inputs, self.dy)
 
 
-PASSES = ("forward", "backward", "both")
-
-
 @dataclass
 class Entry:
-    """A contender on one case: its calls on each set of tensors, its errors, and why it cannot do what it cannot do."""
+    """A contender on one case: its calls on each set of tensors, and its faults."""
 
     name: str
-    calls: list[Calls]
-    errors: dict[str, float]  # of QUANTITIES, as far as there are results
-    failed: dict[str, str]  # of PASSES
-    wrong: dict[str, str]  # of PASSES
+    tolerance: float
+    calls: list[Calls] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)  # quantity -> error, for the results that exist
+    failed: dict[str, str] = field(default_factory=dict)  # pass -> message
 
-    def each(self, which: str) -> list[Callable[[], tuple[Tensor, ...]]]:
-        """Return one of PASSES on each set of tensors."""
-        return [getattr(calls, which) for calls in self.calls]
-
-    def status(self, which: str, failed_later: dict[str, str]) -> tuple[str, str]:
-        """Return ok, wrong or failed, and the message."""
-        message = self.failed.get(which) or failed_later.get(self.name)
-        if message:
-            return "failed", message
-        return ("wrong", self.wrong[which]) if self.wrong.get(which) else ("ok", "")
+    def record(self, which: str, failed_later: dict[str, str]) -> dict:
+        """Return the contender, the status (ok, wrong or failed), the message and the largest error in a pass."""
+        known = ((self.errors[quantity], quantity) for quantity in RESULTS[which] if quantity in self.errors)
+        error, quantity = max(known, default=(None, ""))
+        status, message = "ok", ""
+        if which in self.failed or self.name in failed_later:
+            status, message = "failed", self.failed.get(which) or failed_later[self.name]
+        elif error is not None and error > self.tolerance:
+            status, message = "wrong", f"{quantity} is off by {error:.1e} of its largest value"
+        return {"contender": self.name, "status": status, "message": message, "error": error}
 
 
 def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[Entry]:
-    """Bind contenders to sets of tensors, and compare what they make of the first with the exact results.
+    """Bind contenders to all sets of tensors and compare their results on the first set with the exact ones.
 
-    `checks` is False for those whose results have been compared before.
+    `checks=False` skips the comparison for builds whose results have been compared before.
     """
-    entries, results = [], {}
-    for name in names:
-        entry = Entry(name, [], {}, {}, {})
-        entries.append(entry)
+    entries, results = [Entry(name, TOLERANCE[sets[0].dtype]) for name in names], {}
+    for entry in entries:
         try:
-            entry.calls = [Calls(ALL[name], case) for case in sets]
+            entry.calls = [Calls(entry.name, case) for case in sets]
             y = entry.calls[0].layer(sets[0].x)
-            results[name] = (y.detach(),)
-        except Exception as error:  # of any kind: it is others' code
+            results[entry.name] = (y.detach(),)
+        except Exception as error:  # other packages may raise anything
             entry.failed = dict.fromkeys(PASSES, first_line(error))
             continue
         try:
-            results[name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
+            results[entry.name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
         except Exception as error:
             entry.failed = dict.fromkeys(PASSES[1:], first_line(error))
-    for name, error in errors(sets[0], results).items() if checks else ():
-        entry = next(entry for entry in entries if entry.name == name)
-        entry.errors = error
-        entry.wrong = {which: fault(sets[0], error, which) for which in PASSES if which not in entry.failed}
+    found = errors(sets[0], results) if checks else {}
+    for entry in entries:
+        entry.errors = found.get(entry.name, {})
     return entries
 
 
 class Copy:
-    """What moves as many bytes as forward or backward must, and does nothing else: a copy; x + y."""
+    """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
 
     def __init__(self, case: Case):
         device = case.x.device

@@ -1,4 +1,4 @@
-"""The memory that forward, forward and backward take at their peak, and what training keeps between them."""
+"""Peak memory of forward and of forward with backward, and the memory that training keeps between them."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,10 +14,10 @@ def inference(calls: Calls) -> object:
         return calls.forward()
 
 
-# What is called; which pass must work for it. "forward that records" keeps output and whatever backward needs.
+# stage -> the call, and the pass that must work for it
 STAGES: dict[str, tuple[Callable[[Calls], object], str]] = {
     "inference": (inference, "forward"),
-    "forward that records": (Calls.forward, "both"),
+    "forward with graph": (Calls.forward, "both"),
     "forward and backward": (Calls.both, "both"),
 }
 
@@ -31,15 +31,8 @@ def measure(device: Device, rows: int, cols: int, dtypes: str, names: list[str])
             failed = {}
             if which not in entry.failed:
                 try:
-                    peak, kept = device.memory(lambda: call(entry.calls[0]))  # noqa: B023 (called at once)
-                except Exception as error:  # of any kind: it is others' code
+                    peak, kept = device.memory(lambda: call(entry.calls[0]))  # noqa: B023 (called immediately)
+                except Exception as error:  # other packages may raise anything
                     failed[entry.name] = first_line(error)
-            status, message = entry.status(which, failed)
-            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage, "contender": entry.name}
-            yield record | {
-                "status": status,
-                "message": message,
-                "input_bytes": case.x.nbytes,
-                "peak_bytes": peak,
-                "kept_bytes": kept,
-            }
+            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage} | entry.record(which, failed)
+            yield record | {"input_bytes": case.x.nbytes, "peak_bytes": peak, "kept_bytes": kept}

@@ -1,12 +1,10 @@
-"""Whole models: time and peak memory of a step, with torch's normalization layers and with those of this package.
+"""Time and peak memory of whole models' steps, with torch's normalization layers and with this package's.
 
-Two models are built here of torch's modules; those of transformers and timm join from their configurations where the
-packages are installed. Nothing is downloaded: time does not depend on the values of parameters.
+The models are built here with random parameters, so nothing is downloaded.
 """
 
 import copy
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +17,7 @@ from .train_digits import Block
 
 TORCH, OURS = "torch", "ours"
 MODES = ("training", "inference")
+Model = tuple[nn.Module, Tensor]
 
 
 class ConvNeXtBlock(nn.Module):
@@ -31,72 +30,24 @@ class ConvNeXtBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to the same shape."""
-        rows = self.norm(self.depthwise(x).permute(0, 2, 3, 1))  # (batch, height, width, channels)
+        """Map [batch, channels, height, width] to the same shape."""
+        rows = self.norm(self.depthwise(x).permute(0, 2, 3, 1))  # [batch, height, width, channels]
         return x + self.mlp(rows).permute(0, 3, 1, 2)
 
 
-def transformer(large: bool) -> tuple[nn.Module, Tensor]:
+def transformer(large: bool) -> Model:
     width, depth, batch, tokens = (1024, 12, 16, 1024) if large else (256, 4, 8, 128)
     blocks = (Block(width, width // 64, nn.LayerNorm) for _ in range(depth))
     return nn.Sequential(*blocks, nn.LayerNorm(width)), torch.randn(batch, tokens, width)
 
 
-def convnext(large: bool) -> tuple[nn.Module, Tensor]:
+def convnext(large: bool) -> Model:
     channels, depth, batch, size = (384, 9, 64, 28) if large else (96, 3, 4, 28)
     return nn.Sequential(*(ConvNeXtBlock(channels) for _ in range(depth))), torch.randn(batch, channels, size, size)
 
 
-def from_transformers(kind: str) -> Callable[[bool], tuple[nn.Module, Tensor]]:
-    def build(large: bool) -> tuple[nn.Module, Tensor]:
-        import transformers
-
-        sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-        if not large:
-            sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
-        if kind == "gpt2":  # whose configuration has other names
-            names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-            sizes = {name: sizes[value] for name, value in names.items()}
-        model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
-        batch = 16 if large else 4
-        if kind == "vit":
-            return model, torch.randn(batch, 3, 224, 224)
-        return model, torch.randint(1000, (batch, 512 if large else 128))
-
-    return build
-
-
-def from_timm(small: str, large: str) -> Callable[[bool], tuple[nn.Module, Tensor]]:
-    def build(is_large: bool) -> tuple[nn.Module, Tensor]:
-        import timm
-
-        model = timm.create_model(large if is_large else small, pretrained=False)
-        return model, torch.randn(32 if is_large else 2, 3, 224, 224)
-
-    return build
-
-
-# name -> the package it comes from, and a function of "for a GPU" that returns the model and its input
-MODELS = {
-    "transformer encoder": ("torch", transformer),
-    "ConvNeXt blocks": ("torch", convnext),
-    "transformers: BERT": ("transformers", from_transformers("bert")),
-    "transformers: GPT-2": ("transformers", from_transformers("gpt2")),
-    "transformers: ViT": ("transformers", from_transformers("vit")),
-    "timm: ViT": ("timm", from_timm("vit_tiny_patch16_224", "vit_base_patch16_224")),
-    "timm: ConvNeXt": ("timm", from_timm("convnext_atto", "convnext_base")),
-}
-
-
-def available() -> list[str]:
-    """Return the models whose packages are installed."""
-    return [name for name, (package, _) in MODELS.items() if find_spec(package)]
-
-
-def output(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what a model makes of its input: the first of its outputs where it has several."""
-    result = model(inputs)
-    return result if isinstance(result, Tensor) else result[0]
+# name -> a function that builds a large (for a GPU) or a small model and its input
+MODELS = {"transformer encoder": transformer, "ConvNeXt blocks": convnext}
 
 
 def training_step(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
@@ -104,32 +55,26 @@ def training_step(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
 
     def step() -> None:
         optimizer.zero_grad()
-        output(model, inputs).float().square().mean().backward()
+        model(inputs).float().square().mean().backward()
         optimizer.step()
 
     return step
 
 
-def inference_step(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
-    return lambda: output(model, inputs)
-
-
 def errors(models: dict[str, nn.Module], inputs: Tensor) -> dict[str, float]:
-    """Return the error of the output in parts of its largest value, or of the gradients of parameters if that is more.
+    """Return each model's largest error of output or gradients, relative to the largest value.
 
-    Exact is torch's model in float64. Gradients are held against the largest of any parameter: some, such as those of
-    the bias of attention's keys, are zero but for roundings.
+    torch's model in float64 gives the exact values. All gradients are compared with the largest of any parameter,
+    because some are zero except for rounding errors.
     """
 
     def results(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        y = output(model, inputs)
+        y = model(inputs)
         loss = y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        return y.detach().double(), torch.cat([g.double().flatten() for g in gradients if g is not None])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return y.detach().double(), torch.cat([g.double().flatten() for g in gradients])
 
-    wide = inputs.double() if inputs.is_floating_point() else inputs
-    exact = results(copy.deepcopy(models[TORCH]).double(), wide)
+    exact = results(copy.deepcopy(models[TORCH]).double(), inputs.double())
 
     def error(model: nn.Module) -> float:
         pairs = zip(results(model, inputs), exact, strict=True)
@@ -139,40 +84,34 @@ def errors(models: dict[str, nn.Module], inputs: Tensor) -> dict[str, float]:
 
 
 def measure(device: Device, name: str, dtypes: str, modes: list[str], budget: float) -> Iterator[dict]:
-    """Yield a record for each mode, of the model as it is and converted."""
-    cell = {"model": name, "dtypes": dtypes}
+    """Yield records of the original and the converted model for each mode."""
+    converted, error, problem = None, {}, ""
+    models: dict[str, nn.Module] = {}
+    dtype = PAIRS[dtypes][0]
     try:
-        model, inputs = MODELS[name][1](device.is_cuda)
-        dtype = PAIRS[dtypes][0]
-        model = model.to(device.name, dtype).eval()  # no dropout: both compute the same
-        inputs = inputs.to(device.name, dtype if inputs.is_floating_point() else None)
-        models = {TORCH: model, OURS: copy.deepcopy(model)}
-        converted = len(layernorm_ext.convert(models[OURS]).replaced)
+        model, inputs = MODELS[name](device.is_cuda)
+        model = model.to(device.name, dtype).eval()  # eval disables dropout, so that both compute the same
+        inputs = inputs.to(device.name, dtype)
+        replaced = copy.deepcopy(model)
+        converted = len(layernorm_ext.convert(replaced).replaced)
         if not converted:
             raise ValueError(f"Expected normalization layers to convert in {name}, but found none")
+        models = {OURS: replaced, TORCH: model}
         error = errors(models, inputs)
-    except Exception as problem:  # of any kind: it is others' code
-        failed = {"layers": None, "status": "failed", "message": first_line(problem), "error": None}
-        nothing = {"peak_bytes": None, "kept_bytes": None} | figures({}, OURS, (TORCH,))
-        for mode in modes:
-            for contender in (TORCH, OURS):
-                yield cell | {"mode": mode, "contender": contender} | failed | nothing
-        return
-    # Two right models differ by roundings that the layers magnify: neither may be twice as far off as the other.
-    bound = 2 * error[TORCH] + 4 * torch.finfo(dtype).eps
-    wrong = (
-        "" if error[OURS] <= bound else f"off by {error[OURS]:.1e} of the largest value, torch by {error[TORCH]:.1e}"
-    )
+    except Exception as exception:  # other packages may raise anything
+        models, problem = {}, first_line(exception)
+    # The layers magnify rounding errors, so the converted model may have twice the error of the original.
+    is_wrong = error and not error[OURS] <= 2 * error[TORCH] + 4 * torch.finfo(dtype).eps  # NaN is wrong
+    wrong = f"the error is {error[OURS]:.1e} of the largest value, torch's {error[TORCH]:.1e}" if is_wrong else ""
     for mode in modes:
-        step = training_step if mode == "training" else inference_step
         grad = mode == "training"
-        steps = {contender: step(model, inputs) for contender, model in models.items()}
-        times, failed = contest(device, {c: [s] for c, s in reversed(steps.items())}, grad, "eager", budget)
-        for contender, run in steps.items():
+        steps = {c: training_step(m, inputs) if grad else lambda m=m: m(inputs) for c, m in models.items()}
+        times, failed = contest(device, {c: [step] for c, step in steps.items()}, grad, "eager", budget)
+        for contender in (TORCH, OURS):
             with torch.set_grad_enabled(grad):
-                peak, kept = device.memory(run) if contender in times else (None, None)
-            message = failed.get(contender, wrong if contender == OURS else "")
-            status = "failed" if contender in failed else "wrong" if message else "ok"
-            record = cell | {"mode": mode, "contender": contender, "layers": converted, "status": status}
-            record |= {"message": message, "error": error[contender], "peak_bytes": peak, "kept_bytes": kept}
-            yield record | figures(times, contender, (TORCH,))
+                peak, kept = device.memory(steps[contender]) if contender in times else (None, None)
+            message = problem or failed.get(contender) or (wrong if contender == OURS else "")
+            status = "ok" if not message else "wrong" if contender in times else "failed"
+            record = {"model": name, "dtypes": dtypes, "mode": mode, "contender": contender, "layers": converted}
+            record |= {"status": status, "message": message, "error": error.get(contender)}
+            yield record | {"peak_bytes": peak, "kept_bytes": kept} | figures(times, contender, (TORCH,))

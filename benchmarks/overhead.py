@@ -1,4 +1,4 @@
-"""What a call costs the host, at a size where nothing else counts: the time until it returns, by way of calling."""
+"""Host time of one call on an input so small that the kernel's time is negligible."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,28 +14,27 @@ from .timing import Device, contest, figures
 ROWS, COLS = 8, 64
 OPERATORS = {"ours": torch.ops.layernorm.forward.default, "torch": torch.ops.aten.native_layer_norm.default}
 MODULES = {"ours": layernorm_ext.LayerNorm, "torch": nn.LayerNorm}
-# Way of calling -> the pass that must work for it; all but forward record for a backward.
+# What is called -> the pass that must work for it. All but the "forward" entries build an autograd graph.
 WAYS = {
     "operator": "forward",
     "function": "forward",
     "module": "forward",
-    "function that records": "both",
+    "function with graph": "both",
     "forward and backward": "both",
 }
 
 
-def call(way: str, case: Case, entry: Entry) -> Callable[[], object] | None:
-    """Return what is called; None if the contender has no such thing."""
-    if way == "operator":
-        operator, shape = OPERATORS.get(entry.name), list(case.weight.shape)
-        return operator and (lambda: operator(case.x, shape, case.weight, case.bias, EPS))
-    if way == "module":
-        module = MODULES.get(entry.name, lambda *_, **__: None)(
-            case.cols, EPS, device=case.x.device, dtype=case.parameter_dtype
-        )
-        return module and (lambda: module(case.x))
-    calls = entry.calls[0]
-    return calls.both if way == "forward and backward" else lambda: calls.layer(case.x)
+def functions(case: Case, entry: Entry) -> dict[str, Callable[[], object]]:
+    """Return the function to time for each of WAYS that the contender has."""
+    calls, shape = entry.calls[0], list(case.weight.shape)
+    found = {"function": lambda: calls.layer(case.x), "forward and backward": calls.both}
+    found["function with graph"] = found["function"]
+    if entry.name in OPERATORS:
+        operator = OPERATORS[entry.name]
+        module = MODULES[entry.name](case.cols, EPS, device=case.x.device, dtype=case.parameter_dtype)
+        found["operator"] = lambda: operator(case.x, shape, case.weight, case.bias, EPS)
+        found["module"] = lambda: module(case.x)
+    return found
 
 
 def measure(device: Device, dtypes: str, names: list[str], budget: float) -> Iterator[dict]:
@@ -43,11 +42,10 @@ def measure(device: Device, dtypes: str, names: list[str], budget: float) -> Ite
     case = Case(ROWS, COLS, dtypes, device.name)
     entries = enter(names, [case])
     for way, which in WAYS.items():
-        working = {entry.name: call(way, case, entry) for entry in entries if which not in entry.failed}
-        calls = {name: [function] for name, function in working.items() if function}
+        working = {entry.name: functions(case, entry) for entry in entries if which not in entry.failed}
+        calls = {name: [found[way]] for name, found in working.items() if way in found}
         times, failed = contest(device, calls, which != "forward", "host", budget)
         for entry in entries:
             if entry.name in calls or which in entry.failed:
-                status, message = entry.status(which, failed)
-                record = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way, "contender": entry.name}
-                yield record | {"status": status, "message": message} | figures(times, entry.name, ("torch",))
+                record = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way} | entry.record(which, failed)
+                yield record | figures(times, entry.name, ("torch",))
