@@ -4,7 +4,7 @@ SHELL := bash
 
 CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-device launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
+.PHONY: install cuda-build test test-all test-device launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
 	bench bench-cpu bench-compare lint format ci clean
 
 install:
@@ -19,6 +19,11 @@ cuda-build:
 
 test:
 	python -m pytest -n auto
+
+# The tests against other packages.
+test-all:
+	pip install '.[test-all]'
+	python -m pytest -n auto -m integration
 
 # The CUDA kernels, without a GPU: in the emulator, and what nvcc has made of them if the package was built with CUDA.
 test-device:

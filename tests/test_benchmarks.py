@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from torch import nn
 
 import layernorm_ext
-from benchmarks import __main__ as program
-from benchmarks import cases, compare, contenders, kernels, models, runs, tables, timing
+
+pytestmark = pytest.mark.integration
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+CliRunner = pytest.importorskip("click.testing").CliRunner
+
+from benchmarks import __main__ as program  # noqa: E402
+from benchmarks import cases, compare, contenders, kernels, models, runs, tables, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 

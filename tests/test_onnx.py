@@ -3,13 +3,16 @@
 import io
 import warnings
 
-import onnx
-import onnxruntime
 import pytest
 import torch
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, layer_norm, rms_norm, trace_as
+
+pytestmark = pytest.mark.integration
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 

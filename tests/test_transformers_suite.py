@@ -2,10 +2,10 @@
 
 They are in transformers' source distribution, of which TRANSFORMERS_SDIST names the unpacked folder:
 
-    pip install --group integration
+    pip install '.[test-all]'
     pip download --no-binary :all: --no-deps transformers==$(pip show transformers | awk '/^Version/ {print $2}')
     tar xzf transformers-*.tar.gz
-    TRANSFORMERS_SDIST=$PWD/transformers-5.23.0 python -m pytest tests/test_transformers_suite.py
+    TRANSFORMERS_SDIST=$PWD/transformers-5.23.0 python -m pytest -m integration tests/test_transformers_suite.py
 """
 
 import contextlib
