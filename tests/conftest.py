@@ -127,7 +127,7 @@ def pytest_report_header():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes or seconds; runs for one instruction set only")
-    config.addinivalue_line("markers", "integration: needs the packages of the extra test-all; runs with -m integration")
+    config.addinivalue_line("markers", "integration: needs the extra test-all; runs with -m integration")
 
 
 # The same examples every time, so that a failure is due to the change under test; for a search that takes hours,
