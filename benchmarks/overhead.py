@@ -14,7 +14,7 @@ from .timing import Device, contest, figures
 ROWS, COLS = 8, 64
 OPERATORS = {"ours": torch.ops.layernorm.forward.default, "torch": torch.ops.aten.native_layer_norm.default}
 MODULES = {"ours": layernorm_ext.LayerNorm, "torch": nn.LayerNorm}
-# What is called -> the pass that must work for it. All but the "forward" entries build an autograd graph.
+# Way of calling -> the pass that must work for it. All but the "forward" entries build an autograd graph.
 WAYS = {
     "operator": "forward",
     "function": "forward",

@@ -89,7 +89,7 @@ void audit_next_call(bool one_wave) {
   launches.clear();
 }
 
-// What was refused since the last call of this function, a line each.
+// Returns the faults since the last call of this function, a line each.
 const char* audit_faults() {
   static std::string result;
   result.swap(faults);

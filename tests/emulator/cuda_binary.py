@@ -1,4 +1,4 @@
-"""What nvcc has made of the kernels, read from the compiled package without a GPU: resources and instructions of each.
+"""Reads the registers, shared memory and instructions of the kernels from the compiled package, without a GPU.
 
 It needs cuobjdump and nvdisasm from the CUDA toolkit, or from the package triton, which comes with torch.
 """

@@ -39,7 +39,7 @@ const Gpu& find(const Predicate& is_wanted) {
   return *gpu;
 }
 
-// What a kernel's code takes, as `cuobjdump -res-usage` prints it.
+// The resources that a kernel's code takes, as `cuobjdump -res-usage` prints them.
 struct Kernel {
   int registers = 0;      // of a thread; 0: not known
   int static_shared = 0;  // bytes

@@ -355,7 +355,7 @@ const gpu_models::Gpu& gpu() {
 // By architecture and name. Empty unless emulator_resources() has been called: g++ allocates no registers of a GPU.
 std::map<int, std::map<std::string, gpu_models::Kernel>> known_kernels;
 
-// What is known of a kernel's code, which is that for the emulated GPU or the newest one before.
+// The resources of a kernel's code for the emulated GPU, or of the newest code that this GPU can run.
 gpu_models::Kernel find_kernel(const std::string& name) {
   const auto next = known_kernels.upper_bound(current_options.architecture);
   if (next == known_kernels.begin()) return {};

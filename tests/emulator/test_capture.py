@@ -1,4 +1,4 @@
-"""What the host code asks of the CUDA runtime: nothing that a CUDA graph cannot capture.
+"""The host code asks the CUDA runtime for nothing that a CUDA graph cannot capture.
 
 That nothing waits for the value of a tensor, which would go through torch, is in test_family.py.
 """
