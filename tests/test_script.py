@@ -166,7 +166,7 @@ def test_lazy_modules_are_refused_before_their_first_call():
 
 
 def test_a_saved_module_needs_the_package(tmp_path):
-    """The README says so."""
+    """docs/pytorch.md says so."""
     path = tmp_path / "norm.pt"
     torch.jit.script(LayerNorm(8)).save(path)
     for line, expected in (("import layernorm_ext", 0), ("", 1)):
