@@ -430,7 +430,7 @@ def test_the_dtype_of_the_output_is_kept(cls):
 
 
 def test_layers_of_one_dtype_become_ours_exactly():
-    """What returns the input's dtype needs no class of its own."""
+    """A layer that returns the dtype of its input becomes exactly ours, without a private subclass."""
     module = torch.nn.RMSNorm(5)
     convert(module)
     assert type(module) is RMSNorm and "_output_dtypes" not in vars(module)

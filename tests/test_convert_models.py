@@ -389,7 +389,7 @@ def random_parameters(module):
 
 
 def reference(module, x, eps):
-    """What an RMSNorm or LayerNorm computes, in float64."""
+    """Compute an RMSNorm or a LayerNorm in float64."""
     weight, bias, x = (t if t is None else t.detach().double() for t in (*weight_and_bias(module), x))
     if isinstance(module, layernorm_ext.LayerNorm):
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)

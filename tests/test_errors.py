@@ -205,7 +205,7 @@ def test_gradient_or_statistic_on_another_device(backend, name):
         backend.backward(**arguments, input=x, normalized_shape=[3], weight=None, bias=None, output_mask=ALL)
 
 
-# What stands for a normalized_shape of [3], or does not.
+# Values of normalized_shape that torch reads as [3], and values that it refuses.
 SHAPES = {
     "numpy integers": [numpy.int64(3)],
     "tuple of numpy integers": (numpy.int32(3),),

@@ -1,4 +1,4 @@
-"""What torch's own tools expect of a normalization layer: strides, eps, quantization, per-sample gradients."""
+"""Torch's own tools accept our layers: strides, kinds of eps, quantization, per-sample gradients."""
 
 import copy
 import subprocess

@@ -93,7 +93,7 @@ def with_conversion(test):
 
 
 class Tester:
-    """What the generic tests ask about a model: its configuration, its inputs and their sizes."""
+    """The facts that the generic tests ask for: a model's configuration, its inputs and their sizes."""
 
     batch_size = 3
     seq_length = encoder_seq_length = decoder_seq_length = key_length = 7
