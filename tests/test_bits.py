@@ -1,0 +1,89 @@
+"""The CPU kernels give the same bits as before, in each instruction set.
+
+The hashes in bits.json are those of commit 2ea0d86. A change that alters results on purpose writes them again:
+`python tests/test_bits.py > tests/bits.json`.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.backends.cpu import get_cpu_capability
+
+import layernorm_ext
+
+CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+DTYPES = [(F64, F64), (F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
+SHAPES = [(1, 1), (3, 7), (64, 33), (2100, 64), (300, 768), (40, 1000), (7, 2500), (2, 70000)]
+IMAGES = [(2, 3, 5, 7), (3, 96, 9, 9), (2, 192, 28, 28)]
+
+
+def values(shape, dtype, seed):
+    """Return numbers in [-2, 2), some of them near 100, which depend on nothing but exact arithmetic."""
+    i = torch.arange(torch.Size(shape).numel(), dtype=torch.int64) + 7919 * seed
+    numbers = (i * 2654435761 % 2**32).double() / 2**30 - 2
+    return torch.where(i % 97 == 0, numbers + 100, numbers).to(dtype).view(shape)
+
+
+def calls():
+    """Yield (name, function of (x, residual, weight, bias), shape, number of columns)."""
+    names = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+    for name in names:
+        norm, adds, rms = getattr(layernorm_ext, name), "add" in name, "rms" in name
+
+        def call(x, residual, w, b, norm=norm, adds=adds, rms=rms, **options):
+            inputs = (x, residual) if adds else (x,)
+            return norm(*inputs, x.shape[1:], w, *(() if rms else (b,)), **options)
+
+        for shape in SHAPES:
+            yield name, call, shape, shape[1]
+    for shape in IMAGES:
+        yield "layer_norm_2d", lambda x, residual, w, b: layernorm_ext.layer_norm_2d(x, w, b), shape, shape[1]
+
+
+def digests():
+    """Return a hash of outputs and gradients for each function and pair of dtypes."""
+    found = {}
+    for name, call, shape, cols in calls():
+        for dtype, parameter_dtype in DTYPES:
+            key = f"{name} {str(dtype)[6:]} {str(parameter_dtype)[6:]}"
+            digest = found.setdefault(key, hashlib.sha256())
+            for with_weight, zero_centered in ((True, False), (True, True), (False, False)):
+                if zero_centered and name == "layer_norm_2d":
+                    continue
+                x, residual = (values(shape, dtype, seed).requires_grad_() for seed in (1, 2))
+                w, b = (values((cols,), parameter_dtype, seed).requires_grad_() for seed in (3, 4))
+                options = {"zero_centered_weight": True} if zero_centered else {}
+                outputs = call(x, residual, *((w, b) if with_weight else (None, None)), **options)
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                inputs = [t for t in (x, residual, w, b) if t is not None]
+                gradients = torch.autograd.grad(
+                    outputs, inputs, [values(y.shape, y.dtype, 5 + i) for i, y in enumerate(outputs)], allow_unused=True
+                )
+                for tensor in (*outputs, *(g for g in gradients if g is not None)):
+                    digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return {key: digest.hexdigest()[:16] for key, digest in found.items()}
+
+
+def digests_of(capability):
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability.lower()}
+    command = [sys.executable, "-c", "import json, test_bits; print(json.dumps(test_bits.digests()))"]
+    return json.loads(subprocess.check_output(command, env=environment, cwd=Path(__file__).parent))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_results_have_the_recorded_bits(capability):
+    if CAPABILITIES.index(capability) > CAPABILITIES.index(get_cpu_capability()):
+        pytest.skip(f"this CPU has no {capability}")
+    recorded = json.loads(Path(__file__).with_name("bits.json").read_text())
+    assert digests_of(capability) == recorded[capability]
+
+
+if __name__ == "__main__":
+    print(json.dumps({capability: digests_of(capability) for capability in CAPABILITIES}, indent=1))
