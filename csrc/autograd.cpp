@@ -11,6 +11,7 @@
 //
 // and P(z) = z - xhat * mean(z * xhat) for RMSNorm. With a residual, x is the sum of input and residual, and the
 // gradient of the returned sum is added to dx.
+#include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -25,52 +26,57 @@
 namespace layernorm {
 namespace {
 
-using c10::SymIntArrayRef;
-using std::optional;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // ---- the operators as compositions of differentiable operations -----------------------------------------------------
 
-// Sums and means over the parts of a tensor [batch..., normalized...].
-struct Dims {
-  Dims(const Tensor& input, size_t count) {
-    const int64_t batch = input.dim() - static_cast<int64_t>(count);
-    for (int64_t d = 0; d < input.dim(); ++d) (d < batch ? batch_dims : normalized_dims).push_back(d);
-  }
-  Tensor mean(const Tensor& t) const { return t.mean(normalized_dims, /*keepdim=*/true); }
-  Tensor sum_rows(const Tensor& t) const { return batch_dims.empty() ? t : t.sum(batch_dims); }
+// Whether a call is part of forward-mode AD or of a torch.func transform (grad, vjp, jvp), whose tensors a C++ node
+// cannot save.
+template <class... Tensors>
+bool is_transformed(const Tensors&... tensors) {
+  return (has_tangent(tensors) || ...) ||
+         c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+// Whether a call is recorded in the autograd graph.
+template <class... Tensors>
+bool wants_graph(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
 
-  std::vector<int64_t> batch_dims, normalized_dims;
-};
+// The mean over the last `count` dimensions.
+Tensor mean_of(const Tensor& t, int64_t count) {
+  std::vector<int64_t> dims(count);
+  for (int64_t d = 0; d < count; ++d) dims[d] = d - count;
+  return t.mean(dims, /*keepdim=*/true);
+}
 
 // x - mean, corrected for the rounding of the mean as in the kernels; x for RMSNorm.
-Tensor subtract_mean(const Tensor& x, const Dims& dims, Variant variant) {
-  if (variant.rms) return x;
-  const Tensor d = x - dims.mean(x);
-  return d - dims.mean(d);
+Tensor subtract_mean(const Tensor& x, int64_t count, const Options& options) {
+  if (options.rms) return x;
+  const Tensor d = x - mean_of(x, count);
+  return d - mean_of(d, count);
 }
 
 // The factor on xhat, in the accumulation type: weight or weight + 1.
-Tensor factor(const Tensor& weight, at::ScalarType acc, Variant variant) {
+Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) {
   const Tensor w = weight.to(acc);
-  return variant.zero_centered_weight ? w + 1 : w;
+  return options.zero_centered_weight ? w + 1 : w;
 }
 
-NormOutputs forward_composite(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
-                              bool in_place) {
-  check_forward(input, residual, normalized_shape, weight, bias);
-  const Dims dims(input, normalized_shape.size());
+ForwardOutputs forward_composite(const ForwardArgs& args) {
+  check_forward(args);
+  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  const auto count = static_cast<int64_t>(normalized_shape.size());
   const auto acc = accumulate_type(input);
   Tensor sum, mean;
   if (present(residual)) sum = in_place ? residual->add_(input) : input + *residual;
   const Tensor x = (sum.defined() ? sum : input).to(acc);
-  const Tensor d = subtract_mean(x, dims, variant);
-  if (!variant.rms) mean = dims.mean(x).detach();
-  const Tensor rstd = at::rsqrt(dims.mean(d * d) + eps);
+  const Tensor d = subtract_mean(x, count, options);
+  if (!options.rms) mean = mean_of(x, count).detach();
+  const Tensor rstd = at::rsqrt(mean_of(d * d, count) + eps);
   Tensor y = d * rstd;
-  if (present(weight)) y = y * factor(*weight, acc, variant);
+  if (present(weight)) y = y * factor(*weight, acc, options);
   if (present(bias)) y = y + bias->to(acc);
   return {y.to(input.scalar_type()), sum, mean, rstd.detach()};
 }
@@ -80,51 +86,56 @@ struct Terms {
   // `saved_rstd` is a constant for autograd. To differentiate rstd, it is multiplied by a factor of value one that has
   // the derivatives of rstd but needs no eps:
   //   rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - detach(var)))
-  Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_, size_t count,
-        bool differentiate_rstd, Variant variant)
-      : variant(variant), dims(input, count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
+  Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_, int64_t count,
+        bool differentiate_rstd, const Options& options)
+      : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
     const auto acc = saved_rstd.scalar_type();
-    const Tensor d = subtract_mean(input.to(acc), dims, variant);
+    const Tensor d = subtract_mean(input.to(acc), count, options);
     if (differentiate_rstd) {
-      const Tensor variance = dims.mean(d * d);
+      const Tensor variance = mean(d * d);
       rstd = rstd * at::rsqrt(rstd * rstd * (variance - variance.detach()) + 1);
     }
     xhat = d * rstd;
-    if (weight_.defined()) weight = factor(weight_, acc, variant);
+    if (weight_.defined()) weight = factor(weight_, acc, options);
     g = times_weight(dy);
   }
 
+  Tensor mean(const Tensor& t) const { return mean_of(t, count); }
   Tensor times_weight(const Tensor& t) const { return weight.defined() ? t * weight : t; }
-  Tensor project(const Tensor& z) const { return (variant.rms ? z : z - dims.mean(z)) - xhat * dims.mean(z * xhat); }
+  Tensor project(const Tensor& z) const { return (options.rms ? z : z - mean(z)) - xhat * mean(z * xhat); }
 
-  Variant variant;
-  Dims dims;
+  Options options;
+  int64_t count;
   Tensor dy, rstd, weight, xhat, g;
 };
+
+// The gradient of a parameter, summed over the rows that share it.
+Tensor sum_rows(const Tensor& t, const optional<Tensor>& parameter, SymIntArrayRef normalized_shape,
+                at::ScalarType type) {
+  return at::sum_to(t, present(parameter) ? parameter->sym_sizes() : normalized_shape).to(type);
+}
 
 // rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
 constexpr const char* kNoDerivative =
     "The derivative of a backward pass needs the input, which memory_efficient=True does not keep; use "
     "memory_efficient=False";
 
-Outputs backward_composite(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
-                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
-                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
-                           Variant variant) {
-  check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
-  TORCH_CHECK_NOT_IMPLEMENTED(!variant.memory_efficient, kNoDerivative);
-  const Terms t(grad_output, input, rstd, weight.value_or(Tensor()), normalized_shape.size(),
-                /*differentiate_rstd=*/true, variant);
-  const ParameterTypes types(input, weight, bias);
-  Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) {
-    grad_input = t.rstd * t.project(t.g);
-    if (present(grad_sum)) grad_input = grad_input + grad_sum->to(grad_input.scalar_type());
-    grad_input = grad_input.to(input.scalar_type());
+BackwardOutputs backward_composite(const BackwardArgs& args) {
+  check_backward(args);
+  TORCH_CHECK_NOT_IMPLEMENTED(!args.options.memory_efficient, kNoDerivative);
+  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
+  const Terms t(args.grad_output, args.input, args.rstd, args.weight.value_or(Tensor()),
+                static_cast<int64_t>(args.normalized_shape.size()), /*differentiate_rstd=*/true, args.options);
+  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  BackwardOutputs outputs;
+  if (wants_input) {
+    Tensor dx = t.rstd * t.project(t.g);
+    if (present(args.grad_sum)) dx = dx + args.grad_sum->to(dx.scalar_type());
+    outputs.grad_input = dx.to(args.input.scalar_type());
   }
-  if (output_mask[1]) grad_weight = t.dims.sum_rows(t.dy * t.xhat).to(types.weight);
-  if (output_mask[2]) grad_bias = t.dims.sum_rows(t.dy).to(types.bias);
-  return {grad_input, grad_weight, grad_bias};
+  if (wants_weight) outputs.grad_weight = sum_rows(t.dy * t.xhat, args.weight, args.normalized_shape, types.weight);
+  if (wants_bias) outputs.grad_bias = sum_rows(t.dy, args.bias, args.normalized_shape, types.bias);
+  return outputs;
 }
 
 // ---- nodes of the autograd graph ------------------------------------------------------------------------------------
@@ -243,15 +254,21 @@ struct RecordableNode : torch::autograd::Node {
 
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// The derivative of norm_backward, given the upstream gradients v of (grad_input, grad_weight, grad_bias).
+// Enumerates Options for RecordableNode.
+template <class Options, class F>
+void for_each_option(Options& options, const F& f) {
+  f(options.rms), f(options.zero_centered_weight), f(options.memory_efficient), f(options.preserve_layout);
+}
+
+// The derivative of backward, given the upstream gradients v of (grad_input, grad_weight, grad_bias).
 struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
   variable_list derivative(const variable_list& v, Wanted wanted) {
     variable_list grads(4);  // of grad_output, input, weight, grad_sum
     const auto& [v_input, v_weight, v_bias] = std::tie(v[0], v[1], v[2]);
     if (!v_input.defined() && !v_weight.defined() && !v_bias.defined()) return grads;
-    TORCH_CHECK_NOT_IMPLEMENTED(!variant.memory_efficient, kNoDerivative);
+    TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
     const Tensor dy = grad_output.unpack(*this), x = input.unpack(*this), w = weight.unpack(*this);
-    const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(), variant);
+    const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(), options);
     const auto acc = t.rstd.scalar_type();
 
     Tensor grad_dy, grad_xhat;  // grad_xhat leaves out the dependence through rstd
@@ -260,7 +277,7 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
     const Tensor u = vx.defined() ? t.rstd * t.project(vx) : Tensor();
     if (u.defined()) {
       add(grad_dy, t.times_weight(u));
-      add(grad_xhat, -t.rstd * (vx * t.dims.mean(t.g * t.xhat) + t.g * t.dims.mean(vx * t.xhat)));
+      add(grad_xhat, -t.rstd * (vx * t.mean(t.g * t.xhat) + t.g * t.mean(vx * t.xhat)));
     }
     if (v_weight.defined()) {
       add(grad_dy, v_weight.to(acc) * t.xhat);
@@ -271,10 +288,10 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
     if (wanted[0]) grads[0] = grad_dy.to(dy.scalar_type());
     if (wanted[1] && grad_xhat.defined()) {
       Tensor grad_x = t.project(grad_xhat);
-      if (vx.defined()) grad_x = grad_x - t.rstd * t.xhat * t.dims.mean(vx * t.project(t.g));
+      if (vx.defined()) grad_x = grad_x - t.rstd * t.xhat * t.mean(vx * t.project(t.g));
       grads[1] = (t.rstd * grad_x).to(x.scalar_type());
     }
-    if (wanted[2] && u.defined()) grads[2] = t.dims.sum_rows(t.dy * u).to(w.scalar_type());
+    if (wanted[2] && u.defined()) grads[2] = at::sum_to(t.dy * u, w.sym_sizes()).to(w.scalar_type());
     if (wanted[3]) grads[3] = v_input;
     return grads;
   }
@@ -282,32 +299,42 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.grad_output), f(self.input), f(self.weight), f(self.rstd), f(self.normalized_dims);
-    f(self.variant.rms), f(self.variant.zero_centered_weight), f(self.variant.memory_efficient);
+    for_each_option(self.options, f);
   }
 
   std::string name() const override { return "LayerNormBackwardBackward"; }
 
   Saved grad_output, input, weight, rstd;
   int64_t normalized_dims = 0;
-  Variant variant;
+  Options options;
 };
 
-// The derivative of norm_forward.
+// The derivative of forward.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
     const Tensor grad_sum = has_residual ? grads[1] : Tensor();
     variable_list result(4);  // of input, weight, bias, residual
     const bool wants_x = wanted[0] || wanted[3];
     if (grads[0].defined()) {
-      std::tie(result[0], result[1], result[2]) =
-          call_norm_backward(grads[0], as_optional(grad_sum), input.unpack(*this), normalized_shape,
-                             as_optional(mean.unpack(*this)), rstd.unpack(*this), as_optional(weight.unpack(*this)),
-                             as_optional(bias.unpack(*this)), {wants_x, wanted[1], wanted[2]}, variant);
+      auto [grad_input, grad_weight, grad_bias] = call_backward({grads[0],
+                                                                 input.unpack(*this),
+                                                                 normalized_shape,
+                                                                 as_optional(mean.unpack(*this)),
+                                                                 rstd.unpack(*this),
+                                                                 as_optional(weight.unpack(*this)),
+                                                                 as_optional(bias.unpack(*this)),
+                                                                 {wants_x, wanted[1], wanted[2]},
+                                                                 as_optional(grad_sum),
+                                                                 options});
+      result = {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor()};
     } else if (wants_x) {
       result[0] = grad_sum;
     }
     if (wanted[3]) result[3] = result[0];
     if (!wanted[0]) result[0] = Tensor();
+    // With a residual, the gradient of the sum has the residual's dtype.
+    const auto type = static_cast<at::ScalarType>(input_type);
+    if (result[0].defined() && result[0].scalar_type() != type) result[0] = result[0].to(type);
     result.resize(has_residual ? 4 : 3);
     return result;
   }
@@ -315,44 +342,50 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.input), f(self.weight), f(self.bias), f(self.mean), f(self.rstd), f(self.normalized_shape);
-    f(self.has_residual), f(self.variant.rms), f(self.variant.zero_centered_weight), f(self.variant.memory_efficient);
+    f(self.has_residual), f(self.input_type);
+    for_each_option(self.options, f);
   }
 
   std::string name() const override { return "LayerNormBackward"; }
 
   Saved input;  // the sum if there is a residual; the output if memory_efficient
   Saved weight, mean, rstd;
-  Saved bias;  // only if memory_efficient, or for the dtype of its gradient
+  Saved bias;  // only if memory_efficient, or for the dtype or shape of its gradient
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
-  Variant variant;
+  int64_t input_type = 0;  // an at::ScalarType
+  Options options;
 };
+
+// Whether backward needs the bias for the dtype and the shape of its gradient.
+bool is_unlike(const Tensor& bias, const Tensor& weight) {
+  return bias.defined() && !(weight.defined() && weight.scalar_type() == bias.scalar_type() &&
+                             weight.sym_sizes().equals(bias.sym_sizes()));
+}
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
 
-NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                             const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
-                             bool in_place) {
-  if (is_transformed(input, residual, weight, bias)) {
-    return forward_composite(input, residual, normalized_shape, weight, bias, eps, variant, in_place);
-  }
+ForwardOutputs forward_autograd(const ForwardArgs& args) {
+  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  if (is_transformed(input, residual, weight, bias)) return forward_composite(args);
   const bool records = wants_graph(input, residual, weight, bias);
   const auto call = [&] {
-    // Without a graph there is no backward, so memory_efficient makes no difference.
-    if (!records) variant.memory_efficient = false;
-    if (in_place && records) {
-      TORCH_CHECK(!residual->is_view(),
+    if (args.in_place && records) {
+      TORCH_CHECK(!args.residual->is_view(),
                   "Expected residual not to be a view of another tensor where it is changed in "
                   "place and gradients are recorded, but got a view of a tensor of shape ",
-                  residual->_base().sym_sizes());
-      torch::autograd::check_inplace(*residual, records);
+                  args.residual->_base().sym_sizes());
+      torch::autograd::check_inplace(*args.residual, records);
     }
-    NormOutputs outputs;
+    ForwardArgs below = args;
+    // Without a graph there is no backward, so memory_efficient makes no difference.
+    if (!records) below.options.memory_efficient = false;
+    ForwardOutputs outputs;
     {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      outputs = call_norm_forward(input, residual, normalized_shape, weight, bias, eps, variant, in_place);
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      outputs = call_forward(below);
     }
-    if (in_place && !residual->is_inference()) torch::autograd::increment_version(*residual);
+    if (args.in_place && !args.residual->is_inference()) torch::autograd::increment_version(*args.residual);
     return outputs;
   };
   if (!records) return call();
@@ -362,8 +395,9 @@ NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residu
   node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(input, w, b, *residual)
                                           : torch::autograd::collect_next_edges(input, w, b));
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
-  node->variant = variant;
-  NormOutputs outputs = call();
+  node->input_type = static_cast<int64_t>(input.scalar_type());
+  node->options = options;
+  ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
   if (in_place) {
     torch::autograd::rebase_history({output, sum}, node);
@@ -371,35 +405,29 @@ NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residu
     torch::autograd::set_history(output, node);
     if (sum.defined()) torch::autograd::set_history(sum, node);
   }
-  const Tensor& x = variant.memory_efficient ? output : sum.defined() ? sum : input;
+  const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
   node->input = Saved(x, /*is_output=*/!x.is_same(input));
   node->weight = Saved(w);
-  if (variant.memory_efficient || has_own_type(b, w)) node->bias = Saved(b);
-  if (needs_mean(variant)) node->mean = Saved(mean);
+  if (options.memory_efficient || is_unlike(b, w)) node->bias = Saved(b);
+  if (needs_mean(options)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;
 }
 
-Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
-                          SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
-                          const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
-                          Variant variant) {
-  if (is_transformed(grad_output, grad_sum, input, weight)) {
-    return backward_composite(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
-                              variant);
-  }
+BackwardOutputs backward_autograd(const BackwardArgs& args) {
+  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options] = args;
+  if (is_transformed(grad_output, grad_sum, input, weight)) return backward_composite(args);
   const auto call = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return call_norm_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask,
-                              variant);
+    return call_backward(args);
   };
   if (!wants_graph(grad_output, grad_sum, input, weight)) return call();
   const Tensor w = weight.value_or(Tensor());
   const auto node = make_node<LayerNormBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));
   node->normalized_dims = static_cast<int64_t>(normalized_shape.size());
-  node->variant = variant;
-  Outputs outputs = call();
+  node->options = options;
+  BackwardOutputs outputs = call();
   auto& [grad_input, grad_weight, grad_bias] = outputs;
   torch::autograd::set_history({grad_input, grad_weight, grad_bias}, node);
   node->grad_output = Saved(grad_output);
@@ -414,11 +442,11 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
 
 LAYERNORM_LIBRARY_IMPL(Autograd, m) {
   using namespace layernorm;
-  Family<forward_autograd, backward_autograd>::implement(m);
+  implement<forward_autograd, backward_autograd>(m);
 }
 
 // vmap uses the batching rules of the composite's aten operations.
 LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
   using namespace layernorm;
-  Family<forward_composite, backward_composite>::implement(m);
+  implement<forward_composite, backward_composite>(m);
 }

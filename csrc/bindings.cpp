@@ -65,18 +65,18 @@ struct Call {
   std::vector<c10::SymInt> normalized_shape;
   optional<Tensor> weight, bias;
   double eps;
-  layernorm::Variant variant;
+  layernorm::Options options;
   bool inplace;
 };
 
 // The output, or with a residual the output and the sum. None if the call needs_python().
 PyObject* norm(const Call& call) {
   if (needs_python(call.input)) Py_RETURN_NONE;
-  layernorm::NormOutputs outputs;
+  layernorm::ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
-    outputs = layernorm::call_norm_forward(call.input, call.residual, call.normalized_shape, call.weight, call.bias,
-                                           call.eps, call.variant, call.inplace);
+    outputs = layernorm::call_forward({call.input, call.residual, call.normalized_shape, call.weight, call.bias,
+                                       call.eps, call.options, call.inplace});
   }
   auto& [output, sum, mean, rstd] = outputs;
   if (!call.residual) return THPVariable_Wrap(std::move(output));
@@ -94,8 +94,7 @@ double rms_eps(const optional<double>& eps, const Tensor& input) {
 optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape,
                                   const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
   if (needs_python(input)) return std::nullopt;
-  return std::get<0>(
-      layernorm::call_norm_forward(input, {}, normalized_shape.sizes, weight, bias, eps, {}, /*in_place=*/false));
+  return layernorm::call_forward({input, {}, normalized_shape.sizes, weight, bias, eps, {}}).output;
 }
 
 PyObject* layer_norm(PyObject*, PyObject* args, PyObject* kwargs) {
@@ -169,14 +168,17 @@ PyObject* layer_norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   auto a = parser.parse(args, kwargs, parsed);
   const Tensor input = a.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
-  layernorm::Outputs outputs;
+  Tensor output;
   {
     const optional<Tensor> weight = a.optionalTensor(1), bias = a.optionalTensor(2);
     const double eps = a.toDouble(3);
     const pybind11::gil_scoped_release no_gil;
-    outputs = layernorm::call_forward_of_images(input, weight, bias, eps);
+    layernorm::check_images(input, weight, bias);
+    const layernorm::Options options = {false, false, false, /*preserve_layout=*/true};
+    output = layernorm::call_forward({input.movedim(1, -1), {}, {input.sym_size(1)}, weight, bias, eps, options})
+                 .output.movedim(-1, 1);
   }
-  return THPVariable_Wrap(std::move(std::get<0>(outputs)));
+  return THPVariable_Wrap(std::move(output));
   END_HANDLE_TH_ERRORS
 }
 
@@ -205,7 +207,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!result) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });
-  m.def("check_forward", &layernorm::check_forward, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "check_forward",
+      [](const Tensor& input, const optional<Tensor>& residual, const c10::SymIntArrayRef& normalized_shape,
+         const optional<Tensor>& weight, const optional<Tensor>& bias) {
+        layernorm::check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");

@@ -1,38 +1,45 @@
-// The pairs of (input, parameter) dtypes that have kernels. ops.h converts the parameters of other pairs.
+// The combinations of dtypes that have kernels. ops.cpp converts the parameters of other combinations.
 #pragma once
 
 #include "layer_norm.h"
 
 namespace layernorm {
 
-// Calls f(Pair<T, W>{}) with the element types of a backend. `Elements` names them:
-// struct Elements { using Float64 = ...; using Float32 = ...; using Float16 = ...; using BFloat16 = ...; };
-template <class T_, class W_>
-struct Pair {
-  using T = T_;  // input, output and their gradients
+template <class T_, class X_, class W_>
+struct Types {
+  using T = T_;  // input, output and grad_output
+  using X = X_;  // x: the input, or its sum with the residual; and its gradients
   using W = W_;  // weight, bias and their gradients
 };
 
-// Throws an internal error: ParameterTypes never selects such a pair.
-[[noreturn]] void no_kernel_for(Dtype dtype, Dtype param_dtype);
+// Throws an internal error: the host code never selects such a combination.
+[[noreturn]] void no_kernel_for(const Params& params);
 
+// Calls f(Types<T, X, W>{}) with the element types of a backend. `Elements` names them:
+// struct Elements { using Float64 = ...; using Float32 = ...; using Float16 = ...; using BFloat16 = ...; };
 template <class Elements, class F>
-void dispatch_dtypes(Dtype dtype, Dtype param_dtype, F&& f) {
+void dispatch_dtypes(const Params& p, F&& f) {
   using E = Elements;
-  if (dtype == Dtype::kFloat64 && param_dtype == Dtype::kFloat64) {
-    f(Pair<typename E::Float64, typename E::Float64>{});
-  } else if (dtype == Dtype::kFloat32 && param_dtype == Dtype::kFloat32) {
-    f(Pair<typename E::Float32, typename E::Float32>{});
-  } else if (dtype == Dtype::kFloat16 && param_dtype == Dtype::kFloat16) {
-    f(Pair<typename E::Float16, typename E::Float16>{});
-  } else if (dtype == Dtype::kFloat16 && param_dtype == Dtype::kFloat32) {
-    f(Pair<typename E::Float16, typename E::Float32>{});
-  } else if (dtype == Dtype::kBFloat16 && param_dtype == Dtype::kBFloat16) {
-    f(Pair<typename E::BFloat16, typename E::BFloat16>{});
-  } else if (dtype == Dtype::kBFloat16 && param_dtype == Dtype::kFloat32) {
-    f(Pair<typename E::BFloat16, typename E::Float32>{});
-  } else {
-    no_kernel_for(dtype, param_dtype);
+  const auto is = [&](Dtype dtype, Dtype sum_dtype, Dtype param_dtype) {
+    return p.dtype == dtype && p.sum_dtype == sum_dtype && p.param_dtype == param_dtype;
+  };
+  const auto with_16_bit = [&](Dtype half, auto element) {
+    using Half = decltype(element);
+    if (is(half, half, half)) return f(Types<Half, Half, Half>{}), true;
+    if (is(half, half, Dtype::kFloat32)) return f(Types<Half, Half, typename E::Float32>{}), true;
+    if (is(half, Dtype::kFloat32, half)) return f(Types<Half, typename E::Float32, Half>{}), true;
+    if (is(half, Dtype::kFloat32, Dtype::kFloat32)) {
+      return f(Types<Half, typename E::Float32, typename E::Float32>{}), true;
+    }
+    return false;
+  };
+  if (is(Dtype::kFloat64, Dtype::kFloat64, Dtype::kFloat64)) {
+    f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});
+  } else if (is(Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32)) {
+    f(Types<typename E::Float32, typename E::Float32, typename E::Float32>{});
+  } else if (!with_16_bit(Dtype::kFloat16, typename E::Float16{}) &&
+             !with_16_bit(Dtype::kBFloat16, typename E::BFloat16{})) {
+    no_kernel_for(p);
   }
 }
 

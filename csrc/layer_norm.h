@@ -4,7 +4,7 @@
 //   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias
 //
 // RMSNorm has mean[r] = 0, so rstd[r] = 1 / sqrt(sum_j x[r, j]^2 / cols + eps). With a residual, x is input + residual,
-// rounded to their dtype. A zero-centered weight multiplies by weight + 1.
+// rounded to the residual's dtype. A zero-centered weight multiplies by weight + 1.
 //
 // Sources: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450. Zhang and Sennrich, Root Mean Square
 // Layer Normalization, 2019, arXiv:1910.07467.
@@ -20,96 +20,59 @@ enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
 // the quotient left.
 constexpr double kSmallestDivisor = 0x1p-16;
 
-// Acc, the type of statistics and of sums over a row, is double for kFloat64 and else float.
-struct ForwardParams {
-  int64_t rows;          // >= 1
-  int64_t cols;          // >= 1
-  const void* input;     // [rows, cols] of dtype
-  int64_t input_stride;  // elements from row to row; any value, the columns are contiguous
-  const void* residual;  // [rows, cols] of dtype; null: none
-  int64_t residual_stride;
-  void* sum;           // [rows, cols] of dtype, contiguous: input + residual; may be residual itself; null: no residual
-  const void* weight;  // [cols] of param_dtype; null: ones
-  const void* bias;    // [cols] of param_dtype; null: zeros
+// A tensor seen as [groups, rows, cols]. Strides are in elements; data is null for an absent tensor.
+struct View {
+  void* data = nullptr;
+  int64_t group_stride = 0, row_stride = 0, col_stride = 0;
+
+  template <class T>
+  T* row(int64_t group, int64_t row) const {
+    return data ? static_cast<T*>(data) + group * group_stride + row * row_stride : nullptr;
+  }
+};
+
+// What forward and backward have in common. Acc, the type of statistics and of sums, is double for kFloat64, else
+// float.
+//
+// All arrays of [groups, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.
+// Parameters and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0 says that all groups share
+// them.
+struct Params {
+  int64_t groups, rows, cols;  // each >= 1
+  View weight, bias;           // of param_dtype; absent: ones, zeros
+  View mean, rstd;             // [groups, rows, 1] of Acc; RMSNorm has no mean
+  bool channels_first;
+  bool rms;
+  bool zero_centered_weight;  // false without a weight
+  Dtype dtype;                // of input, output and grad_output
+  Dtype sum_dtype;            // of x: that of residual and sum, or else dtype
+  Dtype param_dtype;
+  void* workspace;  // of the size that the backend's *_workspace() returns, aligned like any tensor
+  void* stream;     // a cudaStream_t; unused on a CPU
+};
+
+struct ForwardParams : Params {
+  View input;     // of dtype
+  View residual;  // of sum_dtype; may be absent
+  View sum;       // of sum_dtype: input + residual; may be residual itself
+  View output;    // of dtype
   double eps;
-  void* output;               // [rows, cols] of dtype, contiguous
-  void* mean;                 // [rows] of Acc; null for RMSNorm
-  void* rstd;                 // [rows] of Acc
-  void* workspace;            // cuda::forward_workspace() bytes, aligned like any tensor; unused on a CPU
-  bool rms;                   // RMSNorm
-  bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
-  Dtype dtype;
-  Dtype param_dtype;
-  void* stream;  // a cudaStream_t; unused on a CPU
 };
 
-struct BackwardParams {
-  int64_t rows;
-  int64_t cols;
-  const void* grad_output;  // [rows, cols] of dtype
-  int64_t grad_output_stride;
-  const void* input;  // [rows, cols] of dtype
-  int64_t input_stride;
-  const void* grad_sum;  // [rows, cols] of dtype, added to grad_input; null: zeros
-  int64_t grad_sum_stride;
-  const void* mean;           // [rows] of Acc; null for RMSNorm, and if from_output
-  const void* rstd;           // [rows] of Acc
-  const void* weight;         // [cols] of param_dtype; null: ones
-  const void* bias;           // [cols] of param_dtype; null: zeros; used only if from_output
-  void* grad_input;           // [rows, cols] of dtype, contiguous; null: not wanted
-  void* grad_weight;          // [cols] of param_dtype; null: not wanted
-  void* grad_bias;            // [cols] of param_dtype; null: not wanted
-  void* workspace;            // backward_workspace() bytes, aligned like any tensor
-  bool rms;                   // RMSNorm
-  bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
-  bool from_output;           // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
-  Dtype dtype;
-  Dtype param_dtype;
-  void* stream;  // a cudaStream_t; unused on a CPU
+struct BackwardParams : Params {
+  View grad_output;             // of dtype
+  View input;                   // x, of sum_dtype
+  View grad_sum;                // of sum_dtype, added to grad_input; may be absent
+  View grad_input;              // of sum_dtype; absent if not wanted
+  View grad_weight, grad_bias;  // of param_dtype; absent if not wanted
+  bool from_output;             // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
 };
 
-// The same for images, which are normalized over their channels: a row is a pixel, and its columns are channels.
-struct ChannelsFirstForwardParams {
-  int64_t images, channels, pixels;                  // each >= 1
-  const void* input;                                 // [images, channels, pixels] of dtype
-  int64_t input_image_stride, input_channel_stride;  // elements; any values, the pixels are contiguous
-  const void* weight;                                // [channels] of param_dtype; null: ones
-  const void* bias;                                  // [channels] of param_dtype; null: zeros
-  double eps;
-  void* output;  // [images, channels, pixels] of dtype, contiguous
-  void* mean;    // [images, pixels] of Acc
-  void* rstd;    // [images, pixels] of Acc
-  Dtype dtype;
-  Dtype param_dtype;
-  void* stream;  // a cudaStream_t; unused on a CPU
-};
-
-struct ChannelsFirstBackwardParams {
-  int64_t images, channels, pixels;
-  const void* grad_output;  // [images, channels, pixels] of dtype
-  int64_t grad_output_image_stride, grad_output_channel_stride;
-  const void* input;  // [images, channels, pixels] of dtype
-  int64_t input_image_stride, input_channel_stride;
-  const void* mean;    // [images, pixels] of Acc
-  const void* rstd;    // [images, pixels] of Acc
-  const void* weight;  // [channels] of param_dtype; null: ones
-  void* grad_input;    // [images, channels, pixels] of dtype, contiguous; null: not wanted
-  void* grad_weight;   // [channels] of param_dtype; null: not wanted
-  void* grad_bias;     // [channels] of param_dtype; null: not wanted
-  void* workspace;     // channels_first_backward_workspace() bytes, aligned like any tensor
-  Dtype dtype;
-  Dtype param_dtype;
-  void* stream;  // a cudaStream_t; unused on a CPU
-};
-
+// Workspace sizes are in bytes; all other fields of the parameters must be set.
 namespace cpu {
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
-// Bytes of workspace for partial sums; all other fields of the parameters must be set.
 int64_t backward_workspace(const BackwardParams& params);
-void channels_first_forward(const ChannelsFirstForwardParams& params);
-void channels_first_backward(const ChannelsFirstBackwardParams& params);
-int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& params);
 }  // namespace cpu
 
 namespace cuda {  // on the current device
@@ -117,9 +80,6 @@ void forward(const ForwardParams& params);
 int64_t forward_workspace(const ForwardParams& params);
 void backward(const BackwardParams& params);
 int64_t backward_workspace(const BackwardParams& params);
-void channels_first_forward(const ChannelsFirstForwardParams& params);
-void channels_first_backward(const ChannelsFirstBackwardParams& params);
-int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& params);
 }  // namespace cuda
 
 }  // namespace layernorm

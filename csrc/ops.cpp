@@ -1,53 +1,49 @@
-// The operators: schema; checks; forward and backward for any backend; shape functions; registrations.
+// The operators: schema, checks, geometry, host code, meta functions, registrations.
 #include "ops.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "cuda/platform.h"
 #include "dtypes.h"
 #include "layer_norm.h"
 
-// forward and backward have the signatures of torch's operators. norm_* cover the whole family; add_* are shorthands.
+#define LAYERNORM_OPTIONS \
+  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
+
+// The positional arguments are aten's.
 LAYERNORM_LIBRARY(m) {
   const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
   define(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "*, " LAYERNORM_OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+      "forward.residual(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, " LAYERNORM_OPTIONS
+      ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   define(
-      "norm_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False, "
-      "bool memory_efficient=False) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+      "forward_.residual(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, " LAYERNORM_OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
-      "norm_forward_(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
-  define(
-      "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, SymInt[] normalized_shape, Tensor? mean, "
-      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask, *, bool rms=False, "
-      "bool zero_centered_weight=False, bool memory_efficient=False) -> (Tensor, Tensor, Tensor)");
-  define(
-      "add_forward(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  define(
-      "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
-      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  // The checks of forward, for graphs of aten operators. Compilers decompose it into nothing.
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[3] output_mask, *, Tensor? grad_sum=None, " LAYERNORM_OPTIONS
+      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
+  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
 }
 
 namespace layernorm {
-
-using c10::SymIntArrayRef;
-using std::optional;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
@@ -73,12 +69,45 @@ bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
   return true;
 }
 
-void check_parameter(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
-                     const optional<Tensor>& parameter) {
-  if (!present(parameter)) return;
+// Whether a parameter has batch dimensions of its own, beside those of normalized_shape.
+bool has_batch_dims(const optional<Tensor>& parameter, const Tensor& input, SymIntArrayRef normalized_shape) {
+  return present(parameter) && parameter->dim() == input.dim() &&
+         parameter->dim() > static_cast<int64_t>(normalized_shape.size());
+}
+
+void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
+                           const optional<Tensor>& parameter) {
+  if (!present(parameter) || has_batch_dims(parameter, input, normalized_shape)) return;
   TORCH_CHECK(are_equal(parameter->sym_sizes(), normalized_shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
               " and normalized_shape = ", normalized_shape);
+}
+
+void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
+                       const optional<Tensor>& parameter) {
+  if (!has_batch_dims(parameter, input, normalized_shape)) return;
+  const auto sizes = parameter->sym_sizes();
+  const size_t batch_dims = sizes.size() - normalized_shape.size();
+  bool fits = are_equal(sizes.slice(batch_dims), normalized_shape);
+  for (size_t d = 0; d < batch_dims; ++d) fits = fits && (sizes[d] == 1 || sizes[d] == input.sym_size(d));
+  TORCH_CHECK(fits, "Expected ", name, " to be of the shape of input, with each batch size equal to the input's or 1, ",
+              "but got ", name, " of shape ", sizes, ", input of shape ", input.sym_sizes(),
+              " and normalized_shape = ", normalized_shape);
+}
+
+// Weight and bias must have the same groups, or one of them must be shared by all rows.
+void check_groups(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias) {
+  if (!has_batch_dims(weight, input, normalized_shape) || !has_batch_dims(bias, input, normalized_shape)) return;
+  bool equal = true, weight_is_shared = true, bias_is_shared = true;
+  for (int64_t d = 0; d < input.dim() - static_cast<int64_t>(normalized_shape.size()); ++d) {
+    equal = equal && weight->sym_size(d) == bias->sym_size(d);
+    weight_is_shared = weight_is_shared && weight->sym_size(d) == 1;
+    bias_is_shared = bias_is_shared && bias->sym_size(d) == 1;
+  }
+  TORCH_CHECK(equal || weight_is_shared || bias_is_shared,
+              "Expected weight and bias to have the same batch sizes, but got weight of shape ", weight->sym_sizes(),
+              " and bias of shape ", bias->sym_sizes());
 }
 
 bool is_supported(at::ScalarType type) {
@@ -94,13 +123,23 @@ void check_input_type(const Tensor& input) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, message);
 }
 
+void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
+  TORCH_CHECK(tensor.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
+              " on ", tensor.device(), " and input on ", input.device());
+}
+
 void check_parameter_type(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
   if (!present(parameter)) return;
   TORCH_CHECK(is_supported(parameter->scalar_type()), "Expected ", name,
               " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ",
               name_of(parameter->scalar_type()));
-  TORCH_CHECK(parameter->device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
-              " on ", parameter->device(), " and input on ", input.device());
+  check_device(name, *parameter, input);
+}
+
+void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  check_input_type(input);
+  check_parameter_type("weight", input, weight);
+  check_parameter_type("bias", input, bias);
 }
 
 c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalized_shape) {
@@ -110,20 +149,16 @@ c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalize
   return shape;
 }
 
-// RMSNorm keeps the memory format channels_last, as in torch. All other outputs are contiguous.
-at::MemoryFormat output_format(const Tensor& input, const optional<Tensor>& residual, Variant variant) {
-  return variant.rms && !present(residual) ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
-}
+bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-}  // namespace
-
-void check_like(const char* name, const Tensor& tensor, const Tensor& input) {
+// Requires the shape, dtype and device of the input. `other_type` is allowed as well.
+void check_like(const char* name, const Tensor& tensor, const Tensor& input, bool other_type = false) {
   TORCH_CHECK(tensor.sym_sizes().equals(input.sym_sizes()), "Expected ", name, " to be of the shape of input, but got ",
               name, " of shape ", tensor.sym_sizes(), " and input of shape ", input.sym_sizes());
-  TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), "Expected ", name, " to be of the dtype of input, but got ",
-              name, " of dtype ", name_of(tensor.scalar_type()), " and input of dtype ", name_of(input.scalar_type()));
-  TORCH_CHECK(tensor.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
-              " on ", tensor.device(), " and input on ", input.device());
+  TORCH_CHECK(tensor.scalar_type() == input.scalar_type() || other_type, "Expected ", name,
+              " to be of the dtype of input, but got ", name, " of dtype ", name_of(tensor.scalar_type()),
+              " and input of dtype ", name_of(input.scalar_type()));
+  check_device(name, tensor, input);
 }
 
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
@@ -132,55 +167,58 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
   TORCH_CHECK(statistic.scalar_type() == accumulate_type(input), "Expected ", name, " of dtype ",
               name_of(accumulate_type(input)), " for input of dtype ", name_of(input.scalar_type()), ", but got ", name,
               " of dtype ", name_of(statistic.scalar_type()));
-  TORCH_CHECK(statistic.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
-              " on ", statistic.device(), " and input on ", input.device());
+  check_device(name, statistic, input);
 }
 
-void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
-  check_input_type(input);
-  check_parameter_type("weight", input, weight);
-  check_parameter_type("bias", input, bias);
-}
+}  // namespace
 
-void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                   const optional<Tensor>& weight, const optional<Tensor>& bias) {
+void check_forward(const ForwardArgs& args) {
+  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
   TORCH_CHECK(!normalized_shape.empty(),
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one "
               "element, but got "
               "normalized_shape = ",
               normalized_shape);
-  check_parameter("weight", input, normalized_shape, weight);
-  check_parameter("bias", input, normalized_shape, bias);
+  check_parameter_shape("weight", input, normalized_shape, weight);
+  check_parameter_shape("bias", input, normalized_shape, bias);
   const auto sizes = input.sym_sizes();
   const size_t count = normalized_shape.size();
   TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
               "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ", join(normalized_shape),
               "], but got input of size", sizes);
+  check_batch_sizes("weight", input, normalized_shape, weight);
+  check_batch_sizes("bias", input, normalized_shape, bias);
+  check_groups(input, normalized_shape, weight, bias);
   check_types(input, weight, bias);
-  if (present(residual)) check_like("residual", *residual, input);
+  if (present(residual)) {
+    check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
+  }
 }
 
-void check_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
-                    SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
-                    const optional<Tensor>& weight, const optional<Tensor>& bias, Variant variant) {
-  check_forward(input, std::nullopt, normalized_shape, weight, bias);
-  check_like("grad_output", grad_output, input);
-  if (present(grad_sum)) check_like("grad_sum", *grad_sum, input);
-  const auto shape = statistics_shape(input, normalized_shape);
-  if (needs_mean(variant)) {
-    TORCH_CHECK(present(mean),
+void check_backward(const BackwardArgs& args) {
+  const Tensor& input = args.input;
+  check_forward({input, {}, args.normalized_shape, args.weight, args.bias, 0, args.options});
+  check_like("grad_output", args.grad_output, input,
+             input.scalar_type() == at::kFloat && is_16_bit(args.grad_output.scalar_type()));
+  if (present(args.grad_sum)) check_like("grad_sum", *args.grad_sum, input);
+  const auto shape = statistics_shape(input, args.normalized_shape);
+  if (needs_mean(args.options)) {
+    TORCH_CHECK(present(args.mean),
                 "Expected mean to be a tensor, but got None; only RMSNorm has none, and a backward from "
                 "the output");
-    check_statistic("mean", *mean, input, shape);
+    check_statistic("mean", *args.mean, input, shape);
   }
-  check_statistic("rstd", rstd, input, shape);
+  check_statistic("rstd", args.rstd, input, shape);
 }
 
-// ---- forward and backward for any backend ---------------------------------------------------------------------------
-
-void no_kernel_for(Dtype dtype, Dtype param_dtype) {
-  TORCH_INTERNAL_ASSERT(false, "no kernel for input dtype ", static_cast<int>(dtype), " and parameter dtype ",
-                        static_cast<int>(param_dtype));
+void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  TORCH_CHECK(input.dim() >= 2, "Expected input of shape [N, C, *], but got input of size", input.sym_sizes());
+  for (const auto& [name, parameter] : {std::pair("weight", &weight), std::pair("bias", &bias)}) {
+    TORCH_CHECK(!present(*parameter) || ((*parameter)->dim() == 1 && (*parameter)->sym_size(0) == input.sym_size(1)),
+                "Expected ", name, " of one number for each channel, but got ", name, " of shape ",
+                (*parameter)->sym_sizes(), " and input of ", input.sym_size(1), " channels");
+  }
+  check_types(input, weight, bias);
 }
 
 Dtype dtype_of(at::ScalarType type) {
@@ -198,241 +236,400 @@ Dtype dtype_of(at::ScalarType type) {
   }
 }
 
+void no_kernel_for(const Params& p) {
+  TORCH_INTERNAL_ASSERT(false, "no kernel for dtypes ", static_cast<int>(p.dtype), ", ", static_cast<int>(p.sum_dtype),
+                        ", ", static_cast<int>(p.param_dtype));
+}
+
+// ---- geometry -------------------------------------------------------------------------------------------------------
+
 namespace {
 
-// The extents of a tensor [batch..., normalized...] seen as [rows, cols].
-struct Extents {
-  Extents(const Tensor& input, int64_t normalized_dims) : batch_dims(input.dim() - normalized_dims) {
-    for (int64_t d = 0; d < input.dim(); ++d) (d < batch_dims ? rows : cols) *= input.size(d);
+// The stride of dimensions [begin, end) for which `selected` holds, seen as one dimension; nothing if there is no such
+// stride. Dimensions of size 1 do not count; without others, the stride is `otherwise`.
+template <class F>
+optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int64_t otherwise, const F& selected) {
+  int64_t stride = otherwise, expected = -1;
+  for (int64_t d = end - 1; d >= begin; --d) {
+    if (!selected(d) || t.size(d) == 1) continue;
+    if (expected < 0) {
+      stride = t.stride(d);
+    } else if (t.stride(d) != expected) {
+      return std::nullopt;
+    }
+    expected = t.stride(d) * t.size(d);
   }
-  int64_t batch_dims, rows = 1, cols = 1;
-};
-
-// A tensor with contiguous rows, `stride` elements apart.
-struct Rows {
-  Tensor tensor;
-  int64_t stride = 0;
-};
-
-// The tensor in place if its layout allows, else a contiguous copy.
-Rows rows_of(const Tensor& tensor, const Extents& extents) {
-  int64_t expected = 1, d = tensor.dim() - 1;
-  for (; d >= extents.batch_dims; --d) {
-    if (tensor.size(d) != 1 && tensor.stride(d) != expected) return {tensor.contiguous(), extents.cols};
-    expected *= tensor.size(d);
-  }
-  for (; d >= 0 && tensor.size(d) == 1; --d) {
-  }
-  if (d < 0) return {tensor, extents.cols};
-  const int64_t stride = tensor.stride(d);
-  for (expected = stride; d >= 0; --d) {
-    if (tensor.size(d) != 1 && tensor.stride(d) != expected) return {tensor.contiguous(), extents.cols};
-    expected *= tensor.size(d);
-  }
-  return {tensor, stride};
+  return stride;
 }
+
+// How the tensors of a call are seen as [groups, rows, cols].
+//
+// The batch dimensions in which a parameter has the input's size are groups, the others are rows. If all rows share the
+// parameters, groups and rows are outer and inner batch dimensions, divided so that the input need not be copied.
+class Geometry {
+ public:
+  // `output` has the layout of all outputs.
+  Geometry(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
+           const optional<Tensor>& bias)
+      : output_(output), batch_dims_(input.dim() - normalized_dims), is_group_(batch_dims_, false) {
+    for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= input.size(d);
+    for (const auto* parameter : {&weight, &bias}) {
+      if (!present(*parameter) || (*parameter)->dim() != input.dim()) continue;
+      for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] = is_group_[d] || (*parameter)->size(d) != 1;
+    }
+    grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
+    channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
+    if (!grouped && !divide([&] { return fits(output) && fits(input); })) divide([&] { return fits(output); });
+    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= input.size(d);
+  }
+
+  // Whether the kernels can use the strides of a tensor.
+  bool fits(const Tensor& t) const {
+    const View strides = view(t, nullptr);
+    return strides.group_stride >= 0 && strides.row_stride >= 0 &&
+           (channels_first ? strides.col_stride >= 0 && strides.row_stride == 1 : strides.col_stride == 1);
+  }
+
+  // A tensor that fits: the given one, or a copy in the layout of the output.
+  Tensor fit(const Tensor& t) const {
+    if (!t.defined() || fits(t)) return t;
+    return at::empty_strided(output_.sizes(), output_.strides(), t.options()).copy_(t);
+  }
+
+  // A view of a tensor that fits. A stride of -1 says that there is none.
+  View view(const Tensor& t, const void* data) const {
+    if (!t.defined()) return {};
+    const auto is_group = [&](int64_t d) { return is_group_[d]; };
+    const auto is_row = [&](int64_t d) { return !is_group_[d]; };
+    return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_group).value_or(-1),
+            joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
+            joint_stride(t, batch_dims_, t.dim(), 1, [](int64_t) { return true; }).value_or(-1)};
+  }
+
+  // The view [groups, 1, cols] of a parameter.
+  View parameter_view(const Tensor& t, const void* data) const {
+    if (!t.defined() || t.dim() != output_.dim()) return {const_cast<void*>(data), 0, 0, 1};
+    return view(t, data);
+  }
+  bool fits_parameter(const Tensor& t) const {
+    const View strides = parameter_view(t, nullptr);
+    return t.is_contiguous() || (t.dim() == output_.dim() && strides.group_stride >= 0 && strides.col_stride == 1);
+  }
+  // The view of a contiguous gradient of a parameter.
+  View gradient_view(const optional<Tensor>& parameter, void* data) const {
+    const bool own = present(parameter) && parameter->dim() == output_.dim() && parameter->numel() > cols;
+    return {data, own ? cols : 0, 0, 1};
+  }
+
+  int64_t groups = 1, rows = 1, cols = 1;
+  bool grouped;  // whether groups have parameters of their own
+  bool channels_first;
+
+ private:
+  // Makes the first batch dimensions groups, as few as done() asks for; returns whether it ever holds.
+  template <class F>
+  bool divide(const F& done) {
+    std::fill(is_group_.begin(), is_group_.end(), false);
+    for (int64_t d = 0; d < batch_dims_ && !done(); ++d) is_group_[d] = true;
+    return done();
+  }
+
+  const Tensor& output_;
+  int64_t batch_dims_;
+  c10::SmallVector<bool, 5> is_group_;
+};
 
 // Allocates CPU tensors without the dispatcher, which costs a small call one percent of its time per tensor.
 Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);
 }
 
+// ---- forward and backward for any backend ---------------------------------------------------------------------------
+
+// A new tensor for an output in the layout of the call, see Options::preserve_layout.
+Tensor allocate_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
+  const auto options = input.options().dtype(type);
+  if (preserve_layout && !input.is_contiguous()) return at::empty_like(input, options);
+  return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+}
+
+// RMSNorm keeps the memory format channels_last, as in torch.
+Tensor with_format(Tensor output, const ForwardArgs& args) {
+  if (!args.options.rms || present(args.residual) || args.options.preserve_layout) return output;
+  const auto format = args.input.suggest_memory_format();
+  return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
+}
+
+// Forward and backward for tensors that the kernels cannot use in place, see Geometry. Layouts that they do not have
+// are made by a copy, and parameters whose groups are not adjacent dimensions are expanded.
+Tensor copy_to_layout(const Tensor& result, const Tensor& input) {
+  return result.defined() ? at::empty_like(input, result.options()).copy_(result) : result;
+}
+optional<Tensor> expand_groups(const optional<Tensor>& parameter, const Tensor& input) {
+  return present(parameter) && parameter->dim() == input.dim() ? parameter->expand(input.sizes()) : parameter;
+}
+Tensor sum_to(Tensor gradient, const optional<Tensor>& parameter) {
+  return gradient.defined() && present(parameter) ? at::sum_to(std::move(gradient), parameter->sizes()) : gradient;
+}
+
+template <Forward kForward>
+ForwardOutputs forward_by_copies(ForwardArgs args) {
+  if (args.options.preserve_layout) {
+    args.options.preserve_layout = false;
+    auto [output, sum, mean, rstd] = kForward(args);
+    if (!args.in_place) sum = copy_to_layout(sum, args.input);
+    return {copy_to_layout(output, args.input), sum, mean, rstd};
+  }
+  const auto weight = expand_groups(args.weight, args.input), bias = expand_groups(args.bias, args.input);
+  return kForward(
+      {args.input, args.residual, args.normalized_shape, weight, bias, args.eps, args.options, args.in_place});
+}
+
+template <Backward kBackward>
+BackwardOutputs backward_by_copies(BackwardArgs args) {
+  if (args.options.preserve_layout) {
+    args.options.preserve_layout = false;
+    auto [grad_input, grad_weight, grad_bias] = kBackward(args);
+    return {copy_to_layout(grad_input, args.input), grad_weight, grad_bias};
+  }
+  const auto weight = expand_groups(args.weight, args.input), bias = expand_groups(args.bias, args.input);
+  auto [grad_input, grad_weight, grad_bias] =
+      kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, weight, bias,
+                 args.output_mask, args.grad_sum, args.options});
+  return {grad_input, sum_to(grad_weight, args.weight), sum_to(grad_bias, args.bias)};
+}
+
+// A parameter as the kernels read it; undefined if absent.
+Tensor kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Geometry& geometry) {
+  if (!present(t)) return Tensor();
+  const Tensor converted = t->scalar_type() == type ? *t : t->to(type);
+  return geometry.fits_parameter(converted) ? converted : converted.contiguous();
+}
+
+template <class Params>
+void set_common(Params& params, const Geometry& geometry, const Options& options, const Tensor& weight,
+                const Tensor& bias, const Launching& on) {
+  params.groups = geometry.groups;
+  params.rows = geometry.rows;
+  params.cols = geometry.cols;
+  params.channels_first = geometry.channels_first;
+  params.weight = geometry.parameter_view(weight, on.input(weight, "weight"));
+  params.bias = geometry.parameter_view(bias, on.input(bias, "bias"));
+  params.rms = options.rms;
+  params.zero_centered_weight = weight.defined() && options.zero_centered_weight;
+  params.stream = on.stream();
+}
+
 int64_t no_workspace(const ForwardParams&) { return 0; }
 
 template <void (*kernel)(const ForwardParams&), int64_t (*workspace_size)(const ForwardParams&) = no_workspace>
-NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                         const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
-                         bool in_place) {
-  check_forward(input, residual, normalized_shape, weight, bias);
-  if (in_place) {
+ForwardOutputs forward(const ForwardArgs& args) {
+  check_forward(args);
+  const Tensor& input = args.input;
+  const auto& residual = args.residual;
+  if (args.in_place) {
     at::assert_no_internal_overlap(*residual);
     at::assert_no_overlap(*residual, input);
   }
   const Launching on(input);
-  const Extents extents(input, normalized_shape.size());
-  const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const auto statistics_options = options.dtype(accumulate_type(input));
-  Tensor output = allocate(input.sizes(), options), sum, mean;
-  if (present(residual)) sum = in_place && residual->is_contiguous() ? *residual : allocate(input.sizes(), options);
-  at::DimVector shape(input.sizes().slice(0, extents.batch_dims));
+  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  Tensor output = allocate_like(input, input.scalar_type(), args.options.preserve_layout), sum, mean;
+  at::DimVector shape(input.sizes().slice(0, input.dim() - normalized_dims));
   shape.resize(input.dim(), 1);
-  if (!variant.rms) mean = allocate(shape, statistics_options);
+  const auto statistics_options =
+      input.options().dtype(accumulate_type(input)).memory_format(at::MemoryFormat::Contiguous);
+  if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
-  const auto formatted = [&] {
-    const auto format = output_format(input, residual, variant);
-    return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
-  };
-  if (extents.rows == 0 || extents.cols == 0) {
+  const Geometry geometry(output, input, normalized_dims, args.weight, args.bias);
+  if (!geometry.fits(output) || !geometry.fits(rstd)) return forward_by_copies<forward<kernel, workspace_size>>(args);
+  if (present(residual)) {
+    const bool reuse = args.in_place && residual->strides() == output.strides();
+    sum = reuse ? *residual : at::empty_strided(output.sizes(), output.strides(), residual->options());
+  }
+  if (input.numel() == 0) {
     if (mean.defined()) mean.zero_();
-    return {formatted(), sum, mean, rstd.zero_()};
+    return {with_format(output, args), sum, mean, rstd.zero_()};
   }
 
-  const Rows x = rows_of(input, extents);
-  const Rows added = present(residual) ? rows_of(*residual, extents) : Rows{};
-  const auto param_type = ParameterTypes(input, weight, bias).kernel;
-  const Tensor w = parameter(weight, param_type), b = parameter(bias, param_type);
+  const auto parameter_type = ParameterTypes(input, args.weight, args.bias).kernel;
+  const Tensor x = geometry.fit(input);
+  const Tensor weight = kernel_parameter(args.weight, parameter_type, geometry);
+  const Tensor bias = kernel_parameter(args.bias, parameter_type, geometry);
   ForwardParams params;
-  params.rows = extents.rows;
-  params.cols = extents.cols;
-  params.input = on.input(x.tensor, "input");
-  params.input_stride = x.stride;
-  params.sum = sum.is_same(added.tensor) ? on.in_out(sum, "residual") : on.output(sum, "sum");
-  params.residual = sum.is_same(added.tensor) ? params.sum : on.input(added.tensor, "residual");
-  params.residual_stride = added.stride;
-  params.weight = on.input(w, "weight");
-  params.bias = on.input(b, "bias");
-  params.eps = eps;
-  params.output = on.output(output, "output");
-  params.mean = on.output(mean, "mean");
-  params.rstd = on.output(rstd, "rstd");
-  params.rms = variant.rms;
-  params.zero_centered_weight = w.defined() && variant.zero_centered_weight;
+  set_common(params, geometry, args.options, weight, bias, on);
+  params.input = geometry.view(x, on.input(x, "input"));
+  Tensor added;
+  if (present(residual)) {
+    added = sum.is_same(*residual) ? sum : geometry.fit(*residual);
+    params.sum = geometry.view(sum, sum.is_same(added) ? on.in_out(sum, "residual") : on.output(sum, "sum"));
+    params.residual = sum.is_same(added) ? params.sum : geometry.view(added, on.input(added, "residual"));
+  }
+  params.eps = args.eps;
+  params.output = geometry.view(output, on.output(output, "output"));
+  params.mean = geometry.view(mean, on.output(mean, "mean"));
+  params.rstd = geometry.view(rstd, on.output(rstd, "rstd"));
   params.dtype = dtype_of(input.scalar_type());
-  params.param_dtype = dtype_of(param_type);
-  params.stream = on.stream();
+  params.sum_dtype = present(residual) ? dtype_of(residual->scalar_type()) : params.dtype;
+  params.param_dtype = dtype_of(parameter_type);
   Tensor workspace;
-  if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, options.dtype(at::kByte));
+  if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, input.options().dtype(at::kByte));
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
-  if (in_place && !sum.is_same(*residual)) residual->copy_(sum);
-  return {formatted(), sum, mean, rstd};
+  if (args.in_place && !sum.is_same(*residual)) sum = residual->copy_(sum);
+  return {with_format(output, args), sum, mean, rstd};
 }
 
 template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
-Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
-                      SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
-                      const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask, Variant variant) {
-  check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
+BackwardOutputs backward(const BackwardArgs& args) {
+  check_backward(args);
+  const Tensor& input = args.input;
   const Launching on(input);
-  const Extents extents(input, normalized_shape.size());
+  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
+  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const ParameterTypes types(input, weight, bias);
-  const auto param_shape = input.sizes().slice(extents.batch_dims);
-  const bool empty = extents.rows == 0 || extents.cols == 0;
-  const auto parameter_gradient = [&](at::ScalarType type) {
-    return empty ? at::zeros(param_shape, options.dtype(type)) : allocate(param_shape, options.dtype(types.kernel));
+  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  // Has the layout of grad_input; the input itself may serve if that is not wanted.
+  const bool allocates = wants_input || !(args.options.preserve_layout || input.is_contiguous());
+  const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
+  const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
+  if (!geometry.fits(grad) || !geometry.fits(args.rstd.contiguous())) {
+    return backward_by_copies<backward<kernel, workspace_size>>(args);
+  }
+  const bool empty = input.numel() == 0;
+  const auto parameter_gradient = [&](const optional<Tensor>& parameter, at::ScalarType type) {
+    const auto sizes = present(parameter) ? parameter->sizes() : input.sizes().slice(input.dim() - normalized_dims);
+    return empty ? at::zeros(sizes, options.dtype(type)) : allocate(sizes, options.dtype(types.kernel));
   };
   Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) grad_input = allocate(input.sizes(), options);
-  if (output_mask[1]) grad_weight = parameter_gradient(types.weight);
-  if (output_mask[2]) grad_bias = parameter_gradient(types.bias);
-  if (empty || output_mask == Mask{}) return {grad_input, grad_weight, grad_bias};
+  if (wants_input) grad_input = grad;
+  if (wants_weight) grad_weight = parameter_gradient(args.weight, types.weight);
+  if (wants_bias) grad_bias = parameter_gradient(args.bias, types.bias);
+  if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
 
-  const Rows dy = rows_of(grad_output, extents), x = rows_of(input, extents);
-  const Rows dsum = output_mask[0] && present(grad_sum) ? rows_of(*grad_sum, extents) : Rows{};
-  const Tensor w = parameter(weight, types.kernel);
-  const Tensor b = variant.memory_efficient ? parameter(bias, types.kernel) : Tensor();
-  // The statistics are contiguous, unless torch.compile has given those of images another layout.
-  const Tensor m = needs_mean(variant) ? mean->contiguous() : Tensor(), r = rstd.contiguous();
+  const auto fit = [&](const optional<Tensor>& t, bool wanted) {
+    return wanted && present(t) ? geometry.fit(*t) : Tensor();
+  };
+  const auto statistic = [&](const Tensor& t) { return geometry.fits(t) ? t : t.contiguous(); };
+  const Tensor dy = geometry.fit(args.grad_output), x = geometry.fit(input), dsum = fit(args.grad_sum, wants_input);
+  const Tensor weight = kernel_parameter(args.weight, types.kernel, geometry);
+  const Tensor bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, geometry) : Tensor();
+  const Tensor mean = needs_mean(args.options) ? statistic(*args.mean) : Tensor(), rstd = statistic(args.rstd);
   BackwardParams params;
-  params.rows = extents.rows;
-  params.cols = extents.cols;
-  params.grad_output = on.input(dy.tensor, "grad_output");
-  params.grad_output_stride = dy.stride;
-  params.input = on.input(x.tensor, "input");
-  params.input_stride = x.stride;
-  params.grad_sum = on.input(dsum.tensor, "grad_sum");
-  params.grad_sum_stride = dsum.stride;
-  params.mean = on.input(m, "mean");
-  params.rstd = on.input(r, "rstd");
-  params.weight = on.input(w, "weight");
-  params.bias = on.input(b, "bias");
-  params.grad_input = on.output(grad_input, "grad_input");
-  params.grad_weight = on.output(grad_weight, "grad_weight");
-  params.grad_bias = on.output(grad_bias, "grad_bias");
-  params.rms = variant.rms;
-  params.zero_centered_weight = w.defined() && variant.zero_centered_weight;
-  params.from_output = variant.memory_efficient;
-  params.dtype = dtype_of(input.scalar_type());
+  set_common(params, geometry, args.options, weight, bias, on);
+  params.grad_output = geometry.view(dy, on.input(dy, "grad_output"));
+  params.input = geometry.view(x, on.input(x, "input"));
+  params.grad_sum = geometry.view(dsum, on.input(dsum, "grad_sum"));
+  params.mean = geometry.view(mean, on.input(mean, "mean"));
+  params.rstd = geometry.view(rstd, on.input(rstd, "rstd"));
+  params.grad_input = geometry.view(grad_input, on.output(grad_input, "grad_input"));
+  params.grad_weight = geometry.gradient_view(args.weight, on.output(grad_weight, "grad_weight"));
+  params.grad_bias = geometry.gradient_view(args.bias, on.output(grad_bias, "grad_bias"));
+  params.from_output = args.options.memory_efficient;
+  params.dtype = dtype_of(args.grad_output.scalar_type());
+  params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
-  params.stream = on.stream();
   Tensor workspace;
   if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, options.dtype(at::kByte));
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
-  return {grad_input, cast(std::move(grad_weight), types.weight), cast(std::move(grad_bias), types.bias)};
+  const auto cast = [](const Tensor& t, at::ScalarType type) { return t.defined() ? t.to(type) : t; };
+  return {grad_input, cast(grad_weight, types.weight), cast(grad_bias, types.bias)};
 }
 
-// ---- shape functions ------------------------------------------------------------------------------------------------
+// ---- meta functions -------------------------------------------------------------------------------------------------
 
-NormOutputs norm_forward_meta(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
-                              bool in_place) {
-  check_forward(input, residual, normalized_shape, weight, bias);
-  const auto statistics_options = input.options().dtype(accumulate_type(input));
-  const auto shape = statistics_shape(input, normalized_shape);
-  Tensor sum, mean;
-  if (present(residual)) sum = in_place ? *residual : at::empty_symint(input.sym_sizes(), input.options());
-  if (!variant.rms) mean = at::empty_symint(shape, statistics_options);
-  const auto format = output_format(input, residual, variant);
-  return {at::empty_symint(input.sym_sizes(), input.options().memory_format(format)), sum, mean,
-          at::empty_symint(shape, statistics_options)};
+Tensor empty_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
+  const auto options = input.options().dtype(type);
+  return preserve_layout ? at::empty_like(input, options) : at::empty_symint(input.sym_sizes(), options);
 }
 
-Outputs norm_backward_meta(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
-                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
-                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
-                           Variant variant) {
-  check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
-  const ParameterTypes types(input, weight, bias);
-  Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) grad_input = at::empty_symint(input.sym_sizes(), input.options());
-  const auto param_shape = input.sym_sizes().slice(input.dim() - normalized_shape.size());
-  if (output_mask[1]) grad_weight = at::empty_symint(param_shape, input.options().dtype(types.weight));
-  if (output_mask[2]) grad_bias = at::empty_symint(param_shape, input.options().dtype(types.bias));
-  return {grad_input, grad_weight, grad_bias};
+ForwardOutputs forward_meta(const ForwardArgs& args) {
+  check_forward(args);
+  const Tensor& input = args.input;
+  const auto options = input.options().dtype(accumulate_type(input));
+  const auto shape = statistics_shape(input, args.normalized_shape);
+  const bool preserve_layout = args.options.preserve_layout;
+  ForwardOutputs outputs;
+  outputs.output = with_format(empty_like(input, input.scalar_type(), preserve_layout), args);
+  if (present(args.residual)) {
+    outputs.sum = args.in_place ? *args.residual : empty_like(input, args.residual->scalar_type(), preserve_layout);
+  }
+  if (!args.options.rms) outputs.mean = at::empty_symint(shape, options);
+  outputs.rstd = at::empty_symint(shape, options);
+  return outputs;
 }
 
-// ---- names ----------------------------------------------------------------------------------------------------------
-
-NormOutputs add_forward(const Tensor& input, const Tensor& residual, SymIntArrayRef normalized_shape,
-                        const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
-  return call_norm_forward(input, residual, normalized_shape, weight, bias, eps, {}, /*in_place=*/false);
-}
-
-Outputs add_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& sum,
-                     SymIntArrayRef normalized_shape, const Tensor& mean, const Tensor& rstd,
-                     const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
-  return call_norm_backward(grad_output, grad_sum, sum, normalized_shape, mean, rstd, weight, bias, output_mask, {});
+BackwardOutputs backward_meta(const BackwardArgs& args) {
+  check_backward(args);
+  const Tensor& input = args.input;
+  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  const auto gradient = [&](const optional<Tensor>& parameter, at::ScalarType type) {
+    return at::empty_symint(present(parameter) ? parameter->sym_sizes() : args.normalized_shape,
+                            input.options().dtype(type));
+  };
+  BackwardOutputs outputs;
+  if (args.output_mask[0]) {
+    outputs.grad_input = empty_like(input, input.scalar_type(), args.options.preserve_layout);
+  }
+  if (args.output_mask[1]) outputs.grad_weight = gradient(args.weight, types.weight);
+  if (args.output_mask[2]) outputs.grad_bias = gradient(args.bias, types.bias);
+  return outputs;
 }
 
 }  // namespace
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
 
-NormOutputs call_norm_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                              const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, Variant variant,
-                              bool in_place) {
-  using Ops = Family<norm_forward_meta, norm_backward_meta>;
-  const auto& [rms, zero_centered_weight, memory_efficient] = variant;
+namespace {
+
+using Norm = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, SymIntArrayRef, const optional<Tensor>&,
+                                                const optional<Tensor>&, double, bool, bool, bool, bool);
+using AddNorm = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef,
+                                                           const optional<Tensor>&, const optional<Tensor>&, double,
+                                                           bool, bool, bool, bool);
+using AddNormInPlace = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef,
+                                                          const optional<Tensor>&, const optional<Tensor>&, double,
+                                                          bool, bool, bool, bool);
+using NormBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef,
+                                                        const optional<Tensor>&, const Tensor&, const optional<Tensor>&,
+                                                        const optional<Tensor>&, std::array<bool, 3>,
+                                                        const optional<Tensor>&, bool, bool, bool, bool);
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+}
+
+}  // namespace
+
+ForwardOutputs call_forward(const ForwardArgs& args) {
+  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = options;
   if (in_place) {
-    static const auto op = find<decltype(Ops::norm_forward_in_place)>(LAYERNORM_OPERATOR("norm_forward_"));
-    auto [output, mean, rstd] =
-        op.call(input, *residual, normalized_shape, weight, bias, eps, rms, zero_centered_weight);
+    static const auto op = find<AddNormInPlace>(LAYERNORM_OPERATOR("forward_"), "residual");
+    auto [output, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
+                                        zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), *residual, std::move(mean), std::move(rstd)};
   }
-  if (present(residual) || rms || zero_centered_weight || memory_efficient) {
-    static const auto op = find<decltype(Ops::norm_forward)>(LAYERNORM_OPERATOR("norm_forward"));
-    return op.call(input, residual, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient);
+  if (present(residual)) {
+    static const auto op = find<AddNorm>(LAYERNORM_OPERATOR("forward"), "residual");
+    auto [output, sum, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
+                                             zero_centered_weight, memory_efficient, preserve_layout);
+    return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
-  static const auto op = find<decltype(Ops::forward)>(LAYERNORM_OPERATOR("forward"));
-  auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps);
+  static const auto op = find<Norm>(LAYERNORM_OPERATOR("forward"), "");
+  auto [output, mean, rstd] =
+      op.call(input, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient, preserve_layout);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
-Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_sum, const Tensor& input,
-                           SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
-                           const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask,
-                           Variant variant) {
-  using Ops = Family<norm_forward_meta, norm_backward_meta>;
-  const auto& [rms, zero_centered_weight, memory_efficient] = variant;
-  if (present(grad_sum) || !present(mean) || rms || zero_centered_weight || memory_efficient) {
-    static const auto op = find<decltype(Ops::norm_backward)>(LAYERNORM_OPERATOR("norm_backward"));
-    return op.call(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask, rms,
-                   zero_centered_weight, memory_efficient);
-  }
-  static const auto op = find<decltype(Ops::backward)>(LAYERNORM_OPERATOR("backward"));
-  return op.call(grad_output, input, normalized_shape, *mean, rstd, weight, bias, output_mask);
+BackwardOutputs call_backward(const BackwardArgs& args) {
+  static const auto op = find<NormBackward>(LAYERNORM_OPERATOR("backward"), "");
+  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
+  auto [grad_input, grad_weight, grad_bias] =
+      op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
+              args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
 }  // namespace layernorm
@@ -440,15 +637,14 @@ Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& gr
 #ifndef LAYERNORM_EMULATE
 LAYERNORM_LIBRARY_IMPL(CPU, m) {
   using namespace layernorm;
-  Family<norm_forward<cpu::forward>, norm_backward<cpu::backward, cpu::backward_workspace>>::implement(m);
+  implement<forward<cpu::forward>, backward<cpu::backward, cpu::backward_workspace>>(m);
 }
 #endif
 
 #if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
 LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
   using namespace layernorm;
-  Family<norm_forward<cuda::forward, cuda::forward_workspace>,
-         norm_backward<cuda::backward, cuda::backward_workspace>>::implement(m);
+  implement<forward<cuda::forward, cuda::forward_workspace>, backward<cuda::backward, cuda::backward_workspace>>(m);
 }
 #else
 namespace layernorm {
@@ -459,7 +655,7 @@ void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
 }  // namespace layernorm
 
 LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  for (const char* name : {"forward", "norm_forward", "norm_forward_", "backward", "norm_backward"}) {
+  for (const char* name : {"forward", "forward.residual", "forward_.residual", "backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&layernorm::refuse>());
   }
 }
@@ -467,11 +663,14 @@ LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
 
 LAYERNORM_LIBRARY_IMPL(Meta, m) {
   using namespace layernorm;
-  Family<norm_forward_meta, norm_backward_meta>::implement(m);
+  implement<forward_meta, backward_meta>(m);
 }
 
 LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
-  m.impl("add_forward", &layernorm::add_forward);
-  m.impl("add_backward", &layernorm::add_backward);
-  m.impl("check_forward", &layernorm::check_forward);
+  using namespace layernorm;
+  m.impl("check_forward", [](const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                             const optional<Tensor>& weight, const optional<Tensor>& bias) {
+    check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
+  });
+  m.impl("check_images", &check_images);
 }

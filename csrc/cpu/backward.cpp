@@ -72,40 +72,38 @@ struct Coefficients {
 static_assert(sizeof(Coefficients<float>) == kCoefficients * sizeof(float));
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
 
-template <class T, class W>
+template <class T_, class X_, class W_>
 struct Backward {
-  using Acc = AccOf<T>;
+  using T = T_;
+  using X = X_;
+  using W = W_;
+  using Acc = AccOf<X>;
+  static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
   Backward(const BackwardParams& p, void* workspace)
       : p(p),
-        groups(p.cols, kChunk<Acc>),
-        slots(num_slots(p.rows)),
-        padded_cols(kMaxPackSize * ceil_div(p.cols, kMaxPackSize)),
+        chunks(p.cols, kChunk<Acc>),
+        slots(p),
+        padded_cols(cpu::padded_cols(p)),
+        weight_offset(p.zero_centered_weight),
         partials(static_cast<Acc*>(workspace)),
-        coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots * padded_cols)) {}
+        coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.count * padded_cols)) {}
 
-  const T* dy(int64_t r) const { return static_cast<const T*>(p.grad_output) + r * p.grad_output_stride; }
-  const T* x(int64_t r) const { return static_cast<const T*>(p.input) + r * p.input_stride; }
-  const T* dsum(int64_t r) const {
-    return p.grad_sum ? static_cast<const T*>(p.grad_sum) + r * p.grad_sum_stride : nullptr;
-  }
-  Acc mean(int64_t r) const { return p.mean ? static_cast<const Acc*>(p.mean)[r] : Acc(0); }
-  Acc rstd(int64_t r) const { return static_cast<const Acc*>(p.rstd)[r]; }
-  const W* weight() const { return static_cast<const W*>(p.weight); }
-  const W* bias() const { return static_cast<const W*>(p.bias); }
-  Acc weight_offset() const { return p.zero_centered_weight; }
+  Acc mean(int64_t group, int64_t r) const { return p.mean.data ? *p.mean.row<const Acc>(group, r) : Acc(0); }
+  Acc rstd(int64_t group, int64_t r) const { return *p.rstd.row<const Acc>(group, r); }
   // Special rows need scaling, or have xhat computed from the output. No difference overflows in a row whose standard
   // deviation is below 2^60, whatever its length.
-  bool is_special(int64_t r) const { return p.from_output || rstd(r) < Acc(0x1p-60); }
-  T* dx(int64_t r) const { return p.grad_input ? static_cast<T*>(p.grad_input) + r * p.cols : nullptr; }
-  Acc* dweight(int64_t slot) const { return p.grad_weight ? partials + 2 * slot * padded_cols : nullptr; }
-  Acc* dbias(int64_t slot) const { return p.grad_bias ? partials + (2 * slot + 1) * padded_cols : nullptr; }
+  bool is_special(int64_t group, int64_t r) const { return p.from_output || rstd(group, r) < Acc(0x1p-60); }
+  Acc* dweight(int64_t slot) const { return p.grad_weight.data ? partials + 2 * slot * padded_cols : nullptr; }
+  Acc* dbias(int64_t slot) const { return p.grad_bias.data ? partials + (2 * slot + 1) * padded_cols : nullptr; }
 
   const BackwardParams& p;
-  const ChunkGroups groups;
-  const int64_t slots, padded_cols;
-  Acc* partials;                    // [slots, 2, padded_cols], packs in the order of T
-  Coefficients<Acc>* coefficients;  // [rows]
+  const ChunkGroups chunks;
+  const Slots slots;
+  const int64_t padded_cols;
+  const Acc weight_offset;
+  Acc* partials;                    // [slots, 2, padded_cols], packs in the order of X
+  Coefficients<Acc>* coefficients;  // [groups * rows]
 };
 
 // The weight, with NaN for values too small to divide by.
@@ -117,44 +115,49 @@ Pack<Acc> divisor(const Pack<Acc>& weight) {
   return {checked(weight.a), checked(weight.b)};
 }
 
-// d (see Coefficients) for a pack of x.
-template <bool special, class T, class W, class Mean, class Lanes>
-Pack<AccOf<T>> deviation(const Backward<T, W>& b, const T* x, const Mean& mean, int64_t j, Lanes lanes) {
-  if constexpr (!special) return load<T>(x + j, lanes) - mean;
-  if (!b.p.from_output) return load_row<T, true>(x + j, lanes) - mean;
-  auto v = load<T>(x + j, lanes);
-  if (b.bias()) v = v - load<T>(b.bias() + j, lanes);
-  return v / divisor(load_weight<T>(b.weight(), b.weight_offset(), j, lanes));
+// d (see Coefficients) for a pack of x. Weight and bias are those of the row's group.
+template <bool special, class B, class Mean, class Lanes>
+Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, const Mean& mean, const typename B::W* weight,
+                                const typename B::W* bias, int64_t j, Lanes lanes) {
+  using X = typename B::X;
+  if constexpr (!special) return load<X>(x + j, lanes) - mean;
+  if (!b.p.from_output) return load_row<X, true>(x + j, lanes) - mean;
+  auto v = load<X>(x + j, lanes);
+  if (bias) v = v - load<X>(bias + j, lanes);
+  return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
 }
 
-// The first loop, for rows r to r + kCount - 1. Its operands are local variables, which a store cannot alias.
-template <class Threads, int kCount, int kPacks, bool special, bool with_g, class T, class W>
-void first_loop(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
-  using Acc = AccOf<T>;
+// The first loop, for rows r to r + kCount - 1 of a group. Its operands are local variables, which a store cannot
+// alias.
+template <class Threads, int kCount, int kPacks, bool special, bool with_g, class B>
+void first_loop(const B& b, int64_t group, int64_t r, Coefficients<typename B::Acc>* c) {
+  using X = typename B::X;
+  using Acc = typename B::Acc;
   enum { kXhat, kG, kGXhat, kKinds };
-  const Acc scale = !special ? Acc(1) : b.p.from_output ? b.rstd(r) : kScale<Acc>;
-  const T* const x = b.x(r);
-  const T* const dy = b.dy(r);
-  const W* const weight = b.weight();
-  const Acc weight_offset = b.weight_offset();
-  const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride;
+  const Acc scale = !special ? Acc(1) : b.p.from_output ? b.rstd(group, r) : kScale<Acc>;
+  const auto* const x = b.p.input.template row<const X>(group, r);
+  const auto* const dy = b.p.grad_output.template row<const typename B::T>(group, r);
+  const auto* const weight = b.p.weight.template row<const typename B::W>(group, 0);
+  const auto* const bias = b.p.bias.template row<const typename B::W>(group, 0);
+  const Acc weight_offset = b.weight_offset;
+  const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
   Acc mean[kCount], rstd_scaled[kCount];
   for (int k = 0; k < kCount; ++k) {
-    mean[k] = b.mean(r + k) * scale;
-    rstd_scaled[k] = special && b.p.from_output ? Acc(1) : b.rstd(r + k) / scale;
+    mean[k] = b.mean(group, r + k) * scale;
+    rstd_scaled[k] = special && b.p.from_output ? Acc(1) : b.rstd(group, r + k) / scale;
   }
-  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.groups, [&](int64_t begin, int64_t n) {
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
       Pack<Acc> w;
-      if (with_g) w = load_weight<T>(weight, weight_offset, j, lanes);
+      if (with_g) w = load_weight<X>(weight, weight_offset, j, lanes);
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
-        const auto d = deviation<special>(b, x + k * x_stride, mean[k], j, lanes);
-        const auto xhat = zero_outside<kEvenOdd<T>>(d * rstd_scaled[k], lanes);
+        const auto d = deviation<special>(b, x + k * x_stride, mean[k], weight, bias, j, lanes);
+        const auto xhat = zero_outside<kEvenOdd<X>>(d * rstd_scaled[k], lanes);
         s.values[kXhat][k][pack] = s.values[kXhat][k][pack] + xhat;
         if constexpr (with_g) {
-          const auto g = load<T>(dy + k * dy_stride + j, lanes) * w;
+          const auto g = load<X>(dy + k * dy_stride + j, lanes) * w;
           s.values[kG][k][pack] = s.values[kG][k][pack] + g;
           s.values[kGXhat][k][pack] = fma(g, xhat, s.values[kGXhat][k][pack]);
         }
@@ -163,36 +166,38 @@ void first_loop(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
     return Sums<kCount, kKinds>(s.total());
   });
   PerRow<double, kCount> shift = {}, mean_g = {};
-  if (!b.p.rms)
-    shift = b.groups.template mean<Acc>(sums.values[kXhat]), mean_g = b.groups.template mean<Acc>(sums.values[kG]);
-  const auto mean_g_xhat = b.groups.template mean<Acc>(sums.values[kGXhat]) - shift * mean_g;
+  if (!b.p.rms) {
+    shift = b.chunks.template mean<Acc>(sums.values[kXhat]);
+    mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
+  }
+  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGXhat]) - shift * mean_g;
   const auto minus_shift = __builtin_convertvector(-shift, PerRow<Acc, kCount>);
   const auto minus_c1 = __builtin_convertvector(-mean_g_xhat, PerRow<Acc, kCount>);
   const auto minus_c2 = __builtin_convertvector(-mean_g, PerRow<Acc, kCount>);
   for (int k = 0; k < kCount; ++k) c[k] = {scale, mean[k], rstd_scaled[k], minus_shift[k], minus_c1[k], minus_c2[k]};
 }
 
-template <class Threads, int kCount, int kPacks, class T, class W>
-void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
-  if (!b.p.grad_input && !b.p.grad_weight) {  // dbias needs nothing but dy
+template <class Threads, int kCount, int kPacks, class B>
+void coefficients(const B& b, int64_t group, int64_t r, Coefficients<typename B::Acc>* c) {
+  if (!b.p.grad_input.data && !b.p.grad_weight.data) {  // dbias needs nothing but dy
     for (int k = 0; k < kCount; ++k) c[k] = {1, 0, 0, 0, 0, 0};
     return;
   }
   bool any_special = false;
-  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(r + k);
+  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(group, r + k);
   if constexpr (kCount > 1) {
     if (any_special) {
-      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, r + k, c + k);
+      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, group, r + k, c + k);
       return;
     }
   } else if (any_special) {
-    first_loop<Threads, 1, kPacks, true, true>(b, r, c);
+    first_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
     return;
   }
-  if (b.p.grad_input) {
-    first_loop<Threads, kCount, kPacks, false, true>(b, r, c);
+  if (b.p.grad_input.data) {
+    first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c);
   } else {
-    first_loop<Threads, kCount, kPacks, false, false>(b, r, c);
+    first_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
   }
 }
 
@@ -203,23 +208,28 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
   return v * w + c;
 }
 
-// The second loop, for columns [begin, begin + n) of rows r to r + kCount - 1. `first` says that they are the first of
-// their slot. The flags for the gradients are template parameters because testing them in the loop costs a third of the
-// speed.
-template <int kCount, bool special, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
-void second_loop(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, const Coefficients<AccOf<T>>* c,
+// The second loop, for columns [begin, begin + n) of rows r to r + kCount - 1 of a group. `first` says that they are
+// the first of their slot. The flags for the gradients are template parameters because testing them in the loop costs a
+// third of the speed.
+template <int kCount, bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
+void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>* c,
                  int64_t begin, int64_t n) {
-  using Acc = AccOf<T>;
-  const T* const x = b.x(r);
-  const T* const dy = b.dy(r);
-  const T* const dsum = b.dsum(r);
-  const W* const weight = b.weight();
-  const Acc weight_offset = b.weight_offset();
-  T* const dx = b.dx(r);
+  using T = typename B::T;
+  using X = typename B::X;
+  using W = typename B::W;
+  using Acc = typename B::Acc;
+  const BackwardParams& p = b.p;
+  const X* const x = p.input.row<const X>(group, r);
+  const T* const dy = p.grad_output.row<const T>(group, r);
+  const X* const dsum = p.grad_sum.row<const X>(group, r);
+  const W* const weight = p.weight.row<const W>(group, 0);
+  const W* const bias = p.bias.row<const W>(group, 0);
+  const Acc weight_offset = b.weight_offset;
+  X* const dx = p.grad_input.row<X>(group, r);
   Acc* const dweight = b.dweight(slot);
   Acc* const dbias = b.dbias(slot);
-  const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, dsum_stride = b.p.grad_sum_stride;
-  const int64_t cols = b.p.cols;
+  const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
+  const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
@@ -230,21 +240,21 @@ void second_loop(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, c
   }
   for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     Pack<Acc> w, dw = {}, db = {};
-    if (with_dx) w = load_weight<T>(weight, weight_offset, j, lanes);
+    if (with_dx) w = load_weight<X>(weight, weight_offset, j, lanes);
     if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
     if (with_dbias && !first) db = read(dbias + j, AllLanes{});
     for (int k = 0; k < kCount; ++k) {
-      const auto v = load<T>(dy + k * dy_stride + j, lanes);
+      const auto v = load<X>(dy + k * dy_stride + j, lanes);
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
-        const auto d = deviation<special>(b, x + k * x_stride, mean[k], j, lanes);
+        const auto d = deviation<special>(b, x + k * x_stride, mean[k], weight, bias, j, lanes);
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
-          if (dsum) result = result + load<T>(dsum + k * dsum_stride + j, lanes);
-          store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
-          prefetch_for_write(dx + k * cols + j);
+          if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
+          store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, lanes);
+          prefetch_for_write(dx + k * dx_stride + j);
         }
       }
     }
@@ -253,123 +263,144 @@ void second_loop(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, c
   });
 }
 
-template <class T, class W>
-void second_loop(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
-                 const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
+template <class B>
+void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, int64_t count, bool first,
+                 const Coefficients<typename B::Acc>* c, int64_t begin, int64_t n) {
   bool any_special = false;
-  for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(r + k);
-  const int64_t at_once = any_special ? 1 : rows_together<T>(b.p.cols);
+  for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
+  const int64_t at_once = any_special ? 1 : rows_together<typename B::X>(b.p.cols);
   dispatch_flags(
       [&](auto with_dx, auto with_dweight, auto with_dbias) {
         int64_t k = 0;
-        for (; at_once == kRows && k + kRows <= count; k += kRows) {
-          second_loop<kRows, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first && k == 0, c + k, begin,
-                                                                       n);
-        }
-        for (; at_once >= kFewRows && k + kFewRows <= count; k += kFewRows) {
-          second_loop<kFewRows, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first && k == 0, c + k, begin,
-                                                                          n);
-        }
-        for (; k < count; ++k) {
-          const bool first_row = first && k == 0;
-          if (!b.is_special(r + k)) {
-            second_loop<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
+        const auto loop = [&](auto rows, auto special) {
+          second_loop<rows, special, with_dx, with_dweight, with_dbias>(b, slot, group, r + k, first && k == 0, c + k,
+                                                                        begin, n);
+          k += rows;
+        };
+        while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
+        while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+        while (k < count) {
+          if (b.is_special(group, r + k)) {
+            loop(Constant<1>{}, std::true_type{});
           } else {
-            second_loop<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
+            loop(Constant<1>{}, std::false_type{});
           }
         }
       },
-      b.p.grad_input != nullptr, b.p.grad_weight != nullptr, b.p.grad_bias != nullptr);
+      b.p.grad_input.data != nullptr, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
 }
 
-// Calls f(first row, rows) for the rows of a slot, at most `step` at a time.
-template <class F>
-void for_rows_of_slot(int64_t rows, int64_t slot, int64_t step, const F& f) {
-  const int64_t end = min(rows, (slot + 1) * rows_per_slot(rows));
-  for (int64_t r = slot * rows_per_slot(rows); r < end; r += step) f(r, min(step, end - r));
-}
-
-// Adds the slots' partial sums of one parameter's gradient over columns [begin, end).
-template <class T, class W>
-void reduce_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
-  for_each_pack<AccOf<T>, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
-    auto sum = read(partials + j, AllLanes{});
-    if (b.slots > 1) {
-      DoublePack<AccOf<T>> total = {};
-      for (int64_t slot = 0; slot < b.slots; ++slot)
-        add(total, read(partials + 2 * slot * b.padded_cols + j, AllLanes{}));
-      sum = rounded<AccOf<T>>(total);
-    }
-    store<T, true>(gradient + j, sum, lanes);
+// Calls f(group, first row, rows) for the rows of a slot, at most `step` at a time.
+template <class B, class F>
+void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
+  for_each_group(b.p.rows, b.slots.begin(slot), b.slots.end(slot), [&](int64_t group, int64_t row, int64_t count) {
+    for (int64_t k = 0; k < count; k += step) f(group, row + k, min(step, count - k));
   });
 }
 
-template <class T, class W>
-void backward(const Backward<T, W>& b) {
-  using Acc = AccOf<T>;
-  const BackwardParams& p = b.p;
-  const int64_t slot_rows = rows_per_slot(p.rows), step = block_rows<T>(p.cols);
+// Adds the partial sums of `count` slots over columns [begin, end) of a parameter's gradient.
+template <class B>
+void reduce_slots(const B& b, const typename B::Acc* partials, int64_t count, int64_t begin, int64_t end,
+                  typename B::W* gradient) {
+  using Acc = typename B::Acc;
+  for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
+    auto sum = read(partials + j, AllLanes{});
+    if (count > 1) {
+      DoublePack<Acc> total = {};
+      for (int64_t slot = 0; slot < count; ++slot) {
+        add(total, read(partials + 2 * slot * b.padded_cols + j, AllLanes{}));
+      }
+      sum = rounded<Acc>(total);
+    }
+    store<typename B::X, true>(gradient + j, sum, lanes);
+  });
+}
 
-  if (b.slots >= num_threads() || p.cols <= kTile) {
-    const bool narrow = is_narrow<T>(p.cols);
-    parallel_for(b.slots, ceil_div(kGrain, slot_rows * p.cols), [&](int64_t slot, int64_t end) {
+// Adds the partial sums of all slots, or of each group's if the groups have their own parameter.
+template <class B>
+void reduce_slots(const B& b, const typename B::Acc* partials, const View& gradient) {
+  if (!gradient.data) return;
+  const int64_t groups = gradient.group_stride ? b.p.groups : 1, count = b.slots.count / groups;
+  const int64_t tiles = ceil_div(b.p.cols, kMaxPackSize);
+  parallel_for(groups * tiles, ceil_div(kGrain, count * kMaxPackSize), [&](int64_t begin, int64_t end) {
+    for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
+      reduce_slots(b, partials + 2 * group * count * b.padded_cols, count, tile * kMaxPackSize,
+                   min(b.p.cols, (tile + n) * kMaxPackSize), gradient.template row<typename B::W>(group, 0));
+    });
+  });
+}
+
+template <class B>
+void backward(const B& b) {
+  using X = typename B::X;
+  using Acc = typename B::Acc;
+  const BackwardParams& p = b.p;
+  const int64_t rows = p.groups * p.rows, step = block_rows<X>(p.cols);
+
+  if (b.slots.count >= num_threads() || p.cols <= kTile) {
+    const bool narrow = is_narrow<X>(p.cols);
+    parallel_for(b.slots.count, ceil_div(kGrain, b.slots.rows * p.cols), [&](int64_t slot, int64_t end) {
       for (; slot < end; ++slot) {
-        for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
+        bool first = true;
+        for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
           Coefficients<Acc> c[kMaxBlockRows];
           int64_t k = 0;
           if (narrow) {
-            for (; is_short<T>(p.cols) && k + kRows <= count; k += kRows)
-              coefficients<OneThread, kRows, kNarrowPacks>(b, r + k, c + k);
+            for (; is_short<X>(p.cols) && k + kRows <= count; k += kRows)
+              coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
             for (; k + kFewRows <= count; k += kFewRows)
-              coefficients<OneThread, kFewRows, kNarrowPacks>(b, r + k, c + k);
-            for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, r + k, c + k);
+              coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
+            for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c + k);
           } else {
-            for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, r + k, c + k);
+            for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c + k);
           }
-          second_loop(b, slot, r, count, r == slot * slot_rows, c, 0, p.cols);
+          second_loop(b, slot, group, r, count, first, c, 0, p.cols);
+          first = false;
         });
       }
     });
   } else {
-    if (p.rows < num_threads()) {
-      for (int64_t r = 0; r < p.rows; ++r) coefficients<AllThreads, 1, kWidePacks>(b, r, b.coefficients + r);
-    } else {
-      parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
-        for (; r < end; ++r) coefficients<OneThread, 1, kWidePacks>(b, r, b.coefficients + r);
+    const auto find = [&](auto threads, int64_t begin, int64_t end) {
+      for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
+        for (int64_t k = 0; k < count; ++k) {
+          coefficients<decltype(threads), 1, kWidePacks>(b, group, r + k, b.coefficients + group * p.rows + r + k);
+        }
       });
+    };
+    if (rows < num_threads()) {
+      find(AllThreads{}, 0, rows);
+    } else {
+      parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) { find(OneThread{}, r, end); });
     }
     const int64_t tiles = ceil_div(p.cols, kTile);
-    parallel_for(b.slots * tiles, ceil_div(kGrain, slot_rows * kTile), [&](int64_t task, int64_t end) {
+    parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
       for (; task < end; ++task) {
         const int64_t slot = task / tiles, begin = task % tiles * kTile;
-        for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
-          second_loop(b, slot, r, count, r == slot * slot_rows, b.coefficients + r, begin, min(kTile, p.cols - begin));
+        bool first = true;
+        for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
+          second_loop(b, slot, group, r, count, first, b.coefficients + group * p.rows + r, begin,
+                      min(kTile, p.cols - begin));
+          first = false;
         });
       }
     });
   }
-
-  if (!p.grad_weight && !p.grad_bias) return;
-  parallel_for(ceil_div(p.cols, kMaxPackSize), ceil_div(kGrain, b.slots * kMaxPackSize),
-               [&](int64_t begin, int64_t end) {
-                 begin *= kMaxPackSize;
-                 end = min(p.cols, end * kMaxPackSize);
-                 if (p.grad_weight) reduce_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
-                 if (p.grad_bias) reduce_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
-               });
+  reduce_slots(b, b.dweight(0), p.grad_weight);
+  reduce_slots(b, b.dbias(0), p.grad_bias);
 }
 
 }  // namespace
 
 void backward(const BackwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    if (fits_stack(p.rows, p.cols)) {
-      alignas(kVectorBytes) AccOf<T> workspace[2 * kStackCols];
-      backward(Backward<T, W>(p, workspace));
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using T = typename decltype(types)::T;
+    using X = typename decltype(types)::X;
+    using W = typename decltype(types)::W;
+    if (fits_stack(p)) {
+      alignas(kVectorBytes) AccOf<X> workspace[2 * kStackCols];
+      backward(Backward<T, X, W>(p, workspace));
     } else {
-      backward(Backward<T, W>(p, p.workspace));
+      backward(Backward<T, X, W>(p, p.workspace));
     }
   });
 }

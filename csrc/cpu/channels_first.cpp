@@ -13,6 +13,7 @@
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <cmath>
+#include <limits>
 
 #include "../dtypes.h"
 #include "row.h"
@@ -23,28 +24,35 @@ namespace {
 // Channels that are added in Acc before the sum goes to a double; see kChunk.
 constexpr int64_t kRun = 16;
 
-// One value for each pixel of a block, in the lane order of T.
+// One value for each pixel of a block, in the lane order of X.
 template <class Number>
 using PerPixel = Number[kMaxBlockPixels];
 
 // A block of an array of images; null if the array is.
 template <class T>
 struct Block {
-  T* data;  // [channels, pixels]
-  T* next;  // the following block, or past the end
-  int64_t stride, pixels;
+  T* data;         // [channels, pixels]
+  T* next;         // the following block, or past the end
+  int64_t stride;  // from channel to channel
   T* channel(int64_t c) const { return data + c * stride; }
 };
 
-template <class T>
-Block<T> block_of(T* images, int64_t image_stride, int64_t stride, int64_t image_pixels, const Blocks& blocks,
-                  int64_t block) {
-  const auto begin = [&](int64_t b) { return b % blocks.per_image * blocks.pixels; };
-  const auto data = [&](int64_t b) {
-    return images ? images + b / blocks.per_image * image_stride + begin(b) : nullptr;
-  };
-  return {data(block), data(block + 1), stride, min(blocks.pixels, image_pixels - begin(block))};
-}
+// The place of a block among the images.
+struct Place {
+  Place(const Params& p, const Blocks& blocks, int64_t block)
+      : image(block / blocks.per_image),
+        begin(block % blocks.per_image * blocks.pixels),
+        next_image((block + 1) / blocks.per_image),
+        next_begin((block + 1) % blocks.per_image * blocks.pixels),
+        pixels(min(blocks.pixels, p.rows - begin)) {}
+
+  template <class T>
+  Block<T> of(const View& images) const {
+    return {images.row<T>(image, begin), images.row<T>(next_image, next_begin), images.col_stride};
+  }
+
+  int64_t image, begin, next_image, next_begin, pixels;
+};
 
 // Prefetches a pack of the next block in the last loop over this one. Hardware prefetchers do not follow as many
 // streams as there are channels: forward takes 0.9 of the time (32x192x28x28, Intel Xeon with AVX-512).
@@ -59,18 +67,19 @@ void for_each_run(int64_t channels, const F& f) {
   for (int64_t c = 0; c < channels; c += kRun) f(c, min(kRun, channels - c));
 }
 
-// The parameters of a run of channels, or `fallback` without parameters.
-template <class T>
+// The parameters of a run of channels, plus `offset`, or `fallback` without parameters.
+template <class X>
 struct RunParameters {
-  using Acc = AccOf<T>;
+  using Acc = AccOf<X>;
   template <class W>
-  RunParameters(const W* parameters, int64_t c, int64_t n, Acc fallback) {
+  RunParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
     if (!parameters) {
       for (Acc& value : values) value = fallback;
       return;
     }
     for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
-      store<T, false>(values + j, load<T>(parameters + c + j, lanes), AllLanes{});
+      const auto v = load<X>(parameters + c + j, lanes);
+      store<X, false>(values + j, offset == 0 ? v : v + offset, AllLanes{});
     });
   }
   Acc operator[](int64_t k) const { return values[k]; }
@@ -112,9 +121,9 @@ struct Average {
 };
 
 // Loads x and, if any pixel is scaled, multiplies it by the scales.
-template <bool scaled, class T, class Lanes>
-Pack<AccOf<T>> load_scaled(const T* x, const AccOf<T>* scale, Lanes lanes) {
-  const auto v = load<T>(x, lanes);
+template <bool scaled, class X, class Lanes>
+Pack<AccOf<X>> load_scaled(const X* x, const AccOf<X>* scale, Lanes lanes) {
+  const auto v = load<X>(x, lanes);
   if constexpr (scaled) return v * read(scale, AllLanes{});
   return v;
 }
@@ -135,23 +144,39 @@ struct Statistics {
   PerPixel<Acc> rstd;        // over scale
 };
 
-// Returns whether all variances are finite, and sets the scale of the pixels.
-template <bool scaled, class T>
-bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Statistics<AccOf<T>>& stats) {
-  using Acc = AccOf<T>;
-  const int64_t pixels = padded<Acc>(x.pixels);
-  const Average<Acc> average(channels);
-  RunSums<Acc> sums, deviations, squares;
-  for_each_run(channels, [&](int64_t c, int64_t n) {
-    for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      Pack<Acc> sum = {};
-      for (int64_t k = 0; k < n; ++k) sum = sum + load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes);
-      sums.add(j, sum);
+template <class T, class X>
+void add_residual(const ForwardParams& p, const Place& place) {
+  const auto input = place.of<const T>(p.input);
+  const auto residual = place.of<const X>(p.residual);
+  const auto sum = place.of<X>(p.sum);
+  for (int64_t c = 0; c < p.cols; ++c) {
+    for_each_pack<AccOf<X>, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+      const auto v = load<X>(input.channel(c) + j, lanes) + load<X>(residual.channel(c) + j, lanes);
+      store<X, !std::is_same_v<T, X>>(sum.channel(c) + j, v, lanes);
     });
-  });
+  }
+}
+
+// Returns whether all variances are finite, and sets the scale of the pixels.
+template <bool scaled, class X>
+bool find_statistics(const ForwardParams& p, const Block<const X>& x, int64_t block_pixels,
+                     Statistics<AccOf<X>>& stats) {
+  using Acc = AccOf<X>;
+  const int64_t pixels = padded<Acc>(block_pixels);
+  const Average<Acc> average(p.cols);
+  RunSums<Acc> sums, deviations, squares;
+  if (!p.rms) {
+    for_each_run(p.cols, [&](int64_t c, int64_t n) {
+      for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
+        Pack<Acc> sum = {};
+        for (int64_t k = 0; k < n; ++k) sum = sum + load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes);
+        sums.add(j, sum);
+      });
+    });
+  }
   for (int64_t j = 0; j < pixels; ++j) stats.mean[j] = static_cast<Acc>(average(sums[j]));
-  for_each_run(channels, [&](int64_t c, int64_t n) {
-    for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
+  for_each_run(p.cols, [&](int64_t c, int64_t n) {
+    for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
       const auto mean = read(stats.mean + j, AllLanes{});
       Pack<Acc> deviation = {}, square = {};
       for (int64_t k = 0; k < n; ++k) {
@@ -165,12 +190,12 @@ bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Stat
   });
   bool finite = true;
   for (int64_t j = 0; j < pixels; ++j) {
-    const double correction = average(deviations[j]);
+    const double correction = p.rms ? 0 : average(deviations[j]);
     double variance = average(squares[j]) - correction * correction;
     variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
-    double deviation = std::sqrt(variance + eps);
+    double deviation = std::sqrt(variance + p.eps);
     // eps * kScale^2 may underflow; its root does not.
-    if (scaled && stats.scale[j] != 1) deviation = ::hypot(std::sqrt(variance), std::sqrt(eps) * kScale<Acc>);
+    if (scaled && stats.scale[j] != 1) deviation = ::hypot(std::sqrt(variance), std::sqrt(p.eps) * kScale<Acc>);
     stats.correction[j] = static_cast<Acc>(correction);
     stats.rstd[j] = static_cast<Acc>(1 / deviation);
     if (!scaled) stats.scale[j] = std::isfinite(variance) ? Acc(1) : kScale<Acc>;
@@ -179,13 +204,16 @@ bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Stat
   return finite;
 }
 
-template <bool scaled, class T, class W>
-void normalize(const Block<const T>& x, int64_t channels, const Statistics<AccOf<T>>& stats, const W* weight,
-               const W* bias, const Block<T>& y) {
-  using Acc = AccOf<T>;
-  for_each_run(channels, [&](int64_t c, int64_t n) {
-    const RunParameters<T> w(weight, c, n, 1), b(bias, c, n, 0);
-    for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
+template <bool scaled, class W, class T, class X>
+void normalize(const ForwardParams& p, const Place& place, const Block<const X>& x, const Statistics<AccOf<X>>& stats,
+               const Block<T>& y) {
+  using Acc = AccOf<X>;
+  const W* const weight = p.weight.row<const W>(place.image, 0);
+  const W* const bias = p.bias.row<const W>(place.image, 0);
+  const Acc weight_offset = p.zero_centered_weight;
+  for_each_run(p.cols, [&](int64_t c, int64_t n) {
+    const RunParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
+    for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
       const auto mean = read(stats.mean + j, AllLanes{}), correction = read(stats.correction + j, AllLanes{});
       const auto rstd = read(stats.rstd + j, AllLanes{});
       for (int64_t k = 0; k < n; ++k) {
@@ -198,40 +226,34 @@ void normalize(const Block<const T>& x, int64_t channels, const Statistics<AccOf
         } else if (bias) {
           v = v + b[k];
         }
-        store<T, !std::is_same_v<T, W>>(y.channel(c + k) + j, v, lanes);
+        store<X, !std::is_same_v<T, W> || !std::is_same_v<T, X>>(y.channel(c + k) + j, v, lanes);
         prefetch_next(x, c + k, j);
       }
     });
   });
 }
 
-template <class T, class W>
-void forward_block(const ChannelsFirstForwardParams& p, const Blocks& blocks, int64_t block) {
-  using Acc = AccOf<T>;
-  const auto in_block = [&](auto* images, int64_t image_stride, int64_t stride) {
-    return block_of(images, image_stride, stride, p.pixels, blocks, block);
-  };
-  const auto x = in_block(static_cast<const T*>(p.input), p.input_image_stride, p.input_channel_stride);
-  const auto y = in_block(static_cast<T*>(p.output), p.channels * p.pixels, p.pixels);
-  Acc* const mean = in_block(static_cast<Acc*>(p.mean), p.pixels, 0).data;
-  Acc* const rstd = in_block(static_cast<Acc*>(p.rstd), p.pixels, 0).data;
-  const W* const weight = static_cast<const W*>(p.weight);
-  const W* const bias = static_cast<const W*>(p.bias);
-
+template <class T, class X, class W>
+void forward_block(const ForwardParams& p, const Place& place) {
+  using Acc = AccOf<X>;
+  if (p.residual.data) add_residual<T, X>(p, place);
+  const auto x = place.of<const X>(p.residual.data ? p.sum : p.input);
+  const auto y = place.of<T>(p.output);
   Statistics<Acc> stats;
-  if (find_statistics<false>(x, p.channels, p.eps, stats)) {
-    normalize<false>(x, p.channels, stats, weight, bias, y);
+  if (find_statistics<false>(p, x, place.pixels, stats)) {
+    normalize<false, W>(p, place, x, stats, y);
   } else {  // a pixel's sum overflowed, or it holds NaN or infinity and will give NaN again
-    find_statistics<true>(x, p.channels, p.eps, stats);
-    normalize<true>(x, p.channels, stats, weight, bias, y);
+    find_statistics<true>(p, x, place.pixels, stats);
+    normalize<true, W>(p, place, x, stats, y);
   }
-  for (int64_t j = 0; j < padded<Acc>(x.pixels); ++j) {
+  for (int64_t j = 0; j < padded<Acc>(place.pixels); ++j) {
     stats.mean[j] = static_cast<Acc>((double(stats.mean[j]) + stats.correction[j]) / stats.scale[j]);
     stats.rstd[j] = stats.rstd[j] * stats.scale[j];
   }
-  for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-    store<T, true>(mean + j, read(stats.mean + j, AllLanes{}), lanes);
-    store<T, true>(rstd + j, read(stats.rstd + j, AllLanes{}), lanes);
+  const auto mean = place.of<Acc>(p.mean), rstd = place.of<Acc>(p.rstd);
+  for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+    if (mean.data) store<X, true>(mean.data + j, read(stats.mean + j, AllLanes{}), lanes);
+    store<X, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
 }
 
@@ -243,23 +265,85 @@ struct Coefficients {
   PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2, rstd;
 };
 
-template <bool scaled, bool with_g, class T, class W>
-void first_loop(const Block<const T>& dy, const Block<const T>& x, int64_t channels, const W* weight,
-                Coefficients<AccOf<T>>& coef) {
-  using Acc = AccOf<T>;
-  const Average<Acc> average(channels);
+// The arrays of one block, with the parameters of its image.
+template <class T_, class X_, class W_>
+struct BackwardBlock {
+  using X = X_;
+  using W = W_;
+  using Acc = AccOf<X>;
+  static constexpr bool kMayHaveNan = !std::is_same_v<T_, W> || !std::is_same_v<T_, X>;
+
+  BackwardBlock(const BackwardParams& p, const Place& place)
+      : p(p),
+        pixels(place.pixels),
+        dy(place.of<const T_>(p.grad_output)),
+        x(place.of<const X>(p.input)),
+        dsum(place.of<const X>(p.grad_sum)),
+        dx(place.of<X>(p.grad_input)),
+        mean(place.of<const Acc>(p.mean).data),
+        rstd(place.of<const Acc>(p.rstd).data),
+        weight(p.weight.row<const W>(place.image, 0)),
+        bias(p.bias.row<const W>(place.image, 0)),
+        weight_offset(p.zero_centered_weight) {}
+
+  const BackwardParams& p;
+  int64_t pixels;
+  Block<const T_> dy;
+  Block<const X> x, dsum;
+  Block<X> dx;
+  const Acc *mean, *rstd;
+  const W *weight, *bias;
+  Acc weight_offset;
+};
+
+// The divisor of a backward from the output: the weight, or NaN if it is too small to divide by.
+template <class Acc>
+Acc divisor(Acc weight) {
+  return std::abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : weight;
+}
+
+// The loops over one run of channels, which share the parameters.
+template <bool special, class B>
+struct Run {
+  using X = typename B::X;
+  using Acc = AccOf<X>;
+
+  Run(const B& b, const Coefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
+      : b(b),
+        coef(coef),
+        c(c),
+        weight(with_weight ? b.weight : nullptr, c, n, 1, b.weight_offset),
+        bias(special ? b.bias : nullptr, c, n, 0) {}
+
+  // d of channel c + k: x * scale - mean, or xhat if it is computed from the output.
+  template <class Lanes>
+  Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
+    const X* const x = b.x.channel(c + k) + j;
+    if (special && b.p.from_output) return (load<X>(x, lanes) - bias[k]) / broadcast(divisor(weight[k]));
+    return load_scaled<special>(x, coef.scale + j, lanes) - read(coef.mean + j, AllLanes{});
+  }
+
+  const B& b;
+  const Coefficients<Acc>& coef;
+  const int64_t c;
+  const RunParameters<X> weight, bias;
+};
+
+template <bool special, bool with_g, class B>
+void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
+  using Acc = typename B::Acc;
+  const Average<Acc> average(b.p.cols);
   RunSums<Acc> xhat_sums, g_sums, g_xhat_sums;
-  for_each_run(channels, [&](int64_t c, int64_t n) {
-    const RunParameters<T> w(with_g ? weight : nullptr, c, n, 1);
-    for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      const auto mean = read(coef.mean + j, AllLanes{}), rstd_scaled = read(coef.rstd_scaled + j, AllLanes{});
+  for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
+    const Run<special, B> run(b, coef, c, n, with_g || b.p.from_output);
+    for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
+      const auto rstd_scaled = read(coef.rstd_scaled + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
       for (int64_t k = 0; k < n; ++k) {
-        const auto d = load_scaled<scaled>(x.channel(c + k) + j, coef.scale + j, lanes) - mean;
-        const auto xhat = d * rstd_scaled;
+        const auto xhat = run.deviation(k, j, lanes) * rstd_scaled;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<T>(dy.channel(c + k) + j, lanes) * w[k];
+          const auto g = load<typename B::X>(b.dy.channel(c + k) + j, lanes) * run.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -268,8 +352,8 @@ void first_loop(const Block<const T>& dy, const Block<const T>& x, int64_t chann
       if constexpr (with_g) g_sums.add(j, g_sum), g_xhat_sums.add(j, g_xhat_sum);
     });
   });
-  for (int64_t j = 0; j < padded<Acc>(x.pixels); ++j) {
-    const double shift = average(xhat_sums[j]), mean_g = average(g_sums[j]);
+  for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
+    const double shift = b.p.rms ? 0 : average(xhat_sums[j]), mean_g = b.p.rms ? 0 : average(g_sums[j]);
     coef.minus_shift[j] = static_cast<Acc>(-shift);
     coef.minus_c1[j] = static_cast<Acc>(-(average(g_xhat_sums[j]) - shift * mean_g));
     coef.c2[j] = static_cast<Acc>(mean_g);
@@ -277,29 +361,29 @@ void first_loop(const Block<const T>& dy, const Block<const T>& x, int64_t chann
 }
 
 // The second loop. `first` says that the block is the first of its slot.
-template <bool scaled, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
-void second_loop(const Block<const T>& dy, const Block<const T>& x, int64_t channels, const W* weight,
-                 const Coefficients<AccOf<T>>& coef, bool first, const Block<T>& dx, AccOf<T>* dweight,
-                 AccOf<T>* dbias) {
-  using Acc = AccOf<T>;
-  for_each_run(channels, [&](int64_t c, int64_t n) {
-    const RunParameters<T> w(weight, c, n, 1);
+template <bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
+void second_loop(const B& b, const Coefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
+                 typename B::Acc* dbias) {
+  using X = typename B::X;
+  using Acc = typename B::Acc;
+  for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
+    const Run<special, B> run(b, coef, c, n, true);
     for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
-      for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-        const auto v = load<T>(dy.channel(c + k) + j, lanes);
-        prefetch_next(dy, c + k, j);
+      for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
+        const auto v = load<X>(b.dy.channel(c + k) + j, lanes);
+        prefetch_next(b.dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
-          const auto d =
-              load_scaled<scaled>(x.channel(c + k) + j, coef.scale + j, lanes) - read(coef.mean + j, AllLanes{});
-          prefetch_next(x, c + k, j);
+          const auto d = run.deviation(k, j, lanes);
+          prefetch_next(b.x, c + k, j);
           const auto xhat = fma(d, read(coef.rstd_scaled + j, AllLanes{}), read(coef.minus_shift + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
-            const auto g = v * w[k] - read(coef.c2 + j, AllLanes{});
-            const auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd + j, AllLanes{});
-            store<T, !std::is_same_v<T, W>>(dx.channel(c + k) + j, result, lanes);
+            const auto g = v * run.weight[k] - read(coef.c2 + j, AllLanes{});
+            auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd + j, AllLanes{});
+            if (b.dsum.data) result = result + load<X>(b.dsum.channel(c + k) + j, lanes);
+            store<X, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
           }
         }
       });
@@ -309,120 +393,92 @@ void second_loop(const Block<const T>& dy, const Block<const T>& x, int64_t chan
   });
 }
 
-template <class T, class W>
-struct Backward {
-  using Acc = AccOf<T>;
-
-  explicit Backward(const ChannelsFirstBackwardParams& p)
-      : p(p),
-        blocks(p.images, p.channels, p.pixels, sizeof(T)),
-        padded_channels(kMaxPackSize * ceil_div(p.channels, kMaxPackSize)),
-        partials(static_cast<Acc*>(p.workspace)) {}
-
-  Acc* dweight(int64_t slot) const { return p.grad_weight ? partials + 2 * slot * padded_channels : nullptr; }
-  Acc* dbias(int64_t slot) const { return p.grad_bias ? partials + (2 * slot + 1) * padded_channels : nullptr; }
-
-  const ChannelsFirstBackwardParams& p;
-  const Blocks blocks;
-  const int64_t padded_channels;
-  Acc* const partials;  // [slots, 2, padded_channels]
-};
-
-template <class T, class W>
-void backward_block(const Backward<T, W>& b, int64_t slot, int64_t block) {
-  using Acc = AccOf<T>;
+template <class B>
+void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B::Acc* dbias) {
+  using Acc = typename B::Acc;
   const auto& p = b.p;
-  const auto in_block = [&](auto* images, int64_t image_stride, int64_t stride) {
-    return block_of(images, image_stride, stride, p.pixels, b.blocks, block);
-  };
-  const auto dy =
-      in_block(static_cast<const T*>(p.grad_output), p.grad_output_image_stride, p.grad_output_channel_stride);
-  const auto x = in_block(static_cast<const T*>(p.input), p.input_image_stride, p.input_channel_stride);
-  const auto dx = in_block(static_cast<T*>(p.grad_input), p.channels * p.pixels, p.pixels);
-  const Acc* const mean = in_block(static_cast<const Acc*>(p.mean), p.pixels, 0).data;
-  const Acc* const rstd = in_block(static_cast<const Acc*>(p.rstd), p.pixels, 0).data;
-  const W* const weight = static_cast<const W*>(p.weight);
-
   Coefficients<Acc> coef;
-  bool any_scaled = false;
-  if (p.grad_input || p.grad_weight) {  // dbias needs nothing but dy
-    for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      write(coef.mean + j, load<T>(mean + j, lanes), AllLanes{});
-      write(coef.rstd + j, load<T>(rstd + j, lanes), AllLanes{});
+  bool any_special = p.from_output;
+  if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
+    for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
+      write(coef.mean + j, b.mean ? load<typename B::X>(b.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
+      write(coef.rstd + j, load<typename B::X>(b.rstd + j, lanes), AllLanes{});
     });
-    for (int64_t j = 0; j < padded<Acc>(x.pixels); ++j) {
+    for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
       // No difference overflows in a pixel whose standard deviation is below 2^60. Pixels outside the block have an
       // rstd of 0.
-      const bool is_huge = coef.rstd[j] < Acc(0x1p-60) && coef.rstd[j] != 0;
-      any_scaled |= is_huge;
+      const bool is_huge = !p.from_output && coef.rstd[j] < Acc(0x1p-60) && coef.rstd[j] != 0;
+      any_special |= is_huge;
       coef.scale[j] = is_huge ? kScale<Acc> : Acc(1);
       coef.mean[j] *= coef.scale[j];
-      coef.rstd_scaled[j] = coef.rstd[j] / coef.scale[j];
+      coef.rstd_scaled[j] = p.from_output ? Acc(1) : coef.rstd[j] / coef.scale[j];
     }
   }
   dispatch_flags(
-      [&](auto scaled, auto with_dx, auto with_dweight, auto with_dbias) {
-        if (with_dx || with_dweight) first_loop<scaled, with_dx>(dy, x, p.channels, weight, coef);
-        second_loop<scaled, with_dx, with_dweight, with_dbias>(
-            dy, x, p.channels, weight, coef, block == slot * b.blocks.per_slot, dx, b.dweight(slot), b.dbias(slot));
+      [&](auto special, auto with_dx, auto with_dweight, auto with_dbias) {
+        if (with_dx || with_dweight) first_loop<special, with_dx>(b, coef);
+        second_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, dweight, dbias);
       },
-      any_scaled, p.grad_input != nullptr, p.grad_weight != nullptr, p.grad_bias != nullptr);
+      any_special, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
 
-// Adds the slots' partial sums of channels [begin, end).
-template <class T, class W>
-void reduce_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
-  using Acc = AccOf<T>;
-  for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t c, auto lanes) {
-    DoublePack<Acc> total = {};
-    for (int64_t slot = 0; slot < b.blocks.slots; ++slot) {
-      add(total, read(partials + 2 * slot * b.padded_channels + c, AllLanes{}));
-    }
-    auto sum = rounded<Acc>(total);
-    if constexpr (kEvenOdd<T>) sum = to_even_odd(sum);
-    store<T, true>(gradient + c, sum, lanes);
-  });
-}
-
-template <class T, class W>
-void backward(const Backward<T, W>& b) {
-  const auto& p = b.p;
-  const int64_t slot_elements = b.blocks.per_slot * min(b.blocks.pixels, p.pixels) * p.channels;
-  parallel_for(b.blocks.slots, ceil_div(kGrain, slot_elements), [&](int64_t slot, int64_t end) {
-    for (; slot < end; ++slot) {
-      const int64_t first = slot * b.blocks.per_slot;
-      for (int64_t block = first; block < min(b.blocks.count, first + b.blocks.per_slot); ++block) {
-        backward_block(b, slot, block);
-      }
+// Adds the partial sums of all slots, or of each image's if the images have their own parameter. A row of partial sums
+// is [2, padded_cols].
+template <class X, class W>
+void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t slots, const View& gradient) {
+  using Acc = AccOf<X>;
+  if (!gradient.data) return;
+  const int64_t pitch = 2 * padded_cols(p);
+  const int64_t groups = gradient.group_stride ? p.groups : 1, count = slots / groups;
+  const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
+  parallel_for(groups * tiles, ceil_div(kGrain, count * kMaxPackSize), [&](int64_t task, int64_t end) {
+    for (; task < end; ++task) {
+      const int64_t group = task / tiles, begin = task % tiles * kMaxPackSize;
+      const Acc* const from = partials + group * count * pitch;
+      for_each_pack<Acc, 1>(begin, min(kMaxPackSize, p.cols - begin), [&](int, int64_t c, auto lanes) {
+        DoublePack<Acc> total = {};
+        for (int64_t slot = 0; slot < count; ++slot) add(total, read(from + slot * pitch + c, AllLanes{}));
+        auto sum = rounded<Acc>(total);
+        if constexpr (kEvenOdd<X>) sum = to_even_odd(sum);
+        store<X, true>(gradient.row<W>(group, 0) + c, sum, lanes);
+      });
     }
   });
-  if (!p.grad_weight && !p.grad_bias) return;
-  parallel_for(ceil_div(p.channels, kMaxPackSize), ceil_div(kGrain, b.blocks.slots * kMaxPackSize),
-               [&](int64_t begin, int64_t end) {
-                 begin *= kMaxPackSize;
-                 end = min(p.channels, end * kMaxPackSize);
-                 if (p.grad_weight) reduce_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
-                 if (p.grad_bias) reduce_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
-               });
 }
 
 }  // namespace
 
-void channels_first_forward(const ChannelsFirstForwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    const Blocks blocks(p.images, p.channels, p.pixels, sizeof(T));
-    const int64_t block_elements = min(blocks.pixels, p.pixels) * p.channels;
+void channels_first_forward(const ForwardParams& p) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using T = typename decltype(types)::T;
+    using X = typename decltype(types)::X;
+    const Blocks blocks(p, sizeof(X), false);
+    const int64_t block_elements = min(blocks.pixels, p.rows) * p.cols;
     parallel_for(blocks.count, ceil_div(kGrain, block_elements), [&](int64_t block, int64_t end) {
-      for (; block < end; ++block) forward_block<T, W>(p, blocks, block);
+      for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, Place(p, blocks, block));
     });
   });
 }
 
-void channels_first_backward(const ChannelsFirstBackwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    backward(Backward<typename decltype(pair)::T, typename decltype(pair)::W>(p));
+void channels_first_backward(const BackwardParams& p) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using X = typename decltype(types)::X;
+    using W = typename decltype(types)::W;
+    using Acc = AccOf<X>;
+    const Blocks blocks(p, sizeof(X), p.grad_weight.group_stride || p.grad_bias.group_stride);
+    Acc* const partials = static_cast<Acc*>(p.workspace);
+    const int64_t pitch = padded_cols(p), slot_elements = blocks.per_slot * min(blocks.pixels, p.rows) * p.cols;
+    parallel_for(blocks.slots, ceil_div(kGrain, slot_elements), [&](int64_t slot, int64_t end) {
+      for (; slot < end; ++slot) {
+        const int64_t first = slot * blocks.per_slot;
+        for (int64_t block = first; block < min(blocks.count, first + blocks.per_slot); ++block) {
+          const BackwardBlock<typename decltype(types)::T, X, W> b(p, Place(p, blocks, block));
+          backward_block(b, block == first, partials + 2 * slot * pitch, partials + (2 * slot + 1) * pitch);
+        }
+      }
+    });
+    reduce_slots<X, W>(p, partials, blocks.slots, p.grad_weight);
+    reduce_slots<X, W>(p, partials + pitch, blocks.slots, p.grad_bias);
   });
 }
 

@@ -11,8 +11,8 @@ struct Kernels {
   const char* capability;
   void (*forward)(const ForwardParams&);
   void (*backward)(const BackwardParams&);
-  void (*channels_first_forward)(const ChannelsFirstForwardParams&);
-  void (*channels_first_backward)(const ChannelsFirstBackwardParams&);
+  void (*channels_first_forward)(const ForwardParams&);
+  void (*channels_first_backward)(const BackwardParams&);
 };
 
 #define LAYERNORM_KERNELS(capability)                                                           \
@@ -51,23 +51,19 @@ void run_on_threads(int64_t n, int64_t grain, Task task, const void* context) {
 }
 
 int64_t backward_workspace(const BackwardParams& p) {
-  if (fits_stack(p.rows, p.cols)) return 0;
-  const int64_t acc_size = p.dtype == Dtype::kFloat64 ? 8 : 4;
-  const int64_t padded_cols = (p.cols + kMaxPackSize - 1) / kMaxPackSize * kMaxPackSize;
-  return (2 * num_slots(p.rows) * padded_cols + kCoefficients * p.rows) * acc_size;
+  if (p.channels_first) {
+    if (!wants_parameters(p)) return 0;
+    const bool own_parameters = p.grad_weight.group_stride || p.grad_bias.group_stride;
+    const int64_t element_size = p.sum_dtype == Dtype::kFloat64 ? 8 : p.sum_dtype == Dtype::kFloat32 ? 4 : 2;
+    return 2 * Blocks(p, element_size, own_parameters).slots * padded_cols(p) * acc_size(p);
+  }
+  if (fits_stack(p)) return 0;
+  return (2 * Slots(p).count * padded_cols(p) + kCoefficients * p.groups * p.rows) * acc_size(p);
 }
 
-int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& p) {
-  if (!p.grad_weight && !p.grad_bias) return 0;
-  const bool is_16_bit = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
-  const int64_t acc_size = p.dtype == Dtype::kFloat64 ? 8 : 4;
-  const int64_t padded_channels = (p.channels + kMaxPackSize - 1) / kMaxPackSize * kMaxPackSize;
-  return 2 * Blocks(p.images, p.channels, p.pixels, is_16_bit ? 2 : acc_size).slots * padded_channels * acc_size;
+void forward(const ForwardParams& p) { (p.channels_first ? kernels().channels_first_forward : kernels().forward)(p); }
+void backward(const BackwardParams& p) {
+  (p.channels_first ? kernels().channels_first_backward : kernels().backward)(p);
 }
-
-void forward(const ForwardParams& params) { kernels().forward(params); }
-void backward(const BackwardParams& params) { kernels().backward(params); }
-void channels_first_forward(const ChannelsFirstForwardParams& params) { kernels().channels_first_forward(params); }
-void channels_first_backward(const ChannelsFirstBackwardParams& params) { kernels().channels_first_backward(params); }
 
 }  // namespace layernorm::cpu

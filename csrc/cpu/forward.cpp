@@ -25,45 +25,48 @@ struct Statistics {
   bool finite[kCount];
 };
 
-// sum = x + residual, for kCount rows.
-template <class Threads, int kCount, class T>
-void add_residual(const T* x, int64_t stride, const T* residual, int64_t residual_stride, const ChunkGroups& groups,
-                  T* sum) {
-  Threads::for_each(groups, [&](int64_t begin, int64_t n) {
-    for_each_pack<AccOf<T>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-      for (int r = 0; r < kCount; ++r) {
-        const auto v = load<T>(x + r * stride + j, lanes) + load<T>(residual + r * residual_stride + j, lanes);
-        store<T, false>(sum + r * groups.cols + j, v, lanes);
+// sum = input + residual, for kCount rows.
+template <class Threads, int kCount, class T, class X>
+void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
+  const T* const input = p.input.row<const T>(group, r);
+  const X* const residual = p.residual.row<const X>(group, r);
+  X* const sum = p.sum.row<X>(group, r);
+  Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
+    for_each_pack<AccOf<X>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+      for (int k = 0; k < kCount; ++k) {
+        const auto v = load<X>(input + k * p.input.row_stride + j, lanes) +
+                       load<X>(residual + k * p.residual.row_stride + j, lanes);
+        store<X, !std::is_same_v<T, X>>(sum + k * p.sum.row_stride + j, v, lanes);
       }
     });
   });
 }
 
 // The statistics of kCount rows, the first at x.
-template <class Threads, int kCount, int kPacks, bool scaled, class T>
-Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const ChunkGroups& groups, double eps, bool rms) {
-  using Acc = AccOf<T>;
+template <class Threads, int kCount, int kPacks, bool scaled, class X>
+Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms) {
+  using Acc = AccOf<X>;
   Statistics<Acc, kCount> stats;
   Acc mean[kCount] = {};
   if (!rms) {
-    const auto sums = Threads::template sum<Sums<kCount, 1>>(groups, [&](int64_t begin, int64_t n) {
+    const auto sums = Threads::template sum<Sums<kCount, 1>>(chunks, [&](int64_t begin, int64_t n) {
       Accumulators<Acc, kCount, 1, kPacks> s;
       for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
         for (int r = 0; r < kCount; ++r) {
-          s.values[0][r][pack] = s.values[0][r][pack] + load_row<T, scaled>(x + r * stride + j, lanes);
+          s.values[0][r][pack] = s.values[0][r][pack] + load_row<X, scaled>(x + r * stride + j, lanes);
         }
       });
       return s.total();
     });
-    for (int r = 0; r < kCount; ++r) mean[r] = groups.mean<Acc>(sums.values[0][r]);
+    for (int r = 0; r < kCount; ++r) mean[r] = chunks.mean<Acc>(sums.values[0][r]);
   }
-  const auto deviations = Threads::template sum<Sums<kCount, 2>>(groups, [&](int64_t begin, int64_t n) {
+  const auto deviations = Threads::template sum<Sums<kCount, 2>>(chunks, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, 2, kPacks> s;
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
-        const auto d = zero_outside<kEvenOdd<T>>(load_row<T, scaled>(x + r * stride + j, lanes) - mean[r], lanes);
+        const auto d = zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, lanes) - mean[r], lanes);
         s.values[0][r][pack] = s.values[0][r][pack] + d;
         s.values[1][r][pack] = fma(d, d, s.values[1][r][pack]);
       }
@@ -71,8 +74,8 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const ChunkG
     return s.total();
   });
   for (int r = 0; r < kCount; ++r) {
-    const double correction = rms ? 0 : groups.mean<Acc>(deviations.values[0][r]);
-    double variance = groups.mean<Acc>(deviations.values[1][r]) - correction * correction;
+    const double correction = rms ? 0 : chunks.mean<Acc>(deviations.values[0][r]);
+    double variance = chunks.mean<Acc>(deviations.values[1][r]) - correction * correction;
     variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
     // eps * kScale^2 may underflow; its root does not.
     const double deviation =
@@ -85,18 +88,25 @@ Statistics<AccOf<T>, kCount> statistics(const T* x, int64_t stride, const ChunkG
   return stats;
 }
 
-template <class Threads, int kCount, bool scaled, bool streaming, class T, class W>
-void normalize(const T* x, int64_t stride, const ChunkGroups& groups, const Statistics<AccOf<T>, kCount>& stats,
-               bool prefetch, const W* weight, AccOf<T> weight_offset, const W* bias, T* y) {
-  using Acc = AccOf<T>;
-  Threads::for_each(groups, [&](int64_t begin, int64_t n) {
+template <class Threads, int kCount, bool scaled, bool streaming, class T, class X, class W>
+void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
+               const Statistics<AccOf<X>, kCount>& stats, bool prefetch) {
+  using Acc = AccOf<X>;
+  const X* const x = values.row<const X>(group, r);
+  T* const y = p.output.row<T>(group, r);
+  const W* const weight = p.weight.row<const W>(group, 0);
+  const W* const bias = p.bias.row<const W>(group, 0);
+  const Acc weight_offset = p.zero_centered_weight;
+  const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
+  constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
+  Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, b;
-      if (weight) w = load_weight<T>(weight, weight_offset, j, lanes);
-      if (bias) b = load<T>(bias + j, lanes);
-      for (int r = 0; r < kCount; ++r) {
-        const auto d = load_row<T, scaled>(x + r * stride + j, lanes) - stats.mean[r] - stats.correction[r];
-        auto v = d * stats.rstd[r];  // xhat
+      if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
+      if (bias) b = load<X>(bias + j, lanes);
+      for (int k = 0; k < kCount; ++k) {
+        const auto d = load_row<X, scaled>(x + k * x_stride + j, lanes) - stats.mean[k] - stats.correction[k];
+        auto v = d * stats.rstd[k];  // xhat
         if (weight && bias) {
           v = fma(v, w, b);
         } else if (weight) {
@@ -104,8 +114,8 @@ void normalize(const T* x, int64_t stride, const ChunkGroups& groups, const Stat
         } else if (bias) {
           v = v + b;
         }
-        store<T, !std::is_same_v<T, W>>(y + r * groups.cols + j, v, store_lanes<streaming>(lanes));
-        if (prefetch) prefetch_for_read(x + (r + kCount) * stride + j);
+        store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
+        if (prefetch) prefetch_for_read(x + (k + kCount) * x_stride + j);
         if (kCount == 1 && !streaming) prefetch_for_write(y + j);
       }
     });
@@ -113,77 +123,78 @@ void normalize(const T* x, int64_t stride, const ChunkGroups& groups, const Stat
   });
 }
 
-// Handles rows r to r + kCount - 1, whose values (the input, or its sum with the residual) start at x.
-template <class Threads, int kCount, int kPacks, class T, class W>
-void forward_rows(const ForwardParams& p, const ChunkGroups& groups, int64_t r, const T* x, int64_t stride) {
-  using Acc = AccOf<T>;
-  const W* weight = static_cast<const W*>(p.weight);
-  const Acc weight_offset = p.zero_centered_weight;
-  const W* bias = static_cast<const W*>(p.bias);
-  T* y = static_cast<T*>(p.output) + r * p.cols;
-  Acc* mean = p.mean ? static_cast<Acc*>(p.mean) + r : nullptr;
-  Acc* rstd = static_cast<Acc*>(p.rstd) + r;
-
-  const bool prefetch = !p.residual && should_prefetch<T>(p.rows, p.cols, kCount);
-  const bool streaming = kCount == 1 && should_stream(static_cast<const T*>(p.output), p.rows, p.cols);
-  const auto stats = statistics<Threads, kCount, kPacks, false>(x, stride, groups, p.eps, p.rms);
+// Handles rows r to r + kCount - 1 of a group, whose values, the input or its sum with the residual, are in `values`.
+template <class Threads, int kCount, int kPacks, class T, class X, class W>
+void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks) {
+  using Acc = AccOf<X>;
+  const X* const x = values.row<const X>(group, r);
+  Acc* const mean = p.mean.row<Acc>(group, r);
+  Acc* const rstd = p.rstd.row<Acc>(group, r);
+  const int64_t rows = p.groups * p.rows;
+  const bool prefetch = !p.residual.data && should_prefetch<X>(rows, p.cols, kCount);
+  const bool streaming = kCount == 1 && should_stream<T>(p.output, rows, p.cols);
+  const auto stats = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms);
   bool finite = true;
   for (int k = 0; k < kCount; ++k) finite &= stats.finite[k];
   if (finite) {
     if (streaming) {
-      normalize<Threads, kCount, false, kCount == 1>(x, stride, groups, stats, prefetch, weight, weight_offset, bias,
-                                                     y);
+      normalize<Threads, kCount, false, kCount == 1, T, X, W>(p, group, r, values, chunks, stats, prefetch);
     } else {
-      normalize<Threads, kCount, false, false>(x, stride, groups, stats, prefetch, weight, weight_offset, bias, y);
+      normalize<Threads, kCount, false, false, T, X, W>(p, group, r, values, chunks, stats, prefetch);
     }
     for (int k = 0; k < kCount; ++k) {
-      if (mean) mean[k] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
-      rstd[k] = stats.rstd[k];
+      if (mean) mean[k * p.mean.row_stride] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
+      rstd[k * p.rstd.row_stride] = stats.rstd[k];
     }
   } else if constexpr (kCount > 1) {
-    for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kPacks, T, W>(p, groups, r + k, x + k * stride, stride);
+    for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks);
   } else {  // a sum overflowed, or the row holds NaN or infinity and will give NaN again
     constexpr Acc s = kScale<Acc>;
-    const auto scaled = statistics<Threads, 1, kPacks, true>(x, stride, groups, p.eps, p.rms);
-    normalize<Threads, 1, true, false>(x, stride, groups, scaled, prefetch, weight, weight_offset, bias, y);
+    const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms);
+    normalize<Threads, 1, true, false, T, X, W>(p, group, r, values, chunks, scaled, prefetch);
     if (mean) *mean = static_cast<Acc>((double(*scaled.mean) + *scaled.correction) / s);
     *rstd = *scaled.rstd * s;
   }
 }
 
-// Adds the residual, if there is one, and handles rows r to r + kCount - 1.
-template <class Threads, int kCount, int kPacks, class T, class W>
-void forward_rows(const ForwardParams& p, const ChunkGroups& groups, int64_t r) {
-  const T* x = static_cast<const T*>(p.input) + r * p.input_stride;
-  if (p.residual) {
-    T* sum = static_cast<T*>(p.sum) + r * p.cols;
-    const T* residual = static_cast<const T*>(p.residual) + r * p.residual_stride;
-    add_residual<Threads, kCount>(x, p.input_stride, residual, p.residual_stride, groups, sum);
-    forward_rows<Threads, kCount, kPacks, T, W>(p, groups, r, sum, p.cols);
-  } else {
-    forward_rows<Threads, kCount, kPacks, T, W>(p, groups, r, x, p.input_stride);
-  }
+// Adds the residual, if there is one, and handles rows r to r + kCount - 1 of a group.
+template <class Threads, int kCount, int kPacks, class T, class X, class W>
+void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
+  if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r, chunks);
+  forward_rows<Threads, kCount, kPacks, T, X, W>(p, group, r, p.residual.data ? p.sum : p.input, chunks);
 }
 
 }  // namespace
 
 void forward(const ForwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    const ChunkGroups groups(p.cols, kChunk<AccOf<T>>);
-    if (is_narrow<T>(p.cols)) {
-      const bool several = interleaves_rows<T>(p.rows, p.cols);
-      parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
-        for (; several && r + kRows <= end; r += kRows)
-          forward_rows<OneThread, kRows, kNarrowPacks, T, W>(p, groups, r);
-        for (; r < end; ++r) forward_rows<OneThread, 1, kNarrowPacks, T, W>(p, groups, r);
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using T = typename decltype(types)::T;
+    using X = typename decltype(types)::X;
+    using W = typename decltype(types)::W;
+    const ChunkGroups chunks(p.cols, kChunk<AccOf<X>>);
+    const int64_t rows = p.groups * p.rows;
+    const auto for_rows = [&](const auto& f) {
+      parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
+        for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) { f(group, r, r + count); });
       });
-    } else if (p.rows < num_threads() && groups.count > 1) {
-      for (int64_t r = 0; r < p.rows; ++r) forward_rows<AllThreads, 1, kWidePacks, T, W>(p, groups, r);
+    };
+    if (is_narrow<X>(p.cols)) {
+      const bool interleaves = interleaves_rows<X>(rows, p.cols);
+      for_rows([&](int64_t group, int64_t r, int64_t end) {
+        for (; interleaves && r + kRows <= end; r += kRows) {
+          forward_rows<OneThread, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
+        }
+        for (; r < end; ++r) forward_rows<OneThread, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
+      });
+    } else if (rows < num_threads() && chunks.count > 1) {
+      for_each_group(p.rows, 0, rows, [&](int64_t group, int64_t r, int64_t count) {
+        for (int64_t k = 0; k < count; ++k) {
+          forward_rows<AllThreads, 1, kWidePacks, T, X, W>(p, group, r + k, chunks);
+        }
+      });
     } else {
-      parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
-        for (; r < end; ++r) forward_rows<OneThread, 1, kWidePacks, T, W>(p, groups, r);
+      for_rows([&](int64_t group, int64_t r, int64_t end) {
+        for (; r < end; ++r) forward_rows<OneThread, 1, kWidePacks, T, X, W>(p, group, r, chunks);
       });
     }
   });

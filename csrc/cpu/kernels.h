@@ -8,12 +8,12 @@
 
 namespace layernorm::cpu {
 
-#define LAYERNORM_DECLARE_KERNELS(capability)                              \
-  namespace capability {                                                   \
-  void forward(const ForwardParams& params);                               \
-  void backward(const BackwardParams& params);                             \
-  void channels_first_forward(const ChannelsFirstForwardParams& params);   \
-  void channels_first_backward(const ChannelsFirstBackwardParams& params); \
+#define LAYERNORM_DECLARE_KERNELS(capability)                 \
+  namespace capability {                                      \
+  void forward(const ForwardParams& params);                  \
+  void backward(const BackwardParams& params);                \
+  void channels_first_forward(const ForwardParams& params);   \
+  void channels_first_backward(const BackwardParams& params); \
   }
 LAYERNORM_DECLARE_KERNELS(DEFAULT)
 #if defined(LAYERNORM_X86)
@@ -31,7 +31,16 @@ int num_threads();
 using Task = void (*)(const void* context, int64_t begin, int64_t end);
 void run_on_threads(int64_t n, int64_t grain, Task task, const void* context);
 
+// Work for one thread, in elements of the input, that is worth waking it for (about 10 us).
+constexpr int64_t kGrain = 32768;
+
+constexpr int64_t kMaxPackSize = 32;
+constexpr int64_t kCoefficients = 6;
+constexpr int64_t kStackCols = 1024;
+constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
+
 namespace {
+
 template <class F>
 inline void parallel_for(int64_t n, int64_t grain, const F& f) {
   const Task call = [](const void* context, int64_t begin, int64_t end) {
@@ -39,44 +48,53 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
   };
   run_on_threads(n, grain, call, &f);
 }
-}  // namespace
 
-namespace {
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // Weight gradients are summed over the rows of a slot in order, then over the slots in order and in double, so the
-// result does not depend on which thread takes which slot. 2048 rows or more have at least 64 slots, enough for many
-// threads. A slot has at most 256 rows, for the precision of fp32 sums, and at least 32, which keeps the memory of the
-// slots below a tenth of the input's.
-inline int64_t rows_per_slot(int64_t rows) {
-  const int64_t wanted = (rows + 63) / 64;
-  return wanted < 32 ? 32 : wanted > 256 ? 256 : wanted;
-}
-inline int64_t num_slots(int64_t rows) { return (rows + rows_per_slot(rows) - 1) / rows_per_slot(rows); }
-}  // namespace
+// result does not depend on which thread takes which slot. A parameter that all groups share has slots of consecutive
+// rows of [groups * rows]; else each group has its own slots.
+//
+// 2048 rows or more have at least 64 slots, enough for many threads. A slot has at most 256 rows, for the precision of
+// fp32 sums, and at least 32, which keeps the memory of the slots below a tenth of the input's.
+struct Slots {
+  explicit Slots(const BackwardParams& p)
+      : groups(p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1),
+        group_rows(p.groups * p.rows / groups),
+        rows(min(max(ceil_div(group_rows, 64), 32), 256)),
+        per_group(ceil_div(group_rows, rows)),
+        count(groups * per_group) {}
 
-// Backward's workspace holds partial sums [slots, 2, cols padded to a multiple of kMaxPackSize] and kCoefficients
-// values per row. For few short rows it is on the stack, which saves a fifth of a microsecond per call.
-constexpr int64_t kMaxPackSize = 32;
-constexpr int64_t kCoefficients = 6;
-constexpr int64_t kStackCols = 1024;
-inline bool fits_stack(int64_t rows, int64_t cols) { return num_slots(rows) == 1 && cols <= kStackCols; }
+  int64_t begin(int64_t slot) const { return slot / per_group * group_rows + slot % per_group * rows; }
+  int64_t end(int64_t slot) const { return min(begin(slot) + rows, (slot / per_group + 1) * group_rows); }
+
+  int64_t groups, group_rows, rows, per_group, count;
+};
 
 // Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
 // channel has at least a few cache lines of pixels. Blocks of small images share a slot, so that partial sums stay
-// small beside the images.
-constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
+// small beside the images, unless each image has its own parameters.
 struct Blocks {
-  Blocks(int64_t images, int64_t channels, int64_t image_pixels, int64_t element_size) {
-    const int64_t fitting = (int64_t{1} << 18) / (channels * element_size) / kMinBlockPixels * kMinBlockPixels;
-    pixels = fitting < kMinBlockPixels ? kMinBlockPixels : fitting > kMaxBlockPixels ? kMaxBlockPixels : fitting;
-    per_image = (image_pixels + pixels - 1) / pixels;
-    count = images * per_image;
-    per_slot = image_pixels < 32 ? (31 + image_pixels) / image_pixels : 1;
-    slots = (count + per_slot - 1) / per_slot;
+  Blocks(const Params& p, int64_t element_size, bool own_parameters) {
+    const int64_t fitting = (int64_t{1} << 18) / (p.cols * element_size) / kMinBlockPixels * kMinBlockPixels;
+    pixels = max(kMinBlockPixels, min(fitting, kMaxBlockPixels));
+    per_image = ceil_div(p.rows, pixels);
+    count = p.groups * per_image;
+    per_slot = p.rows < 32 && !own_parameters ? (31 + p.rows) / p.rows : 1;
+    slots = ceil_div(count, per_slot);
   }
   int64_t pixels, per_image, count, per_slot, slots;
 };
 
-// The least work for one thread, in elements of the input (about 10 us).
-constexpr int64_t kGrain = 32768;
+inline int64_t acc_size(const Params& p) { return p.dtype == Dtype::kFloat64 ? 8 : 4; }
+inline int64_t padded_cols(const Params& p) { return ceil_div(p.cols, kMaxPackSize) * kMaxPackSize; }
+inline bool wants_parameters(const BackwardParams& p) { return p.grad_weight.data || p.grad_bias.data; }
 
+// Backward's workspace holds partial sums [slots, 2, padded_cols] and kCoefficients values per row. For few short rows
+// it is on the stack, which saves a fifth of a microsecond per call.
+inline bool fits_stack(const BackwardParams& p) { return Slots(p).count == 1 && p.cols <= kStackCols; }
+
+}  // namespace
 }  // namespace layernorm::cpu

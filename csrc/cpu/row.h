@@ -15,8 +15,18 @@ struct Elements {
   using BFloat16 = cpu::BFloat16;
 };
 
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Calls f(group, first row, rows) for the parts of rows [begin, end) of [groups * rows] that belong to one group.
+template <class F>
+void for_each_group(int64_t rows, int64_t begin, int64_t end, const F& f) {
+  while (begin < end) {
+    const int64_t group = begin / rows, row = begin % rows, count = min(end - begin, rows - row);
+    f(group, row, count);
+    begin += count;
+  }
+}
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
 
 // Calls f with each of the flags as a std::bool_constant.
 template <class F>
@@ -202,11 +212,13 @@ inline void prefetch_for_write(T* p) {
 // larger than the caches gain: forward is 1.25 times as fast and a copy 1.5 times (2048 x 16384, Sapphire Rapids). From
 // 16 to 32 MB a copy gains nothing, and the next reader of the output would lose. Short rows do not gain.
 template <class T>
-inline bool should_stream(const T* p, int64_t rows, int64_t cols) {
+inline bool should_stream(const View& output, int64_t rows, int64_t cols) {
   constexpr int64_t kBytes = int64_t{1} << 26;
-  const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-  return is_long<T>(cols) && rows * row_bytes >= kBytes && row_bytes % kVectorBytes == 0 &&
-         reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
+  const auto is_aligned = [](int64_t elements) {
+    return elements * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
+  };
+  return is_long<T>(cols) && rows * cols * static_cast<int64_t>(sizeof(T)) >= kBytes && is_aligned(output.row_stride) &&
+         is_aligned(output.group_stride) && reinterpret_cast<uintptr_t>(output.data) % kVectorBytes == 0;
 }
 template <bool streaming>
 inline auto store_lanes(AllLanes) {
@@ -239,18 +251,18 @@ inline void prefetch_for_read(const T* p) {
 template <class Acc>
 constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 
-template <class T, bool scaled, class Lanes>
-inline Pack<AccOf<T>> load_row(const T* x, Lanes lanes) {
-  const auto v = load<T>(x, lanes);
-  if constexpr (scaled) return v * kScale<AccOf<T>>;
+template <class X, bool scaled, class Lanes>
+inline Pack<AccOf<X>> load_row(const X* x, Lanes lanes) {
+  const auto v = load<X>(x, lanes);
+  if constexpr (scaled) return v * kScale<AccOf<X>>;
   return v;
 }
 
 // A pack of weights; ones without a weight. weight_offset is 1 for a zero-centered weight, else 0.
-template <class T, class W, class Lanes>
-inline Pack<AccOf<T>> load_weight(const W* weight, AccOf<T> weight_offset, int64_t j, Lanes lanes) {
-  if (!weight) return broadcast(AccOf<T>(1));
-  return load<T>(weight + j, lanes) + weight_offset;
+template <class X, class W, class Lanes>
+inline Pack<AccOf<X>> load_weight(const W* weight, AccOf<X> weight_offset, int64_t j, Lanes lanes) {
+  if (!weight) return broadcast(AccOf<X>(1));
+  return load<X>(weight + j, lanes) + weight_offset;
 }
 
 }  // namespace

@@ -441,24 +441,32 @@ inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
 }
 #endif
 
-// Loads elements of T, or parameters, as a pack of Acc in the lane order of T.
-template <class T, class Element, class Lanes>
-inline Pack<AccOf<T>> load(const Element* p, Lanes lanes) {
+// Loads a pack of any elements as Acc, in the lane order of X.
+template <class X, class Element, class Lanes>
+inline Pack<AccOf<X>> load(const Element* p, Lanes lanes) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
-    return widen(read_words(p, lanes));
-  } else if constexpr (kEvenOdd<T>) {
+    const Pack<float> pack = widen(read_words(p, lanes));
+    if constexpr (kEvenOdd<X>)
+      return pack;
+    else
+      return from_even_odd(pack);
+  } else if constexpr (kEvenOdd<X>) {
     return to_even_odd(read(p, lanes));
   } else {
     return read(p, lanes);
   }
 }
 
-// Stores a pack. may_have_nan says whether it may hold a NaN whose lower 16 bits are not zero.
-template <class T, bool may_have_nan, class Element, class Lanes>
-inline void store(Element* p, const Pack<AccOf<T>>& pack, Lanes lanes) {
+// Stores a pack in the lane order of X as any elements. may_have_nan says whether it may hold a NaN whose lower 16 bits
+// are not zero.
+template <class X, bool may_have_nan, class Element, class Lanes>
+inline void store(Element* p, const Pack<AccOf<X>>& pack, Lanes lanes) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
-    write_words(p, narrow<may_have_nan>(pack), lanes);
-  } else if constexpr (kEvenOdd<T>) {
+    if constexpr (kEvenOdd<X>)
+      write_words(p, narrow<may_have_nan>(pack), lanes);
+    else
+      write_words(p, narrow<may_have_nan>(to_even_odd(pack)), lanes);
+  } else if constexpr (kEvenOdd<X>) {
     write(p, from_even_odd(pack), lanes);
   } else {
     write(p, pack, lanes);
