@@ -205,7 +205,7 @@ __device__ __forceinline__ void sum_tile(Sums<Acc>& sums, const Place<Tile>& pla
   } else {
 #pragma unroll
     for (Acc& sum : sums) sum = sum_lanes<kWarpSize>(sum);
-    LAYERNORM_SHARED(of_warps, Sums<Acc>[2][Tile::kWarps]);
+    __shared__ Sums<Acc> of_warps[2][Tile::kWarps];
     if (place.lane == 0) {
 #pragma unroll
       for (int k = 0; k < 3; ++k) of_warps[round % 2][place.warp][k] = sums[k];
@@ -230,7 +230,7 @@ __device__ __forceinline__ void merge(Sums<Acc>& sums, const Sums<double>& of_la
 // barrier a row, because two rows take turns: a block that is ahead writes where nobody reads.
 template <class Acc>
 __device__ __forceinline__ void sum_cluster(Sums<Acc>& sums, unsigned blocks, int round) {
-  LAYERNORM_SHARED(of_blocks, Sums<Acc>[2][kLargestCluster]);
+  __shared__ Sums<Acc> of_blocks[2][kLargestCluster];
   if (threadIdx.x < blocks) {
     auto& to = *cluster_peer(&of_blocks[round % 2][cluster_rank()], threadIdx.x);
 #pragma unroll
@@ -293,7 +293,7 @@ __device__ __forceinline__ void add_to_workspace(Acc* workspace, const Acc (&sum
       store(std::false_type{});
     }
   } else {
-    LAYERNORM_SHARED(of_threads, Acc[Tile::kBlock][kCount]);
+    __shared__ Acc of_threads[Tile::kBlock][kCount];
     const Acc* const of_rows = &of_threads[0][0];
     const int cols_of_vector = place.threads() * kCount;  // of all threads
 #pragma unroll
@@ -321,8 +321,8 @@ template <class T, class W>
 __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Plan& plan) {
   using Acc = AccOf<T>;
   constexpr int kCount = kVectorSize<T>;
-  LAYERNORM_SHARED(shifts, Acc[kFewRows]);
-  LAYERNORM_SHARED(of_warps, Acc[2][kMostWarps][kWarpSize]);
+  __shared__ Acc shifts[kFewRows];
+  __shared__ Acc of_warps[2][kMostWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int rows = static_cast<int>(p.rows), cols = static_cast<int>(p.cols);
   const int column = static_cast<int>(blockIdx.y - plan.slots) * kWarpSize + lane;
@@ -405,8 +405,8 @@ __device__ __forceinline__ void take_rows(const BackwardParams& p, const Plan& p
   const int64_t begin = int64_t{plan.chunk} * blockIdx.x;
   const int cols_of_block = static_cast<int>(min(p.cols - begin, int64_t{plan.chunk}));
 
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  LAYERNORM_SHARED(arrived, MBarrier[kMostStages]);
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ MBarrier arrived[kMostStages];
   RowRing<T, Tile> ring(shared, arrived, 1 + needs_x + has_grad_sum, plan.stages, kUsual || plan.aligned, true,
                         cols_of_block, Place<Tile>(threadIdx.x, plan.log2_lanes));
   // A block's last rows may not exist. They have no columns, and are fetched as if they were the first.
@@ -431,7 +431,7 @@ __device__ __forceinline__ void take_rows(const BackwardParams& p, const Plan& p
 
   // What depends on the place would wait in registers for the next row, or the second look at this one, and others
   // spill.
-  const auto place_again = [&] { return Place<Tile>(thread_again(), plan.log2_lanes); };
+  const auto place_again = [&] { return Place<Tile>(reload_thread_index(), plan.log2_lanes); };
   const Parameters<W> parameters(p, begin);
   Acc dw[Tile::kVectors][kCount] = {}, db[Tile::kVectors][kCount] = {};
   for (int round = 0; exists(row_of_block); ++round, row_of_block += step) {
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(BlockTile::kBlock, 1) backward_sums(const Back
   const int64_t row = plan.first_row + blockIdx.y, columns = int64_t{plan.chunk} * plan.chunks_of_part;
   const int64_t begin = columns * blockIdx.x, end = min(p.cols, begin + columns);
 
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   RowRing<T, BlockTile> ring(shared, nullptr, 2, plan.stages, plan.aligned, false, plan.chunk, place);
   const auto cols_from = [&](int64_t at) {
     return static_cast<int>(max(min(end - at, int64_t{plan.chunk}), int64_t{0}));
@@ -584,8 +584,6 @@ __global__ void __launch_bounds__(BlockTile::kBlock, 1) backward_sums(const Back
 constexpr int kMostParts = 256;
 constexpr size_t kStaticShared = 16 * 1024;  // at most
 static_assert(kStaticShared >= (kFewRows + 2 * kMostWarps * kWarpSize) * sizeof(double), "sum_columns has this alone");
-// Of one launch for all gradients: bytes that it reads.
-constexpr int64_t kFewBytes = int64_t{8} << 20;
 
 // The most vectors of a row, or of a chunk, that a block's shared memory has room for, be there a residual, and not
 // aligned.
@@ -593,14 +591,14 @@ template <class T>
 int64_t most_vectors() {
   using Ring = RowRing<T, BlockTile>;
   const bool is_ample = Ring::bytes(BlockTile::kThreads, 1, 3, 1, false) + kStaticShared <= max_shared_memory();
-  return BlockTile::kThreads * BlockTile::kVectors / (is_ample ? 1 : 2);
+  return kMaxChunkVectors / (is_ample ? 1 : 2);
 }
 
 // Cuts rows of more than a tile: into chunks of 1024 vectors, or of more if a cluster then has them all.
 template <class T>
 void cut(Plan& plan, int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
-  const int64_t most = std::max(path_limit(most_vectors<T>()), int64_t{kWarpSize});
+  const int64_t most = most_vectors<T>();
   int64_t chunks = ceil_div(vectors, std::min(most, int64_t{1024}));
   if (vectors <= kLargestCluster * most) chunks = std::min(chunks, int64_t{kLargestCluster});
   const int64_t chunk = ceil_div(ceil_div(vectors, chunks), kWarpSize) * kWarpSize;
@@ -653,12 +651,12 @@ Launches launches(const BackwardParams& p, Plan plan) {
   result.rows_at_once = p.rows;
   if (in_groups) {  // half of the cache, for input and grad_output
     result.rows_at_once = l2_cache_size() / 2 / (2 * p.cols * static_cast<int64_t>(sizeof(T)));
-    result.rows_at_once = std::clamp(result.rows_at_once, int64_t{1}, std::min(p.rows, largest_grid_y()));
+    result.rows_at_once = std::clamp(result.rows_at_once, int64_t{1}, std::min(p.rows, kMaxGridY));
   }
   const int64_t groups = ceil_div(result.rows_at_once, plan.rows_of_block);
   const bool is_small =
       plan.chunks == 1 && p.rows <= kFewRows && (p.grad_weight || p.grad_bias) &&
-      ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= one_launch_limit(kFewBytes);
+      ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= kMaxOneLaunchBytes;
   if (is_small) {
     plan.slots = p.grad_input ? groups : 0;
     result.column_blocks = static_cast<unsigned>(ceil_div(p.cols, kWarpSize));
@@ -692,12 +690,12 @@ void with_launches(const BackwardParams& p, const F& f) {
     plan.end_row = p.rows;
     plan.rows_of_block = 1;
     const int64_t vectors = ceil_div(p.cols, kVectorSize<T>);
-    if (vectors <= path_limit(kWarpSize * WarpTile::kVectors)) {
+    if (vectors <= kMaxWarpRowVectors) {
       plan.log2_lanes = log2_lanes_for(vectors);
       plan.rows_of_block = WarpTile::kBlock >> plan.log2_lanes;
       return with(WarpTile{}, plan);
     }
-    if (vectors <= path_limit(most_vectors<T>())) return with(BlockTile{}, plan);
+    if (vectors <= std::min(kMaxTileVectors, most_vectors<T>())) return with(BlockTile{}, plan);
     cut<T>(plan, p.cols);
     with(BlockTile{}, plan);
   });

@@ -34,9 +34,6 @@ constexpr int kUnroll = 8;
 // Of a multiprocessor, at the least. Left to itself, nvcc aims at more, and spills registers.
 constexpr int kBlocks = 3;
 
-// Bytes of dynamic shared memory for a block: two blocks fit on a multiprocessor of an H100. GPUs of compute
-// capability 8.6, 8.9 and 12.0 have less than this, see with_staging().
-constexpr int64_t kStaged = 96 * 1024;
 // Bytes of static shared memory, which sum_warps() declares: for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
@@ -84,7 +81,7 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, c
 // The sums over the warps, of each lane; every warp gets them.
 template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
-  LAYERNORM_SHARED(of_warps, double[kCount][kWarps][kWarpSize]);
+  __shared__ double of_warps[kCount][kWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) of_warps[k][warp][lane] = values[k];
@@ -111,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Pixel pixel(int64_t{blockIdx.x} * kWarpSize + threadIdx.x % kWarpSize, p.images, p.pixels, reciprocals);
   const T* const x = static_cast<const T*>(p.input) + pixel.image * p.input_image_stride + pixel.in_image;
   T* const y = static_cast<T*>(p.output) + pixel.image * p.channels * p.pixels + pixel.in_image;
-  LAYERNORM_DYNAMIC_SHARED(kept, T);  // [channels, kWarpSize]
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const kept = reinterpret_cast<T*>(shared);  // [channels, kWarpSize]
   T* const kept_x = kept + threadIdx.x % kWarpSize;
   const int64_t channels = pixel.exists ? p.channels : 0;
   const auto mean_of = [&](double sum) { return average<Acc>(sum, p.channels, reciprocals); };
@@ -176,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     channels_first_backward(const ChannelsFirstBackwardParams p, const Reciprocals reciprocals) {
   using Acc = AccOf<T>;
   const int lane = threadIdx.x % kWarpSize;
-  LAYERNORM_DYNAMIC_SHARED(kept, T);  // [2, channels, kWarpSize]
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const kept = reinterpret_cast<T*>(shared);  // [2, channels, kWarpSize]
   T* const kept_x = kept + lane;
   T* const kept_dy = kept_x + p.channels * kWarpSize;
   const bool needs_x = p.grad_input || p.grad_weight;
@@ -266,8 +265,8 @@ int64_t num_tiles(int64_t images, int64_t pixels) { return ceil_div(images * pix
 // Calls f(whether the numbers fit, bytes of shared memory for them).
 template <class F>
 void with_staging(int64_t bytes, const F& f) {
-  const int64_t most = std::min(kStaged, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
-  if (bytes <= path_limit(most)) {
+  const int64_t most = std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
+  if (bytes <= most) {
     f(std::true_type{}, static_cast<size_t>(bytes));
   } else {
     f(std::false_type{}, size_t{0});

@@ -137,7 +137,7 @@ __device__ __forceinline__ Moments<Acc> moments_of_warp(Acc (&x)[Tile::kVectors]
 // Those of the warps of a block, each of which leaves them in shared memory: lanes stand for warps, or for none.
 template <class Tile, class Acc>
 __device__ __forceinline__ Moments<Acc> exchange(const Moments<Acc>& own, const Place<Tile>& place) {
-  LAYERNORM_SHARED(of_warps, Moments<Acc>[Tile::kWarps]);
+  __shared__ Moments<Acc> of_warps[Tile::kWarps];
   if (place.lane == 0) of_warps[place.warp] = own;
   __syncthreads();
   const unsigned warp = static_cast<unsigned>(place.lane) % Tile::kWarps;
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardPar
   // A block's last rows may not exist. They have no columns, and are zeros.
   const int64_t row = int64_t{blockIdx.x} * Tile::kRows + place.row;
   const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   const size_t bytes = Image<T, Tile>::bytes(place.threads());
   unsigned char* const of_x = shared + place.row * bytes;
   forward_tile<T, W>(p, known, place, of_x, of_x + Tile::kRows * bytes, row, 0, cols, existing_cols,
@@ -551,7 +551,7 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, const Known<A
 template <class Acc>
 __device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, const Cut& cut,
                                                        const Known<Acc>& known) {
-  LAYERNORM_SHARED(of_parts, Moments<Acc>[kLargestCluster]);
+  __shared__ Moments<Acc> of_parts[kLargestCluster];
   cluster_wait();  // all blocks have begun
   if (threadIdx.x < cut.parts) *cluster_peer(&of_parts[cluster_rank()], threadIdx.x) = own;
   cluster_arrive();
@@ -565,7 +565,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
     forward_chunk_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
   const Place<ChunkTile> place;
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
   forward_tile<T, W>(p, known, place, shared + Image<T, ChunkTile>::bytes(place.threads()), shared, part.row,
                      part.begin, part.cols, part.cols,
@@ -577,7 +577,7 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
     forward_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
   const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
   const auto of_row = exchange_parts(own, cut, known);
@@ -589,7 +589,7 @@ template <class T>
 __global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
     forward_moments(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   const auto own = moments_of_part<T>(p, known, cut, part, shared, false);
   if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * cut.parts + blockIdx.x] = own;
   let_next_grid_start();
@@ -600,7 +600,7 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
     forward_output(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
   const Part part(cut, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   wait_for_previous_grid();
   const auto* const of_parts = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * cut.parts;
   store_part<T, W>(p, known, cut, part, merge_parts<kMostParts>(of_parts, cut.parts, known.cols), shared, false);
@@ -611,8 +611,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
 template <class T>
 Cut cut(int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
-  const int64_t most = std::max(path_limit(ChunkTile::kThreads * ChunkTile::kVectors), int64_t{kWarpSize});
-  const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, most)), kWarpSize) * kWarpSize;
+  const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, kMaxChunkVectors)), kWarpSize) * kWarpSize;
   const int64_t chunks = ceil_div(vectors, chunk);
   const int64_t of_part = ceil_div(chunks, chunks <= kLargestCluster * kMostChunksKept ? kLargestCluster : kMostParts);
   return {static_cast<int>(chunk * kVectorSize<T>), static_cast<int>(of_part),
@@ -671,8 +670,8 @@ void forward(const ForwardParams& p) {
     Cut parts = cut<T>(p.cols);
     const bool in_cluster = is_for_cluster<T, W>(parts);
     const size_t bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
-    for (; parts.first_row < p.rows; parts.first_row += static_cast<unsigned>(largest_grid_y())) {
-      const int64_t rows = std::min(p.rows - parts.first_row, largest_grid_y());
+    for (; parts.first_row < p.rows; parts.first_row += static_cast<unsigned>(kMaxGridY)) {
+      const int64_t rows = std::min(p.rows - parts.first_row, kMaxGridY);
       const dim3 grid(parts.parts, static_cast<unsigned>(rows));
       LaunchConfig config = {grid, threads_of<ChunkTile, T>(parts.chunk), bytes, stream};
       if constexpr (sizeof(T) < 8) {

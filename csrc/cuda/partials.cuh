@@ -13,7 +13,7 @@ template <class Acc, class W>
 __global__ void __launch_bounds__(kAdders* kWarpSize)
     add_partials(const Acc* const workspace, const int64_t partials, const int64_t pitch, const int64_t cols,
                  W* const first, W* const second) {
-  LAYERNORM_SHARED(sums, double[kAdders][kWarpSize]);
+  __shared__ double sums[kAdders][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, adder = threadIdx.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   const Acc* const partial = workspace + blockIdx.y * partials * pitch + column;

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "../layer_norm.h"
+#include "launch_limits.h"
 #include "vec.cuh"
 
 namespace layernorm::cuda {
@@ -43,8 +44,10 @@ unsigned threads_of(int64_t cols) {
 // four 34.9.
 template <class T, class F>
 bool with_tile(int64_t cols, const F& f) {
+  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
+  if (vectors > kMaxTileVectors) return false;
   const auto is_for = [&](auto tile) {
-    if (ceil_div(cols, kVectorSize<T>) > path_limit(tile.kThreads * tile.kVectors)) return false;
+    if (vectors > tile.kThreads * tile.kVectors) return false;
     f(tile);
     return true;
   };
