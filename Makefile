@@ -30,8 +30,8 @@ test-device:
 	python -m pytest -n auto --dist loadfile tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
 
-# The launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h; --table prints the launches on an
-# H200. It needs a package that was built with CUDA, but no GPU.
+# The launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h. It needs a package that was built with
+# CUDA, but no GPU.
 launch-audit:
 	python tests/emulator/launch_audit.py
 
