@@ -1,5 +1,5 @@
-// A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run without a
-// GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse.
+// A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run
+// without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -58,8 +58,8 @@ gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
           find_attribute(config, cudaLaunchAttributeProgrammaticStreamSerialization) != nullptr};
 }
 
-// Returns whether a launch of persistent blocks has more blocks than the GPU holds at once, so that some start only after
-// others end. One group of grid.x blocks, which share a row, is always allowed.
+// Returns whether a launch of persistent blocks has more blocks than the GPU holds at once, so that some start only
+// after others end. One group of grid.x blocks, which share a row, is always allowed.
 bool has_second_wave(const std::string& name, const uint64_t (&grid)[3], uint64_t resident) {
   if (name.find("channels_first_backward") != std::string::npos) return grid[0] > resident;
   return name.find("backward_rows") != std::string::npos && grid[1] > std::max(resident / grid[0], uint64_t{1});
@@ -71,8 +71,8 @@ extern "C" {
 
 // ---- for launch_audit.py --------------------------------------------------------------------------------------------
 
-// Chooses the GPU, and the architecture of the code that it runs. The file has a line "name registers static_shared" for
-// each kernel of that code.
+// Chooses the GPU, and the architecture of the code that it runs. The file has a line "name registers static_shared"
+// for each kernel of that code.
 void audit_gpu(const char* name, int architecture, const char* file) {
   gpu = &gpu_models::find([&](const auto& model) { return std::string(model.name) == name; });
   kernels.clear();

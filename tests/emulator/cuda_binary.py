@@ -18,20 +18,16 @@ RESERVED_SHARED = 1024  # bytes per block from 9.0 on, which cuobjdump counts an
 
 @dataclasses.dataclass
 class Kernel:
-    """One kernel for one architecture."""
-
-    name: str  # demangled, without namespaces and parameters
+    architecture: int
+    name: str  # demangled, without anonymous namespaces and parameters
     registers: int  # per thread
     static_shared: int  # bytes
     local: int  # bytes of stack and local memory
     opcodes: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # with modifiers
 
-    def count(self, opcode, *modifiers):
-        """Count the instructions of an opcode that have all of these modifiers."""
-        parts = {name: name.split(".") for name in self.opcodes}
-        return sum(
-            self.opcodes[name] for name, (op, *rest) in parts.items() if op == opcode and {*modifiers} <= {*rest}
-        )
+    def count(self, *parts):
+        """Count the instructions whose opcode and modifiers include all of these."""
+        return sum(n for opcode, n in self.opcodes.items() if {*parts} <= {*opcode.split(".")})
 
 
 def library():
@@ -72,7 +68,7 @@ def kernels():
         elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
             registers, stack, shared, local = map(int, match.groups())
             shared = max(shared - (RESERVED_SHARED if architecture >= 90 else 0), 0)
-            found[architecture][name] = Kernel(name, registers, shared, stack + local)
+            found[architecture][name] = Kernel(architecture, name, registers, shared, stack + local)
     for mangled in found.values():
         done = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
         for kernel, name in zip(mangled.values(), done.stdout.splitlines(), strict=True):
