@@ -591,7 +591,8 @@ template <class T>
 int64_t most_vectors() {
   using Ring = RowRing<T, BlockTile>;
   const bool is_ample = Ring::bytes(BlockTile::kThreads, 1, 3, 1, false) + kStaticShared <= max_shared_memory();
-  return kMaxChunkVectors / (is_ample ? 1 : 2);
+  const int64_t most = BlockTile::kThreads * BlockTile::kVectors / (is_ample ? 1 : 2);
+  return std::min(most, kMaxClusterChunkVectors);
 }
 
 // Cuts rows of more than a tile: into chunks of 1024 vectors, or of more if a cluster then has them all.
@@ -599,7 +600,7 @@ template <class T>
 void cut(Plan& plan, int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
   const int64_t most = most_vectors<T>();
-  int64_t chunks = ceil_div(vectors, std::min(most, int64_t{1024}));
+  int64_t chunks = ceil_div(vectors, std::min(most, kMaxChunkVectors));
   if (vectors <= kLargestCluster * most) chunks = std::min(chunks, int64_t{kLargestCluster});
   const int64_t chunk = ceil_div(ceil_div(vectors, chunks), kWarpSize) * kWarpSize;
   chunks = ceil_div(vectors, chunk);

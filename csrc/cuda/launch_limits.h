@@ -8,9 +8,10 @@ namespace layernorm::cuda {
 constexpr int64_t kMaxGridY = 65535;  // blocks of a grid along y
 
 // Vectors of a row or of a chunk. Rows with more than kMaxTileVectors are cut into chunks. In backward, rows with more
-// than kMaxWarpRowVectors have a block to themselves.
+// than kMaxWarpRowVectors have a block to themselves, and larger chunks are allowed if a cluster then holds the row.
 constexpr int64_t kMaxTileVectors = 2048;
-constexpr int64_t kMaxChunkVectors = kMaxTileVectors;
+constexpr int64_t kMaxChunkVectors = 1024;
+constexpr int64_t kMaxClusterChunkVectors = 2048;
 constexpr int64_t kMaxWarpRowVectors = 128;
 
 // Bytes that one launch reads to compute all gradients of a few rows.

@@ -84,10 +84,10 @@ std::string place(const Region& region, uintptr_t a) {
     if (d < distance) distance = d, near = region.get();
   }
   if (near == nullptr) fail(what + " outside any buffer");
-  const std::string name = "'" + near->name + "'", far = std::to_string(distance) + " bytes ";
-  if (a >= near->end) fail(what + " outside any buffer, " + far + "after the end of " + name);
-  if (a < near->begin) fail(what + " outside any buffer, " + far + "before " + name);
-  fail(what + " to " + name + ", the shared memory of a block that has returned");
+  if (distance == 0 && a < near->end)
+    fail(what + " to '" + near->name + "', the shared memory of a block that has returned");
+  fail(what + " outside any buffer, " + std::to_string(distance) + " bytes " +
+       (a >= near->end ? "after the end of '" : "before '") + near->name + "'");
 }
 
 bool overlaps(const Region& region, uint32_t serial) {
@@ -337,8 +337,6 @@ extern "C" {
 #define EMULATOR_ACCESS(n)                                                                                             \
   void __tsan_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }                    \
   void __tsan_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }                  \
-  void __tsan_volatile_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }           \
-  void __tsan_volatile_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }         \
   void __tsan_unaligned_read##n(void* a) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); } \
   void __tsan_unaligned_write##n(void* a) { emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0)); }
 EMULATOR_ACCESS(1)

@@ -121,23 +121,14 @@ std::string describe(const Place& place) {
 
 std::string describe_wait(const Thread& thread) {
   std::ostringstream s;
-  switch (thread.wait) {
-    case Wait::kBlock:
-      s << "at a block barrier, " << describe(thread.place);
-      break;
-    case Wait::kWarp:
-      s << "in a warp collective with mask 0x" << std::hex << thread.mask << ", " << describe(thread.place);
-      break;
-    case Wait::kCluster:
-      s << "at a cluster barrier, " << at(thread.pc);
-      break;
-    case Wait::kMBarrier:
-      s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << thread.mbarrier->pending
-        << " arrivals and " << thread.mbarrier->pending_bytes << " bytes, " << at(thread.pc);
-      break;
-    case Wait::kRunnable:
-    case Wait::kDone:
-      break;
+  if (thread.wait == Wait::kBlock) s << "at a block barrier, " << describe(thread.place);
+  if (thread.wait == Wait::kWarp) {
+    s << "in a warp collective with mask 0x" << std::hex << thread.mask << ", " << describe(thread.place);
+  }
+  if (thread.wait == Wait::kCluster) s << "at a cluster barrier, " << at(thread.pc);
+  if (thread.wait == Wait::kMBarrier) {
+    s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << thread.mbarrier->pending
+      << " arrivals and " << thread.mbarrier->pending_bytes << " bytes, " << at(thread.pc);
   }
   return s.str();
 }
@@ -147,7 +138,7 @@ std::string describe_deadlock() {
   for (const Block& block : running->blocks) {
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
       const Thread& thread = block.threads[i];
-      auto& [count, first] = groups[thread.wait == Wait::kDone ? "" : describe_wait(thread)];
+      auto& [count, first] = groups[describe_wait(thread)];
       if (count++ == 0) first = &thread;
     }
   }
@@ -373,11 +364,6 @@ void check_shared_memory() {
   if (!why.empty()) fail(why);
 }
 
-void check_launch(const Launch& launch, const std::string& name) {
-  const std::string why = refusal(launch, find_kernel(name));
-  if (!why.empty()) throw Fault(why);
-}
-
 void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
   Running r{launch, body, closure};
@@ -460,7 +446,8 @@ void run(const Launch& launch, const void* kernel, void (*body)(void*), void* cl
   std::lock_guard lock(one_launch_at_a_time);
   launched.insert(kernel);
   try {
-    check_launch(launch, known_kernels.empty() ? "" : kernel_name(kernel));
+    const std::string why = refusal(launch, find_kernel(known_kernels.empty() ? "" : kernel_name(kernel)));
+    if (!why.empty()) throw Fault(why);
     run_checked(launch, body, closure);
   } catch (const Fault& fault) {
     throw Fault(kernel_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
