@@ -20,7 +20,7 @@ from .errors import BuildError
 
 NAME = "layernorm_ext._C"
 SOURCES = [
-    *("csrc/ops.cpp", "csrc/autograd.cpp", "csrc/channels_first.cpp"),
+    *("csrc/registration.cpp", "csrc/ops.cpp", "csrc/autograd.cpp", "csrc/channels_first.cpp"),
     *("csrc/bindings.cpp", "csrc/cpu/dispatch.cpp"),
 ]
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cpp") + glob.glob("csrc/cuda/*.cu"))

@@ -410,15 +410,10 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
 }
 
 }  // namespace
+
+void RowOperators::implement_autograd(torch::Library& m) { Family<forward_autograd, backward_autograd>::implement(m); }
+
+// Each aten operation of the composite has its own batching rule.
+void RowOperators::implement_vmap(torch::Library& m) { Family<forward_composite, backward_composite>::implement(m); }
+
 }  // namespace layernorm
-
-LAYERNORM_LIBRARY_IMPL(Autograd, m) {
-  using namespace layernorm;
-  Family<forward_autograd, backward_autograd>::implement(m);
-}
-
-// vmap uses the batching rules of the composite's aten operations.
-LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
-  using namespace layernorm;
-  Family<forward_composite, backward_composite>::implement(m);
-}

@@ -11,25 +11,13 @@
 #include "layer_norm.h"
 #include "ops.h"
 
-LAYERNORM_LIBRARY_FRAGMENT(m) {
-  m.def(
-      "channels_first_forward(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-06) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "channels_first_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-      "Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def("channels_first_check_forward(Tensor input, Tensor? weight, Tensor? bias) -> ()", {at::Tag::pt2_compliant_tag});
-}
-
 namespace layernorm {
 
 using std::optional;
 
 Outputs call_forward_of_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
                                double eps) {
-  static const auto op = find<decltype(call_forward_of_images)>(LAYERNORM_OPERATOR("channels_first_forward"));
+  static const auto op = find<decltype(call_forward_of_images)>("channels_first_forward");
   return op.call(input, weight, bias, eps);
 }
 
@@ -37,7 +25,7 @@ namespace {
 
 Outputs call_backward_of_images(const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& rstd,
                                 const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask) {
-  static const auto op = find<decltype(call_backward_of_images)>(LAYERNORM_OPERATOR("channels_first_backward"));
+  static const auto op = find<decltype(call_backward_of_images)>("channels_first_backward");
   return op.call(grad_output, input, mean, rstd, weight, bias, output_mask);
 }
 
@@ -286,42 +274,49 @@ Outputs backward_autograd(const Tensor& grad_output, const Tensor& input, const 
 }
 
 }  // namespace
-}  // namespace layernorm
 
-#ifndef LAYERNORM_EMULATE
-LAYERNORM_LIBRARY_IMPL(CPU, m) {
-  using namespace layernorm;
+// ---- registration
+// -----------------------------------------------------------------------------------------------------
+
+void ImageOperators::define(torch::Library& m) {
+  m.def(
+      "channels_first_forward(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-06) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "channels_first_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+      "Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def("channels_first_check_forward(Tensor input, Tensor? weight, Tensor? bias) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+void ImageOperators::implement_cpu(torch::Library& m) {
   m.impl("channels_first_forward", &forward<cpu::channels_first_forward>);
   m.impl("channels_first_backward", &backward<cpu::channels_first_backward, cpu::channels_first_backward_workspace>);
 }
-#endif
 
-LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  using namespace layernorm;
-#if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
+#if defined(WITH_CUDA)
+void ImageOperators::implement_cuda(torch::Library& m) {
   m.impl("channels_first_forward", &forward<cuda::channels_first_forward>);
   m.impl("channels_first_backward", &backward<cuda::channels_first_backward, cuda::channels_first_backward_workspace>);
-#else
-  m.impl("channels_first_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  m.impl("channels_first_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
 #endif
+
+void ImageOperators::implement_meta(torch::Library& m) {
+  m.impl("channels_first_forward", &forward_meta);
+  m.impl("channels_first_backward", &backward_meta);
 }
 
-LAYERNORM_LIBRARY_IMPL(Meta, m) {
-  m.impl("channels_first_forward", &layernorm::forward_meta);
-  m.impl("channels_first_backward", &layernorm::backward_meta);
+void ImageOperators::implement_autograd(torch::Library& m) {
+  m.impl("channels_first_forward", &forward_autograd);
+  m.impl("channels_first_backward", &backward_autograd);
 }
 
-LAYERNORM_LIBRARY_IMPL(Autograd, m) {
-  m.impl("channels_first_forward", &layernorm::forward_autograd);
-  m.impl("channels_first_backward", &layernorm::backward_autograd);
+void ImageOperators::implement_vmap(torch::Library& m) {
+  m.impl("channels_first_forward", &forward_as_rows);
+  m.impl("channels_first_backward", &backward_as_rows);
 }
 
-LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
-  m.impl("channels_first_forward", &layernorm::forward_as_rows);
-  m.impl("channels_first_backward", &layernorm::backward_as_rows);
-}
+void ImageOperators::implement_composite(torch::Library& m) { m.impl("channels_first_check_forward", &check_images); }
 
-LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
-  m.impl("channels_first_check_forward", &layernorm::check_images);
-}
+}  // namespace layernorm

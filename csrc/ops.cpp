@@ -1,4 +1,4 @@
-// The operators: schema; checks; forward and backward for any backend; shape functions; registrations.
+// The operators on rows: checks, forward and backward for any backend, shape functions, schema.
 #include "ops.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -11,38 +11,6 @@
 #include "cuda/platform.h"
 #include "dtypes.h"
 #include "layer_norm.h"
-
-// forward and backward have the signatures of torch's operators. norm_* cover the whole family; add_* are shorthands.
-LAYERNORM_LIBRARY(m) {
-  const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
-  define(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
-  define(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  define(
-      "norm_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False, "
-      "bool memory_efficient=False) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  define(
-      "norm_forward_(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
-  define(
-      "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, SymInt[] normalized_shape, Tensor? mean, "
-      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask, *, bool rms=False, "
-      "bool zero_centered_weight=False, bool memory_efficient=False) -> (Tensor, Tensor, Tensor)");
-  define(
-      "add_forward(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  define(
-      "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
-      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  // The checks of forward, for graphs of aten operators. Compilers decompose it into nothing.
-  define(
-      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
-}
 
 namespace layernorm {
 
@@ -406,16 +374,16 @@ NormOutputs call_norm_forward(const Tensor& input, const optional<Tensor>& resid
   using Ops = Family<norm_forward_meta, norm_backward_meta>;
   const auto& [rms, zero_centered_weight, memory_efficient] = variant;
   if (in_place) {
-    static const auto op = find<decltype(Ops::norm_forward_in_place)>(LAYERNORM_OPERATOR("norm_forward_"));
+    static const auto op = find<decltype(Ops::norm_forward_in_place)>("norm_forward_");
     auto [output, mean, rstd] =
         op.call(input, *residual, normalized_shape, weight, bias, eps, rms, zero_centered_weight);
     return {std::move(output), *residual, std::move(mean), std::move(rstd)};
   }
   if (present(residual) || rms || zero_centered_weight || memory_efficient) {
-    static const auto op = find<decltype(Ops::norm_forward)>(LAYERNORM_OPERATOR("norm_forward"));
+    static const auto op = find<decltype(Ops::norm_forward)>("norm_forward");
     return op.call(input, residual, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient);
   }
-  static const auto op = find<decltype(Ops::forward)>(LAYERNORM_OPERATOR("forward"));
+  static const auto op = find<decltype(Ops::forward)>("forward");
   auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
@@ -427,51 +395,66 @@ Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& gr
   using Ops = Family<norm_forward_meta, norm_backward_meta>;
   const auto& [rms, zero_centered_weight, memory_efficient] = variant;
   if (present(grad_sum) || !present(mean) || rms || zero_centered_weight || memory_efficient) {
-    static const auto op = find<decltype(Ops::norm_backward)>(LAYERNORM_OPERATOR("norm_backward"));
+    static const auto op = find<decltype(Ops::norm_backward)>("norm_backward");
     return op.call(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, output_mask, rms,
                    zero_centered_weight, memory_efficient);
   }
-  static const auto op = find<decltype(Ops::backward)>(LAYERNORM_OPERATOR("backward"));
+  static const auto op = find<decltype(Ops::backward)>("backward");
   return op.call(grad_output, input, normalized_shape, *mean, rstd, weight, bias, output_mask);
 }
 
-}  // namespace layernorm
+// ---- registration
+// -----------------------------------------------------------------------------------------------------
 
-#ifndef LAYERNORM_EMULATE
-LAYERNORM_LIBRARY_IMPL(CPU, m) {
-  using namespace layernorm;
+// `forward` and `backward` have aten's signatures. norm_* cover the whole family, add_* its most frequent member.
+void RowOperators::define(torch::Library& m) {
+  const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
+  define(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  define(
+      "norm_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False, "
+      "bool memory_efficient=False) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  define(
+      "norm_forward_(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, bool rms=False, bool zero_centered_weight=False) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, SymInt[] normalized_shape, Tensor? mean, "
+      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask, *, bool rms=False, "
+      "bool zero_centered_weight=False, bool memory_efficient=False) -> (Tensor, Tensor, Tensor)");
+  define(
+      "add_forward(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  define(
+      "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
+      "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  // The checks of forward, for graphs of aten's operators. Compilers decompose it into nothing.
+  define(
+      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
+}
+
+void RowOperators::implement_cpu(torch::Library& m) {
   Family<norm_forward<cpu::forward>, norm_backward<cpu::backward, cpu::backward_workspace>>::implement(m);
 }
-#endif
 
-#if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
-LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  using namespace layernorm;
+#if defined(WITH_CUDA)
+void RowOperators::implement_cuda(torch::Library& m) {
   Family<norm_forward<cuda::forward, cuda::forward_workspace>,
          norm_backward<cuda::backward, cuda::backward_workspace>>::implement(m);
 }
-#else
-namespace layernorm {
-void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
-  TORCH_CHECK(false,
-              "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");
-}
-}  // namespace layernorm
-
-LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  for (const char* name : {"forward", "norm_forward", "norm_forward_", "backward", "norm_backward"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&layernorm::refuse>());
-  }
-}
 #endif
 
-LAYERNORM_LIBRARY_IMPL(Meta, m) {
-  using namespace layernorm;
-  Family<norm_forward_meta, norm_backward_meta>::implement(m);
+void RowOperators::implement_meta(torch::Library& m) { Family<norm_forward_meta, norm_backward_meta>::implement(m); }
+
+void RowOperators::implement_composite(torch::Library& m) {
+  m.impl("add_forward", &add_forward);
+  m.impl("add_backward", &add_backward);
+  m.impl("check_forward", &check_forward);
 }
 
-LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
-  m.impl("add_forward", &layernorm::add_forward);
-  m.impl("add_backward", &layernorm::add_backward);
-  m.impl("check_forward", &layernorm::check_forward);
-}
+}  // namespace layernorm

@@ -9,16 +9,8 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <tuple>
-
-// The tests register the same sources under another namespace, and the CUDA kernels on another dispatch key, to
-// run those on a CPU.
-#ifndef LAYERNORM_NAMESPACE
-#define LAYERNORM_NAMESPACE layernorm
-#endif
-#ifndef LAYERNORM_CUDA_KEY
-#define LAYERNORM_CUDA_KEY CUDA
-#endif
 
 namespace layernorm {
 
@@ -118,14 +110,34 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 enum class Dtype;
 Dtype dtype_of(at::ScalarType type);
 
-// The CUDA implementation in a build without CUDA: throws an error that says so, instead of the dispatcher's list of
-// backends.
-void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Each function fills the library of one dispatch key; registration.cpp calls them all.
+struct RowOperators {
+  static void define(torch::Library& m);
+  static void implement_cpu(torch::Library& m);
+  static void implement_cuda(torch::Library& m);  // only in a build with CUDA
+  static void implement_meta(torch::Library& m);
+  static void implement_autograd(torch::Library& m);
+  static void implement_vmap(torch::Library& m);
+  static void implement_composite(torch::Library& m);
+};
+struct ImageOperators {
+  static void define(torch::Library& m);
+  static void implement_cpu(torch::Library& m);
+  static void implement_cuda(torch::Library& m);  // only in a build with CUDA
+  static void implement_meta(torch::Library& m);
+  static void implement_autograd(torch::Library& m);
+  static void implement_vmap(torch::Library& m);
+  static void implement_composite(torch::Library& m);
+};
 
-// The operator of this name, as LAYERNORM_OPERATOR writes it.
+// The namespace under which the operators are registered.
+extern const char* const kOperatorNamespace;
+
+// Looks up an operator of that namespace by its plain name, such as "forward".
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+  const auto full_name = std::string(kOperatorNamespace) + "::" + name;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), "").typed<Signature>();
 }
 
 inline bool present(const std::optional<Tensor>& t) { return t && t->defined(); }
@@ -193,16 +205,3 @@ inline bool has_own_type(const Tensor& bias, const Tensor& weight) {
 }
 
 }  // namespace layernorm
-
-// "layernorm::forward" for "forward".
-#define LAYERNORM_STRING_(name) #name
-#define LAYERNORM_STRING(name) LAYERNORM_STRING_(name)
-#define LAYERNORM_OPERATOR(name) LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::" name
-
-// A macro as the name of TORCH_LIBRARY's namespace is expanded only on the way through another macro.
-#define LAYERNORM_LIBRARY_(ns, m) TORCH_LIBRARY(ns, m)
-#define LAYERNORM_LIBRARY(m) LAYERNORM_LIBRARY_(LAYERNORM_NAMESPACE, m)
-#define LAYERNORM_LIBRARY_FRAGMENT_(ns, m) TORCH_LIBRARY_FRAGMENT(ns, m)
-#define LAYERNORM_LIBRARY_FRAGMENT(m) LAYERNORM_LIBRARY_FRAGMENT_(LAYERNORM_NAMESPACE, m)
-#define LAYERNORM_LIBRARY_IMPL_(ns, key, m) TORCH_LIBRARY_IMPL(ns, key, m)
-#define LAYERNORM_LIBRARY_IMPL(key, m) LAYERNORM_LIBRARY_IMPL_(LAYERNORM_NAMESPACE, key, m)

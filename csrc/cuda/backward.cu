@@ -199,7 +199,7 @@ __device__ __forceinline__ void reduce_tile(RowSums<Acc>& sums, const Position<T
   } else {
 #pragma unroll
     for (Acc& sum : sums) sum = sum_lanes<kWarpSize>(sum);
-    LAYERNORM_SHARED(warp_sums, RowSums<Acc>[2][Tile::kWarps]);
+    __shared__ RowSums<Acc> warp_sums[2][Tile::kWarps];
     if (position.lane == 0) {
 #pragma unroll
       for (int k = 0; k < 3; ++k) warp_sums[round % 2][position.warp][k] = sums[k];
@@ -225,7 +225,7 @@ __device__ __forceinline__ void reduce_lanes(RowSums<Acc>& sums, const RowSums<d
 // barrier per row suffices: a block that is ahead writes to a buffer that no block reads.
 template <class Acc>
 __device__ __forceinline__ void reduce_cluster(RowSums<Acc>& sums, unsigned blocks, int round) {
-  LAYERNORM_SHARED(block_sums, RowSums<Acc>[2][kMaxClusterSize]);
+  __shared__ RowSums<Acc> block_sums[2][kMaxClusterSize];
   if (threadIdx.x < blocks) {
     auto& dst = *cluster_peer(&block_sums[round % 2][cluster_rank()], threadIdx.x);
 #pragma unroll
@@ -284,7 +284,7 @@ __device__ __forceinline__ void add_to_workspace(Acc* workspace, const Acc (&sum
       }
     });
   } else {
-    LAYERNORM_SHARED(thread_sums, Acc[Tile::kBlockThreads][kVec]);
+    __shared__ Acc thread_sums[Tile::kBlockThreads][kVec];
     const Acc* const row_sums = &thread_sums[0][0];
     const int step = position.threads_per_row() * kVec;  // columns that the threads of a row hold in one vector each
 #pragma unroll
@@ -312,8 +312,8 @@ template <class T, class W>
 __device__ __forceinline__ void sum_columns(const BackwardParams& p, const LaunchPlan& plan) {
   using Acc = AccOf<T>;
   constexpr int kVec = kVectorSize<T>;
-  LAYERNORM_SHARED(corrections, Acc[kMaxSingleLaunchRows]);
-  LAYERNORM_SHARED(warp_sums, Acc[2][kMaxWarps][kWarpSize]);
+  __shared__ Acc corrections[kMaxSingleLaunchRows];
+  __shared__ Acc warp_sums[2][kMaxWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int rows = static_cast<int>(p.rows), cols = static_cast<int>(p.cols);
   const int column = static_cast<int>(blockIdx.y - plan.num_slots) * kWarpSize + lane;
@@ -398,8 +398,8 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
   const int64_t begin = int64_t{plan.chunk_cols} * blockIdx.x;
   const int block_cols = static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}));
 
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  LAYERNORM_SHARED(full_barriers, MBarrier[kMaxStages]);
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ MBarrier full_barriers[kMaxStages];
   BackwardPipeline<T, Tile> pipeline(shared, full_barriers, 1 + needs_x + has_grad_sum, plan.stages,
                                      kFastPath || plan.aligned, true, block_cols,
                                      Position<Tile>(threadIdx.x, plan.log2_lanes));
@@ -426,7 +426,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
   if (plan.separate_sums) wait_for_previous_grid();
 
   // Recompute the thread's position for each row and each read of it; keeping it in registers causes spills.
-  const auto reload_position = [&] { return Position<Tile>(thread_again(), plan.log2_lanes); };
+  const auto reload_position = [&] { return Position<Tile>(reload_thread_index(), plan.log2_lanes); };
   const Parameters<W> parameters(p, begin);
   Acc dw[Tile::kVectors][kVec] = {}, db[Tile::kVectors][kVec] = {};
   for (int round = 0; exists(block_row); ++round, block_row += step) {
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
   const int64_t row = plan.first_row + blockIdx.y, part_cols = int64_t{plan.chunk_cols} * plan.chunks_per_part;
   const int64_t begin = part_cols * blockIdx.x, end = min(p.cols, begin + part_cols);
 
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   BackwardPipeline<T, BlockTile> pipeline(shared, nullptr, 2, plan.stages, plan.aligned, false, plan.chunk_cols,
                                           position);
   const auto cols_of = [&](int64_t chunk_begin) {
@@ -584,22 +584,22 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
 constexpr size_t kMaxStaticShared = 16 * 1024;
 static_assert(kMaxStaticShared >= (kMaxSingleLaunchRows + 2 * kMaxWarps * kWarpSize) * sizeof(double),
               "sum_columns alone needs this");
-constexpr int64_t kMaxSingleLaunchBytes = int64_t{8} << 20;  // read by the blocks that compute columns
 
 // The most vectors of a row or chunk that fit into a block's shared memory, with a residual and not aligned.
 template <class T>
 int64_t max_vectors() {
   using Pipeline = BackwardPipeline<T, BlockTile>;
   const bool fits = Pipeline::bytes(BlockTile::kThreads, 1, 3, 1, false) + kMaxStaticShared <= max_shared_memory();
-  return BlockTile::kThreads * BlockTile::kVectors / (fits ? 1 : 2);
+  const int64_t most = BlockTile::kThreads * BlockTile::kVectors / (fits ? 1 : 2);
+  return std::min(most, kMaxClusterChunkVectors);
 }
 
 // Divides rows that are longer than a tile into chunks of 1024 vectors, or of more if that makes them fit a cluster.
 template <class T>
 void divide_row(LaunchPlan& plan, int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
-  const int64_t most = std::max(path_limit(max_vectors<T>()), int64_t{kWarpSize});
-  int64_t num_chunks = ceil_div(vectors, std::min(most, int64_t{1024}));
+  const int64_t most = max_vectors<T>();
+  int64_t num_chunks = ceil_div(vectors, std::min(most, kMaxChunkVectors));
   if (vectors <= kMaxClusterSize * most) num_chunks = std::min(num_chunks, int64_t{kMaxClusterSize});
   const int64_t chunk = ceil_div(ceil_div(vectors, num_chunks), kWarpSize) * kWarpSize;
   num_chunks = ceil_div(vectors, chunk);
@@ -650,14 +650,12 @@ Launches make_launches(const BackwardParams& p, LaunchPlan plan) {
   result.rows_per_launch = p.rows;
   if (reads_twice) {  // input and grad_output take half of the cache
     const int64_t row_bytes = 2 * p.cols * static_cast<int64_t>(sizeof(T));
-    result.rows_per_launch =
-        std::clamp(l2_cache_size() / 2 / row_bytes, int64_t{1}, std::min(p.rows, largest_grid_y()));
+    result.rows_per_launch = std::clamp(l2_cache_size() / 2 / row_bytes, int64_t{1}, std::min(p.rows, kMaxGridY));
   }
   const int64_t groups = ceil_div(result.rows_per_launch, plan.rows_per_block);
-  const bool is_single_launch = plan.num_chunks == 1 && p.rows <= kMaxSingleLaunchRows &&
-                                (p.grad_weight || p.grad_bias) &&
-                                ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <=
-                                    one_launch_limit(kMaxSingleLaunchBytes);
+  const bool is_single_launch =
+      plan.num_chunks == 1 && p.rows <= kMaxSingleLaunchRows && (p.grad_weight || p.grad_bias) &&
+      ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= kMaxOneLaunchBytes;
   if (is_single_launch) {
     plan.num_slots = p.grad_input ? groups : 0;
     result.column_blocks = static_cast<unsigned>(ceil_div(p.cols, kWarpSize));
@@ -693,12 +691,12 @@ void dispatch(const BackwardParams& p, const F& f) {
     plan.end_row = p.rows;
     plan.rows_per_block = 1;
     const int64_t vectors = ceil_div(p.cols, kVectorSize<T>);
-    if (vectors <= path_limit(kWarpSize * WarpTile::kVectors)) {
+    if (vectors <= kMaxWarpRowVectors) {
       plan.log2_lanes = log2_lanes_for(vectors);
       plan.rows_per_block = WarpTile::kBlockThreads >> plan.log2_lanes;
       return call(WarpTile{}, plan);
     }
-    if (vectors > path_limit(max_vectors<T>())) divide_row<T>(plan, p.cols);
+    if (vectors > std::min(kMaxTileVectors, max_vectors<T>())) divide_row<T>(plan, p.cols);
     call(BlockTile{}, plan);
   });
 }

@@ -33,9 +33,6 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
 constexpr int kMinBlocksPerSM = 3;  // by default nvcc aims at more, and spills registers
 
-// The most dynamic shared memory of a block: two blocks fit on a multiprocessor of an H100. GPUs of compute capability
-// 8.6, 8.9 and 12.0 have less than this, see dispatch_staging().
-constexpr int64_t kMaxStagedBytes = 96 * 1024;
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
@@ -81,7 +78,7 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, c
 // Sums each lane's values over the warps. All warps get the result.
 template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
-  LAYERNORM_SHARED(warp_values, double[kCount][kWarps][kWarpSize]);
+  __shared__ double warp_values[kCount][kWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) warp_values[k][warp][lane] = values[k];
@@ -107,8 +104,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   const Pixel pixel(int64_t{blockIdx.x} * kWarpSize + threadIdx.x % kWarpSize, p.images, p.pixels, reciprocals);
   const T* const x = static_cast<const T*>(p.input) + pixel.image * p.input_image_stride + pixel.in_image;
   T* const y = static_cast<T*>(p.output) + pixel.image * p.channels * p.pixels + pixel.in_image;
-  LAYERNORM_DYNAMIC_SHARED(shared, T);  // [channels, kWarpSize]
-  T* const staged_x = shared + threadIdx.x % kWarpSize;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const staged_pixels = reinterpret_cast<T*>(shared);  // [channels, kWarpSize]
+  T* const staged_x = staged_pixels + threadIdx.x % kWarpSize;
   const int64_t channels = pixel.exists ? p.channels : 0;
   const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.channels, reciprocals); };
 
@@ -171,8 +169,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     channels_first_backward(const ChannelsFirstBackwardParams p, const Reciprocals reciprocals) {
   using Acc = AccOf<T>;
   const int lane = threadIdx.x % kWarpSize;
-  LAYERNORM_DYNAMIC_SHARED(shared, T);  // [2, channels, kWarpSize]
-  T* const staged_x = shared + lane;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const staged_pixels = reinterpret_cast<T*>(shared);  // [2, channels, kWarpSize]
+  T* const staged_x = staged_pixels + lane;
   T* const staged_dy = staged_x + p.channels * kWarpSize;
   const bool needs_x = p.grad_input || p.grad_weight;
   double* const dweight = static_cast<double*>(p.workspace) + blockIdx.x * p.channels;
@@ -263,7 +262,7 @@ int64_t num_tiles(int64_t images, int64_t pixels) { return ceil_div(images * pix
 template <class F>
 void dispatch_staging(int64_t bytes, const F& f) {
   const int64_t most = std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
-  if (bytes <= path_limit(most)) {
+  if (bytes <= most) {
     f(std::true_type{}, static_cast<size_t>(bytes));
   } else {
     f(std::false_type{}, size_t{0});

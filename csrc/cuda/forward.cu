@@ -131,7 +131,7 @@ __device__ __forceinline__ Moments<Acc> compute_warp_moments(Acc (&x)[Tile::kVec
 // Returns to lane i the moments of warp i % kWarps, or empty moments if the block has fewer warps.
 template <class Tile, class Acc>
 __device__ __forceinline__ Moments<Acc> exchange_warps(const Moments<Acc>& own, const Position<Tile>& position) {
-  LAYERNORM_SHARED(warp_moments, Moments<Acc>[Tile::kWarps]);
+  __shared__ Moments<Acc> warp_moments[Tile::kWarps];
   if (position.lane == 0) warp_moments[position.warp] = own;
   __syncthreads();
   const unsigned warp = static_cast<unsigned>(position.lane) % Tile::kWarps;
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(Tile::kBlockThreads, 1)
   // The last block may have rows that do not exist. They have no columns, and their vectors are zeros.
   const int64_t row = int64_t{blockIdx.x} * Tile::kRows + position.row;
   const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   const size_t bytes = StagedRow<T, Tile>::bytes(position.threads_per_row());
   unsigned char* const shared_x = shared + position.row * bytes;
   forward_tile<T, W>(p, packed, position, shared_x, shared_x + Tile::kRows * bytes, row, 0, cols, existing_cols,
@@ -540,7 +540,7 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, const PackedP
 template <class Acc>
 __device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, const ChunkLayout& layout,
                                                        const PackedParams<Acc>& packed) {
-  LAYERNORM_SHARED(part_moments, Moments<Acc>[kMaxClusterSize]);
+  __shared__ Moments<Acc> part_moments[kMaxClusterSize];
   cluster_wait();  // all blocks have started
   if (threadIdx.x < layout.num_parts) *cluster_peer(&part_moments[cluster_rank()], threadIdx.x) = own;
   cluster_arrive();
@@ -554,7 +554,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlockThreads, ChunkTile::kMinBlock
     forward_chunk_in_cluster(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
   const Part part(layout, p.cols);
   const Position<ChunkTile> position;
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
   forward_tile<T, W>(p, packed, position, shared + StagedRow<T, ChunkTile>::bytes(position.threads_per_row()), shared,
                      part.row, part.begin, part.cols, part.cols, [&](const auto& own) {
@@ -567,7 +567,7 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W>)
     forward_in_cluster(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
   const Part part(layout, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
   const auto own = compute_part_moments<T>(p, packed, layout, part, shared, true);
   const auto moments = exchange_parts(own, layout, packed);
@@ -579,7 +579,7 @@ template <class T>
 __global__ void __launch_bounds__(ChunkTile::kBlockThreads, ChunkTile::kMinBlocksPerSM)
     forward_moments(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
   const Part part(layout, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   const auto own = compute_part_moments<T>(p, packed, layout, part, shared, false);
   if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * layout.num_parts + blockIdx.x] = own;
   let_next_grid_start();
@@ -590,7 +590,7 @@ template <class T, class W>
 __global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W>)
     forward_output(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
   const Part part(layout, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+  extern __shared__ __align__(16) unsigned char shared[];
   wait_for_previous_grid();
   const auto* const part_moments = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * layout.num_parts;
   const auto moments = merge_parts<kMaxParts>(part_moments, layout.num_parts, packed.cols);
@@ -602,8 +602,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W
 template <class T>
 ChunkLayout make_layout(int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
-  const int64_t most = std::max(path_limit(ChunkTile::kThreads * ChunkTile::kVectors), int64_t{kWarpSize});
-  const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, most)), kWarpSize) * kWarpSize;
+  const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, kMaxChunkVectors)), kWarpSize) * kWarpSize;
   const int64_t num_chunks = ceil_div(vectors, chunk);
   const int64_t num_parts = num_chunks <= kMaxClusterSize * kMaxStagedChunks ? kMaxClusterSize : kMaxParts;
   const int64_t chunks_per_part = ceil_div(num_chunks, num_parts);
@@ -664,8 +663,8 @@ void forward(const ForwardParams& p) {
     ChunkLayout layout = make_layout<T>(p.cols);
     const bool in_cluster = fits_cluster<T, W>(layout);
     const size_t bytes = chunk_bytes<T>(layout, in_cluster ? layout.chunks_per_part : 1);
-    for (; layout.first_row < p.rows; layout.first_row += static_cast<unsigned>(largest_grid_y())) {
-      const int64_t rows = std::min(p.rows - layout.first_row, largest_grid_y());
+    for (; layout.first_row < p.rows; layout.first_row += static_cast<unsigned>(kMaxGridY)) {
+      const int64_t rows = std::min(p.rows - layout.first_row, kMaxGridY);
       const dim3 grid(layout.num_parts, static_cast<unsigned>(rows));
       LaunchConfig config = {grid, block_threads<ChunkTile, T>(layout.chunk_cols), bytes, stream};
       if constexpr (sizeof(T) < 8) {

@@ -13,7 +13,7 @@ template <class Acc, class W>
 __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
     add_partials(const Acc* const workspace, const int64_t num_partials, const int64_t pitch, const int64_t cols,
                  W* const first_grad, W* const second_grad) {
-  LAYERNORM_SHARED(sums, double[kThreadsPerColumn][kWarpSize]);
+  __shared__ double sums[kThreadsPerColumn][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   const Acc* const partials = workspace + blockIdx.y * num_partials * pitch + column;

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "../layer_norm.h"
+#include "launch_limits.h"
 #include "vec.cuh"
 
 namespace layernorm::cuda {
@@ -54,8 +55,10 @@ unsigned block_threads(int64_t cols) {
 // 30.9 instructions per bfloat16 element, and 34.9 in Tile<2, 4>.
 template <class T, class F>
 bool dispatch_tile(int64_t cols, const F& f) {
+  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
+  if (vectors > kMaxTileVectors) return false;
   const auto try_tile = [&](auto tile) {
-    if (ceil_div(cols, kVectorSize<T>) > path_limit(tile.kThreads * tile.kVectors)) return false;
+    if (vectors > tile.kThreads * tile.kVectors) return false;
     f(tile);
     return true;
   };

@@ -162,13 +162,8 @@ def parse(source):
     def blank(match):
         return re.sub(rb"[^\n]", b" ", match.group())
 
-    words = rb"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)|__(?:global|device|host|forceinline|restrict)__"
-    source = re.sub(words, blank, source)
-    source = re.sub(
-        rb"LAYERNORM_(?:DYNAMIC_)?SHARED\((\w+),(.*?)\)(?=;)",
-        lambda m: b"using".ljust(m.start(1) - m.start()) + m[1] + b"=" + m[2] + b" ",
-        source,
-    )
+    source = re.sub(rb"__(?:launch_bounds|align)__\s*\((?:[^()]|\([^()]*\))*\)", blank, source)
+    source = re.sub(rb"__(?:global|device|host|forceinline|restrict|shared)__", blank, source)
     root = PARSER.parse(source).root_node
     errors = [node for node in walk(root) if node.type == "ERROR" or node.is_missing]
     return root, [f"line {node.start_point.row + 1}: {text(node)[:60]}" for node in errors]

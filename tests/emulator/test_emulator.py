@@ -1,4 +1,4 @@
-"""The emulator itself: what it must find, what it must let pass, and what CUDA's documentation promises."""
+"""The emulator reports planted faults, accepts their correct counterparts, and computes what CUDA documents."""
 
 import pathlib
 import re
@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def reports():
-    """Per case what was expected, and what was reported in every schedule."""
+    """Return {case: (expected report, {schedule: report})}."""
     found = {}
     for table in TABLES:
         done = subprocess.run([emulated_build.program(table)], capture_output=True, text=True, check=True)
@@ -31,7 +31,7 @@ def reports():
 
 
 @pytest.mark.parametrize("table, name", CASES)
-def test_case(reports, table, name):
+def test_planted_fault_is_reported_in_every_schedule(reports, table, name):
     expected, by_schedule = reports[name]
     assert len(by_schedule) == SCHEDULES
     for schedule, report in by_schedule.items():
@@ -39,7 +39,7 @@ def test_case(reports, table, name):
             assert report == "", schedule
             continue
         assert any(part in report for part in expected.split(" or ")), (schedule, report)
-        # The report names a line of the fault, unless the launch itself was refused or the thread is gone.
+        # The report names a line of the fault, unless the launch was refused or the thread has returned.
         _, _, what = report.partition(": ")
         lines = {int(number) for number in re.findall(re.escape(table.name) + r":(\d+)", what)}
         marked = {n for n, text in enumerate(table.read_text().splitlines(), 1) if "// fault" in text}
@@ -50,18 +50,8 @@ def test_every_case_has_its_test(reports):
     assert set(reports) == {param.id for param in CASES}
 
 
-@pytest.mark.parametrize("mode", [emulated_build.CHECKED, emulated_build.PLAIN], ids=["checked", "plain"])
-def test_semantics(mode):
-    done = subprocess.run(
-        [emulated_build.program(emulated_build.EMULATOR / "semantics.cu", mode=mode)],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-
-
-def test_registers_times_threads():
-    """A multiprocessor has 65536 registers: 512 threads of 128 fit, of 136 they do not."""
+def test_launch_beyond_registers_or_shared_memory_is_refused():
+    """A multiprocessor has 65536 registers: enough for 512 threads of 128, but not of 136."""
     library = emulated_ops.library(emulated_build.PLAIN)
     kernel = "layernorm::cuda::forward_rows<float, float, layernorm::cuda::Tile<512, 4> >"
     x = torch.ones(1, 512 * 4 * 4)
@@ -87,14 +77,21 @@ def test_build_is_cached_by_content(tmp_path):
     assert emulated_build.program(source) != first
 
 
-def test_compile_error_is_told(tmp_path):
+def test_compile_error_is_raised(tmp_path):
     source = tmp_path / "broken.cu"
     source.write_text("int main() { return nothing; }\n")
     with pytest.raises(emulated_build.CompileError, match="nothing"):
         emulated_build.program(source)
 
 
-def test_no_cuda_headers_is_told(monkeypatch):
+def test_unknown_declaration_of_shared_memory_is_refused(tmp_path):
+    source = tmp_path / "two.cu"
+    source.write_text("__global__ void f() { __shared__ int a, b; }\n")
+    with pytest.raises(emulated_build.CompileError, match="two.cu: .* shared memory"):
+        emulated_build.program(source)
+
+
+def test_missing_cuda_headers_are_reported(monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
     monkeypatch.setattr(emulated_build.sysconfig, "get_path", lambda name: str(pathlib.Path("/nonexistent")))
     with pytest.raises(emulated_build.CompileError, match="no CUDA headers"):

@@ -15,7 +15,7 @@ using namespace layernorm;
 constexpr int kThreads = 64;
 template <int kStep>
 __global__ void __launch_bounds__(kThreads) sum(const int* in, int* out, int n, bool negative) {
-  LAYERNORM_SHARED(tile, int[kThreads]);
+  __shared__ int tile[kThreads];
   int total = 0;
   for (int i = threadIdx.x; i < n; i += kStep) total += negative ? -in[i] : in[i];
   tile[threadIdx.x] = __shfl_xor_sync(0xffffffffu, total, 1);
