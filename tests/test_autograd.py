@@ -50,24 +50,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("weight", "bias", "requires_grad"), CASES)
-def test_first_and_second_derivatives(layer_norm, double, weight, bias, requires_grad):
+def test_first_and_second_derivatives(backend, double, weight, bias, requires_grad):
     """In reverse and forward mode and batched; forward over reverse, and reverse over reverse."""
-    tensors = [double(3, 4, 5), *(double(5) for _ in range(weight + bias))]
+    tensors = [double(4, 2, 3), *(double(2, 3) for _ in range(weight + bias))]
     inputs = [t.requires_grad_(r) for t, r in zip(tensors, requires_grad, strict=True)]
 
     def function(x, *parameters):
         w = parameters[0] if weight else None
-        return layer_norm(x, w, parameters[-1] if bias else None)
+        return backend.layer_norm(x, (2, 3), w, parameters[-1] if bias else None, EPS)
 
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)
-
-
-def test_several_normalized_dimensions(backend, double):
-    leaves = [double(*shape).requires_grad_() for shape in ((2, 3, 4), (3, 4), (3, 4))]
-    function = lambda x, w, b: backend.layer_norm(x, (3, 4), w, b, EPS)  # noqa: E731
-    assert gradcheck(function, leaves, check_forward_ad=True)
-    assert gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
@@ -104,13 +97,6 @@ def test_second_derivatives_in_16_bits(layer_norm, double, dtype, parameter_dtyp
         assert (result.double() - expected).abs().max() <= tolerance
 
 
-def test_frozen_weight_gets_no_gradient(layer_norm, leaves):
-    x, w, b = leaves
-    y = layer_norm(x, w.detach(), b)
-    assert y.grad_fn.name() == "LayerNormBackward"
-    assert [edge is None for edge, _ in y.grad_fn.next_functions] == [False, True, False]
-
-
 def test_statistics_are_not_differentiable(backend, leaves):
     _, mean, rstd = backend.forward(leaves[0], [5], None, None, EPS)
     assert not mean.requires_grad and not rstd.requires_grad
@@ -144,7 +130,7 @@ def test_bias_is_not_saved_if_a_weight_is(layer_norm, leaves):
     """The four saved tensors are the input, the weight, mean and rstd."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
-        layer_norm(*leaves)
+        assert layer_norm(*leaves).grad_fn.name() == "LayerNormBackward"
     x, w, b = (t.data_ptr() for t in leaves)
     assert {x, w} < set(saved) and b not in saved and len(saved) == 4
 

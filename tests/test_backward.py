@@ -42,7 +42,6 @@ def test_gradients_match_float64(backend, dtypes, columns):
             before = bits(x), bits(dy)
             check_backward(run(backend, x, dy, w, w)[3:], dy, x, w, context=(rows, cols))
             assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
-        check_backward(run(backend, x, dy)[3:], dy, x, context=(rows, cols, "no parameters"))
 
 
 # Parameter gradients are summed over slots of 16 to 256 rows. These are numbers of rows around one, two and many slots,
@@ -113,10 +112,12 @@ def test_autograd_computes_what_requires_grad(backend, dtypes, has_weight, has_b
 
 
 @data_dtypes
-@pytest.mark.parametrize("eps", [1e-12, 1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-3, 1.0, 1e6])
 def test_eps(backend, dtype, eps):
     x, dy, _, _ = random_args(backend, (dtype, dtype), 5, 100)
     check(run(backend, x, dy, eps=eps), x, dy, eps=eps)
+    if eps == 0:  # a constant row gives 0 * inf, as in torch
+        assert run(backend, torch.ones_like(x), dy, eps=eps)[0].isnan().all()
 
 
 # Large means and many rows, where rounding errors would accumulate
@@ -126,9 +127,9 @@ def test_eps(backend, dtype, eps):
 def test_large_means_lose_no_precision(backend, dtypes, offset):
     """At 1e6, no digit of the gradients is right unless backward corrects the rounded mean."""
     for rows, cols in ((9, 2), (9, 31), (40, 64), (9, 257), (5, 1024), (5, 1100), (3, 4097), (3, 20000)):
-        for sign in (1, -1):
-            x, dy, w, b = random_args(backend, dtypes, rows, cols, sign * offset)
-            check(run(backend, x, dy, w, b), x, dy, w, b, context=(rows, cols, sign * offset))
+        x, dy, w, b = random_args(backend, dtypes, rows, cols, offset)
+        x[::2] *= -1
+        check(run(backend, x, dy, w, b), x, dy, w, b, context=(rows, cols, offset))
 
 
 @pytest.mark.parametrize("cols", [64, 768, 5000])

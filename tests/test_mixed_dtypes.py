@@ -93,10 +93,9 @@ def test_residual(backend, dtypes):
     assert_same_bits([backend.ops.norm_forward_(x, in_place, (40,), w, b)[0], in_place], [output, total])
 
 
-@pytest.mark.parametrize("dtypes", [SOME[1], SOME[4]], ids=triple_id)
-def test_opcheck(backend, dtypes):
-    x, dy, w, b = (t.requires_grad_() for t in arguments(dtypes, backend.device, cols=6))
-    mean, rstd = (torch.rand(5, 1, dtype=statistics_dtype(x.dtype), device=x.device) for _ in range(2))
+def test_opcheck(backend):
+    x, dy, w, b = (t.requires_grad_() for t in arguments((BF16, F64, F16), backend.device, cols=6))
+    mean, rstd = (torch.rand(5, 1, device=x.device) for _ in range(2))
     torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b))
     torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL))
     torch.library.opcheck(backend.ops.norm_forward.default, (x, dy, (6,), w, b), {"rms": True})
@@ -196,9 +195,7 @@ def test_func(dtypes, name):
     assert_near(results(ours, tensors), results(torchs, wide), dtypes, (*dtypes, dtypes[0], dtypes[0]))
 
 
-@pytest.mark.parametrize(
-    ("compiler", "dtypes"), [("aot_eager", SOME[1]), ("aot_eager", SOME[4]), ("inductor", SOME[4])], ids=triple_id
-)
+@pytest.mark.parametrize(("compiler", "dtypes"), [("aot_eager", SOME[1]), ("inductor", SOME[4])], ids=triple_id)
 @all_functions
 def test_compile(compiler, dtypes, name):
     """Without a graph break, in training and inference. Inductor fuses the operations around our operators."""
