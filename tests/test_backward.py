@@ -180,7 +180,7 @@ def test_constant_rows_give_no_weight_gradient(backend, dtypes):
 
 @data_dtypes
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-@pytest.mark.parametrize("cols", [1, 5, 64, 300, 1100])
+@pytest.mark.parametrize("cols", [5, 300, 1100])
 def test_nan_and_inf_stay_in_their_row(backend, dtype, value, cols):
     """Other rows keep their bits. Parameter gradients, which add up all rows, become NaN."""
     x, dy, _, _ = random_args(backend, (dtype, dtype), 9, cols)

@@ -102,9 +102,9 @@ def test_constant_rows_give_exactly_the_bias(backend, dtypes):
 
 @data_dtypes
 def test_random_constant_rows_give_zero(backend, dtype):
-    """A thousand constants of several magnitudes and 40 widths find inexact means that are as rare as 1 in 40,000."""
+    """A thousand constants of several magnitudes, in rows of 42 widths, find means that are rarely inexact."""
     constants = torch.randn(1000, 1, dtype=F64) * torch.logspace(-3, 4, 1000, dtype=F64)[:, None]
-    for cols in range(1, 1000, 25):
+    for cols in range(1, 500, 12):
         x = constants.to(dtype).to(backend.device).expand(1000, cols)
         assert not backend.forward(x, (cols,), None, None, 1e-5)[0].any(), cols
 
@@ -143,6 +143,18 @@ def test_overlapping_rows(backend):
     check_forward(backend.forward(x, (50,), None, None, 1e-5), x)
 
 
+@all_dtypes
+@pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
+def test_output_larger_than_the_caches(backend, dtypes, odd):
+    """An output of 64 MiB or more may be written past the caches. A call for 7 rows gives the expected bits."""
+    cols = 32768 // dtypes[0].itemsize + odd
+    x, _, w, b = random_args(backend, dtypes, 7, cols, offset=10)
+    expected = backend.forward(x, (cols,), w, b, 1e-5)
+    results = backend.forward(x.repeat(300, 1), (cols,), w, b, 1e-5)
+    for result, right in zip(results, expected, strict=True):
+        assert torch.equal(result.view(300, 7, -1), right.expand(300, *right.shape))
+
+
 def test_nothing_is_written_outside_the_results(backend):
     """glibc's checking allocator aborts if a byte behind an allocation has changed."""
     if backend.name != "cpu":
@@ -163,6 +175,5 @@ def run_all_tails():
 
     for dtypes in DTYPES:
         for cols in [*range(1, 131), 255, 257, 513, 1025, 1087, 1100, 1215, 4097, 5000]:
-            for rows in (1, 5):
-                run(installed("cpu"), *random_args(installed("cpu"), dtypes, rows, cols))
+            run(installed("cpu"), *random_args(installed("cpu"), dtypes, 5, cols))
     print("done")

@@ -124,18 +124,6 @@ def test_row_beside_an_overflowing_one(backend, dtypes, cols):
         assert_same_bits([r[others] for r in results], [r[others] for r in expected], row)
 
 
-@all_dtypes
-@pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
-def test_output_larger_than_the_caches(backend, dtypes, odd):
-    """An output of 64 MiB or more may be written past the caches. A call for 7 rows gives the expected bits."""
-    cols = 32768 // dtypes[0].itemsize + odd
-    x, _, w, b = random_args(backend, dtypes, 7, cols, offset=10)
-    expected = backend.forward(x, (cols,), w, b, 1e-5)
-    results = backend.forward(x.repeat(300, 1), (cols,), w, b, 1e-5)
-    for result, right in zip(results, expected, strict=True):
-        assert torch.equal(result.view(300, 7, -1), right.expand(300, *right.shape))
-
-
 # Threads
 
 
@@ -151,7 +139,7 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
+@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
 @pytest.mark.parametrize("rows, cols", WORK.values(), ids=WORK)
 def test_number_of_threads(backend, use_threads, dtypes, rows, cols):
     """It changes torch's weight gradients."""
@@ -169,7 +157,7 @@ def test_calls_from_two_python_threads(backend):
     results = [[], []]
 
     def work(i):
-        for _ in range(20):
+        for _ in range(10):
             results[i].append(run(backend, *calls[i]))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
@@ -178,7 +166,7 @@ def test_calls_from_two_python_threads(backend):
     for thread in threads:
         thread.join()
     for i in range(2):
-        assert len(results[i]) == 20
+        assert len(results[i]) == 10
         for result in results[i]:
             assert_same_bits(result, expected[i])
 
