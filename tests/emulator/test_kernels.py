@@ -5,6 +5,7 @@ many more inputs with float64, in a faster mode of the emulator: `--backends emu
 """
 
 import itertools
+import math
 
 import emulated_build
 import emulated_ops
@@ -105,7 +106,7 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     vector = 16 // dtypes[0].itemsize
     schedules = SCHEDULES if limit <= 128 else SCHEDULES[2:3]
     for cols in {limit * vector - 1, limit * vector, limit * vector + 1} - {0}:
-        x, dy, w, b = arguments(max(3, 150 // limit), cols, dtypes)  # blocks take up to 64 short rows
+        x, dy, w, b = arguments(max(2, 150 // limit), cols, dtypes)  # blocks take up to 64 short rows
         results = []
         for schedule in schedules:
             with library.schedule(*schedule):
@@ -114,10 +115,11 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
             assert_same_bits(results[-1], results[0], cols, schedule)
         check_forward(forward, x, w, b, context=(cols,))
         check_backward(backward, dy, x, w, context=(cols,))
-        with library.schedule(*schedules[-1], one_launch_limit=0):
-            _, separate = run(library, x, dy, w, b)
-        check_backward(separate, dy, x, w, context=(cols,))
-        assert_same_bits(separate[:1], backward[:1], cols)
+        if limit <= 128:  # backward of longer rows is not one launch
+            with library.schedule(*schedules[-1], one_launch_limit=0):
+                _, separate = run(library, x, dy, w, b)
+            check_backward(separate, dy, x, w, context=(cols,))
+            assert_same_bits(separate[:1], backward[:1], cols)
 
 
 @all_dtypes
@@ -161,7 +163,7 @@ def test_smallest_tile_that_holds_a_row_is_used(library, dtypes):
             assert next((tiles[limit] for limit in tiles if vectors <= limit), of_longer_rows) in name, vectors
 
 
-@all_dtypes
+@some_dtypes
 def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes):
     """Clusters take up to 80 chunks in forward and 8 in backward, except for float64.
 
@@ -169,12 +171,11 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
     Beyond 256 chunks, a block takes several; of 513, backward takes more than it fetches at a time.
     """
     vector = 16 // dtypes[0].itemsize
-    cases = [(32, 32, 1), (32, 64, 0), (32, 256, 1), (32, 288, 0), (32, 768, 3), (32, 2560, vector + 1), (32, 2592, 0)]
-    cases += [(256, 7 * 256 + 1, 0), (256, 7 * 256 + 1, 1)]
+    cases = [(32, 1, 1), (32, 2, 0), (32, 8, 1), (32, 9, 0), (32, 24, 3), (256, 7 + 1 / 256, 0), (256, 7 + 1 / 256, 1)]
     if dtypes[0] == F32:
-        cases += [(32, 257 * 32, vector + 1), (32, 513 * 32, 0)]
-    for limit, vectors, missing_elements in cases:
-        chunks = -(-vectors // limit)
+        cases += [(32, 80, vector + 1), (32, 81, 0), (32, 257, vector + 1), (32, 513, 0)]
+    for limit, chunks, missing_elements in cases:
+        vectors, chunks = int(limit * chunks), math.ceil(chunks)
         x, dy, w, b = arguments(2 if chunks < 80 else 1, vectors * vector - missing_elements, dtypes)
         x += 3
         results = []
@@ -208,7 +209,7 @@ def test_clusters_fit_into_99_kib_of_shared_memory(library, chunks, kernel):
     assert any(kernel in name for name in library.launched())
 
 
-@pytest.mark.parametrize("architecture", [80, 89, 90, 120])
+@pytest.mark.parametrize("architecture", [89, 90, 120])
 @pytest.mark.parametrize("vectors", [1024, 1025, 2048])
 def test_backward_fits_into_shared_memory(library, architecture, vectors):
     """With 99 KiB, a block takes 1024 unaligned vectors and those of a residual."""
@@ -268,7 +269,7 @@ def test_absent_parameters_and_masks(library, dtypes, run, path):
 
 
 @paths
-@all_dtypes
+@some_dtypes
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 def test_variants_match_float64(library, dtypes, path, rms):
     """Residuals, also in place, zero-centred weights, and backward from the output; one row of the sum overflows."""
@@ -280,7 +281,7 @@ def test_variants_match_float64(library, dtypes, path, rms):
         residual[1] *= torch.finfo(dtypes[0]).max / 16
         sums = x + residual
         with library.schedule("random", cols, 2, **path):
-            for weight, bias in ((w, b), (w, None), (None, None)):
+            for weight, bias in ((w, b), (None, None)):
                 output, total, mean, rstd = library.ops.norm_forward(x, residual, (cols,), weight, bias, **options)
                 check_forward((output, mean, rstd), sums, weight, bias, context=(cols,), **options)
                 gradients = library.ops.norm_backward(
@@ -292,7 +293,7 @@ def test_variants_match_float64(library, dtypes, path, rms):
                 assert_same_bits((total, in_place, *results), (sums, sums, output, mean, rstd), cols)
 
             w = w - int(zero_centred)
-            for (weight, bias), mask in itertools.product(((w, b), (w, None), (None, b)), (ALL, WEIGHT_ONLY)):
+            for weight, bias, mask in ((w, b, ALL), (w, b, WEIGHT_ONLY), (w, None, WEIGHT_ONLY), (None, b, ALL)):
                 output, _, _, rstd = library.ops.norm_forward(
                     x, None, (cols,), weight, bias, memory_efficient=True, **options
                 )
@@ -313,24 +314,31 @@ def moved(tensor, gap=0, offset=0):
 
 @paths
 @all_dtypes
-@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "from the output"])
-def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path, memory_efficient):
-    def results(x, dy, w, b, residual=None, grad_sum=None):
+def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
+    def results(x, dy, w, b, residual, grad_sum, memory_efficient):
         shape, w, b = x.shape[1:], w[0], b[0]
-        forward = library.ops.norm_forward(x, residual, shape, w, b)
-        statistics = (None, forward[3]) if memory_efficient else forward[2:]
-        options = {"memory_efficient": memory_efficient}
-        return *forward, *library.ops.norm_backward(dy, grad_sum, x, shape, *statistics, w, b, ALL, **options)
+        output, total, mean, rstd = library.ops.norm_forward(x, residual, shape, w, b)
+        mean = None if memory_efficient else mean
+        gradients = library.ops.norm_backward(
+            dy, grad_sum, x, shape, mean, rstd, w, b, ALL, memory_efficient=memory_efficient
+        )
+        return output, total, rstd, *gradients
 
+    moves = [(i, 0, 1) for i in range(6)] + [(0, 3, 0), (1, 3, 0)]  # tensor, gap, offset
     for cols in (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0])):
         x, dy, residual, grad_sum = (randn((2, cols), dtypes[0]) for _ in range(4))
         w, b = (randn((1, cols), dtypes[1]) for _ in range(2))
-        with library.schedule(**path):
-            for tensors in ([x, dy, w, b], [x, dy, w, b, residual, grad_sum]):
-                expected = results(*tensors)
-                for i, (gap, offset) in itertools.product(range(len(tensors)), ((0, 1), (3, 0))):
-                    changed = [moved(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
-                    assert_same_bits(results(*changed), expected, cols, i, gap, offset)
+        for tensors, memory_efficient in (
+            ((x, dy, w, b, None, None), False),
+            ((x, dy, w, b, residual, grad_sum), False),
+            ((x, dy, w, b, residual, grad_sum), True),
+        ):
+            with library.schedule(**path):
+                expected = results(*tensors, memory_efficient)
+                for i, gap, offset in moves:
+                    if tensors[i] is not None:
+                        changed = [moved(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
+                        assert_same_bits(results(*changed, memory_efficient), expected, cols, i, gap, offset)
 
 
 @pytest.mark.parametrize("places", [[(0, i) for i in range(34)], [(i, 0) for i in range(34)]], ids=["offsets", "gaps"])
@@ -392,7 +400,7 @@ def hard_rows(dtype, cols):
     x[13, -1] = huge / 2
     x[14] = x[14].sign() * huge / 1e4  # only the sum of squares overflows
     chunk = 32 * 16 // dtype.itemsize
-    x[15] += huge / 1e4 * (1 - torch.arange(cols) // chunk % 2 * 2)
+    x[15] += huge / 1e4 * (1 - torch.arange(cols).double() // chunk % 2 * 2)
     x[16] *= (huge / 256) ** 0.5
     return x.to(dtype)
 
@@ -439,10 +447,11 @@ def test_constant_rows_have_no_deviation(library, dtype, run, path):
     for step, cols in ((1, 7), (1, 300), (9, 5000)):
         x = torch.cat([CONSTANTS[::step], huge]).to(dtype)[:, None].repeat(1, cols)
         with library.schedule("random", cols, 2, **path):
-            (output, *_), _ = run(library, x, x, None, None, [False, False, False], 1e-30)
-            (_, _, rstd), _ = run(library, x[:-3], x[:-3], None, None, [False, False, False], 0.0)
-            _, (_, grad_weight, _) = run(library, x, torch.ones_like(x), None, None, WEIGHT_ONLY)
-        assert not output.any() and not grad_weight.any(), cols
+            (output, *_), (_, grad_weight, _) = run(library, x, torch.ones_like(x), None, None, WEIGHT_ONLY)
+            x = x[:-3]
+            (output_for_small_eps, *_), _ = run(library, x, x, None, None, [False, False, False], 1e-30)
+            (_, _, rstd), _ = run(library, x, x, None, None, [False, False, False], 0.0)
+        assert not output.any() and not grad_weight.any() and not output_for_small_eps.any(), cols
         assert rstd.gt(10).all(), cols
 
 
