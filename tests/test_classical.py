@@ -134,7 +134,7 @@ def test_difference_of_squares_loses_all_digits(offset, least_error):
 def test_page_quotes_the_effect_of_eps_beside_the_deviation():
     """With the same eps in both places."""
     x = torch.randn(4096, 20, dtype=torch.float64)
-    difference = (EpsBesideDeviation(20).double()(x) - LayerNorm(20).double()(x)).abs().max()
+    difference = (EpsBesideDeviation(20).double()(x) - LayerNorm(20).double()(x)).abs().max().item()
     quoted = float(re.search(r"differ by up to (\S+) at 20 features", PAGE)[1])
     assert difference == pytest.approx(quoted, rel=0.05)
 
