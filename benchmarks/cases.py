@@ -1,4 +1,4 @@
-"""Inputs of the benchmarks, and the errors of a contender's results against the exact ones."""
+"""The benchmarks' inputs, and the errors of results against float64."""
 
 import math
 import sys
@@ -17,23 +17,17 @@ EPS = 1e-5
 QUANTITIES = ("output", "grad_input", "grad_weight", "grad_bias")
 RESULTS = {"forward": QUANTITIES[:1], "backward": QUANTITIES[1:], "both": QUANTITIES}  # pass -> its results
 
-# A result counts as wrong if its error, divided by the largest exact value, exceeds this. 16-bit results may be off by
-# 4 roundings, which allows for 16-bit intermediate values. The `accuracy` command measures precision.
+# A result is wrong if its error, divided by the largest exact value, exceeds this. The 16-bit limits are 4 roundings,
+# which allow for 16-bit intermediate values. The `accuracy` command measures precision.
 TOLERANCE = {F64: 1e-13, F32: 1e-5, F16: 4 * 2.0**-10, BF16: 4 * 2.0**-7}
 
-CHUNK = 1 << 20  # elements that are compared at a time, each as 8 or 16 bytes
+CHUNK = 1 << 20  # elements to compare at a time; each takes 8 or 16 bytes
 
 
 class Case:
     """Input, upstream gradient and parameters of one problem size, drawn from normal distributions.
 
-    Args:
-        rows: Number of rows.
-        cols: Number of columns, the normalized dimension.
-        dtypes: A key of PAIRS.
-        device: The device of the tensors.
-        offset: Mean of the input.
-        scale: Standard deviation of the input.
+    `dtypes` is a key of PAIRS; `offset` and `scale` are the mean and the standard deviation of the input.
     """
 
     def __init__(self, rows: int, cols: int, dtypes: str, device: str = "cpu", offset: float = 0, scale: float = 1):
@@ -49,7 +43,7 @@ class Case:
         self.dy = draw(rows, cols).to(self.dtype)  # [rows, cols]
         self.weight, self.bias = (torch.nn.Parameter(draw(cols).to(self.parameter_dtype)) for _ in range(2))  # [cols]
 
-    def bytes_moved(self, which: str) -> int:
+    def bytes_moved(self, pass_name: str) -> int:
         """Return the bytes that a pass must read and write.
 
         forward reads x, weight and bias and writes y, mean and rstd. backward reads dy, x, mean, rstd and weight and
@@ -58,7 +52,7 @@ class Case:
         statistics = 2 * self.rows * (8 if self.dtype == F64 else 4)
         forward = 2 * self.x.nbytes + statistics + 2 * self.weight.nbytes
         backward = 3 * self.x.nbytes + statistics + 3 * self.weight.nbytes
-        return {"forward": forward, "backward": backward, "both": forward + backward}[which]
+        return {"forward": forward, "backward": backward, "both": forward + backward}[pass_name]
 
 
 def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Comparison of two revisions of this package, timed in turn in separate processes.
+"""Compare the speed of two revisions of this package, which run in separate processes.
 
 Three processes are sampled in turn: the base, the base again, and the head. The difference between the two base
 processes is noise from the clock, the machine and each process's memory layout, so all processes are restarted several
@@ -23,21 +23,17 @@ import torch
 
 import layernorm_ext
 
-from .contenders import enter
-from .kernels import sets_of
+from .contenders import bind_contenders
+from .kernels import make_cases
 from .runs import ROOT, output
-from .timing import AGAIN, Device, figures, in_turn, keep_pages, ratios, sampler, verdict
+from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_rounds, summarize, verdict
 
 BASE, HEAD = "base", "head"
 Cell = tuple[int, int, str, str]  # rows, columns, dtypes, pass
 
 
 def build(revision: str | None, folder: Path) -> Path:
-    """Install a revision, or the working tree (None), into a subfolder, for the installed torch.
-
-    Returns:
-        The subfolder. An earlier build of the same revision is reused.
-    """
+    """Install a revision, or the working tree (None), into a subfolder, unless the revision is there; return it."""
     if revision is None:
         name = "working-tree"
     else:
@@ -95,16 +91,16 @@ def loaded_package() -> str:
     return layernorm_ext.__file__
 
 
-def prepare(rows: int, cols: int, dtypes: str, which: str, checks: bool) -> str:
+def prepare(rows: int, cols: int, dtypes: str, pass_name: str, checks: bool) -> str:
     """Set up a cell; return a message if its results are wrong."""
     if state.shape != (rows, cols, dtypes):  # the passes of a case share its tensors
         torch.manual_seed(0)
-        state.sets, state.shape = sets_of(state.device, rows, cols, dtypes), (rows, cols, dtypes)
-        state.entry = enter(["ours"], state.sets, checks)[0]
-    record = state.entry.record(which, {})
+        state.sets, state.shape = make_cases(state.device, rows, cols, dtypes), (rows, cols, dtypes)
+        state.entry = bind_contenders(["ours"], state.sets, checks)[0]
+    record = state.entry.record(pass_name, {})
     if record["status"] == "ok":
-        calls = [getattr(calls, which) for calls in state.entry.calls]
-        state.sample = sampler(state.device, calls, which != "forward", state.device.modes[-1])
+        functions, mode = state.entry.functions(pass_name), state.device.modes[-1]
+        state.sample = make_sampler(state.device, functions, pass_name != "forward", mode)
     return record["message"]
 
 
@@ -129,7 +125,7 @@ def sample(
                     yield cell, "; ".join(f"{name}: {text}" for name, text in wrong.items() if text)
                     continue
                 samplers = {name: (lambda worker=worker: worker.ask(take_sample)) for name, worker in workers.items()}
-                yield cell, in_turn(samplers, budget)
+                yield cell, sample_in_rounds(samplers, budget)
 
 
 def judge(starts: list[dict[str, list[float]]]) -> dict:
@@ -138,7 +134,7 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
     The noise is the larger of the scatter within processes and the scatter of the processes' medians.
     """
     together = {name: [t for start in starts for t in start[name]] for name in (BASE, AGAIN, HEAD)}
-    found = figures(together, HEAD, (BASE,))
+    found = summarize(together, HEAD, (BASE,))
     medians = [statistics.median(ratios(start[AGAIN], start[BASE])) for start in starts]
     found["noise"] = max(found["noise"], *medians, *(1 / median for median in medians))
     found["verdict"] = verdict(found["of_base"], found["noise"])
@@ -146,7 +142,7 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
 
 
 def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iterator[dict]:
-    """Yield a record for each cell; `sample` yields its arguments' times as the function above does."""
+    """Yield a record for each cell; time it again if it seems faster or slower. `sample` takes the cells to time."""
 
     def collect(cells: list[Cell]) -> tuple[dict[Cell, dict], dict[Cell, str]]:
         times, failed = defaultdict(list), {}
@@ -162,11 +158,11 @@ def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iter
     again = collect(suspects)[0] if suspects else {}
     for cell in cells:
         record = dict(zip(("rows", "cols", "dtypes", "pass"), cell, strict=True)) | {"contender": HEAD}
-        judgement = found.get(cell) or figures({}, HEAD, (BASE,))
+        judgement = found.get(cell) or summarize({}, HEAD, (BASE,))
         if cell in again and again[cell]["verdict"] != judgement["verdict"]:
             judgement = again[cell] | {"verdict": "noise"}
-        status = "failed" if cell in failed else "ok"
-        yield record | {"status": status, "message": failed.get(cell, "")} | judgement
+        record |= {"status": "failed" if cell in failed else "ok", "message": failed.get(cell, "")}
+        yield record | judgement
 
 
 def summary(records: list[dict]) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""The records of one benchmark with the machine and the command, stored as JSON and CSV."""
+"""One benchmark's records, machine and command, stored as JSON and CSV."""
 
 import csv
 import json
@@ -53,7 +53,7 @@ def output(*command: str) -> str:
         return ""
 
 
-def machine(device: Device) -> dict:
+def describe_machine(device: Device) -> dict:
     """Return the hardware, the versions and the commit."""
     with open("/proc/cpuinfo") as file:
         models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""The terminal's table of a run: one line per case, one column per contender."""
+"""The printed table of a run: a line per case, a column per contender."""
 
 from collections import Counter
 
@@ -7,8 +7,6 @@ from rich.table import Table
 from .runs import Run
 
 STYLES = {"faster": "green", "slower": "red", "noise": "dim", "wrong": "bold red", "failed": "red"}
-
-
 KEYS = {  # benchmark -> the keys that identify a case
     "kernels": ("rows", "cols", "dtypes", "pass", "mode"),
     "overhead": ("dtypes", "way"),
@@ -21,7 +19,7 @@ CAPTION = "time · time of torch, or of the base, / this time · copy's time / t
 
 
 def text(record: dict) -> str:
-    """Return the figures of a record as CAPTION says; a record lacks those that its benchmark does not measure."""
+    """Return the figures that a record has, in the order of CAPTION."""
     parts = []
     if record.get("us"):
         parts.append(f"{record['us']:.4g} µs")
@@ -38,7 +36,7 @@ def text(record: dict) -> str:
 
 
 def notes(run: Run) -> list[str]:
-    """Return one line for each distinct fault of each contender."""
+    """Return one line for each distinct failure of each contender."""
     found = Counter((r["contender"], r["status"], r["message"]) for r in run.records if r["status"] != "ok")
     return [f"{name} {status} ({count} of its cases): {message}" for (name, status, message), count in found.items()]
 
@@ -58,11 +56,10 @@ def terminal(run: Run) -> Table:
     def cell(record: dict | None) -> str:
         if record is None:
             return ""
-        if record["status"] == "failed":
-            return f"[{STYLES['failed']}]failed[/]"
-        if record["status"] == "wrong":
-            return f"[{STYLES['wrong']}]{text(record)} · WRONG[/]"
-        return f"[{STYLES.get(record.get('verdict'), 'none')}]{text(record)}[/]"
+        status = record["status"]
+        style = STYLES.get(status) or STYLES.get(record.get("verdict"), "none")
+        content = "failed" if status == "failed" else text(record) + (" · WRONG" if status == "wrong" else "")
+        return f"[{style}]{content}[/]"
 
     for case, found in cases.items():
         noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
