@@ -3,24 +3,8 @@
 TorchScript supports neither keyword-only arguments nor ``__torch_function__``.
 """
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import torch
 from torch import Tensor
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def scripted_as(counterpart: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make torch.jit.script compile the counterpart instead of the decorated function."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        vars(function)["__prepare_scriptable__"] = lambda: counterpart
-        return function
-
-    return decorate
 
 
 def layer_norm(

@@ -9,6 +9,7 @@ DTensor expects an in-place operator to change its first argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -59,40 +60,6 @@ def _gradients(batch: Placement, output_mask: Sequence[bool]) -> Placements:
     return [placement if wanted else None for placement, wanted in zip(placements, output_mask, strict=True)]
 
 
-@_register(_ops.forward.default)
-def _forward(
-    input: DTensorSpec,
-    normalized_shape: Sequence[int],
-    weight: DTensorSpec | None = None,
-    bias: DTensorSpec | None = None,
-    eps: float = 1e-5,
-) -> list[Rule]:
-    return [
-        ([batch, batch, batch], [batch, None, _replicated(weight), _replicated(bias), None])
-        for batch in _batch_placements(normalized_shape, input)
-    ]
-
-
-@_register(_ops.backward.default)
-def _backward(
-    grad_output: DTensorSpec,
-    input: DTensorSpec,
-    normalized_shape: Sequence[int],
-    mean: DTensorSpec,
-    rstd: DTensorSpec,
-    weight: DTensorSpec | None,
-    bias: DTensorSpec | None,
-    output_mask: Sequence[bool],
-) -> list[Rule]:
-    return [
-        (
-            _gradients(batch, output_mask),
-            [batch, batch, None, batch, batch, _replicated(weight), _replicated(bias), None],
-        )
-        for batch in _batch_placements(normalized_shape, grad_output, input)
-    ]
-
-
 @_register(_ops.norm_forward.default)
 def _norm_forward(
     input: DTensorSpec,
@@ -132,3 +99,15 @@ def _norm_backward(
         tensors = [batch, sum_placement, batch, None, mean_placement, batch]
         rules.append((_gradients(batch, output_mask), [*tensors, _replicated(weight), _replicated(bias), None]))
     return rules
+
+
+@_register(_ops.forward.default)
+def _forward(input: DTensorSpec, *arguments: Any) -> list[Rule]:
+    rules = _norm_forward(input, None, *arguments)
+    return [([output, mean, rstd], [x, *others]) for (output, _, mean, rstd), (x, _, *others) in rules]
+
+
+@_register(_ops.backward.default)
+def _backward(grad_output: DTensorSpec, *arguments: Any) -> list[Rule]:
+    rules = _norm_backward(grad_output, None, *arguments)
+    return [(gradients, [dy, *others]) for gradients, (dy, _, *others) in rules]

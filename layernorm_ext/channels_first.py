@@ -13,7 +13,6 @@ from .modules import LayerNorm
 __all__ = ["LayerNorm2d", "layer_norm_2d"]
 
 
-@_script.scripted_as(_script.layer_norm_2d)
 def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     r"""Normalize each pixel of images over its channels, as ConvNeXt does.
 
@@ -62,6 +61,9 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
     if tracing.records_aten():
         return tracing.layer_norm_2d(input, weight, bias, eps)
     return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
+
+
+vars(layer_norm_2d)["__prepare_scriptable__"] = lambda: _script.layer_norm_2d  # torch.jit.script compiles this instead
 
 
 class LayerNorm2d(LayerNorm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from ._ops import _C
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
-@_script.scripted_as(_script.layer_norm)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -89,7 +89,6 @@ def layer_norm(
     return _norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
 
 
-@_script.scripted_as(_script.rms_norm)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -124,11 +123,6 @@ def rms_norm(
 
     Note:
         Precision, determinism, derivatives and dtypes of gradients are those of :func:`layer_norm`.
-
-    Example:
-        >>> x = torch.randn(2, 3, 8)
-        >>> rms_norm(x, (8,), torch.ones(8)).shape
-        torch.Size([2, 3, 8])
     """
     if _is_overridden(input, weight):
         options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
@@ -145,7 +139,6 @@ def rms_norm(
     ]
 
 
-@_script.scripted_as(_script.add_layer_norm)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -209,7 +202,6 @@ def add_layer_norm(
     return _norm(input, residual, normalized_shape, weight, bias, eps, **options)
 
 
-@_script.scripted_as(_script.add_rms_norm)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -244,12 +236,6 @@ def add_rms_norm(
     Raises:
         RuntimeError: As :func:`add_layer_norm`.
         NotImplementedError: The dtype of ``input`` is not supported.
-
-    Example:
-        >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-        >>> output, residual = add_rms_norm(x, residual, (8,), torch.ones(8))
-        >>> output.shape
-        torch.Size([2, 3, 8])
     """
     options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if _is_overridden(input, residual, weight):
@@ -262,6 +248,10 @@ def add_rms_norm(
         if results is not None:
             return results
     return _norm(input, residual, normalized_shape, weight, None, _script.rms_eps(input, eps), rms=True, **options)
+
+
+for _function in (layer_norm, rms_norm, add_layer_norm, add_rms_norm):  # torch.jit.script compiles the counterparts
+    vars(_function)["__prepare_scriptable__"] = partial(getattr, _script, _function.__name__)
 
 
 def _norm(

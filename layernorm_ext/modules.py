@@ -191,11 +191,6 @@ class RMSNorm(torch.nn.RMSNorm):
     Shape:
         Input and output: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. ``weight`` (initially ones):
         ``normalized_shape``.
-
-    Example:
-        >>> norm = RMSNorm(8)
-        >>> norm(torch.randn(2, 3, 8)).shape
-        torch.Size([2, 3, 8])
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "zero_centered_weight"]
@@ -246,12 +241,6 @@ class AddRMSNorm(RMSNorm):
 
     Shape:
         Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``.
-
-    Example:
-        >>> norm = AddRMSNorm(8)
-        >>> output, residual = norm(torch.randn(2, 3, 8), torch.randn(2, 3, 8))
-        >>> output.shape
-        torch.Size([2, 3, 8])
     """
 
     __constants__ = [*RMSNorm.__constants__, "inplace"]
