@@ -91,7 +91,7 @@ bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
 
 lint:
-	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)
+	ruff check . && ruff format --check . && mypy && clang-format --dry-run -Werror $(CPP)
 
 format:
 	ruff check --fix . && ruff format . && clang-format -i $(CPP)
