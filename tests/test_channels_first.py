@@ -413,21 +413,22 @@ def test_tensors_saved_for_backward(backend):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("in_dims", [(0, None, None), (2, 0, None), (None, 0, 0)], ids=str)
-def test_function_transforms(backend, in_dims):
-    def loss(function):
-        return lambda *inputs: function(*inputs).pow(3).sum()
+def test_func_transforms(backend):
+    def loss(norm):
+        return lambda *inputs: norm(*inputs).pow(3).sum()
 
     def results(norm):
-        yield grad(loss(norm), (0, 1, 2))(*inputs)
-        yield hessian(loss(norm))(*inputs)
-        yield jvp(norm, inputs, tangents)
-        yield vmap(norm, in_dims)(*batched)
-        yield vmap(grad(loss(norm), (0, 1, 2)), in_dims)(*batched)
+        yield hessian(loss(norm), (0, 1, 2))(x, w, b)
+        yield jvp(norm, (x, w, b), (tangent, b, w))
+        for in_dims in ((0, None, None), (2, 0, None), (None, 0, 0)):
+            inputs = [
+                t if d is None else batched.movedim(0, d) for t, batched, d in zip(*tensors, in_dims, strict=True)
+            ]
+            yield vmap(norm, in_dims)(*inputs)
+            yield vmap(grad(loss(norm), (0, 1, 2)), in_dims)(*inputs)
 
-    shapes = [(2, 5, 3, 2), (5,), (5,)]
-    inputs, tangents = (tuple(double(*shape) for shape in shapes) for _ in range(2))
-    batched = [t if d is None else double(*t.shape[:d], 4, *t.shape[d:]) for t, d in zip(inputs, in_dims, strict=True)]
+    x, w, b, tangent = double(2, 5, 3, 2), double(5), double(5), double(2, 5, 3, 2)
+    tensors = (x, w, b), (double(4, 2, 5, 3, 2), double(4, 5), double(4, 5))
     for actual, expected in zip(results(lambda *t: forward(backend, *t)[0]), results(formula), strict=True):
         assert_equal_but_for_rounding(actual, expected)
 
