@@ -279,7 +279,7 @@ def test_gradients_of_fused_addition(rms):
     def gradients(function, requires_grad, output_used, sum_used):
         x, r, w = inputs = [t.clone().requires_grad_(flag) for t, flag in zip(leaves, requires_grad, strict=True)]
         output, total = function(x, r, w)
-        loss = output_used * (output * dy).sum() + sum_used * (total * dsum).sum()
+        loss = sum((t * g).sum() for t, g, used in ((output, dy, output_used), (total, dsum, sum_used)) if used)
         if loss.requires_grad:
             loss.backward()
         return [t.grad for t in inputs]

@@ -14,8 +14,7 @@ import torch
 from reference import BF16, F32, F64, check_backward, check_forward, dtypes_id, xhat_error_from_output
 from shapes import all_dtypes, bits, randn
 
-ALL = [True, True, True]
-WEIGHT_ONLY = [False, True, False]
+ALL, WEIGHT_ONLY, NONE = [True, True, True], [False, True, False], [False, False, False]
 MASKS = list(itertools.product((False, True), repeat=3))
 
 # The longest row of each tile (row.cuh), in vectors of 16 bytes: lanes, and vectors per lane. Longer rows are cut.
@@ -31,25 +30,32 @@ def library():
 
 
 def run(library, x, dy, w=None, b=None, mask=ALL, eps=1e-5):
-    """Return output, mean and rstd of rows, and the gradients."""
+    """Return output, mean, rstd, grad_input, grad_weight and grad_bias of rows."""
     output, mean, rstd = library.ops.forward(x, x.shape[-1:], w, b, eps)
-    return (output, mean, rstd), library.ops.backward(dy, x, x.shape[-1:], mean, rstd, w, b, mask)
+    return output, mean, rstd, *library.ops.backward(dy, x, x.shape[-1:], mean, rstd, w, b, mask)
 
 
 def run_images(library, x, dy, w=None, b=None, mask=ALL, eps=1e-5):
-    """Return output, mean and rstd of images [N, C, P], and the gradients."""
+    """Return the same of images [N, C, P]."""
     output, mean, rstd = library.ops.channels_first_forward(x, w, b, eps)
-    return (output, mean, rstd), library.ops.channels_first_backward(dy, x, mean, rstd, w, b, mask)
+    return output, mean, rstd, *library.ops.channels_first_backward(dy, x, mean, rstd, w, b, mask)
 
 
 def as_rows(images):
-    return None if images is None else images.movedim(1, -1).reshape(-1, images.size(1)).contiguous()
+    return images if images is None or images.dim() < 3 else images.movedim(1, -1).flatten(0, 1).contiguous()
 
 
 def run_pixels(library, x, dy, *args):
-    """As run(), but each row becomes a pixel of one image."""
-    forward, (dx, *gradients) = run_images(library, x.t()[None].contiguous(), dy.t()[None].contiguous(), *args)
-    return [as_rows(t) for t in forward], [as_rows(dx), *gradients]
+    """Return the same of rows, each of which becomes a pixel of one image."""
+    return [as_rows(t) for t in run_images(library, x.t()[None].contiguous(), dy.t()[None].contiguous(), *args)]
+
+
+def check(results, x, dy, w=None, b=None, context=()):
+    """Compare results of rows or images with float64."""
+    output, mean, rstd, *gradients = (as_rows(t) for t in results)
+    parameter_dtype = next((p.dtype for p in (w, b) if p is not None), x.dtype)
+    check_forward((output, mean, rstd), as_rows(x), w, b, context=context)
+    check_backward(gradients, as_rows(dy), as_rows(x), w, parameter_dtype, context=context)
 
 
 # Options of library.schedule() that choose the kernels for rows of any length.
@@ -81,14 +87,16 @@ def images(shape, dtypes):
     return x, dy, randn(shape[1], dtypes[1]), randn(shape[1], dtypes[1])
 
 
+def moved(tensor, gap, offset):
+    """Return the values in a buffer of NaN, with `gap` elements after each row and `offset` before the first."""
+    *batch, cols = tensor.shape
+    buffer = torch.full((tensor[..., 0].numel() * (cols + gap) + offset,), torch.nan, dtype=tensor.dtype)
+    return buffer[offset:].view(*batch, cols + gap)[..., :cols].copy_(tensor)
+
+
 def block_columns(dtype):
     """Return a number of columns that takes a whole block, or five chunks, and is not aligned."""
     return 130 * 16 // dtype.itemsize + 3
-
-
-def check_images(forward, backward, x, dy, w, b, context):
-    check_forward([as_rows(t) for t in forward], as_rows(x), w, b, context=context)
-    check_backward((as_rows(backward[0]), *backward[1:]), as_rows(dy), as_rows(x), w, context=context)
 
 
 def assert_same_bits(actual, expected, *context):
@@ -107,38 +115,38 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     schedules = SCHEDULES if limit <= 128 else SCHEDULES[2:3]
     for cols in {limit * vector - 1, limit * vector, limit * vector + 1} - {0}:
         x, dy, w, b = arguments(max(2, 150 // limit), cols, dtypes)  # blocks take up to 64 short rows
-        results = []
+        expected = None
         for schedule in schedules:
             with library.schedule(*schedule):
-                forward, backward = run(library, x, dy, w, b)
-            results.append((*forward, *backward))
-            assert_same_bits(results[-1], results[0], cols, schedule)
-        check_forward(forward, x, w, b, context=(cols,))
-        check_backward(backward, dy, x, w, context=(cols,))
+                results = run(library, x, dy, w, b)
+            expected = expected or results
+            assert_same_bits(results, expected, cols, schedule)
+        check(results, x, dy, w, b, (cols,))
         if limit <= 128:  # backward of longer rows is not one launch
             with library.schedule(*schedules[-1], one_launch_limit=0):
-                _, separate = run(library, x, dy, w, b)
-            check_backward(separate, dy, x, w, context=(cols,))
-            assert_same_bits(separate[:1], backward[:1], cols)
+                separate = run(library, x, dy, w, b)
+            check(separate, x, dy, w, b, (cols,))
+            assert_same_bits(separate[:4], results[:4], cols)
 
 
 @all_dtypes
 @staged
-def test_all_schedules_give_the_same_bits_for_images(library, dtypes, path_limit):
+def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes, path_limit):
     """Only the weight gradients depend on the number of blocks.
 
     Images have fewer pixels than a warp has lanes, as many, or more; channels are fewer than warps or many runs. For 49
     pixels, a pixel's image is at first found one too low, because 49 * (1 / 49) is less than 1.
     """
+    places = [(0, 0), (0, 1), (3, 0), (2, 5)]  # gap and offset
     for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (3, 130, 13), (1, 150, 40), (2, 5, 49)]:
         x, dy, w, b = images(shape, dtypes)
-        results = []
-        for schedule in SCHEDULES:
+        expected = None
+        for schedule, place in zip(SCHEDULES, places, strict=True):
             with library.schedule(*schedule, path_limit=path_limit):
-                forward, backward = run_images(library, x, dy, w, b)
-            check_images(forward, backward, x, dy, w, b, (shape, schedule))
-            results.append((*forward, backward[0]))
-            assert_same_bits(results[-1], results[0], shape, schedule)
+                results = run_images(library, moved(x, *place), moved(dy, *place), w, b)
+            expected = expected or results
+            check(results, x, dy, w, b, (shape, schedule))
+            assert_same_bits(results[:4], expected[:4], shape, schedule)
 
 
 # Which kernels are launched
@@ -151,9 +159,7 @@ def test_smallest_tile_that_holds_a_row_is_used(library, dtypes):
     for vectors in {limit + more for limit in TILES for more in (-1, 0, 1)} - {0}:
         x, dy, w, b = arguments(1, vectors * 16 // dtypes[0].itemsize, dtypes)
         library.launched()
-        forward, backward = run(library, x, dy, w, b)
-        check_forward(forward, x, w, b, context=(vectors,))
-        check_backward(backward, dy, x, w, context=(vectors,))
+        check(run(library, x, dy, w, b), x, dy, w, b, (vectors,))
         launched = library.launched()
         for kind, tiles, of_longer_rows in (
             ("forward", forward_tiles, "forward_chunk_in_cluster"),
@@ -178,14 +184,13 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
         vectors, chunks = int(limit * chunks), math.ceil(chunks)
         x, dy, w, b = arguments(2 if chunks < 80 else 1, vectors * vector - missing_elements, dtypes)
         x += 3
-        results = []
+        bits_of = {}
         for architecture in (89, 90):
             library.launched()
             with library.schedule("random", chunks, 3, architecture=architecture, path_limit=limit):
-                forward, backward = run(library, x, dy, w, b)
-            check_forward(forward, x, w, b, context=(chunks, architecture))
-            check_backward(backward, dy, x, w, context=(chunks, architecture))
-            results.append((*forward, backward[0]))
+                results = run(library, x, dy, w, b)
+            check(results, x, dy, w, b, (chunks, architecture))
+            bits_of[architecture] = results[:4]
             launched = {name.partition("<")[0].rpartition(":")[2] for name in library.launched()}
             has_clusters = architecture >= 90 and dtypes[0] != F64
             forward_kernels = {"forward_moments", "forward_output"}
@@ -195,7 +200,7 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
                 assert {name for name in launched if "forward" in name} == forward_kernels, (chunks, architecture)
             in_cluster = has_clusters and chunks <= 8
             assert ("backward_sums" in launched) == (chunks > 1 and not in_cluster), (chunks, architecture)
-        assert_same_bits(*results, chunks)
+        assert_same_bits(bits_of[89], bits_of[90], chunks)
 
 
 @pytest.mark.parametrize("chunks, kernel", [(40, "forward_in_cluster"), (41, "forward_output")])
@@ -243,8 +248,7 @@ def test_images_are_staged_if_32_pixels_fit_into_shared_memory(library, dtypes, 
         x, dy, w, b = images((1, channels, 2), dtypes)
         library.launched()
         with library.schedule(architecture=architecture):
-            forward, backward = run_images(library, x, dy, w, b)
-        check_images(forward, backward, x, dy, w, b, (channels,))
+            check(run_images(library, x, dy, w, b), x, dy, w, b, (channels,))
         launched = library.launched()
         for kind, limit in (("forward", most_channels), ("backward", most_channels // 2)):
             (name,) = (name for name in launched if f"channels_first_{kind}" in name)
@@ -262,10 +266,9 @@ def test_absent_parameters_and_masks(library, dtypes, run, path):
         x, dy, w, b = arguments(7, cols, dtypes)
         for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
             with library.schedule("reverse", **path):
-                forward, backward = run(library, x, dy, weight, bias, list(mask))
-            check_forward(forward, x, weight, bias)
-            assert [gradient is not None for gradient in backward] == list(mask)
-            check_backward(backward, dy, x, weight, dtypes[0] if weight is bias is None else dtypes[1])
+                results = run(library, x, dy, weight, bias, list(mask))
+            assert [gradient is not None for gradient in results[3:]] == list(mask)
+            check(results, x, dy, weight, bias)
 
 
 @paths
@@ -305,13 +308,6 @@ def test_variants_match_float64(library, dtypes, path, rms):
                 check_backward(gradients, dy, x, weight, dtype, xhat_error=error, context=(cols,), **options)
 
 
-def moved(tensor, gap=0, offset=0):
-    """Return the tensor's values in another place, with `gap` elements between rows and `offset` before them."""
-    rows, cols = tensor.shape
-    buffer = torch.full((rows * (cols + gap) + offset,), torch.nan, dtype=tensor.dtype)
-    return buffer.as_strided((rows, cols), (cols + gap, 1), offset).copy_(tensor)
-
-
 @paths
 @all_dtypes
 def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
@@ -341,41 +337,18 @@ def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
                         assert_same_bits(results(*changed, memory_efficient), expected, cols, i, gap, offset)
 
 
-@pytest.mark.parametrize("places", [[(0, i) for i in range(34)], [(i, 0) for i in range(34)]], ids=["offsets", "gaps"])
-def test_every_alignment_gives_the_same_bits(library, places):
+@pytest.mark.parametrize("mask, options", [(ALL, {}), (WEIGHT_ONLY, {"one_launch_limit": 0})], ids=["", "weight only"])
+def test_every_alignment_gives_the_same_bits(library, mask, options):
     """Kernels decide from the addresses of input and grad_output whether they are aligned."""
+    places = [(0, i) for i in range(34)] + [(i, 0) for i in range(34)]
     for cols in (64, 120, 136):
         x, dy, w, b = arguments(2, cols, (BF16, BF16))
-        _, mean, rstd = library.ops.forward(x, (cols,), w, b, 1e-5)
-
-        def results(x, dy, cols=cols, w=w, b=b, mean=mean, rstd=rstd):
-            forward, backward = run(library, x, dy, w, b)
-            with library.schedule(one_launch_limit=0):
-                weight_only = library.ops.backward(dy, x, (cols,), mean, rstd, w, b, WEIGHT_ONLY)
-            return *forward, *backward, *weight_only
-
-        expected = results(x, dy)
-        for gap, offset in places:
-            moved_x, moved_dy = moved(x, gap, offset), moved(dy, gap, offset)
-            for tensors in ((moved_x, dy), (x, moved_dy), (moved_x, moved_dy)):
-                assert_same_bits(results(*tensors), expected, cols, gap, offset)
-
-
-@all_dtypes
-@staged
-def test_strides_of_images_change_no_bits(library, dtypes, path_limit):
-    """Channels and images are surrounded by NaN."""
-    x, dy, w, b = images((3, 10, 15), dtypes)
-    with library.schedule(path_limit=path_limit):
-        expected = run_images(library, x, dy, w, b)
-        for gap, offset in ((0, 1), (3, 0), (2, 5)):
-            views = []
-            for tensor in (x, dy):
-                buffer = torch.full((3 * 10 * (15 + gap) + 3 * gap + offset,), torch.nan, dtype=tensor.dtype)
-                strides = (10 * (15 + gap) + gap, 15 + gap, 1)
-                views.append(buffer.as_strided(tensor.shape, strides, offset).copy_(tensor))
-            forward, backward = run_images(library, *views, w, b)
-            assert_same_bits((*forward, *backward), (*expected[0], *expected[1]), gap, offset)
+        with library.schedule(**options):
+            expected = run(library, x, dy, w, b, mask)
+            for place in places:
+                moved_x, moved_dy = moved(x, *place), moved(dy, *place)
+                for tensors in ((moved_x, dy), (x, moved_dy), (moved_x, moved_dy)):
+                    assert_same_bits(run(library, *tensors, w, b, mask), expected, cols, place)
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
@@ -412,11 +385,8 @@ def test_hard_values_match_float64(library, dtypes, run, path):
         x = hard_rows(dtypes[0], cols)
         dy, w, b = randn(x.shape, dtypes[0], offset=1), randn(cols, dtypes[1]), randn(cols, dtypes[1])
         with library.schedule("random", cols, 2, **path):
-            forward, backward = run(library, x, dy, w, b)
-            _, weight_only = run(library, x, dy, w, b, WEIGHT_ONLY)
-        check_forward(forward, x, w, b, context=(cols,))
-        check_backward(backward, dy, x, w, context=(cols,))
-        check_backward(weight_only, dy, x, w, context=(cols,))
+            for mask in (ALL, WEIGHT_ONLY):
+                check(run(library, x, dy, w, b, mask), x, dy, w, b, (cols, mask))
 
 
 @rows_and_pixels
@@ -426,7 +396,7 @@ def test_nan_and_inf_stay_in_their_row(library, run, path):
         x[1::2] *= 1e37  # read again after the sums have overflowed
         x[2, 3], x[4, 0] = torch.inf, torch.nan
         with library.schedule("random", cols, 2, **path):
-            (output, *_), (dx, *_) = run(library, x, dy, w, b, [True, False, False])
+            output, _, _, dx, *_ = run(library, x, dy, w, b, [True, False, False])
         wrong = torch.zeros(9, dtype=torch.bool)
         wrong[[2, 4]] = True
         for result in (output, dx):
@@ -435,8 +405,8 @@ def test_nan_and_inf_stay_in_their_row(library, run, path):
 
 # Values of all sizes. The squared rounding errors of the last means underflow, in float32 and in float64, so that their
 # sum is less than the square of the average error.
-EXPONENTS = torch.cat([torch.arange(-10.0, 27.0), torch.full((20,), -52.0), torch.full((20,), -486.0)])
-CONSTANTS = torch.linspace(1, 1.99, len(EXPONENTS), dtype=F64) * 2.0 ** EXPONENTS.double()
+EXPONENTS = torch.tensor([*range(-10, 27), *[-52] * 20, *[-486] * 20], dtype=F64)
+CONSTANTS = torch.linspace(1, 1.99, len(EXPONENTS), dtype=F64) * 2.0**EXPONENTS
 
 
 @rows_and_pixels
@@ -444,50 +414,12 @@ CONSTANTS = torch.linspace(1, 1.99, len(EXPONENTS), dtype=F64) * 2.0 ** EXPONENT
 def test_constant_rows_have_no_deviation(library, dtype, run, path):
     """The output and the gradient of the weight are exactly zero; the variance may be rounded, but is not negative."""
     huge = torch.tensor([0.9, -0.9, 0.01], dtype=F64) * torch.finfo(dtype).max
-    for step, cols in ((1, 7), (1, 300), (9, 5000)):
+    for step, cols in ((1, 7), (3, 300), (13, 5000)):
         x = torch.cat([CONSTANTS[::step], huge]).to(dtype)[:, None].repeat(1, cols)
         with library.schedule("random", cols, 2, **path):
-            (output, *_), (_, grad_weight, _) = run(library, x, torch.ones_like(x), None, None, WEIGHT_ONLY)
+            output, _, _, _, grad_weight, _ = run(library, x, torch.ones_like(x), None, None, WEIGHT_ONLY)
             x = x[:-3]
-            (output_for_small_eps, *_), _ = run(library, x, x, None, None, [False, False, False], 1e-30)
-            (_, _, rstd), _ = run(library, x, x, None, None, [False, False, False], 0.0)
+            output_for_small_eps, *_ = run(library, x, x, None, None, NONE, 1e-30)
+            _, _, rstd, *_ = run(library, x, x, None, None, NONE, 0.0)
         assert not output.any() and not grad_weight.any() and not output_for_small_eps.any(), cols
         assert rstd.gt(10).all(), cols
-
-
-@paths
-def test_constant_outputs_have_no_weight_gradient(library, path):
-    """Backward from the output computes xhat = 1 everywhere; the correction of the mean removes it."""
-    for cols, w, b in itertools.product((5, block_columns(F32)), (None, 2.0), (None, 0.5)):
-        weight, bias = (None if value is None else torch.full((cols,), value) for value in (w, b))
-        y = torch.full((3, cols), (w or 1.0) + (b or 0.0))
-        with library.schedule("random", cols, 2, **path):
-            _, grad_weight, _ = library.ops.norm_backward(
-                randn(y.shape, F32), None, y, (cols,), None, torch.ones(3, 1), weight, bias, ALL, memory_efficient=True
-            )
-        assert not grad_weight.any(), (cols, w, b)
-
-
-@pytest.mark.parametrize("path_limit", [0, emulated_ops.UNLIMITED], ids=["cut", "in registers"])
-@pytest.mark.parametrize("rstd", [0.5, 2.0**-60])
-def test_backward_scales_no_more_rows_than_it_must(library, path_limit, rstd):
-    """Rows with a standard deviation up to 2^60 are not scaled, because small numbers would lose digits."""
-    x = torch.tensor([[1, -1] * 20]) * 2.0**-40 * (1 + 2.0**-23)
-    statistics = torch.zeros(1, 1), torch.full((1, 1), rstd)
-    with library.schedule(path_limit=path_limit):
-        _, grad_weight, _ = library.ops.backward(torch.ones_like(x), x, (40,), *statistics, None, None, WEIGHT_ONLY)
-    assert torch.equal(grad_weight, x[0] * rstd)
-
-
-@pytest.mark.parametrize("rows", [256, 257])
-@pytest.mark.parametrize("path_limit, cols", [(0, 1), (emulated_ops.UNLIMITED, 520)], ids=["cut", "in registers"])
-def test_256_rows_are_summed_at_once(library, rows, path_limit, cols):
-    """The ones after 2^24 are lost in its sum, those in the next sum are not."""
-    blocks = 3  # they take rows in turn
-    dy = torch.ones(rows, blocks)
-    dy[0] = 2.0**24
-    dy = dy.reshape(-1, 1).expand(-1, cols)
-    ones = torch.ones(len(dy), 1)
-    with library.schedule(path_limit=path_limit):
-        _, _, grad_bias = library.ops.backward(dy, dy, (cols,), ones, ones, None, None, [False, False, True])
-    assert grad_bias.eq(blocks * (torch.tensor(2.0**24) + (rows - 256))).all()
