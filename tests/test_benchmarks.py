@@ -1,4 +1,4 @@
-"""The benchmarks on tiny inputs, whose times are meaningless: the records, the tables and the error messages."""
+"""The benchmarks on tiny inputs with meaningless times: records, tables and error messages."""
 
 import csv
 import json
@@ -22,19 +22,18 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import cases, compare, contenders, kernels, models, runs, tables, timing  # noqa: E402
+from benchmarks import cases, compare, contenders, kernels, models, runs, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
+TINY = ["4x64", "--dtypes", "fp32"]
+WITH_APEX = ["--contenders", "ours,torch,apex"]
 
 
 @pytest.fixture(autouse=True)
 def only_ours_and_torch(monkeypatch):
     """Hide other installed packages, and keep the allocator settings of the test process."""
     monkeypatch.setattr(program, "keep_pages", lambda: None)
-    for command in program.cli.commands.values():
-        for option in command.params:
-            if option.name == "contenders":
-                monkeypatch.setattr(option, "default", lambda: ["ours", "torch"])
+    monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
 
 
 @pytest.fixture
@@ -48,16 +47,8 @@ def run(tmp_path):
     return invoke
 
 
-@pytest.fixture
-def tiny_model(monkeypatch):
-    def build(large):
-        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(4, 8)
-
-    monkeypatch.setattr(models, "MODELS", dict.fromkeys(models.MODELS, build))
-
-
 def saved_records(folder, benchmark):
-    """Return the records of the JSON file, after a check of its other parts and of the CSV file."""
+    """Return the records of the JSON file, and check its other parts and the CSV file."""
     found = json.loads((folder / f"{benchmark}.json").read_text())
     with open(folder / f"{benchmark}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -68,10 +59,10 @@ def saved_records(folder, benchmark):
     return found["records"]
 
 
-# The commands
+# Commands
 
 
-def test_kernels(run, tmp_path):
+def test_kernels_records_times_errors_and_verdicts(run, tmp_path):
     output = run("kernels", "40x64", "3x500", "--dtypes", "fp32,bf16-fp32", *QUICK)
     records = saved_records(tmp_path, "kernels")
     assert len(records) == 2 * 2 * 3 * 3  # shapes, dtypes, passes and contenders
@@ -87,18 +78,19 @@ def test_kernels(run, tmp_path):
 
 
 def test_rotate_sets_the_number_of_tensor_sets(run, tmp_path):
-    run("kernels", "40x64", "--dtypes", "fp32", "--rotate", "100000", *QUICK)
+    run("kernels", "40x64", "--dtypes", "fp32", "--passes", "forward", "--rotate", "100000", *QUICK)
     sets = saved_records(tmp_path, "kernels")[0]["sets"]
     assert sets * 2 * 40 * 64 * 4 >= 100_000 > (sets - 1) * 2 * 40 * 64 * 4  # each set has an input and an output
 
 
-def test_overhead(run, tmp_path):
+def test_overhead_records_every_way_of_calling(run, tmp_path):
     run("overhead", *QUICK)
-    ways = {(r["way"], r["contender"]) for r in saved_records(tmp_path, "overhead")}
-    assert {("operator", "ours"), ("module", "torch"), ("forward and backward", "ours")} <= ways
+    found = {(r["way"], r["contender"]) for r in saved_records(tmp_path, "overhead")}
+    ways = ["operator", "function", "module", "function with graph", "forward and backward"]
+    assert found == {(way, name) for way in ways for name in ("ours", "torch")}
 
 
-def test_memory(run, tmp_path):
+def test_memory_counts_outputs_and_saved_tensors(run, tmp_path):
     run("memory", "256x1024", "--dtypes", "fp32")
     ours = {r["stage"]: r for r in saved_records(tmp_path, "memory") if r["contender"] == "ours"}
     input_bytes = 256 * 1024 * 4
@@ -108,25 +100,38 @@ def test_memory(run, tmp_path):
     assert 2 * input_bytes <= ours["forward and backward"]["peak_bytes"] <= 3 * input_bytes
 
 
-def test_accuracy(run, tmp_path):
-    run("accuracy", "--sweeps", "offset,rows,cols,scale", "--dtypes", "fp32,fp16", "--largest", "4096")
-    run("accuracy", "--sweeps", "offset", "--dtypes", "fp32,fp16")
+def test_accuracy_sweeps_show_the_promised_errors(run, tmp_path):
+    sweeps = ["offset", "rows", "cols", "scale"]
+    run("accuracy", "--sweeps", ",".join(sweeps), "--dtypes", "fp32,fp16", "--largest", str(256 * 1024))
     records = saved_records(tmp_path, "accuracy")
-    outputs = {n: [r for r in records if (r["quantity"], r["dtypes"], r["contender"]) == ("output", "fp32", n)]
-               for n in ("ours", "torch")}  # fmt: skip
-    assert [r["value"] for r in outputs["ours"]] == [0, 1, 10, 100, 1e3, 1e4, 1e5, 1e6]
-    assert max(r["value"] for r in records if r["dtypes"] == "fp16") == 1e4  # float16 overflows at 1e5
+    ours, torchs = (
+        [
+            r
+            for r in records
+            if (r["sweep"], r["quantity"], r["dtypes"], r["contender"]) == ("offset", "output", "fp32", n)
+        ]
+        for n in ("ours", "torch")
+    )
+    assert [r["value"] for r in ours] == [0, 1, 10, 100, 1e3, 1e4, 1e5, 1e6]
+    assert max(r["value"] for r in records if r["sweep"] == "offset" and r["dtypes"] == "fp16") == 1e4  # 1e5 overflows
     # The README promises 5e-7; torch's error grows with the mean.
-    assert max(r["error"] for r in outputs["ours"]) < 5e-7 and max(r["error"] for r in outputs["torch"]) > 1e-4
-    assert (tmp_path / "error_by_offset.png").stat().st_size > 5000
+    assert max(r["error"] for r in ours) < 5e-7 and max(r["error"] for r in torchs) > 1e-4
+    assert all((tmp_path / f"error_by_{sweep}.png").stat().st_size > 5000 for sweep in sweeps)
 
 
-def test_models(run, tmp_path, tiny_model):
+@pytest.fixture
+def tiny_model(monkeypatch):
+    def build(large):
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(4, 8)
+
+    monkeypatch.setattr(models, "MODELS", dict.fromkeys(models.MODELS, build))
+
+
+def test_models_records_both_modes(run, tmp_path, tiny_model):
     run("models", "--models", "ConvNeXt blocks", *QUICK)
     records = saved_records(tmp_path, "models")
-    assert [(r["mode"], r["contender"]) for r in records] == [
-        (mode, name) for mode in ("training", "inference") for name in ("torch", "ours")
-    ]
+    expected = [(mode, name) for mode in ("training", "inference") for name in ("torch", "ours")]
+    assert [(r["mode"], r["contender"]) for r in records] == expected
     assert all(r["layers"] == 1 and r["status"] == "ok" and r["peak_bytes"] > 0 for r in records)
 
 
@@ -138,167 +143,156 @@ def test_models_can_be_built_and_converted(name):
         assert model(inputs[:1]).shape == inputs[:1].shape
 
 
-def test_a_model_that_cannot_be_built_is_reported(run, tmp_path, monkeypatch):
-    def build(large):
-        raise RuntimeError("no such configuration")
-
-    monkeypatch.setattr(models, "MODELS", dict.fromkeys(models.MODELS, build))
-    assert "no such configuration" in run("models", *QUICK, status=1)
+def test_models_reports_failures_and_wrong_results(run, tmp_path, tiny_model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "errors", lambda models, inputs: {"ours": float("nan"), "torch": 1e-7})
+        assert "ours is wrong: the error is nan of the largest value" in run("models", *QUICK, status=1)
+    monkeypatch.setattr(models, "MODELS", dict.fromkeys(models.MODELS, lambda large: 1 / 0))
+    assert "ZeroDivisionError: division by zero" in run("models", *QUICK, status=1)
     assert {r["status"] for r in saved_records(tmp_path, "models")} == {"failed"}
 
 
-def test_a_converted_model_with_wrong_results_is_reported(run, tiny_model, monkeypatch):
-    monkeypatch.setattr(models, "errors", lambda models, inputs: {"ours": float("nan"), "torch": 1e-7})
-    assert "ours is wrong: the error is nan of the largest value" in run("models", *QUICK, status=1)
-
-
-def test_all(run, tmp_path, tiny_model, monkeypatch):
-    monkeypatch.setitem(program.SHAPES, "cpu", "4x64 16x64")
-    for name in ("kernels", "overhead", "accuracy", "models", "memory"):
-        for option in program.cli.commands[name].params:
-            small = {"seconds": 0.001, "largest": 4096, "dtypes": ["fp32"]}
-            if option.name in small:
-                monkeypatch.setattr(option, "default", small[option.name])
+def test_all_runs_every_benchmark_but_compare(run, monkeypatch):
+    executed = []
+    monkeypatch.setattr(program, "execute", lambda name, *_: executed.append(name))
     run("all")
-    for benchmark in ("kernels", "overhead", "memory", "models", "accuracy"):
-        assert saved_records(tmp_path, benchmark)
+    assert executed == ["kernels", "overhead", "accuracy", "memory", "models"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["kernels", "64"], "Expected a shape ROWSxCOLS such as 4096x768, but got '64'"),
-        (["kernels", "0x64"], "but got '0x64'"),
-        (
-            ["kernels", "--dtypes", "fp8"],
-            "Expected some of fp64, fp32, fp16, bf16, fp16-fp32, bf16-fp32, but got 'fp8'",
+        (["kernels", "64"], 2, "Expected a shape ROWSxCOLS such as 4096x768, but got '64'"),
+        (["kernels", "0x64"], 2, "but got '0x64'"),
+        (["kernels", "--dtypes", "fp8"], 2, f"Expected some of {', '.join(cases.PAIRS)}, but got 'fp8'"),
+        (["overhead", "--contenders", "ours,theirs"], 2, "but got 'theirs'"),
+        (["compare", "no-such-revision"], 1, "git knows no 'no-such-revision'"),
+        pytest.param(
+            ["overhead", "--device", "cuda"],
+            1,
+            "sees no GPU; run this on a machine with one, or --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        (["overhead", "--contenders", "ours,theirs"], "but got 'theirs'"),
-        (["compare", "no-such-revision"], "git knows no 'no-such-revision'"),
     ],
 )
-def test_invalid_arguments(run, arguments, message):
-    assert message in " ".join(run(*arguments, status=1 if arguments[0] == "compare" else 2).split())
+def test_invalid_arguments_are_reported(run, arguments, status, message):
+    assert message in " ".join(run(*arguments, status=status).split())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu(run):
-    assert "sees no GPU; run this on a machine with one, or --device cpu" in run(
-        "overhead", "--device", "cuda", status=1
-    )
-
-
-def test_run_as_a_module():
+def test_package_runs_as_a_module():
     command = [sys.executable, "-m", "benchmarks", "--help"]
     done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=True)
     assert "python -m benchmarks" in done.stdout
 
 
-# The contenders
+# Contenders
 
 
-def add_contender(monkeypatch, bind, name="apex"):
-    monkeypatch.setitem(contenders.ALL, name, ("torch", bind))
+@pytest.fixture
+def set_contender(monkeypatch):
+    def replace(bind, name="apex"):
+        monkeypatch.setitem(contenders.CONTENDERS, name, ("torch", bind))
+
+    return replace
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "cases"),
+    ("command", "arguments", "count"),
     [
-        ("kernels", ["4x64", "--dtypes", "fp32", *QUICK], 3),
+        ("kernels", [*TINY, *QUICK], 3),
         ("overhead", QUICK, 5),
-        ("memory", ["4x64", "--dtypes", "fp32"], 3),
+        ("memory", TINY, 3),
         ("accuracy", ["--sweeps", "cols", "--largest", "8", "--dtypes", "fp32"], 4),
     ],
 )
-def test_a_failing_contender_is_reported(run, tmp_path, monkeypatch, command, arguments, cases):
+def test_failing_contenders_are_reported(run, tmp_path, set_contender, command, arguments, count):
     def bind(case):
         raise ImportError("it was built for another torch\nand a stack")
 
-    add_contender(monkeypatch, bind)
-    output = run(command, "--contenders", "ours,torch,apex", *arguments)
-    assert f"apex failed ({cases} of its cases): ImportError: it was built for another torch\n" in output
+    set_contender(bind)
+    output = run(command, *WITH_APEX, *arguments)
+    assert f"apex failed ({count} of its cases): ImportError: it was built for another torch\n" in output
     failed = [r for r in saved_records(tmp_path, command) if r["contender"] == "apex"]
-    assert len(failed) == cases and {r["status"] for r in failed} == {"failed"}
-    assert {r.get("us") for r in failed} == {None}
+    assert len(failed) == count and {(r["status"], r.get("us")) for r in failed} == {("failed", None)}
 
 
-def test_a_contender_without_backward_is_timed_in_forward(run, tmp_path, monkeypatch):
-    def bind(case):
-        return lambda x: F.layer_norm(x.detach(), (case.cols,)) * case.weight.detach() + case.bias.detach()
-
-    add_contender(monkeypatch, bind)
-    run("kernels", "4x64", "--dtypes", "fp32", "--contenders", "ours,torch,apex", *QUICK)
+def test_contenders_without_backward_are_timed_in_forward(run, tmp_path, set_contender):
+    set_contender(
+        lambda case: lambda x: F.layer_norm(x.detach(), (case.cols,)) * case.weight.detach() + case.bias.detach()
+    )
+    run("kernels", *TINY, *WITH_APEX, *QUICK)
     status = {r["pass"]: r["status"] for r in saved_records(tmp_path, "kernels") if r["contender"] == "apex"}
     assert status == {"forward": "ok", "backward": "failed", "both": "failed"}
 
 
-def test_out_of_memory_is_reported(run, tmp_path, monkeypatch):
-    def sets_of(device, rows, cols, dtypes):
+def test_out_of_memory_fails_only_its_case(run, tmp_path, monkeypatch):
+    def make_cases(device, rows, cols, dtypes):
         if rows > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return [cases.Case(rows, cols, dtypes)]
 
-    monkeypatch.setattr(kernels, "sets_of", sets_of)
-    output = run("kernels", "4x64", "8x64", "--dtypes", "fp32", *QUICK)
+    monkeypatch.setattr(kernels, "make_cases", make_cases)
+    output = run("kernels", "8x64", *TINY, *QUICK)
     assert "torch failed (3 of its cases): OutOfMemoryError: CUDA out of memory" in output
     assert sum(r["us"] is not None for r in saved_records(tmp_path, "kernels")) == 3 * 3
 
 
-def test_a_wrong_contender_is_reported(run, monkeypatch):
-    add_contender(monkeypatch, lambda case: lambda x: F.layer_norm(x, (case.cols,), case.weight, case.bias, 0.1))
-    output = run("kernels", "4x64", "--dtypes", "fp32", "--contenders", "ours,torch,apex", *QUICK)
+def test_wrong_results_are_reported_and_ours_fail_the_command(run, set_contender):
+    set_contender(lambda case: lambda x: F.layer_norm(x, (case.cols,), case.weight, case.bias, 0.1))
+    output = run("kernels", *TINY, *WITH_APEX, *QUICK)
     assert re.search(r"apex wrong \(\d of its cases\): output is off by", output) and "WRONG" in output
+    set_contender(lambda case: lambda x: 2 * layernorm_ext.layer_norm(x, (case.cols,)), "ours")
+    assert "ours is wrong: output is off by" in run("kernels", *TINY, *QUICK, status=1)
 
 
-def test_the_command_fails_if_ours_is_wrong(run, monkeypatch):
-    add_contender(monkeypatch, lambda case: lambda x: 2 * layernorm_ext.layer_norm(x, (case.cols,)), "ours")
-    assert "ours is wrong: output is off by" in run("kernels", "4x64", "--dtypes", "fp32", *QUICK, status=1)
-
-
-def test_torch_compile():
-    (entry,) = contenders.enter(["torch.compile"], [cases.Case(8, 64, "fp32")])
+def assert_contender_works(name):
+    (entry,) = contenders.bind_contenders([name], [cases.Case(8, 64, "fp32")])
     assert entry.record("both", {})["status"] == "ok"
-    for _ in range(2):  # backward runs repeatedly on the same graph
+    return entry
+
+
+def test_torch_compile_runs_backward_repeatedly_on_one_graph():
+    entry = assert_contender_works("torch.compile")
+    for _ in range(2):
         entry.calls[0].backward()
 
 
-PEERS = {  # name -> module, function, and its documented parameters
-    "apex": (
-        "apex.normalization.fused_layer_norm",
-        "fused_layer_norm_affine",
-        "input weight bias normalized_shape eps",
-    ),
-    "flash-attn": ("flash_attn.ops.triton.layer_norm", "layer_norm_fn", "x weight bias residual x1 weight1 bias1 eps"),
-    "liger-kernel": ("liger_kernel.transformers.functional", "liger_layer_norm", "X W B eps"),
-    "quack-kernels": ("quack.rmsnorm", "layernorm_fwd", "x weight bias eps return_rstd return_mean"),
-}
+def apex(input, weight, bias, normalized_shape, eps):
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_peers_are_called_as_documented(monkeypatch, name):
-    module_name, function, parameters = PEERS[name]
-    namespace = {"F": F}
-    x, weight, bias, *_ = parameters.split()
-    defaults = ", ".join([x, weight, bias, *(f"{p}=None" for p in parameters.split()[3:])])
-    exec(f"def f({defaults}): return F.layer_norm({x}, {weight}.shape, {weight}, {bias}, eps)", namespace)
-    parts = module_name.split(".")
+def flash_attn(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6):
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def liger(X, W, B, eps):
+    return F.layer_norm(X, W.shape, W, B, eps)
+
+
+def quack(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function", "stand_in"),
+    [
+        ("apex", "apex.normalization.fused_layer_norm", "fused_layer_norm_affine", apex),
+        ("flash-attn", "flash_attn.ops.triton.layer_norm", "layer_norm_fn", flash_attn),
+        ("liger-kernel", "liger_kernel.transformers.functional", "liger_layer_norm", liger),
+        ("quack-kernels", "quack.rmsnorm", "layernorm_fwd", quack),
+        ("transformer-engine", "transformer_engine.pytorch", "LayerNorm", nn.LayerNorm),
+    ],
+)
+def test_other_packages_are_called_as_documented(monkeypatch, name, module, function, stand_in):
+    """The stand-ins have the documented parameters of the functions."""
+    parts = module.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
-    setattr(sys.modules[module_name], function, namespace["f"])
-    (entry,) = contenders.enter([name], [cases.Case(8, 64, "fp32")])
-    assert entry.record("both", {})["status"] == "ok"
+    setattr(sys.modules[module], function, stand_in)
+    assert_contender_works(name)
 
 
-def test_transformer_engine_is_a_module(monkeypatch):
-    module = types.ModuleType("transformer_engine.pytorch")
-    module.LayerNorm = nn.LayerNorm
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    (entry,) = contenders.enter(["transformer-engine"], [cases.Case(8, 64, "fp32")])
-    assert entry.record("both", {})["status"] == "ok"
-
-
-def test_installed_packages_and_versions(monkeypatch):
+def test_installed_lists_the_versions_of_contenders(monkeypatch):
     def version(package):
         if package in ("apex", "torch"):
             return "1.2"
@@ -308,7 +302,7 @@ def test_installed_packages_and_versions(monkeypatch):
     assert contenders.installed() == {"torch": "1.2", "torch.compile": "1.2", "apex": "1.2"}
 
 
-def test_copy_moves_the_bytes_of_the_operators():
+def test_copy_moves_the_bytes_of_the_formulas():
     copy = contenders.Copy(cases.Case(30, 64, "bf16"))
     statistics = 2 * 30 * 4
     assert copy.source.nbytes + copy.copied.nbytes == 2 * 30 * 64 * 2 + statistics + 2 * 64 * 2
@@ -319,14 +313,13 @@ def test_copy_moves_the_bytes_of_the_operators():
 def test_errors_find_the_worst_element(monkeypatch, dtypes):
     monkeypatch.setattr(cases, "CHUNK", 64)  # compares the rows in several chunks
     case = cases.Case(5, 32, dtypes)
-    (entry,) = contenders.enter(["ours"], [case])
-    # Two roundings of the computation and one of the result.
+    (entry,) = contenders.bind_contenders(["ours"], [case])
+    # The computation rounds twice and the result once.
     assert max(entry.errors.values()) <= 3 * torch.finfo(case.dtype).eps
     gradients = [t.clone() for t in contenders.Calls("ours", case).both()]
-    y = entry.calls[0].layer(case.x).detach()
     gradients[0][4, 31] += 1
     gradients[2][0] = torch.nan
-    found = cases.errors(case, {"modified": (y, *gradients)})["modified"]
+    found = cases.errors(case, {"modified": (entry.calls[0].layer(case.x).detach(), *gradients)})["modified"]
     assert found["output"] == entry.errors["output"] and found["grad_weight"] == entry.errors["grad_weight"]
     assert found["grad_input"] > 0.01 and found["grad_bias"] == torch.inf
 
@@ -334,61 +327,39 @@ def test_errors_find_the_worst_element(monkeypatch, dtypes):
 # Times and noise
 
 
-def test_verdicts():
+def test_noise_contains_the_middle_half_and_decides_the_verdict():
     noise = timing.noise([0.98, 0.99, 1.0, 1.01, 1.02, 1.03])
     assert 1.02 < noise < 1.03
     assert timing.noise([0.8, 0.8, 1, 1.1]) == 1 / 0.8
     assert [timing.verdict(ratio, noise) for ratio in (1.2, 1.01, 0.99, 0.8)] == ["faster", "noise", "noise", "slower"]
 
 
-def test_ratios_are_paired():
-    """A round that is slow for all contenders changes no ratio."""
-    slow = [1, 5, 1, 9, 1, 2, 30, 1, 1]
-    times = {"ours": [1e-6 * s for s in slow], "again": [1e-6 * s for s in slow], "torch": [2e-6 * s for s in slow]}
-    found = timing.figures(times, "ours", ("torch", "copy"))
+def test_ratios_compare_samples_of_the_same_round():
+    slow_rounds = [1, 5, 1, 9, 1, 2, 30, 1, 1]  # slow for all contenders
+    ours = [1e-6 * s for s in slow_rounds]
+    found = timing.summarize({"ours": ours, "again": ours, "torch": [2 * s for s in ours]}, "ours", ("torch", "copy"))
     assert found == {"us": 1, "of_torch": 2, "of_copy": None, "noise": 1, "verdict": "faster"}
-    assert timing.figures({}, "ours", ("torch",))["us"] is None
+    assert timing.summarize({}, "ours", ("torch",))["us"] is None
 
 
-def test_samples_are_interleaved_in_random_order():
+def test_rounds_sample_all_contenders_in_random_order():
     calls = []
-
-    def taking(name):
-        return lambda: calls.append(name) or 1.0
-
-    times = timing.in_turn({name: taking(name) for name in "abc"}, 0)
+    samplers = {name: (lambda name=name: calls.append(name) or 1.0) for name in "abc"}
+    times = timing.sample_in_rounds(samplers, 0)
     assert {name: len(t) for name, t in times.items()} == dict.fromkeys("abc", timing.MIN_ROUNDS)
     rounds = ["".join(calls[i : i + 3]) for i in range(3, len(calls), 3)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds) and len(set(rounds)) > 1
 
 
-@pytest.fixture
-def graph_device(monkeypatch):
-    """A CPU that pretends to capture CUDA graphs."""
+@pytest.mark.parametrize("is_equal", [True, False], ids=["equal", "different"])
+def test_graphs_are_timed_if_their_results_equal_eager_ones(is_equal):
     device = timing.Device("cpu", rotate=30_000)
     device.modes = ("eager", "graph")
-
-    def captured(run):
-        result = run()
-        return lambda: run() and result
-
-    device.captured = captured
-    return device
-
-
-def test_graphs_are_timed_beside_eager_calls(graph_device):
-    records = list(kernels.measure(graph_device, 16, 64, "fp32", ["ours", "torch"], ["forward", "both"], 0.001))
-    assert {r["mode"] for r in records} == {"eager", "graph"} and all(r["us"] for r in records)
-
-
-def test_a_graph_with_other_results_fails(graph_device):
-    graph_device.captured = lambda run: lambda: [run()[0] + 1]
-    records = kernels.measure(graph_device, 16, 64, "fp32", ["ours"], ["forward"], 0.001)
-    ours = {r["mode"]: r["message"] for r in records if r["contender"] == "ours"}
-    assert ours == {
-        "eager": "",
-        "graph": "RuntimeError: the results of a CUDA graph differ from those of an eager call",
-    }
+    device.captured = lambda run: lambda: run() if is_equal else [run()[0] + 1]
+    records = list(kernels.measure(device, 16, 64, "fp32", ["ours", "torch"], ["forward"], 0.001))
+    message = "" if is_equal else "RuntimeError: the results of a CUDA graph differ from those of an eager call"
+    ours = {r["mode"]: (r["message"], r["us"] is not None) for r in records if r["contender"] == "ours"}
+    assert ours == {"eager": ("", True), "graph": (message, is_equal)}
 
 
 # compare
@@ -397,9 +368,8 @@ def test_a_graph_with_other_results_fails(graph_device):
 def samples(head, again=1.0, scatter=0.01):
     """Return the times of one start; the ratio again / base scatters by `scatter` between samples."""
     base = [1e-3 * (1 + i % 3) for i in range(12)]
-    wobble = [1 + scatter * (-1) ** i for i in range(12)]
-    times = {"base": base, "again": [b * again * w for b, w in zip(base, wobble, strict=True)]}
-    return times | {"head": [b * head for b in base]}
+    again = [b * again * (1 + scatter * (-1) ** i) for i, b in enumerate(base)]
+    return {"base": base, "again": again, "head": [b * head for b in base]}
 
 
 @pytest.mark.parametrize(
@@ -413,40 +383,35 @@ def samples(head, again=1.0, scatter=0.01):
     ],
     ids=["slower", "faster", "within the scatter", "noisy samples", "noisy processes"],
 )
-def test_compare_verdict(starts, verdict):
+def test_compare_verdict_exceeds_the_noise_of_samples_and_processes(starts, verdict):
     assert compare.judge(starts)["verdict"] == verdict
+
+
+CELL, OTHER = (16, 64, "fp32", "forward"), (32, 64, "fp32", "forward")
 
 
 @pytest.mark.parametrize(("repeated", "verdict"), [(1.2, "slower"), (1.0, "noise")])
 def test_compare_measures_suspects_twice(repeated, verdict):
-    cell, other = (16, 64, "fp32", "forward"), (32, 64, "fp32", "forward")
-    rounds = iter([[(cell, samples(1.2)), (other, samples(1.0))], [(cell, samples(repeated))]])
+    rounds = iter([[(CELL, samples(1.2)), (OTHER, samples(1.0))], [(CELL, samples(repeated))]])
     requests = []
-
-    def sample(cells):
-        requests.append(cells)
-        return next(rounds)
-
-    records = list(compare.measure([cell, other], sample))
-    assert requests == [[cell, other], [cell]]
+    records = list(compare.measure([CELL, OTHER], lambda cells: requests.append(cells) or next(rounds)))
+    assert requests == [[CELL, OTHER], [CELL]]
     assert [r["verdict"] for r in records] == [verdict, "noise"]
     assert compare.summary(records)[1] is (verdict == "noise")
 
 
 def test_compare_fails_if_a_build_is_wrong():
-    cell = (16, 64, "fp32", "forward")
-    (record,) = compare.measure([cell], lambda cells: [(cell, "head: output is off by 1")])
+    (record,) = compare.measure([CELL], lambda cells: [(CELL, "head: output is off by 1")])
     assert record["status"] == "failed" and record["message"] == "head: output is off by 1" and record["us"] is None
     text, passed = compare.summary([record])
     assert not passed and "1 failed" in text
 
 
-def test_compare(run, tmp_path, monkeypatch):
+def test_compare_times_both_builds(run, tmp_path, monkeypatch):
     """Uses the installed package as both builds, because a build takes minutes."""
     installed = Path(layernorm_ext.__file__).parents[1]
     monkeypatch.setattr(compare, "build", lambda revision, folder: installed)
-    # On a busy machine the same build may differ from itself.
-    monkeypatch.setattr(compare, "summary", lambda records: ("", True))
+    monkeypatch.setattr(compare, "summary", lambda records: ("", True))  # a busy machine may make a build seem slower
     run("compare", "HEAD", "16x64", "--dtypes", "fp32", "--passes", "both", "--starts", "1", "--threads", "1", *QUICK)
     (record,) = saved_records(tmp_path, "compare")
     assert record["contender"] == "head" and record["us"] > 0 and record["noise"] >= 1
@@ -455,8 +420,3 @@ def test_compare(run, tmp_path, monkeypatch):
 def test_compare_refuses_a_package_from_another_folder(tmp_path):
     with pytest.raises(RuntimeError, match="to be loaded, but got"):
         compare.Worker(tmp_path, "cpu", 1)
-
-
-def test_faults_are_listed_once():
-    record = {"contender": "apex", "status": "failed", "message": "no", "us": None}
-    assert tables.notes(runs.Run("kernels", {}, {}, [record, record])) == ["apex failed (2 of its cases): no"]
