@@ -72,18 +72,13 @@ class LayerNorm2d(LayerNorm):
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
-    :func:`layernorm_ext.layer_norm_2d` describes results, precision and errors. Parameters and ``state_dict`` are those
-    of ``LayerNorm(num_channels)``. Sources: Ba, Kiros and Hinton, `Layer Normalization
+    :func:`layernorm_ext.layer_norm_2d` describes results, precision and errors. Parameters, ``state_dict`` and the
+    arguments not listed here are those of :class:`LayerNorm`. Sources: Ba, Kiros and Hinton, `Layer Normalization
     <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
         num_channels: The number of channels ``C``.
-        eps: Added to the variance.
-        elementwise_affine: Whether the layer has parameters.
-        bias: Whether the layer has a bias in addition to the weight.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters: float64, float32, float16 or bfloat16.
 
     Shape:
         Input and output: ``[N, C, H, W]``. ``weight`` (initially ones) and ``bias`` (initially zeros): ``[C]``.

@@ -124,19 +124,16 @@ def rms_norm(
     Note:
         Precision, determinism, derivatives and dtypes of gradients are those of :func:`layer_norm`.
     """
+    options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
     if _is_overridden(input, weight):
-        options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
         return handle_torch_function(
             rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, **options
         )
     if not torch.compiler.is_dynamo_compiling():
-        output = _C.rms_norm(input, normalized_shape, weight, eps, zero_centered_weight=zero_centered_weight)
+        output = _C.rms_norm(input, normalized_shape, weight, eps, **options)
         if output is not None:
             return output
-    eps = _script.rms_eps(input, eps)
-    return _norm(input, None, normalized_shape, weight, None, eps, rms=True, zero_centered_weight=zero_centered_weight)[
-        0
-    ]
+    return _norm(input, None, normalized_shape, weight, None, _script.rms_eps(input, eps), rms=True, **options)[0]
 
 
 def add_layer_norm(
@@ -269,10 +266,9 @@ def _norm(
 ) -> tracing.Results:
     """Compute any member of the family by operators that a tracer can record."""
     options = {"rms": rms, "zero_centered_weight": zero_centered_weight}
-    efficient = {"memory_efficient": memory_efficient}
     if input.is_nested:
-        options |= efficient
-        return _norm_nested(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
+        options |= {"memory_efficient": memory_efficient, "inplace": inplace}
+        return _norm_nested(input, residual, normalized_shape, weight, bias, eps, **options)
     normalized_shape = tracing.constant_sizes(normalized_shape)
     if tracing.records_aten():
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
@@ -281,7 +277,8 @@ def _norm(
         return ops.norm_forward_(input, residual, normalized_shape, weight, bias, eps, **options)[0], residual
     if residual is None and not (rms or zero_centered_weight or memory_efficient):
         return ops.forward(input, normalized_shape, weight, bias, eps)[0], None
-    return ops.norm_forward(input, residual, normalized_shape, weight, bias, eps, **options, **efficient)[:2]
+    options["memory_efficient"] = memory_efficient
+    return ops.norm_forward(input, residual, normalized_shape, weight, bias, eps, **options)[:2]
 
 
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:
@@ -300,7 +297,7 @@ def _norm_nested(
     bias: Tensor | None,
     eps: float,
     *,
-    inplace: bool,
+    inplace: bool = False,
     **options: bool,
 ) -> tracing.Results:
     """Normalize all values of a jagged tensor at once, and the components of other nested tensors one by one."""

@@ -17,6 +17,7 @@ from build_support import BuildError, cuda, extension, target_torch
 from layernorm_ext import _C, _build_info, _compatibility
 
 ROOT = Path(__file__).resolve().parents[1]
+MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def run(*command, **options):
@@ -180,55 +181,38 @@ def test_unchanged_build_is_reused(monkeypatch, tmp_path):
     assert len({fingerprint, *changed}) == 5
 
 
-def test_debug_flags(monkeypatch):
-    monkeypatch.setenv("DEBUG", "1")
-    debug = extension.compile_flags()
-    assert {"-O0", "-g", "-UNDEBUG"} <= set(debug["cxx"])
-    assert "-G" in debug["nvcc"]
-    monkeypatch.setenv("DEBUG", "0")
-    assert "-O3" in extension.compile_flags()["cxx"]
+@pytest.mark.parametrize(
+    ("debug", "cxx", "nvcc"),
+    [("0", {"-O3", "-g0"}, {"-O3", "-fmad=false"}), ("1", {"-O0", "-g", "-UNDEBUG"}, {"-O0", "-G", "-fmad=false"})],
+)
+def test_flags_keep_precision_and_obey_debug(monkeypatch, debug, cxx, nvcc):
+    monkeypatch.setenv("DEBUG", debug)
+    flags = extension.compile_flags()
+    assert cxx <= set(flags["cxx"]) and nvcc <= set(flags["nvcc"])
+    assert not re.search("fast|unsafe|finite", " ".join([*flags["cxx"], *flags["nvcc"], *extension.KERNEL_FLAGS]))
 
 
-def test_no_fast_math():
-    flags = [*extension.compile_flags()["cxx"], *extension.compile_flags()["nvcc"], *extension.KERNEL_FLAGS]
-    assert not [flag for flag in flags if re.search("fast|unsafe|finite", flag)]
-
-
-@pytest.fixture(scope="module")
-def instructions():
-    """The instructions of each function of the compiled module."""
-    if not extension.IS_X86 or _build_info.debug:
-        pytest.skip("needs an optimised build with several instruction sets")
-    instructions = defaultdict(list)
+@pytest.mark.skipif(not extension.IS_X86 or _build_info.debug, reason="needs an optimised build with vector kernels")
+def test_vector_instructions_are_used_in_the_kernels_only():
+    """Elsewhere they crash older CPUs, for example if the linker keeps the AVX-512 copy of an inline function."""
+    functions = defaultdict(list)
     for line in run("objdump", "-d", "-C", "--no-show-raw-insn", _C.__file__).splitlines():
         if start := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
-            function = instructions[start[1]]
+            function = functions[start[1]]
         elif "\t" in line:
             function.append(line.split("\t", 1)[1])
-    return instructions
-
-
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-@pytest.mark.parametrize(("capability", "register"), [("AVX2", "%ymm"), ("AVX512", "%zmm")])
-def test_kernels_use_vector_instructions(instructions, kernel, capability, register):
-    bodies = [body for name, body in instructions.items() if capability in name and kernel in name.lower()]
-    fused = [i for body in bodies for i in body if re.match("vfn?m(add|sub)", i) and register in i]
-    assert len(fused) >= 10
-
-
-def test_vector_instructions_stay_in_the_kernels(instructions):
-    """Elsewhere they crash older CPUs, for example if the linker keeps the AVX-512 copy of an inline function.
-
-    The linker does not merge functions in anonymous namespaces.
-    """
-    for name, body in instructions.items():
-        if not re.search(r"AVX|\(anonymous namespace\)", name):
+    for capability, register in (("AVX2", "%ymm"), ("AVX512", "%zmm")):
+        for kernel in ("forward", "backward"):
+            bodies = [body for name, body in functions.items() if capability in name and kernel in name.lower()]
+            fused = [i for body in bodies for i in body if re.match("vfn?m(add|sub)", i) and register in i]
+            assert len(fused) >= 10, (capability, kernel)
+    for name, body in functions.items():
+        if not re.search(r"AVX|\(anonymous namespace\)", name):  # anonymous namespaces are not shared by the linker
             assert not [i for i in body if i.startswith("v") or "%zmm" in i], name
 
 
 def test_metadata_describes_the_build():
-    minor = ".".join(torch.__version__.split(".")[:2])
-    assert f"torch=={minor}.*" in importlib.metadata.requires("layernorm-ext")
+    assert f"torch=={MINOR}.*" in importlib.metadata.requires("layernorm-ext")
     assert _build_info.torch_version == torch.__version__
     assert _build_info.cuda_reason
     assert _build_info.with_cuda == bool(_build_info.cuda_architectures)
@@ -276,21 +260,18 @@ def test_compiled_module_in_the_checkout_is_preferred(checkout):
     assert f"{checkout}/layernorm_ext/{name}" in failed_import(checkout)
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "cuda_version"), [("2.12.1+cpu", None), (f"{torch.__version__}", "99.0")], ids=["torch", "CUDA"]
-)
-def test_incompatible_torch_is_an_error(monkeypatch, torch_version, cuda_version):
-    monkeypatch.setattr(_build_info, "torch_version", torch_version)
-    monkeypatch.setattr(_build_info, "torch_cuda_version", cuda_version)
-    monkeypatch.setattr(_build_info, "with_cuda", cuda_version is not None)
-    message = f"compiled for torch {torch_version} (CUDA {cuda_version}) and does not fit the installed torch "
-    with pytest.raises(ImportError, match=re.escape(message + torch.__version__)):
-        _compatibility.check_torch()
-
-
 @pytest.mark.parametrize("local", ["", "+cpu", "+cu126", "a0+git1234"])
 def test_another_build_of_the_same_minor_version_is_compatible(monkeypatch, local):
-    minor = ".".join(torch.__version__.split(".")[:2])
-    monkeypatch.setattr(_build_info, "torch_version", f"{minor}.9{local}")
+    monkeypatch.setattr(_build_info, "torch_version", f"{MINOR}.9{local}")
     monkeypatch.setattr(_build_info, "with_cuda", False)
     _compatibility.check_torch()
+
+
+@pytest.mark.parametrize(("version", "cuda_version"), [("2.12.1+cpu", None), (torch.__version__, "99.0")])
+def test_incompatible_torch_is_an_error(monkeypatch, version, cuda_version):
+    monkeypatch.setattr(_build_info, "torch_version", version)
+    monkeypatch.setattr(_build_info, "torch_cuda_version", cuda_version)
+    monkeypatch.setattr(_build_info, "with_cuda", cuda_version is not None)
+    message = f"for torch {version} (CUDA {cuda_version}) and does not fit the installed torch {torch.__version__}"
+    with pytest.raises(ImportError, match=re.escape(message)):
+        _compatibility.check_torch()
