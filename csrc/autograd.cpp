@@ -1,17 +1,16 @@
 // Derivatives of the operators.
 //
-// First order: `forward` leaves a Node that calls `backward`. Second order: `backward`, called where its own
-// derivative may be wanted, leaves a Node too, which is made of differentiable aten operations; autograd
-// takes it from there to any order. Forward-mode AD and torch.func see both operators as compositions of aten
-// operations.
+// First order: `forward` records a node that calls `backward`. Second order: `backward` records a node made of
+// differentiable aten operations, which autograd differentiates to any order. For forward-mode AD and torch.func both
+// operators are compositions of aten operations.
 //
 // With xhat = (x - mean) * rstd, g = dy * weight and the symmetric projection P(z) = z - mean(z) - xhat *
 // mean(z * xhat):
 //
 //   dx = rstd * P(g)      dweight = sum over rows of dy * xhat      dbias = sum over rows of dy
 //
-// and P(z) = z - xhat * mean(z * xhat) for RMSNorm. What holds of x holds of a sum of input and residual, to whose
-// gradient that of the returned sum is added.
+// and P(z) = z - xhat * mean(z * xhat) for RMSNorm. With a residual, x is the sum of input and residual, and the
+// gradient of the returned sum is added to dx.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -45,14 +44,14 @@ struct Dims {
   std::vector<int64_t> batch_dims, normalized_dims;
 };
 
-// x - mean, with the rounding of the mean taken off as the kernels do; for RMSNorm x itself.
-Tensor centre(const Tensor& x, const Dims& dims, Variant variant) {
+// x - mean, corrected for the rounding of the mean as in the kernels; x for RMSNorm.
+Tensor subtract_mean(const Tensor& x, const Dims& dims, Variant variant) {
   if (variant.rms) return x;
   const Tensor d = x - dims.mean(x);
   return d - dims.mean(d);
 }
 
-// The weight as it is multiplied by, in the accumulation type.
+// The factor on xhat, in the accumulation type: weight or weight + 1.
 Tensor factor(const Tensor& weight, at::ScalarType acc, Variant variant) {
   const Tensor w = weight.to(acc);
   return variant.zero_centered_weight ? w + 1 : w;
@@ -67,7 +66,7 @@ NormOutputs forward_composite(const Tensor& input, const optional<Tensor>& resid
   Tensor sum, mean;
   if (present(residual)) sum = in_place ? residual->add_(input) : input + *residual;
   const Tensor x = (sum.defined() ? sum : input).to(acc);
-  const Tensor d = centre(x, dims, variant);
+  const Tensor d = subtract_mean(x, dims, variant);
   if (!variant.rms) mean = dims.mean(x).detach();
   const Tensor rstd = at::rsqrt(dims.mean(d * d) + eps);
   Tensor y = d * rstd;
@@ -76,16 +75,16 @@ NormOutputs forward_composite(const Tensor& input, const optional<Tensor>& resid
   return {y.to(input.scalar_type()), sum, mean, rstd.detach()};
 }
 
-// What the derivatives of one call are made of, in the accumulation type.
+// The terms of the derivatives of one call, in the accumulation type.
 struct Terms {
-  // `saved_rstd` is a constant to autograd; where derivatives of rstd are wanted, it is multiplied by a
-  // factor of value one that has them: rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - value
-  // of var)), which needs no eps.
+  // `saved_rstd` is a constant for autograd. To differentiate rstd, it is multiplied by a factor of value one that has
+  // the derivatives of rstd but needs no eps:
+  //   rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - detach(var)))
   Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_, size_t count,
         bool differentiate_rstd, Variant variant)
       : variant(variant), dims(input, count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
     const auto acc = saved_rstd.scalar_type();
-    const Tensor d = centre(input.to(acc), dims, variant);
+    const Tensor d = subtract_mean(input.to(acc), dims, variant);
     if (differentiate_rstd) {
       const Tensor variance = dims.mean(d * d);
       rstd = rstd * at::rsqrt(rstd * rstd * (variance - variance.detach()) + 1);
@@ -103,7 +102,7 @@ struct Terms {
   Tensor dy, rstd, weight, xhat, g;
 };
 
-// xhat is found in the output only if its derivative is not wanted: rstd is no function of the output.
+// rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
 constexpr const char* kNoDerivative =
     "The derivative of a backward pass needs the input, which memory_efficient=True does not keep; use "
     "memory_efficient=False";
@@ -130,7 +129,7 @@ Outputs backward_composite(const Tensor& grad_output, const optional<Tensor>& gr
 
 // ---- nodes of the autograd graph ------------------------------------------------------------------------------------
 
-// Node is counted by std::shared_ptr up to torch 2.12, by c10::intrusive_ptr later.
+// torch counts the references to a Node by std::shared_ptr up to version 2.12, and by c10::intrusive_ptr later.
 template <class N, class Pointer = decltype(torch::autograd::Edge::function)>
 auto make_node() {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
@@ -140,7 +139,7 @@ auto make_node() {
   }
 }
 
-// A tensor that a node keeps. Its own outputs it keeps without keeping itself.
+// A tensor that a node saves. Saving an output of the node itself must not create a reference cycle.
 struct Saved {
   Saved() = default;
   explicit Saved(const Tensor& t, bool is_output = false) : variable(t, is_output), is_output(is_output) {}
@@ -153,8 +152,8 @@ struct Saved {
   bool is_output = false;
 };
 
-// A node of up to four inputs. N::derivative(gradients, wanted) is what it computes, from parts that it has saved and
-// names in N::for_each_saved(node, f), so that compiled autograd can record a call of it and make that again elsewhere.
+// A node with up to four inputs. N::derivative(gradients, wanted) computes its gradients, and N::for_each_saved(node,
+// f) enumerates what it has saved, so that compiled autograd can record a call and replay it.
 template <class N>
 struct RecordableNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
@@ -244,7 +243,7 @@ struct RecordableNode : torch::autograd::Node {
 
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// Derivative of norm_backward, for the cotangents v of (grad_input, grad_weight, grad_bias).
+// The derivative of norm_backward, given the upstream gradients v of (grad_input, grad_weight, grad_bias).
 struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
   variable_list derivative(const variable_list& v, Wanted wanted) {
     variable_list grads(4);  // of grad_output, input, weight, grad_sum
@@ -255,7 +254,7 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
     const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(), variant);
     const auto acc = t.rstd.scalar_type();
 
-    Tensor grad_dy, grad_xhat;  // grad_xhat is what reaches xhat other than through rstd
+    Tensor grad_dy, grad_xhat;  // grad_xhat leaves out the dependence through rstd
     const auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum + term : term; };
     const Tensor vx = v_input.defined() ? v_input.to(acc) : Tensor();
     const Tensor u = vx.defined() ? t.rstd * t.project(vx) : Tensor();
@@ -293,7 +292,7 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
   Variant variant;
 };
 
-// Derivative of norm_forward.
+// The derivative of norm_forward.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
     const Tensor grad_sum = has_residual ? grads[1] : Tensor();
@@ -321,7 +320,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  Saved input;  // the sum, if there is a residual; the output, if memory_efficient
+  Saved input;  // the sum if there is a residual; the output if memory_efficient
   Saved weight, mean, rstd;
   Saved bias;  // only if memory_efficient, or for the dtype of its gradient
   std::vector<c10::SymInt> normalized_shape;
@@ -339,7 +338,7 @@ NormOutputs forward_autograd(const Tensor& input, const optional<Tensor>& residu
   }
   const bool records = wants_graph(input, residual, weight, bias);
   const auto call = [&] {
-    // Without a graph nothing is saved, so the operator need not know what backward would be given.
+    // Without a graph there is no backward, so memory_efficient makes no difference.
     if (!records) variant.memory_efficient = false;
     if (in_place && records) {
       TORCH_CHECK(!residual->is_view(),
@@ -414,7 +413,7 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
 
 void RowOperators::implement_autograd(torch::Library& m) { Family<forward_autograd, backward_autograd>::implement(m); }
 
-// Each aten operation of the composite has its own batching rule.
+// vmap uses the batching rules of the composite's aten operations.
 void RowOperators::implement_vmap(torch::Library& m) { Family<forward_composite, backward_composite>::implement(m); }
 
 }  // namespace layernorm

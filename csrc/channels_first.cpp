@@ -1,9 +1,8 @@
 // The operators over the channels of images [N, C, *]: schema; checks; forward and backward for any backend; shape
 // functions; derivatives; registrations.
 //
-// An image may also lie channels last. It is then rows already, and so is one of a single pixel: the operators of
-// ops.cpp take those. They also take over where derivatives of derivatives, torch.func and forward-mode AD are
-// concerned, of which autograd.cpp knows everything.
+// Images in channels_last, and images of a single pixel, already are rows: they go to the operators of ops.cpp, as do
+// second derivatives, torch.func and forward-mode AD.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/movedim.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -85,12 +84,12 @@ Outputs backward_as_rows(const Tensor& grad_output, const Tensor& input, const T
 
 // ---- layouts --------------------------------------------------------------------------------------------------------
 
-// Whether channels lie next to each other; output and grad_input then do, too, and are else contiguous.
+// Whether the input is channels_last. Then output and grad_input are, too; else they are contiguous.
 bool is_channels_last(const Tensor& input) { return input.suggest_memory_format() != at::MemoryFormat::Contiguous; }
 
 int64_t pixels_of(const Tensor& input) { return c10::multiply_integers(input.sizes().slice(2)); }
 
-// A tensor [N, C, *] whose pixels are contiguous, in place if its layout allows, else a contiguous copy.
+// A tensor [N, C, *] with contiguous pixels: the given one if its layout allows, else a contiguous copy.
 Tensor with_contiguous_pixels(const Tensor& images) {
   int64_t expected = 1;
   for (int64_t d = images.dim() - 1; d >= 2; --d) {
@@ -114,7 +113,7 @@ Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optio
     const auto [output, mean, rstd] = forward_as_rows(input, weight, bias, eps);
     return {to_rows(output).view(input.sizes()), mean.view(shape), rstd.view(shape)};
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   Tensor output = at::empty(input.sizes(), options);
   Tensor mean = at::empty(shape, statistics_options), rstd = at::empty(shape, statistics_options);
 
@@ -153,7 +152,7 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
     if (output_mask[0]) grad_input = to_rows(grad_input).view(input.sizes());
     return gradients;
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const ParameterTypes types(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;
@@ -193,7 +192,7 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
 
 // ---- shape functions ------------------------------------------------------------------------------------------------
 
-// With the strides of the output.
+// An empty tensor with the strides of the output.
 Tensor empty_like_input(const Tensor& input) {
   if (is_channels_last(input)) return from_rows(at::empty_symint(to_rows(input).sym_sizes(), input.options()));
   return at::empty_symint(input.sym_sizes(), input.options());
@@ -220,7 +219,7 @@ Outputs backward_meta(const Tensor& grad_output, const Tensor& input, const Tens
 
 // ---- derivatives ----------------------------------------------------------------------------------------------------
 
-// Its output; the statistics, which have no derivatives, leave by a pointer.
+// Returns the output. The statistics, which have no derivatives, are returned through a pointer.
 struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
   using Context = torch::autograd::AutogradContext;
   using Variables = torch::autograd::variable_list;
@@ -243,7 +242,7 @@ struct ChannelsFirst : torch::autograd::Function<ChannelsFirst> {
     if (!gradients[0].defined()) return result;
     const auto saved = context->get_saved_variables();
     const auto &input = saved[0], &weight = saved[1], &bias = saved[2], &mean = saved[3], &rstd = saved[4];
-    // Of the optional inputs, those that are there are counted alone.
+    // needs_input_grad() counts only the optional inputs that are present.
     const size_t has_weight = weight.defined();
     const Mask mask = {context->needs_input_grad(0), has_weight && context->needs_input_grad(1),
                        context->saved_data["has_bias"].toBool() && context->needs_input_grad(1 + has_weight)};

@@ -1,4 +1,4 @@
-// The one table of (input, parameter) dtypes that have kernels. ops.h converts the parameters of other pairs.
+// The pairs of (input, parameter) dtypes that have kernels. ops.h converts the parameters of other pairs.
 #pragma once
 
 #include "layer_norm.h"
@@ -13,7 +13,7 @@ struct Pair {
   using W = W_;  // weight, bias and their gradients
 };
 
-// Throws; for a pair that ParameterTypes never selects.
+// Throws an internal error: ParameterTypes never selects such a pair.
 [[noreturn]] void no_kernel_for(Dtype dtype, Dtype param_dtype);
 
 template <class Elements, class F>

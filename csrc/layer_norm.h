@@ -1,11 +1,10 @@
-// The contract between the host code (ops.cpp) and the kernels (cpu/, cuda/): raw pointers and extents, no
-// torch types.
+// The interface between the host code (ops.cpp) and the kernels (cpu/, cuda/). It has no torch types.
 //
 //   mean[r] = sum_j x[r, j] / cols          var[r] = sum_j (x[r, j] - mean[r])^2 / cols
 //   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias
 //
-// Of the family: RMSNorm has mean[r] = 0, so that rstd[r] = 1 / sqrt(sum_j x[r, j]^2 / cols + eps). With a residual,
-// x is input + residual, rounded to their dtype. A zero-centred weight is kept less one.
+// RMSNorm has mean[r] = 0, so rstd[r] = 1 / sqrt(sum_j x[r, j]^2 / cols + eps). With a residual, x is input + residual,
+// rounded to their dtype. A zero-centered weight multiplies by weight + 1.
 //
 // Sources: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450. Zhang and Sennrich, Root Mean Square
 // Layer Normalization, 2019, arXiv:1910.07467.
@@ -17,11 +16,11 @@ namespace layernorm {
 
 enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
 
-// Backward from the output divides by the weight. A weight below this magnitude gives NaN: float16 would keep no digit
-// of the quotient.
+// Backward from the output divides by the weight. A smaller weight gives NaN, because a float16 output has no digit of
+// the quotient left.
 constexpr double kSmallestDivisor = 0x1p-16;
 
-// Statistics and every sum over a row are kept in Acc: double for kFloat64, else float.
+// Acc, the type of statistics and of sums over a row, is double for kFloat64 and else float.
 struct ForwardParams {
   int64_t rows;          // >= 1
   int64_t cols;          // >= 1
@@ -56,20 +55,20 @@ struct BackwardParams {
   const void* mean;           // [rows] of Acc; null for RMSNorm, and if from_output
   const void* rstd;           // [rows] of Acc
   const void* weight;         // [cols] of param_dtype; null: ones
-  const void* bias;           // [cols] of param_dtype; null: zeros; looked at only if from_output
+  const void* bias;           // [cols] of param_dtype; null: zeros; used only if from_output
   void* grad_input;           // [rows, cols] of dtype, contiguous; null: not wanted
   void* grad_weight;          // [cols] of param_dtype; null: not wanted
   void* grad_bias;            // [cols] of param_dtype; null: not wanted
   void* workspace;            // backward_workspace() bytes, aligned like any tensor
   bool rms;                   // RMSNorm
   bool zero_centered_weight;  // the weight is `weight` + 1; false if there is none
-  bool from_output;           // input is forward's output instead: xhat = (input - bias) / weight, see kSmallestDivisor
+  bool from_output;           // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
   Dtype dtype;
   Dtype param_dtype;
   void* stream;  // a cudaStream_t; unused on a CPU
 };
 
-// The same over the channels of images: a row is a pixel, and its columns lie channel by channel.
+// The same for images, which are normalized over their channels: a row is a pixel, and its columns are channels.
 struct ChannelsFirstForwardParams {
   int64_t images, channels, pixels;                  // each >= 1
   const void* input;                                 // [images, channels, pixels] of dtype
@@ -106,7 +105,7 @@ struct ChannelsFirstBackwardParams {
 namespace cpu {
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
-// Bytes of scratch memory for partial sums, asked for with all other fields of the parameters filled in.
+// Bytes of workspace for partial sums; all other fields of the parameters must be set.
 int64_t backward_workspace(const BackwardParams& params);
 void channels_first_forward(const ChannelsFirstForwardParams& params);
 void channels_first_backward(const ChannelsFirstBackwardParams& params);

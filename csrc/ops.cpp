@@ -21,18 +21,18 @@ using std::optional;
 
 namespace {
 
-// torch's names of the dtypes.
+// torch's name of a dtype.
 const char* name_of(at::ScalarType type) { return c10::toString(type); }
 
-// "4" or "2, 3": the inside of [*, 2, 3].
+// Joins sizes as in "2, 3", for [*, 2, 3].
 std::string join(SymIntArrayRef sizes) {
   std::ostringstream out;
   for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
   return out.str();
 }
 
-// Whether sizes are equal. While torch.compile traces, a size may be known at run time only, as a numpy integer is:
-// then the compiled program checks it.
+// Whether sizes are equal. While torch.compile traces, a size may be known only at run time, for example one from a
+// numpy integer; then the compiled program checks it.
 bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
   if (a.size() != b.size()) return false;
   for (size_t i = 0; i < a.size(); ++i) {
@@ -57,7 +57,7 @@ void check_input_type(const Tensor& input) {
   if (is_supported(input.scalar_type())) return;
   const auto message = c10::str("Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype ",
                                 name_of(input.scalar_type()));
-  // To a fake tensor, a NotImplementedError of the shape function would mean that there is none.
+  // A NotImplementedError would tell a fake tensor that the operator has no meta function.
   TORCH_CHECK(!input.is_meta(), message);
   TORCH_CHECK_NOT_IMPLEMENTED(false, message);
 }
@@ -78,7 +78,7 @@ c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalize
   return shape;
 }
 
-// RMSNorm keeps channels_last, as torch's does. All other outputs are contiguous, as the kernels write them.
+// RMSNorm keeps the memory format channels_last, as in torch. All other outputs are contiguous.
 at::MemoryFormat output_format(const Tensor& input, const optional<Tensor>& residual, Variant variant) {
   return variant.rms && !present(residual) ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
 }
@@ -176,7 +176,7 @@ struct Extents {
   int64_t batch_dims, rows = 1, cols = 1;
 };
 
-// A tensor whose rows lie `stride` elements apart, each contiguous.
+// A tensor with contiguous rows, `stride` elements apart.
 struct Rows {
   Tensor tensor;
   int64_t stride = 0;
@@ -200,7 +200,7 @@ Rows rows_of(const Tensor& tensor, const Extents& extents) {
   return {tensor, stride};
 }
 
-// On a CPU without the dispatcher, which costs a small call a hundredth of its time for each tensor.
+// Allocates CPU tensors without the dispatcher, which costs a small call one percent of its time per tensor.
 Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);
 }
@@ -216,7 +216,7 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
     at::assert_no_internal_overlap(*residual);
     at::assert_no_overlap(*residual, input);
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const auto statistics_options = options.dtype(accumulate_type(input));
@@ -271,7 +271,7 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
                       SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
                       const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask, Variant variant) {
   check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
-  const Launching on(input);
+  const LaunchScope on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const ParameterTypes types(input, weight, bias);
@@ -290,7 +290,7 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
   const Rows dsum = output_mask[0] && present(grad_sum) ? rows_of(*grad_sum, extents) : Rows{};
   const Tensor w = parameter(weight, types.kernel);
   const Tensor b = variant.memory_efficient ? parameter(bias, types.kernel) : Tensor();
-  // Contiguous as they are, unless torch's compiler has laid out those of images as it does images.
+  // The statistics are contiguous, unless torch.compile has given those of images another layout.
   const Tensor m = needs_mean(variant) ? mean->contiguous() : Tensor(), r = rstd.contiguous();
   BackwardParams params;
   params.rows = extents.rows;
@@ -406,7 +406,7 @@ Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& gr
 // ---- registration
 // ----------------------------------------------------------------------------------------------------
 
-// `forward` and `backward` have aten's signatures. norm_* cover the whole family, add_* its most frequent member.
+// forward and backward have the signatures of torch's operators. norm_* cover the whole family; add_* are shorthands.
 void RowOperators::define(torch::Library& m) {
   const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
   define(
@@ -433,7 +433,7 @@ void RowOperators::define(torch::Library& m) {
   define(
       "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
       "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  // The checks of forward, for graphs of aten's operators. Compilers decompose it into nothing.
+  // The checks of forward, for graphs of aten operators. Compilers decompose it into nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
 }

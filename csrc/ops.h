@@ -1,5 +1,4 @@
-// The operators as C++ functions, for everything that calls them or stands in for them; and what the files of further
-// operators share with them.
+// The operators as C++ functions, and the helpers that their host code, derivatives and bindings share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,16 +19,16 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor>;
 using NormOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Mask = std::array<bool, 3>;
 
-// What the members of the family differ in, besides a residual.
+// The options of the family of norms, besides a residual.
 struct Variant {
   bool rms = false;                   // RMSNorm
   bool zero_centered_weight = false;  // the weight is `weight` + 1
   bool memory_efficient = false;      // backward is given forward's output instead of its input
 };
 
-// Through the dispatcher: `forward` and `backward` where they do what is wanted, else norm_forward, norm_forward_ and
-// norm_backward. (output, sum, mean, rstd), of which the sum is undefined without a residual, and the mean of RMSNorm;
-// `in_place`, the sum is the residual. (grad_input, grad_weight, grad_bias).
+// Calls an operator through the dispatcher: `forward` and `backward` if they suffice, else norm_forward, norm_forward_
+// and norm_backward. Forward returns (output, sum, mean, rstd): the sum is undefined without a residual and is the
+// residual if in_place; RMSNorm has no mean. Backward returns (grad_input, grad_weight, grad_bias).
 NormOutputs call_norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
                               c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>& weight,
                               const std::optional<Tensor>& bias, double eps, Variant variant, bool in_place);
@@ -38,11 +37,12 @@ Outputs call_norm_backward(const Tensor& grad_output, const std::optional<Tensor
                            const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Mask output_mask,
                            Variant variant);
 
-// (output, mean, rstd) of images [N, C, *], through the dispatcher.
+// Calls channels_first_forward through the dispatcher and returns (output, mean, rstd) of images [N, C, *].
 Outputs call_forward_of_images(const Tensor& input, const std::optional<Tensor>& weight,
                                const std::optional<Tensor>& bias, double eps);
 
-// The operators of a dispatch key, made of one function like call_norm_forward and one like call_norm_backward.
+// The operators for one dispatch key, implemented by two functions with the signatures of call_norm_forward and
+// call_norm_backward.
 template <decltype(call_norm_forward) kForward, decltype(call_norm_backward) kBackward>
 struct Family {
   using OptionalTensor = std::optional<Tensor>;
@@ -91,7 +91,7 @@ struct Family {
   }
 };
 
-// Throw, naming the argument and both values, unless the operators' kernels can use these arguments.
+// Throw an error that names the argument and both values if the kernels cannot use these arguments.
 void check_forward(const Tensor& input, const std::optional<Tensor>& residual, c10::SymIntArrayRef normalized_shape,
                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
 void check_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum, const Tensor& input,
@@ -101,12 +101,12 @@ void check_backward(const Tensor& grad_output, const std::optional<Tensor>& grad
 // The same for images [N, C, *].
 void check_images(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
 
-// The parts of those. What is like the input is so in everything but its strides.
+// Parts of these checks. check_like() requires the shape, dtype and device of the input.
 void check_types(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
 void check_like(const char* name, const Tensor& tensor, const Tensor& input);
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, c10::SymIntArrayRef shape);
 
-// The kernels' word for a dtype that the checks let through.
+// The kernels' name of a dtype that has passed the checks.
 enum class Dtype;
 Dtype dtype_of(at::ScalarType type);
 
@@ -159,23 +159,23 @@ inline bool has_tangent(const std::optional<Tensor>& t) { return t && has_tangen
 inline bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool requires_grad(const std::optional<Tensor>& t) { return t && requires_grad(*t); }
 
-// Whether a call is one of forward-mode AD, or inside torch.func.grad, vjp, jvp and the like, whose tensors a C++ node
+// Whether a call is part of forward-mode AD or of a torch.func transform (grad, vjp, jvp), whose tensors a C++ node
 // cannot save.
 template <class... Tensors>
 bool is_transformed(const Tensors&... tensors) {
   return (has_tangent(tensors) || ...) ||
          c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
-// Whether a call leaves a node behind.
+// Whether a call is recorded in the autograd graph.
 template <class... Tensors>
 bool wants_graph(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-// Whether a backward needs the rows' means.
+// Whether backward needs the means of the rows.
 inline bool needs_mean(Variant variant) { return !variant.rms && !variant.memory_efficient; }
 
-// Statistics and sums are kept in float, for double input in double.
+// The dtype of statistics and sums: double for double input, else float.
 inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

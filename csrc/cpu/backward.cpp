@@ -1,19 +1,20 @@
-// With xhat = (x - mean) * rstd and g = dy * weight, for every row of x and dy [rows, cols]:
+// With xhat = (x - mean) * rstd and g = dy * weight, computes for every row of x and dy [rows, cols]
 //
-//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))      dweight = sum over rows of dy * xhat      dbias =
-//   sum of dy
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+//   dweight = sum over rows of dy * xhat
+//   dbias = sum over rows of dy
 //
-// and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. Where forward has also returned x as a sum,
-// the gradient of that is added to dx.
+// RMSNorm has a mean of 0 and dx = rstd * (g - xhat * mean(g * xhat)). The gradient of the sum that forward returns
+// with a residual is added to dx.
 //
-// Rows are cut into slots. A thread takes a slot and, for a few rows at a time, sweeps each row for its sums
-// and then all of them together, column by column, for dx and the slot's partial sums of dweight and dbias
-// [slots, 2, cols]; a last pass adds the slots. x and dy come from memory once: 3 * rows * cols * sizeof(T)
-// bytes are moved. When there are fewer slots than threads, all rows' sums come first and the columns are
-// shared out instead; every sum keeps its order.
+// Rows are divided into slots. A thread takes a slot and handles a few rows at a time: it first computes the sums of
+// each row, then, column by column for all of them, dx and the slot's partial sums of dweight and dbias [slots, 2,
+// cols]. A last loop adds the slots. x and dy come from memory once, so 3 * rows * cols * sizeof(T) bytes are moved. If
+// there are fewer slots than threads, the sums of all rows are computed first, and then the threads share the columns.
+// The order of every sum stays the same.
 //
-// Exactness: the mean is given rounded, so that xhat is off by a constant within a row. That constant is the
-// average of xhat as first computed; it is summed with the other two and taken off before xhat is used.
+// Precision: the saved mean is rounded, so xhat is off by a constant within a row. This constant is the average of xhat
+// and is subtracted from it.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
@@ -25,48 +26,48 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// Columns of one task where the columns are shared out.
+// Columns of one task if the threads share the columns.
 constexpr int64_t kTile = 1024;
 
-// Rows that take less time than what is done once a row, or once a sweep: their sums are found for four rows at a time,
-// of longer ones for two, whose sums all stay in registers.
+// Short rows take less time than the work that is done once per row. Their sums are computed for four rows together,
+// those of longer narrow rows for two, so that all sums stay in registers.
 template <class T>
 bool is_short(int64_t cols) {
   return cols * static_cast<int64_t>(sizeof(T)) <= 512;
 }
 constexpr int kFewRows = 2;
 
-// Rows of a sweep that share the loads of weight, and the loads and stores of the partial sums: narrow ones
-// for speed, as in forward, and very long ones because what they share does not stay in the first-level
-// cache. Two streams of 768 floats are read 1.1 times as fast as four (Intel Xeon with AVX-512).
+// The number of rows whose second loop shares the loads of the weight and the loads and stores of the partial sums:
+// several for narrow rows, as in forward, and for very long rows, whose weight and partial sums do not stay in the
+// first-level cache. Two streams of 768 floats are read 1.1 times as fast as four (Intel Xeon with AVX-512).
 template <class T>
-int64_t sweep_rows(int64_t cols) {
+int64_t rows_together(int64_t cols) {
   if (is_short<T>(cols) || (sizeof(T) == 2 && cols <= 1024)) return kRows;
   return is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
 }
 
-// Rows whose sums are found before the first of them is swept: several sweeps of short ones, which do not have to wait
-// for each other's coefficients then. 16384 rows of 32 take 0.9 of the time.
+// The number of rows whose sums are computed before the second loop starts. Short rows have several iterations of the
+// second loop, which then do not wait for each other's coefficients: 16384 rows of 32 take 0.9 of the time.
 constexpr int64_t kMaxBlockRows = 16;
 template <class T>
 int64_t block_rows(int64_t cols) {
-  if (!is_short<T>(cols)) return sweep_rows<T>(cols);
+  if (!is_short<T>(cols)) return rows_together<T>(cols);
   return min(kMaxBlockRows, 2048 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows);
 }
 
-// What the second sweep needs to know of a row: with d = x * scale - mean,
+// What the second loop needs for a row: with d = x * scale - mean,
 //   rstd = rstd_scaled * scale
-//   xhat = d * rstd_scaled + minus_shift        dx = rstd * ((g + minus_c2) + xhat * minus_c1)
-// where g + minus_c2 is exactly 0 if g is the same in the whole row, as it is for the sum of the outputs, or for one
-// column.
+//   xhat = d * rstd_scaled + minus_shift
+//   dx = rstd * ((g + minus_c2) + xhat * minus_c1)
+// g + minus_c2 is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one column.
 template <class Acc>
 struct Coefficients {
-  Acc scale;        // 1; kScale where x - mean might overflow; rstd where d is xhat itself, recovered from the output
+  Acc scale;        // 1; kScale if x - mean might overflow; rstd if d is xhat, computed from the output
   Acc mean;         // times scale
   Acc rstd_scaled;  // rstd / scale
-  Acc minus_shift;  // average of xhat before it is corrected
-  Acc minus_c1;     // mean(g * xhat)
-  Acc minus_c2;     // mean(g)
+  Acc minus_shift;  // minus the average of xhat before this correction
+  Acc minus_c1;     // -mean(g * xhat)
+  Acc minus_c2;     // -mean(g)
 };
 static_assert(sizeof(Coefficients<float>) == kCoefficients * sizeof(float));
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
@@ -92,21 +93,22 @@ struct Backward {
   Acc rstd(int64_t r) const { return static_cast<const Acc*>(p.rstd)[r]; }
   const W* weight() const { return static_cast<const W*>(p.weight); }
   const W* bias() const { return static_cast<const W*>(p.bias); }
-  Acc centre() const { return p.zero_centered_weight; }
-  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+  Acc weight_offset() const { return p.zero_centered_weight; }
+  // Special rows need scaling, or have xhat computed from the output. No difference overflows in a row whose standard
+  // deviation is below 2^60, whatever its length.
   bool is_special(int64_t r) const { return p.from_output || rstd(r) < Acc(0x1p-60); }
   T* dx(int64_t r) const { return p.grad_input ? static_cast<T*>(p.grad_input) + r * p.cols : nullptr; }
   Acc* dweight(int64_t slot) const { return p.grad_weight ? partials + 2 * slot * padded_cols : nullptr; }
   Acc* dbias(int64_t slot) const { return p.grad_bias ? partials + (2 * slot + 1) * padded_cols : nullptr; }
 
   const BackwardParams& p;
-  const Groups groups;
+  const ChunkGroups groups;
   const int64_t slots, padded_cols;
   Acc* partials;                    // [slots, 2, padded_cols], packs in the order of T
   Coefficients<Acc>* coefficients;  // [rows]
 };
 
-// The weight, or NaN where it is too small to divide by.
+// The weight, with NaN for values too small to divide by.
 template <class Acc>
 Pack<Acc> divisor(const Pack<Acc>& weight) {
   constexpr Acc kLimit = kSmallestDivisor;
@@ -115,27 +117,26 @@ Pack<Acc> divisor(const Pack<Acc>& weight) {
   return {checked(weight.a), checked(weight.b)};
 }
 
-// d of a pack of x. Special rows are scaled, or recovered from the output.
+// d (see Coefficients) for a pack of x.
 template <bool special, class T, class W, class Mean, class Lanes>
 Pack<AccOf<T>> deviation(const Backward<T, W>& b, const T* x, const Mean& mean, int64_t j, Lanes lanes) {
   if constexpr (!special) return load<T>(x + j, lanes) - mean;
   if (!b.p.from_output) return load_row<T, true>(x + j, lanes) - mean;
   auto v = load<T>(x + j, lanes);
   if (b.bias()) v = v - load<T>(b.bias() + j, lanes);
-  return v / divisor(load_weight<T>(b.weight(), b.centre(), j, lanes));
+  return v / divisor(load_weight<T>(b.weight(), b.weight_offset(), j, lanes));
 }
 
-// First sweep over kCount rows from row r on. Everything the loops use is a local: a store might change *b,
-// but not those.
-template <class Threads, int kCount, int kParts, bool special, bool with_g, class T, class W>
-void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
+// The first loop, for rows r to r + kCount - 1. Its operands are local variables, which a store cannot alias.
+template <class Threads, int kCount, int kPacks, bool special, bool with_g, class T, class W>
+void first_loop(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
   using Acc = AccOf<T>;
   enum { kXhat, kG, kGXhat, kKinds };
   const Acc scale = !special ? Acc(1) : b.p.from_output ? b.rstd(r) : kScale<Acc>;
   const T* const x = b.x(r);
   const T* const dy = b.dy(r);
   const W* const weight = b.weight();
-  const Acc centre = b.centre();
+  const Acc weight_offset = b.weight_offset();
   const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride;
   Acc mean[kCount], rstd_scaled[kCount];
   for (int k = 0; k < kCount; ++k) {
@@ -143,34 +144,35 @@ void sum_rows(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
     rstd_scaled[k] = special && b.p.from_output ? Acc(1) : b.rstd(r + k) / scale;
   }
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.groups, [&](int64_t begin, int64_t n) {
-    Accumulators<Acc, kCount, with_g ? kKinds : 1, kParts> s;
-    for_each_pack<Acc, kParts>(begin, n, [&](int part, int64_t j, auto lanes) {
+    Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
+    for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
       Pack<Acc> w;
-      if (with_g) w = load_weight<T>(weight, centre, j, lanes);
+      if (with_g) w = load_weight<T>(weight, weight_offset, j, lanes);
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
         const auto d = deviation<special>(b, x + k * x_stride, mean[k], j, lanes);
-        const auto xhat = keep<kEvenOdd<T>>(d * rstd_scaled[k], lanes);
-        s.of[kXhat][k][part] = s.of[kXhat][k][part] + xhat;
+        const auto xhat = zero_outside<kEvenOdd<T>>(d * rstd_scaled[k], lanes);
+        s.values[kXhat][k][pack] = s.values[kXhat][k][pack] + xhat;
         if constexpr (with_g) {
           const auto g = load<T>(dy + k * dy_stride + j, lanes) * w;
-          s.of[kG][k][part] = s.of[kG][k][part] + g;
-          s.of[kGXhat][k][part] = fma(g, xhat, s.of[kGXhat][k][part]);
+          s.values[kG][k][pack] = s.values[kG][k][pack] + g;
+          s.values[kGXhat][k][pack] = fma(g, xhat, s.values[kGXhat][k][pack]);
         }
       }
     });
     return Sums<kCount, kKinds>(s.total());
   });
-  Rows<double, kCount> shift = {}, mean_g = {};
-  if (!b.p.rms) shift = b.groups.template mean<Acc>(sums.of[kXhat]), mean_g = b.groups.template mean<Acc>(sums.of[kG]);
-  const auto mean_g_xhat = b.groups.template mean<Acc>(sums.of[kGXhat]) - shift * mean_g;
-  const auto minus_shift = __builtin_convertvector(-shift, Rows<Acc, kCount>);
-  const auto minus_c1 = __builtin_convertvector(-mean_g_xhat, Rows<Acc, kCount>);
-  const auto minus_c2 = __builtin_convertvector(-mean_g, Rows<Acc, kCount>);
+  PerRow<double, kCount> shift = {}, mean_g = {};
+  if (!b.p.rms)
+    shift = b.groups.template mean<Acc>(sums.values[kXhat]), mean_g = b.groups.template mean<Acc>(sums.values[kG]);
+  const auto mean_g_xhat = b.groups.template mean<Acc>(sums.values[kGXhat]) - shift * mean_g;
+  const auto minus_shift = __builtin_convertvector(-shift, PerRow<Acc, kCount>);
+  const auto minus_c1 = __builtin_convertvector(-mean_g_xhat, PerRow<Acc, kCount>);
+  const auto minus_c2 = __builtin_convertvector(-mean_g, PerRow<Acc, kCount>);
   for (int k = 0; k < kCount; ++k) c[k] = {scale, mean[k], rstd_scaled[k], minus_shift[k], minus_c1[k], minus_c2[k]};
 }
 
-template <class Threads, int kCount, int kParts, class T, class W>
+template <class Threads, int kCount, int kPacks, class T, class W>
 void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c) {
   if (!b.p.grad_input && !b.p.grad_weight) {  // dbias needs nothing but dy
     for (int k = 0; k < kCount; ++k) c[k] = {1, 0, 0, 0, 0, 0};
@@ -180,44 +182,45 @@ void coefficients(const Backward<T, W>& b, int64_t r, Coefficients<AccOf<T>>* c)
   for (int k = 0; k < kCount; ++k) any_special |= b.is_special(r + k);
   if constexpr (kCount > 1) {
     if (any_special) {
-      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kParts>(b, r + k, c + k);
+      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, r + k, c + k);
       return;
     }
   } else if (any_special) {
-    sum_rows<Threads, 1, kParts, true, true>(b, r, c);
+    first_loop<Threads, 1, kPacks, true, true>(b, r, c);
     return;
   }
   if (b.p.grad_input) {
-    sum_rows<Threads, kCount, kParts, false, true>(b, r, c);
+    first_loop<Threads, kCount, kPacks, false, true>(b, r, c);
   } else {
-    sum_rows<Threads, kCount, kParts, false, false>(b, r, c);
+    first_loop<Threads, kCount, kPacks, false, false>(b, r, c);
   }
 }
 
-// v * w + c. A product of two 16-bit numbers is a float, so that one rounding is as good as two.
+// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing.
 template <class T, class W, class Acc>
 Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& c) {
   if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, c);
   return v * w + c;
 }
 
-// Second sweep over columns [begin, begin + n) of kCount rows from row r on; `first` if they are the first of
-// their slot. A compile-time flag for each gradient: tested in the loop, they cost a third of the speed.
+// The second loop, for columns [begin, begin + n) of rows r to r + kCount - 1. `first` says that they are the first of
+// their slot. The flags for the gradients are template parameters because testing them in the loop costs a third of the
+// speed.
 template <int kCount, bool special, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
-void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, const Coefficients<AccOf<T>>* c,
-                   int64_t begin, int64_t n) {
+void second_loop(const Backward<T, W>& b, int64_t slot, int64_t r, bool first, const Coefficients<AccOf<T>>* c,
+                 int64_t begin, int64_t n) {
   using Acc = AccOf<T>;
   const T* const x = b.x(r);
   const T* const dy = b.dy(r);
   const T* const dsum = b.dsum(r);
   const W* const weight = b.weight();
-  const Acc centre = b.centre();
+  const Acc weight_offset = b.weight_offset();
   T* const dx = b.dx(r);
   Acc* const dweight = b.dweight(slot);
   Acc* const dbias = b.dbias(slot);
   const int64_t x_stride = b.p.input_stride, dy_stride = b.p.grad_output_stride, dsum_stride = b.p.grad_sum_stride;
   const int64_t cols = b.p.cols;
-  // Packs rather than numbers, which GCC would load first and take an instruction more to broadcast.
+  // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
     mean[k] = broadcast(c[k].mean), rstd_scaled[k] = broadcast(c[k].rstd_scaled);
@@ -227,9 +230,9 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
   }
   for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     Pack<Acc> w, dw = {}, db = {};
-    if (with_dx) w = load_weight<T>(weight, centre, j, lanes);
-    if (with_dweight && !first) dw = read(dweight + j, All{});
-    if (with_dbias && !first) db = read(dbias + j, All{});
+    if (with_dx) w = load_weight<T>(weight, weight_offset, j, lanes);
+    if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
+    if (with_dbias && !first) db = read(dbias + j, AllLanes{});
     for (int k = 0; k < kCount; ++k) {
       const auto v = load<T>(dy + k * dy_stride + j, lanes);
       if constexpr (with_dbias) db = db + v;
@@ -241,38 +244,38 @@ void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, bool first,
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<T>(dsum + k * dsum_stride + j, lanes);
           store<T, !std::is_same_v<T, W>>(dx + k * cols + j, result, lanes);
-          fetch_to_write(dx + k * cols + j);
+          prefetch_for_write(dx + k * cols + j);
         }
       }
     }
-    if (with_dweight) write(dweight + j, dw, All{});
-    if (with_dbias) write(dbias + j, db, All{});
+    if (with_dweight) write(dweight + j, dw, AllLanes{});
+    if (with_dbias) write(dbias + j, db, AllLanes{});
   });
 }
 
 template <class T, class W>
-void sweep_columns(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
-                   const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
+void second_loop(const Backward<T, W>& b, int64_t slot, int64_t r, int64_t count, bool first,
+                 const Coefficients<AccOf<T>>* c, int64_t begin, int64_t n) {
   bool any_special = false;
   for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(r + k);
-  const int64_t at_once = any_special ? 1 : sweep_rows<T>(b.p.cols);
-  with_constants(
+  const int64_t at_once = any_special ? 1 : rows_together<T>(b.p.cols);
+  dispatch_flags(
       [&](auto with_dx, auto with_dweight, auto with_dbias) {
         int64_t k = 0;
         for (; at_once == kRows && k + kRows <= count; k += kRows) {
-          sweep_columns<kRows, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first && k == 0, c + k, begin,
-                                                                         n);
+          second_loop<kRows, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first && k == 0, c + k, begin,
+                                                                       n);
         }
         for (; at_once >= kFewRows && k + kFewRows <= count; k += kFewRows) {
-          sweep_columns<kFewRows, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first && k == 0, c + k,
-                                                                            begin, n);
+          second_loop<kFewRows, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first && k == 0, c + k, begin,
+                                                                          n);
         }
         for (; k < count; ++k) {
           const bool first_row = first && k == 0;
           if (!b.is_special(r + k)) {
-            sweep_columns<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
+            second_loop<1, false, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
           } else {
-            sweep_columns<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
+            second_loop<1, true, with_dx, with_dweight, with_dbias>(b, slot, r + k, first_row, c + k, begin, n);
           }
         }
       },
@@ -288,12 +291,13 @@ void for_rows_of_slot(int64_t rows, int64_t slot, int64_t step, const F& f) {
 
 // Adds the slots' partial sums of one parameter's gradient over columns [begin, end).
 template <class T, class W>
-void add_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
+void reduce_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
   for_each_pack<AccOf<T>, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
-    auto sum = read(partials + j, All{});
+    auto sum = read(partials + j, AllLanes{});
     if (b.slots > 1) {
-      Doubles<AccOf<T>> total = {};
-      for (int64_t slot = 0; slot < b.slots; ++slot) add(total, read(partials + 2 * slot * b.padded_cols + j, All{}));
+      DoublePack<AccOf<T>> total = {};
+      for (int64_t slot = 0; slot < b.slots; ++slot)
+        add(total, read(partials + 2 * slot * b.padded_cols + j, AllLanes{}));
       sum = rounded<AccOf<T>>(total);
     }
     store<T, true>(gradient + j, sum, lanes);
@@ -315,23 +319,23 @@ void backward(const Backward<T, W>& b) {
           int64_t k = 0;
           if (narrow) {
             for (; is_short<T>(p.cols) && k + kRows <= count; k += kRows)
-              coefficients<OneThread, kRows, kNarrowParts>(b, r + k, c + k);
+              coefficients<OneThread, kRows, kNarrowPacks>(b, r + k, c + k);
             for (; k + kFewRows <= count; k += kFewRows)
-              coefficients<OneThread, kFewRows, kNarrowParts>(b, r + k, c + k);
-            for (; k < count; ++k) coefficients<OneThread, 1, kNarrowParts>(b, r + k, c + k);
+              coefficients<OneThread, kFewRows, kNarrowPacks>(b, r + k, c + k);
+            for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, r + k, c + k);
           } else {
-            for (; k < count; ++k) coefficients<OneThread, 1, kWideParts>(b, r + k, c + k);
+            for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, r + k, c + k);
           }
-          sweep_columns(b, slot, r, count, r == slot * slot_rows, c, 0, p.cols);
+          second_loop(b, slot, r, count, r == slot * slot_rows, c, 0, p.cols);
         });
       }
     });
   } else {
     if (p.rows < num_threads()) {
-      for (int64_t r = 0; r < p.rows; ++r) coefficients<AllThreads, 1, kWideParts>(b, r, b.coefficients + r);
+      for (int64_t r = 0; r < p.rows; ++r) coefficients<AllThreads, 1, kWidePacks>(b, r, b.coefficients + r);
     } else {
       parallel_for(p.rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) {
-        for (; r < end; ++r) coefficients<OneThread, 1, kWideParts>(b, r, b.coefficients + r);
+        for (; r < end; ++r) coefficients<OneThread, 1, kWidePacks>(b, r, b.coefficients + r);
       });
     }
     const int64_t tiles = ceil_div(p.cols, kTile);
@@ -339,8 +343,7 @@ void backward(const Backward<T, W>& b) {
       for (; task < end; ++task) {
         const int64_t slot = task / tiles, begin = task % tiles * kTile;
         for_rows_of_slot(p.rows, slot, step, [&](int64_t r, int64_t count) {
-          sweep_columns(b, slot, r, count, r == slot * slot_rows, b.coefficients + r, begin,
-                        min(kTile, p.cols - begin));
+          second_loop(b, slot, r, count, r == slot * slot_rows, b.coefficients + r, begin, min(kTile, p.cols - begin));
         });
       }
     });
@@ -351,8 +354,8 @@ void backward(const Backward<T, W>& b) {
                [&](int64_t begin, int64_t end) {
                  begin *= kMaxPackSize;
                  end = min(p.cols, end * kMaxPackSize);
-                 if (p.grad_weight) add_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
-                 if (p.grad_bias) add_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
+                 if (p.grad_weight) reduce_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
+                 if (p.grad_bias) reduce_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
                });
 }
 

@@ -1,18 +1,15 @@
 // Normalization over the channels of images x [images, channels, pixels], and its gradients. The formulas are those of
 // forward.cpp and backward.cpp; a row is a pixel.
 //
-// A thread takes blocks of neighbouring pixels (kernels.h), whose numbers stand in the lanes of a pack: no sum goes
-// across lanes but those of the weight's gradients. Forward sweeps a block three times (mean; variance; output),
-// backward twice (sums; gradients), a few channels at a time, each along its pixels, which is how memory is read
-// fastest; the block then stays in the second-level cache. As of rows, 2 * images * channels * pixels * sizeof(T) bytes
-// are moved in forward, and 3 times as many as one in backward.
+// A thread handles blocks of adjacent pixels (kernels.h). The lanes of a pack hold pixels, so only the weight gradients
+// are summed across lanes. Forward reads a block three times (mean, variance, output) and backward twice (sums,
+// gradients), a few channels at a time, each along its pixels, which is the fastest way to read the memory. The block
+// stays in the second-level cache, so memory traffic is the same as for rows.
 //
-// Order of summation: over the channels in order, kRun at a time in Acc and the runs in double; so it depends on
-// nothing but the number of channels. Gradients of the weight: lanes and packs of a block; blocks of a slot; slots in
-// order, in double.
+// Order of summation: the channels in order, in runs of kRun in Acc; the runs in double. It depends only on the number
+// of channels. Weight gradients: lanes and packs of a block, blocks of a slot, then slots in order and in double.
 //
-// Exactness is that of the rows: the mean is corrected in forward by the average of x - mean, in backward by that of
-// xhat.
+// Precision is that of rows: forward corrects the mean by the average of x - mean, backward by that of xhat.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <cmath>
@@ -23,66 +20,69 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// Of one outlier and thousands of equal numbers, four times as many in Acc put the output off by more than is promised.
+// Channels that are added in Acc before the sum goes to a double; see kChunk.
 constexpr int64_t kRun = 16;
 
-// A number for each pixel of a block, packs in the order of T.
+// One value for each pixel of a block, in the lane order of T.
 template <class Number>
-using OfPixels = Number[kMaxBlockPixels];
+using PerPixel = Number[kMaxBlockPixels];
 
-// One block, of an array of images; at null, if there is no such array.
+// A block of an array of images; null if the array is.
 template <class T>
 struct Block {
-  T* at;    // [channels, pixels]
-  T* next;  // the block that comes after it, if it is not the last
+  T* data;  // [channels, pixels]
+  T* next;  // the following block, or past the end
   int64_t stride, pixels;
-  T* channel(int64_t c) const { return at + c * stride; }
+  T* channel(int64_t c) const { return data + c * stride; }
 };
 
 template <class T>
 Block<T> block_of(T* images, int64_t image_stride, int64_t stride, int64_t image_pixels, const Blocks& blocks,
                   int64_t block) {
   const auto begin = [&](int64_t b) { return b % blocks.per_image * blocks.pixels; };
-  const auto at = [&](int64_t b) { return images ? images + b / blocks.per_image * image_stride + begin(b) : nullptr; };
-  return {at(block), at(block + 1), stride, min(blocks.pixels, image_pixels - begin(block))};
+  const auto data = [&](int64_t b) {
+    return images ? images + b / blocks.per_image * image_stride + begin(b) : nullptr;
+  };
+  return {data(block), data(block + 1), stride, min(blocks.pixels, image_pixels - begin(block))};
 }
 
-// Asks for a pack of the next block while this one is swept for the last time: no prefetcher of the processor's follows
-// as many lines as there are channels. Forward takes 0.9 of the time with it (32x192x28x28, Intel Xeon with AVX-512).
+// Prefetches a pack of the next block in the last loop over this one. Hardware prefetchers do not follow as many
+// streams as there are channels: forward takes 0.9 of the time (32x192x28x28, Intel Xeon with AVX-512).
 template <class T>
-void fetch_next(const Block<const T>& block, int64_t c, int64_t j) {
-  fetch_to_read(block.next + c * block.stride + j);
+void prefetch_next(const Block<const T>& block, int64_t c, int64_t j) {
+  prefetch_for_read(block.next + c * block.stride + j);
 }
 
-// Calls f(first channel, channels) for the runs.
+// Calls f(first channel, channels) for each run.
 template <class F>
 void for_each_run(int64_t channels, const F& f) {
   for (int64_t c = 0; c < channels; c += kRun) f(c, min(kRun, channels - c));
 }
 
-// Parameters of a run of channels; `otherwise` where there are none.
+// The parameters of a run of channels, or `fallback` without parameters.
 template <class T>
-struct OfRun {
+struct RunParameters {
   using Acc = AccOf<T>;
   template <class W>
-  OfRun(const W* parameters, int64_t c, int64_t n, Acc otherwise) {
+  RunParameters(const W* parameters, int64_t c, int64_t n, Acc fallback) {
     if (!parameters) {
-      for (Acc& number : of) number = otherwise;
+      for (Acc& value : values) value = fallback;
       return;
     }
-    for_each_pack<Acc, 1>(
-        0, n, [&](int, int64_t j, auto lanes) { store<T, false>(of + j, load<T>(parameters + c + j, lanes), All{}); });
+    for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
+      store<T, false>(values + j, load<T>(parameters + c + j, lanes), AllLanes{});
+    });
   }
-  Acc operator[](int64_t k) const { return of[k]; }
-  Acc of[kRun + kMaxPackSize];
+  Acc operator[](int64_t k) const { return values[k]; }
+  Acc values[kRun + kMaxPackSize];
 };
 
-// Sums of runs. If Acc is double itself, the sums lose as much as it does, and what they lose is kept beside them
-// (Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B).
+// Sums over runs, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art of
+// Computer Programming, volume 2, section 4.2.2, theorem B).
 template <class Acc>
-struct SumOfRuns {
+struct RunSums {
   void add(int64_t j, const Pack<Acc>& pack) {
-    Doubles<Acc> sum, rounded;
+    DoublePack<Acc> sum, rounded;
     std::memcpy(&sum, sums + j, sizeof(sum));
     rounded = sum;
     cpu::add(rounded, pack);
@@ -99,11 +99,11 @@ struct SumOfRuns {
   }
   double operator[](int64_t j) const { return sizeof(Acc) == 8 ? sums[j] + lost[j] : sums[j]; }
 
-  OfPixels<double> sums = {};
+  PerPixel<double> sums = {};
   double lost[sizeof(Acc) == 8 ? kMaxBlockPixels : 1] = {};
 };
 
-// As Groups::mean, which says why.
+// The average over channels; see ChunkGroups::mean.
 template <class Acc>
 struct Average {
   explicit Average(int64_t channels) : channels(static_cast<double>(channels)), inverse(1 / this->channels) {}
@@ -111,15 +111,15 @@ struct Average {
   double channels, inverse;
 };
 
-// x, times the scales of the pixels where some have one.
+// Loads x and, if any pixel is scaled, multiplies it by the scales.
 template <bool scaled, class T, class Lanes>
 Pack<AccOf<T>> load_scaled(const T* x, const AccOf<T>* scale, Lanes lanes) {
   const auto v = load<T>(x, lanes);
-  if constexpr (scaled) return v * read(scale, All{});
+  if constexpr (scaled) return v * read(scale, AllLanes{});
   return v;
 }
 
-// Pixels of a block, with those of the last pack that do not exist.
+// The number of pixels rounded up to whole packs.
 template <class Acc>
 int64_t padded(int64_t pixels) {
   return ceil_div(pixels, kPackSize<Acc>) * kPackSize<Acc>;
@@ -129,19 +129,19 @@ int64_t padded(int64_t pixels) {
 
 template <class Acc>
 struct Statistics {
-  OfPixels<Acc> scale;       // 1, or kScale where a sum would overflow
-  OfPixels<Acc> mean;        // times scale, rounded
-  OfPixels<Acc> correction;  // mean of (x * scale - mean)
-  OfPixels<Acc> rstd;        // over scale
+  PerPixel<Acc> scale;       // 1, or kScale if a sum would overflow
+  PerPixel<Acc> mean;        // times scale, rounded
+  PerPixel<Acc> correction;  // mean of (x * scale - mean)
+  PerPixel<Acc> rstd;        // over scale
 };
 
-// Returns whether all are finite; where they are not, sets the scale.
+// Returns whether all variances are finite, and sets the scale of the pixels.
 template <bool scaled, class T>
 bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Statistics<AccOf<T>>& stats) {
   using Acc = AccOf<T>;
   const int64_t pixels = padded<Acc>(x.pixels);
   const Average<Acc> average(channels);
-  SumOfRuns<Acc> sums, deviations, squares;
+  RunSums<Acc> sums, deviations, squares;
   for_each_run(channels, [&](int64_t c, int64_t n) {
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
       Pack<Acc> sum = {};
@@ -152,7 +152,7 @@ bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Stat
   for (int64_t j = 0; j < pixels; ++j) stats.mean[j] = static_cast<Acc>(average(sums[j]));
   for_each_run(channels, [&](int64_t c, int64_t n) {
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      const auto mean = read(stats.mean + j, All{});
+      const auto mean = read(stats.mean + j, AllLanes{});
       Pack<Acc> deviation = {}, square = {};
       for (int64_t k = 0; k < n; ++k) {
         const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - mean;
@@ -169,7 +169,7 @@ bool find_statistics(const Block<const T>& x, int64_t channels, double eps, Stat
     double variance = average(squares[j]) - correction * correction;
     variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
     double deviation = std::sqrt(variance + eps);
-    // Scaled, eps itself may be too small a number for a double; its root is not.
+    // eps * kScale^2 may underflow; its root does not.
     if (scaled && stats.scale[j] != 1) deviation = ::hypot(std::sqrt(variance), std::sqrt(eps) * kScale<Acc>);
     stats.correction[j] = static_cast<Acc>(correction);
     stats.rstd[j] = static_cast<Acc>(1 / deviation);
@@ -184,10 +184,10 @@ void normalize(const Block<const T>& x, int64_t channels, const Statistics<AccOf
                const W* bias, const Block<T>& y) {
   using Acc = AccOf<T>;
   for_each_run(channels, [&](int64_t c, int64_t n) {
-    const OfRun<T> w(weight, c, n, 1), b(bias, c, n, 0);
+    const RunParameters<T> w(weight, c, n, 1), b(bias, c, n, 0);
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      const auto mean = read(stats.mean + j, All{}), correction = read(stats.correction + j, All{});
-      const auto rstd = read(stats.rstd + j, All{});
+      const auto mean = read(stats.mean + j, AllLanes{}), correction = read(stats.correction + j, AllLanes{});
+      const auto rstd = read(stats.rstd + j, AllLanes{});
       for (int64_t k = 0; k < n; ++k) {
         const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - mean - correction;
         auto v = d * rstd;  // xhat
@@ -199,7 +199,7 @@ void normalize(const Block<const T>& x, int64_t channels, const Statistics<AccOf
           v = v + b[k];
         }
         store<T, !std::is_same_v<T, W>>(y.channel(c + k) + j, v, lanes);
-        fetch_next(x, c + k, j);
+        prefetch_next(x, c + k, j);
       }
     });
   });
@@ -213,15 +213,15 @@ void forward_block(const ChannelsFirstForwardParams& p, const Blocks& blocks, in
   };
   const auto x = in_block(static_cast<const T*>(p.input), p.input_image_stride, p.input_channel_stride);
   const auto y = in_block(static_cast<T*>(p.output), p.channels * p.pixels, p.pixels);
-  Acc* const mean = in_block(static_cast<Acc*>(p.mean), p.pixels, 0).at;
-  Acc* const rstd = in_block(static_cast<Acc*>(p.rstd), p.pixels, 0).at;
+  Acc* const mean = in_block(static_cast<Acc*>(p.mean), p.pixels, 0).data;
+  Acc* const rstd = in_block(static_cast<Acc*>(p.rstd), p.pixels, 0).data;
   const W* const weight = static_cast<const W*>(p.weight);
   const W* const bias = static_cast<const W*>(p.bias);
 
   Statistics<Acc> stats;
   if (find_statistics<false>(x, p.channels, p.eps, stats)) {
     normalize<false>(x, p.channels, stats, weight, bias, y);
-  } else {  // of a pixel, a sum has overflowed, or it holds NaN or infinity and gives NaN again
+  } else {  // a pixel's sum overflowed, or it holds NaN or infinity and will give NaN again
     find_statistics<true>(x, p.channels, p.eps, stats);
     normalize<true>(x, p.channels, stats, weight, bias, y);
   }
@@ -230,32 +230,32 @@ void forward_block(const ChannelsFirstForwardParams& p, const Blocks& blocks, in
     stats.rstd[j] = stats.rstd[j] * stats.scale[j];
   }
   for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-    store<T, true>(mean + j, read(stats.mean + j, All{}), lanes);
-    store<T, true>(rstd + j, read(stats.rstd + j, All{}), lanes);
+    store<T, true>(mean + j, read(stats.mean + j, AllLanes{}), lanes);
+    store<T, true>(rstd + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// What the second sweep needs to know of the pixels: as Coefficients of backward.cpp.
+// What the second loop needs for each pixel; see Coefficients in backward.cpp.
 template <class Acc>
 struct Coefficients {
-  OfPixels<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2, rstd;
+  PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2, rstd;
 };
 
 template <bool scaled, bool with_g, class T, class W>
-void find_coefficients(const Block<const T>& dy, const Block<const T>& x, int64_t channels, const W* weight,
-                       Coefficients<AccOf<T>>& of) {
+void first_loop(const Block<const T>& dy, const Block<const T>& x, int64_t channels, const W* weight,
+                Coefficients<AccOf<T>>& coef) {
   using Acc = AccOf<T>;
   const Average<Acc> average(channels);
-  SumOfRuns<Acc> xhat_sums, g_sums, g_xhat_sums;
+  RunSums<Acc> xhat_sums, g_sums, g_xhat_sums;
   for_each_run(channels, [&](int64_t c, int64_t n) {
-    const OfRun<T> w(with_g ? weight : nullptr, c, n, 1);
+    const RunParameters<T> w(with_g ? weight : nullptr, c, n, 1);
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      const auto mean = read(of.mean + j, All{}), rstd_scaled = read(of.rstd_scaled + j, All{});
+      const auto mean = read(coef.mean + j, AllLanes{}), rstd_scaled = read(coef.rstd_scaled + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
       for (int64_t k = 0; k < n; ++k) {
-        const auto d = load_scaled<scaled>(x.channel(c + k) + j, of.scale + j, lanes) - mean;
+        const auto d = load_scaled<scaled>(x.channel(c + k) + j, coef.scale + j, lanes) - mean;
         const auto xhat = d * rstd_scaled;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
@@ -270,33 +270,35 @@ void find_coefficients(const Block<const T>& dy, const Block<const T>& x, int64_
   });
   for (int64_t j = 0; j < padded<Acc>(x.pixels); ++j) {
     const double shift = average(xhat_sums[j]), mean_g = average(g_sums[j]);
-    of.minus_shift[j] = static_cast<Acc>(-shift);
-    of.minus_c1[j] = static_cast<Acc>(-(average(g_xhat_sums[j]) - shift * mean_g));
-    of.c2[j] = static_cast<Acc>(mean_g);
+    coef.minus_shift[j] = static_cast<Acc>(-shift);
+    coef.minus_c1[j] = static_cast<Acc>(-(average(g_xhat_sums[j]) - shift * mean_g));
+    coef.c2[j] = static_cast<Acc>(mean_g);
   }
 }
 
-// `first`, if the block is that of its slot. The flags: as in backward.cpp.
+// The second loop. `first` says that the block is the first of its slot.
 template <bool scaled, bool with_dx, bool with_dweight, bool with_dbias, class T, class W>
-void sweep_block(const Block<const T>& dy, const Block<const T>& x, int64_t channels, const W* weight,
-                 const Coefficients<AccOf<T>>& of, bool first, const Block<T>& dx, AccOf<T>* dweight, AccOf<T>* dbias) {
+void second_loop(const Block<const T>& dy, const Block<const T>& x, int64_t channels, const W* weight,
+                 const Coefficients<AccOf<T>>& coef, bool first, const Block<T>& dx, AccOf<T>* dweight,
+                 AccOf<T>* dbias) {
   using Acc = AccOf<T>;
   for_each_run(channels, [&](int64_t c, int64_t n) {
-    const OfRun<T> w(weight, c, n, 1);
+    const RunParameters<T> w(weight, c, n, 1);
     for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
       for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
         const auto v = load<T>(dy.channel(c + k) + j, lanes);
-        fetch_next(dy, c + k, j);
+        prefetch_next(dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
-          const auto d = load_scaled<scaled>(x.channel(c + k) + j, of.scale + j, lanes) - read(of.mean + j, All{});
-          fetch_next(x, c + k, j);
-          const auto xhat = fma(d, read(of.rstd_scaled + j, All{}), read(of.minus_shift + j, All{}));
+          const auto d =
+              load_scaled<scaled>(x.channel(c + k) + j, coef.scale + j, lanes) - read(coef.mean + j, AllLanes{});
+          prefetch_next(x, c + k, j);
+          const auto xhat = fma(d, read(coef.rstd_scaled + j, AllLanes{}), read(coef.minus_shift + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
-            const auto g = v * w[k] - read(of.c2 + j, All{});
-            const auto result = fma(xhat, read(of.minus_c1 + j, All{}), g) * read(of.rstd + j, All{});
+            const auto g = v * w[k] - read(coef.c2 + j, AllLanes{});
+            const auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd + j, AllLanes{});
             store<T, !std::is_same_v<T, W>>(dx.channel(c + k) + j, result, lanes);
           }
         }
@@ -337,44 +339,44 @@ void backward_block(const Backward<T, W>& b, int64_t slot, int64_t block) {
       in_block(static_cast<const T*>(p.grad_output), p.grad_output_image_stride, p.grad_output_channel_stride);
   const auto x = in_block(static_cast<const T*>(p.input), p.input_image_stride, p.input_channel_stride);
   const auto dx = in_block(static_cast<T*>(p.grad_input), p.channels * p.pixels, p.pixels);
-  const Acc* const mean = in_block(static_cast<const Acc*>(p.mean), p.pixels, 0).at;
-  const Acc* const rstd = in_block(static_cast<const Acc*>(p.rstd), p.pixels, 0).at;
+  const Acc* const mean = in_block(static_cast<const Acc*>(p.mean), p.pixels, 0).data;
+  const Acc* const rstd = in_block(static_cast<const Acc*>(p.rstd), p.pixels, 0).data;
   const W* const weight = static_cast<const W*>(p.weight);
 
-  Coefficients<Acc> of;
+  Coefficients<Acc> coef;
   bool any_scaled = false;
   if (p.grad_input || p.grad_weight) {  // dbias needs nothing but dy
     for_each_pack<Acc, 1>(0, x.pixels, [&](int, int64_t j, auto lanes) {
-      write(of.mean + j, load<T>(mean + j, lanes), All{});
-      write(of.rstd + j, load<T>(rstd + j, lanes), All{});
+      write(coef.mean + j, load<T>(mean + j, lanes), AllLanes{});
+      write(coef.rstd + j, load<T>(rstd + j, lanes), AllLanes{});
     });
     for (int64_t j = 0; j < padded<Acc>(x.pixels); ++j) {
-      // A pixel whose standard deviation is below 2^60 holds no difference that overflows, however many its channels.
-      // Pixels that do not exist have an rstd of 0.
-      const bool is_huge = of.rstd[j] < Acc(0x1p-60) && of.rstd[j] != 0;
+      // No difference overflows in a pixel whose standard deviation is below 2^60. Pixels outside the block have an
+      // rstd of 0.
+      const bool is_huge = coef.rstd[j] < Acc(0x1p-60) && coef.rstd[j] != 0;
       any_scaled |= is_huge;
-      of.scale[j] = is_huge ? kScale<Acc> : Acc(1);
-      of.mean[j] *= of.scale[j];
-      of.rstd_scaled[j] = of.rstd[j] / of.scale[j];
+      coef.scale[j] = is_huge ? kScale<Acc> : Acc(1);
+      coef.mean[j] *= coef.scale[j];
+      coef.rstd_scaled[j] = coef.rstd[j] / coef.scale[j];
     }
   }
-  with_constants(
+  dispatch_flags(
       [&](auto scaled, auto with_dx, auto with_dweight, auto with_dbias) {
-        if (with_dx || with_dweight) find_coefficients<scaled, with_dx>(dy, x, p.channels, weight, of);
-        sweep_block<scaled, with_dx, with_dweight, with_dbias>(
-            dy, x, p.channels, weight, of, block == slot * b.blocks.per_slot, dx, b.dweight(slot), b.dbias(slot));
+        if (with_dx || with_dweight) first_loop<scaled, with_dx>(dy, x, p.channels, weight, coef);
+        second_loop<scaled, with_dx, with_dweight, with_dbias>(
+            dy, x, p.channels, weight, coef, block == slot * b.blocks.per_slot, dx, b.dweight(slot), b.dbias(slot));
       },
       any_scaled, p.grad_input != nullptr, p.grad_weight != nullptr, p.grad_bias != nullptr);
 }
 
-// Adds the slots' partial sums of channels [begin, end), the first of them at `partials`.
+// Adds the slots' partial sums of channels [begin, end).
 template <class T, class W>
-void add_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
+void reduce_slots(const Backward<T, W>& b, const AccOf<T>* partials, int64_t begin, int64_t end, W* gradient) {
   using Acc = AccOf<T>;
   for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t c, auto lanes) {
-    Doubles<Acc> total = {};
+    DoublePack<Acc> total = {};
     for (int64_t slot = 0; slot < b.blocks.slots; ++slot) {
-      add(total, read(partials + 2 * slot * b.padded_channels + c, All{}));
+      add(total, read(partials + 2 * slot * b.padded_channels + c, AllLanes{}));
     }
     auto sum = rounded<Acc>(total);
     if constexpr (kEvenOdd<T>) sum = to_even_odd(sum);
@@ -399,8 +401,8 @@ void backward(const Backward<T, W>& b) {
                [&](int64_t begin, int64_t end) {
                  begin *= kMaxPackSize;
                  end = min(p.channels, end * kMaxPackSize);
-                 if (p.grad_weight) add_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
-                 if (p.grad_bias) add_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
+                 if (p.grad_weight) reduce_slots(b, b.dweight(0), begin, end, static_cast<W*>(p.grad_weight));
+                 if (p.grad_bias) reduce_slots(b, b.dbias(0), begin, end, static_cast<W*>(p.grad_bias));
                });
 }
 

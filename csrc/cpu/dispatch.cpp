@@ -1,4 +1,4 @@
-// Chooses among the kernels that were compiled once per instruction set, and lends them torch's threads.
+// Selects the kernels for the CPU's instruction set, and runs them on torch's threads.
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
@@ -21,7 +21,7 @@ struct Kernels {
         capability::channels_first_backward                                                     \
   }
 
-// PyTorch's own choice, so that ATEN_CPU_CAPABILITY=default|avx2 forces it down for both.
+// torch's choice, so that ATEN_CPU_CAPABILITY=default|avx2 applies to these kernels, too.
 Kernels choose() {
 #if defined(LAYERNORM_X86)
   const std::string capability = at::get_cpu_capability();

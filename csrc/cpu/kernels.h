@@ -1,5 +1,5 @@
-// What dispatch.cpp (compiled once, sees torch) and forward.cpp, backward.cpp, channels_first.cpp (compiled once per
-// instruction set, see no torch header) know of each other.
+// The interface between dispatch.cpp, which is compiled once and uses torch, and the kernels (forward.cpp,
+// backward.cpp, channels_first.cpp), which are compiled once per instruction set and include no torch header.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ const char* capability();
 
 int num_threads();
 
-// Calls task(context, begin, end) on torch's threads for ranges of at least `grain` that make up [0, n).
+// Calls task(context, begin, end) on torch's threads, for ranges of at least `grain` that cover [0, n).
 using Task = void (*)(const void* context, int64_t begin, int64_t end);
 void run_on_threads(int64_t n, int64_t grain, Task task, const void* context);
 
@@ -42,10 +42,10 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
 }  // namespace
 
 namespace {
-// Weight gradients are summed over the rows of a slot in order, then over the slots in order and in double:
-// the result does not depend on which thread takes which slot. At least 64 slots from 2048 rows up keep many
-// threads busy; at most 256 rows a slot keep the fp32 sums exact; at least 32 keep the slots' memory below a
-// tenth of the input's.
+// Weight gradients are summed over the rows of a slot in order, then over the slots in order and in double, so the
+// result does not depend on which thread takes which slot. 2048 rows or more have at least 64 slots, enough for many
+// threads. A slot has at most 256 rows, for the precision of fp32 sums, and at least 32, which keeps the memory of the
+// slots below a tenth of the input's.
 inline int64_t rows_per_slot(int64_t rows) {
   const int64_t wanted = (rows + 63) / 64;
   return wanted < 32 ? 32 : wanted > 256 ? 256 : wanted;
@@ -53,16 +53,16 @@ inline int64_t rows_per_slot(int64_t rows) {
 inline int64_t num_slots(int64_t rows) { return (rows + rows_per_slot(rows) - 1) / rows_per_slot(rows); }
 }  // namespace
 
-// Backward's workspace: partial sums [slots, 2, cols padded to a multiple of kMaxPackSize], kCoefficients
-// numbers a row. Of few short rows it stands on the stack, which saves a call a fifth of a microsecond.
+// Backward's workspace holds partial sums [slots, 2, cols padded to a multiple of kMaxPackSize] and kCoefficients
+// values per row. For few short rows it is on the stack, which saves a fifth of a microsecond per call.
 constexpr int64_t kMaxPackSize = 32;
 constexpr int64_t kCoefficients = 6;
 constexpr int64_t kStackCols = 1024;
 inline bool fits_stack(int64_t rows, int64_t cols) { return num_slots(rows) == 1 && cols <= kStackCols; }
 
-// Images are cut into blocks of neighbouring pixels, of which all channels stay in the second-level cache; at least so
-// many pixels that a channel's are a few cache lines. Blocks of so few pixels that their partial sums would be as long
-// as the image share a slot with others.
+// Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
+// channel has at least a few cache lines of pixels. Blocks of small images share a slot, so that partial sums stay
+// small beside the images.
 constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
 struct Blocks {
   Blocks(int64_t images, int64_t channels, int64_t image_pixels, int64_t element_size) {
@@ -76,7 +76,7 @@ struct Blocks {
   int64_t pixels, per_image, count, per_slot, slots;
 };
 
-// Work for one thread, in elements of the input, that is worth waking another thread for (some 10 us).
+// The least work for one thread, in elements of the input (about 10 us).
 constexpr int64_t kGrain = 32768;
 
 }  // namespace layernorm::cpu

@@ -1,4 +1,4 @@
-// Sweeps over rows, shared by forward and backward.
+// Loops over rows, shared by forward and backward.
 #pragma once
 
 #include "kernels.h"
@@ -7,7 +7,7 @@
 namespace layernorm::cpu {
 namespace {
 
-// The element types of the CPU kernels for dtypes.h.
+// The element types of the CPU kernels, for dispatch_dtypes().
 struct Elements {
   using Float64 = double;
   using Float32 = float;
@@ -20,72 +20,73 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Calls f with each of the flags as a std::bool_constant.
 template <class F>
-void with_constants(const F& f) {
+void dispatch_flags(const F& f) {
   f();
 }
 template <class F, class... Flags>
-void with_constants(const F& f, bool flag, Flags... flags) {
-  const auto rest = [&](auto constant) { with_constants([&](auto... others) { f(constant, others...); }, flags...); };
+void dispatch_flags(const F& f, bool flag, Flags... flags) {
+  const auto rest = [&](auto constant) { dispatch_flags([&](auto... others) { f(constant, others...); }, flags...); };
   flag ? rest(std::true_type{}) : rest(std::false_type{});
 }
 
 // ---- the order of summation -----------------------------------------------------------------------------------------
 //
-// A function of the dtype and the number of columns alone, whichever threads and however many rows at a time do the
-// work: elements of a chunk in the lanes of kParts packs in turn; lanes and packs; chunks in order, in double; and for
-// rows of more than 256 chunks, groups of chunks likewise, so that threads can share a row.
+// The order depends only on the dtype and the number of columns, not on the threads or on how many rows a loop handles:
+//   1. the elements of a chunk, in the lanes of kPacks packs in turn;
+//   2. the lanes and packs of the chunk;
+//   3. the chunks in order, in double;
+//   4. in rows of more than 256 chunks, groups of chunks in order, so that threads can share the row.
 
-// So short that a lane adds up 16 floats at most: small equal numbers that are added to a large one all err in
-// the same direction. Of one outlier and 8191 equal numbers, four times as many put the output off by more than is
-// promised. Doubles err in the sum of the chunks as well, which had better be fewer.
+// A chunk gives each lane at most 16 floats to add. With 64, one outlier among 8191 equal values exceeds the promised
+// error, because adding small equal values to a large sum rounds in the same direction each time. Doubles have longer
+// chunks, because sums over chunks round in their type, too.
 template <class Acc>
 constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
 constexpr int64_t kMaxGroups = 256;
 
-// Narrow rows are swept kRows at a time, which keeps the adders busy, overlaps the ends of their sums and shares the
-// loads of the parameters: rows of 768 floats take 0.7 of the time. Longer rows are swept one by one, with two packs in
-// flight: in several streams the memory would be read more slowly.
+// The loops handle kRows narrow rows together. This hides the latency of additions and shares the loads of the
+// parameters: rows of 768 floats take 0.7 of the time. Wider rows are handled one by one with two packs in flight,
+// because several streams read memory more slowly.
 constexpr int kRows = 4;
 template <class T>
 inline bool is_narrow(int64_t cols) {
   return cols * static_cast<int64_t>(sizeof(T)) <= 4096;
 }
-constexpr int kNarrowParts = 1, kWideParts = 2;
+constexpr int kNarrowPacks = 1, kWidePacks = 2;
 
-// Whether forward sweeps narrow rows several at a time; the sums are the same either way. Longer rows of floats from
-// beyond the second-level cache are read faster one by one: 4097 x 771 in 0.6 of the time, 8192 x 1024 in 0.8 (Intel
-// Xeon with AVX-512). Of 16-bit numbers several are faster wherever they lie.
+// Whether forward handles narrow rows together; the results are the same either way. Rows of more than 1 KiB of 32- or
+// 64-bit elements that are not in the second-level cache are faster one by one: 4097 x 771 floats take 0.6 of the time
+// and 8192 x 1024 take 0.8 (Intel Xeon with AVX-512).
 template <class T>
-inline bool sweeps_several(int64_t rows, int64_t cols) {
+inline bool interleaves_rows(int64_t rows, int64_t cols) {
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
   return sizeof(T) == 2 || row_bytes <= 1024 || rows * row_bytes <= int64_t{1} << 21;
 }
 
-// A number for each of kCount rows.
+// One value for each of kCount rows.
 template <class Number, int kCount>
-using Rows = typename VectorOf<Number, kCount * sizeof(Number)>::type;
+using PerRow = typename VectorOf<Number, kCount * sizeof(Number)>::type;
 
 // Sums of kKinds kinds over each of kCount rows.
 template <int kCount, int kKinds>
 struct Sums {
   Sums() = default;
-  // With zeros for further kinds.
+  // The kinds that `other` lacks are zero.
   template <int kFewer>
   explicit Sums(const Sums<kCount, kFewer>& other) {
-    for (int kind = 0; kind < kFewer; ++kind) of[kind] = other.of[kind];
+    for (int kind = 0; kind < kFewer; ++kind) values[kind] = other.values[kind];
   }
-  Rows<double, kCount> of[kKinds] = {};
+  PerRow<double, kCount> values[kKinds] = {};
   void operator+=(const Sums& other) {
-    for (int kind = 0; kind < kKinds; ++kind) of[kind] += other.of[kind];
+    for (int kind = 0; kind < kKinds; ++kind) values[kind] += other.values[kind];
   }
 };
 
-// Registers, if GCC sees through every loop and call in which they stand before it decides where an array lies. It does
-// so of itself for some dtypes and not for others; hence the pragmas, here and there, and the attribute. In memory,
-// they took backward of 32 columns in fp16 a fifth of its time.
-template <class Acc, int kCount, int kKinds, int kParts>
+// The pragmas and the attribute make GCC keep these arrays in registers, which it otherwise does for some dtypes only.
+// In memory they cost backward of 32 columns in fp16 a fifth of its time.
+template <class Acc, int kCount, int kKinds, int kPacks>
 struct Accumulators {
-  Pack<Acc> of[kKinds][kCount][kParts] = {};
+  Pack<Acc> values[kKinds][kCount][kPacks] = {};
   [[gnu::always_inline]] Sums<kCount, kKinds> total() const {
     Sums<kCount, kKinds> sums;
 #pragma GCC unroll 4
@@ -93,35 +94,35 @@ struct Accumulators {
       Vec<Acc> vectors[kCount];
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
-        Pack<Acc> p = of[kind][r][0];
-        for (int part = 1; part < kParts; ++part) p = p + of[kind][r][part];
+        Pack<Acc> p = values[kind][r][0];
+        for (int pack = 1; pack < kPacks; ++pack) p = p + values[kind][r][pack];
         vectors[r] = p.a + p.b;
       }
-      sums.of[kind] = sum_each(vectors);
+      sums.values[kind] = sum_each(vectors);
     }
     return sums;
   }
 };
 
-// Calls f(part, j, lanes) for the packs that cover columns [begin, begin + n).
-template <class Acc, int kParts, class F>
+// Calls f(pack, j, lanes) for the packs that cover columns [begin, begin + n).
+template <class Acc, int kPacks, class F>
 inline void for_each_pack(int64_t begin, int64_t n, const F& f) {
   constexpr int64_t kStep = kPackSize<Acc>;
   const int64_t end = begin + n;
   int64_t j = begin;
-  for (; j + kParts * kStep <= end; j += kParts * kStep) {
-    for (int part = 0; part < kParts; ++part) f(part, j + part * kStep, All{});
+  for (; j + kPacks * kStep <= end; j += kPacks * kStep) {
+    for (int pack = 0; pack < kPacks; ++pack) f(pack, j + pack * kStep, AllLanes{});
   }
-  if (kParts > 1 && j + kStep <= end) {
-    f(0, j, All{});
+  if (kPacks > 1 && j + kStep <= end) {
+    f(0, j, AllLanes{});
     j += kStep;
   }
-  if (j < end) f(kParts - 1, j, First{static_cast<int>(end - j)});
+  if (j < end) f(kPacks - 1, j, FirstLanes{static_cast<int>(end - j)});
 }
-static_assert(kNarrowParts <= 2 && kWideParts <= 2, "for_each_pack handles one whole pack at the end");
+static_assert(kNarrowPacks <= 2 && kWidePacks <= 2, "for_each_pack handles one whole pack at the end");
 
-struct Groups {
-  Groups(int64_t cols, int64_t chunk)
+struct ChunkGroups {
+  ChunkGroups(int64_t cols, int64_t chunk)
       : cols(cols),
         chunk(chunk),
         length(chunk * ceil_div(ceil_div(cols, chunk), kMaxGroups)),
@@ -136,8 +137,8 @@ struct Groups {
     return total;
   }
 
-  // Sum / cols. Rounded to float, the product is as exact as the quotient, and that of a constant row is the constant;
-  // divisions cost rows of 64 a tenth of their time.
+  // sum / cols. For float the product with the reciprocal rounds to the same value as the quotient does, and a
+  // constant row has exactly its constant as mean. Divisions cost rows of 64 elements a tenth of their time.
   template <class Acc, class Sum>
   Sum mean(Sum sum) const {
     return sizeof(Acc) == 4 ? sum * inverse_cols : sum / static_cast<double>(cols);
@@ -147,23 +148,23 @@ struct Groups {
   double inverse_cols = 1.0 / static_cast<double>(cols);
 };
 
-// Who sweeps a row: the calling thread, or all threads, group by group.
+// How a row is processed: by the calling thread, or by all threads, which share its groups of chunks.
 struct OneThread {
   template <class Sum, class F>
-  static Sum sum(const Groups& groups, const F& f) {
+  static Sum sum(const ChunkGroups& groups, const F& f) {
     Sum total = groups.sum<Sum>(0, f);
     for (int64_t g = 1; g < groups.count; ++g) total += groups.sum<Sum>(g, f);
     return total;
   }
   template <class F>
-  static void for_each(const Groups& groups, const F& f) {
+  static void for_each(const ChunkGroups& groups, const F& f) {
     f(0, groups.cols);
   }
 };
 
 struct AllThreads {
   template <class Sum, class F>
-  static Sum sum(const Groups& groups, const F& f) {
+  static Sum sum(const ChunkGroups& groups, const F& f) {
     Sum sums[kMaxGroups];
     parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
       for (int64_t g = begin; g < end; ++g) sums[g] = groups.sum<Sum>(g, f);
@@ -173,7 +174,7 @@ struct AllThreads {
     return total;
   }
   template <class F>
-  static void for_each(const Groups& groups, const F& f) {
+  static void for_each(const ChunkGroups& groups, const F& f) {
     parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
       f(begin * groups.length, min(groups.cols, end * groups.length) - begin * groups.length);
     });
@@ -187,55 +188,54 @@ inline bool is_long(int64_t cols) {
   return cols * static_cast<int64_t>(sizeof(T)) >= 8192;
 }
 
-// Asks for a pack's cache lines that will be written a kilobyte further on: the stores of long rows would else stall
-// the sweep. Forward takes 0.74 of the time (bf16, 1024 x 16384, Intel Xeon with AVX-512) that it takes when all lines
-// of a row are asked for at first, which drives the input out of the first-level cache.
+// Prefetches the cache lines that will be written one kilobyte further on, because the stores of a long row would
+// otherwise stall the loop. Forward takes 0.74 of the time that it takes with all lines of a row prefetched at its
+// beginning, which evicts the input from the first-level cache (bf16, 1024 x 16384, Intel Xeon with AVX-512).
 template <class T>
-inline void fetch_to_write(T* p) {
+inline void prefetch_for_write(T* p) {
   constexpr int64_t kAhead = 1024 / sizeof(T);
   __builtin_prefetch(p + kAhead, 1);
   if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + kAhead + 64 / sizeof(T), 1);
 }
 
-// Of an output so large that no cache will hold it, the lines are not worth reading before they are overwritten: past
-// the caches, forward is 1.25 times as fast (2048 x 16384, Sapphire Rapids), as is a copy 1.5 times. From 16 MB to 32
-// MB a copy gains nothing, and whoever reads the output next would lose. Nor do short rows, swept several at a time.
+// Whether to write the output with streaming stores, which do not read the cache lines that they overwrite. Outputs
+// larger than the caches gain: forward is 1.25 times as fast and a copy 1.5 times (2048 x 16384, Sapphire Rapids). From
+// 16 to 32 MB a copy gains nothing, and the next reader of the output would lose. Short rows do not gain.
 template <class T>
-inline bool belongs_past_caches(const T* p, int64_t rows, int64_t cols) {
+inline bool should_stream(const T* p, int64_t rows, int64_t cols) {
   constexpr int64_t kBytes = int64_t{1} << 26;
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
   return is_long<T>(cols) && rows * row_bytes >= kBytes && row_bytes % kVectorBytes == 0 &&
          reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
 }
-template <bool past>
-inline auto where_to_write(All) {
-  return std::conditional_t<past, Past, All>{};
+template <bool streaming>
+inline auto store_lanes(AllLanes) {
+  return std::conditional_t<streaming, Streaming, AllLanes>{};
 }
-template <bool past>
-inline First where_to_write(First lanes) {
+template <bool streaming>
+inline FirstLanes store_lanes(FirstLanes lanes) {
   return lanes;
 }
 
-// Whether to ask for the rows that a thread takes next while it still computes, because they come from beyond the
-// second-level cache and fit into the first: forward is 1.1 (fp32) and 1.2 (bf16) times as fast with it (4096 x 768,
-// Sapphire Rapids). From the second level, it would be slower.
+// Whether a thread prefetches its next rows while it computes. This gains if the rows are not in the second-level cache
+// and fit into the first: forward is 1.1 (fp32) and 1.2 (bf16) times as fast (4096 x 768, Sapphire Rapids). Rows in the
+// second-level cache would lose.
 template <class T>
-inline bool is_worth_fetching(int64_t rows, int64_t cols, int count) {
+inline bool should_prefetch(int64_t rows, int64_t cols, int count) {
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
   return rows * row_bytes > 1 << 21 && count * row_bytes <= 1 << 15;
 }
 
-// Asks for a pack of them.
 template <class T>
-inline void fetch_to_read(const T* p) {
+inline void prefetch_for_read(const T* p) {
   __builtin_prefetch(p);
   if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T));
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
-// Rows whose numbers are so large that sums of squares, or differences, overflow are scaled by a power of two
-// first, which rounds nothing. kScale^2 times the largest square is still finite, and so is 1 / kScale.
+// Rows in which a sum of squares or a difference would overflow are first multiplied by this power of two, which is
+// exact. kScale^2 times the square of the largest number is finite, and so is 1 / kScale.
 template <class Acc>
 constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 
@@ -246,11 +246,11 @@ inline Pack<AccOf<T>> load_row(const T* x, Lanes lanes) {
   return v;
 }
 
-// Ones where there is no weight. A zero-centred one is kept less 1, its centre.
+// A pack of weights; ones without a weight. weight_offset is 1 for a zero-centered weight, else 0.
 template <class T, class W, class Lanes>
-inline Pack<AccOf<T>> load_weight(const W* weight, AccOf<T> centre, int64_t j, Lanes lanes) {
+inline Pack<AccOf<T>> load_weight(const W* weight, AccOf<T> weight_offset, int64_t j, Lanes lanes) {
   if (!weight) return broadcast(AccOf<T>(1));
-  return load<T>(weight + j, lanes) + centre;
+  return load<T>(weight + j, lanes) + weight_offset;
 }
 
 }  // namespace

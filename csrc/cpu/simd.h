@@ -1,9 +1,8 @@
-// Vectors of numbers in the instruction set this file is compiled for: AVX-512, AVX2, or the baseline.
+// Vector operations for the instruction set that this file is compiled for: AVX-512, AVX2, or the baseline.
 //
-// Built on the vector types of GCC and Clang, whose + - * & and shifts work lane by lane; what those types
-// lack, or what compilers make poor code of, is added here once per instruction set. Everything stands in an
-// anonymous namespace: an inline function compiled with AVX-512 must never be chosen by the linker for a
-// machine without it.
+// They use the vector types of GCC and Clang, whose + - * & and shifts work lane by lane. Operations that these types
+// lack, or that compilers translate badly, are written once per instruction set. Everything is in an anonymous
+// namespace, so that the linker cannot choose an inline function compiled with AVX-512 for a machine without it.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Statistics and sums: double for double, else float.
+// The type of statistics and sums: double for double, else float.
 template <class T>
 using AccOf = std::conditional_t<sizeof(T) == 8, double, float>;
 
@@ -46,7 +45,7 @@ using Words = Vec<uint32_t>;
 
 // ---- packs ----------------------------------------------------------------------------------------------------------
 
-// The unit of all loops: two vectors, which is one register full of 16-bit numbers once they are widened.
+// The unit of all loops: two vectors, that is, one register of 16-bit elements after widening.
 template <class Acc>
 struct Pack {
   Vec<Acc> a, b;
@@ -54,14 +53,14 @@ struct Pack {
 template <class Acc>
 constexpr int kPackSize = 2 * kVectorBytes / static_cast<int>(sizeof(Acc));
 
-// Where the numbers of a pack lie: bfloat16 is widened by one instruction a vector if the even elements go to
-// one and the odd to the other, instead of two or three that keep the order.
+// Whether a pack holds the even elements in one vector and the odd ones in the other. Widening bfloat16 this way takes
+// one instruction per vector; keeping the order takes two or three.
 template <class T>
 constexpr bool kEvenOdd = std::is_same_v<T, BFloat16>;
 
-// Which elements of a pack are inside the row: all of them, or, at its end, the first few.
-struct All {};
-struct First {
+// The lanes of a pack that are inside the row: all, or the first few at the end of a row.
+struct AllLanes {};
+struct FirstLanes {
   int count;  // 1 <= count < kPackSize
 };
 
@@ -73,7 +72,7 @@ template <class Acc>
 inline Vec<Acc> part_b(const Pack<Acc>& p) {
   return p.b;
 }
-// A number stands for a pack of it. Unlike value + 0, value - 0 is the identity even for -0.
+// A scalar is broadcast to a pack. value - 0 keeps -0, value + 0 would not.
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
 inline Vec<Acc> part_a(Acc value) {
   return value - Vec<Acc>{};
@@ -105,7 +104,7 @@ inline Pack<Acc> operator*(const Pack<Acc>& x, const Y& y) {
   return {x.a * part_a(y), x.b * part_b(y)};
 }
 
-// x * y + z with one rounding, where the instruction set has it.
+// x * y + z, with one rounding if the instruction set has fused multiply-adds.
 #if defined(__AVX512F__)
 inline Vec<float> fma_vectors(Vec<float> x, Vec<float> y, Vec<float> z) { return _mm512_fmadd_ps(x, y, z); }
 inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) { return _mm512_fmadd_pd(x, y, z); }
@@ -139,7 +138,7 @@ inline HalfVector<V> high_half(V v) {
   std::memcpy(&half, reinterpret_cast<const char*>(&v) + sizeof(half), sizeof(half));
   return half;
 }
-#if defined(__AVX512F__)  // which GCC takes apart through memory
+#if defined(__AVX512F__)  // GCC would split these through memory
 inline __m256 low_half(Vec<float> v) { return _mm512_maskz_extractf32x8_ps(0xff, v, 0); }
 inline __m256 high_half(Vec<float> v) { return _mm512_maskz_extractf32x8_ps(0xff, v, 1); }
 inline __m256d low_half(Vec<double> v) { return _mm512_maskz_extractf64x4_pd(0xf, v, 0); }
@@ -159,7 +158,7 @@ inline Acc sum_pack(const Pack<Acc>& p) {
   return sum_lanes(p.a + p.b);
 }
 
-// sum_lanes of each: of four at once with fewer instructions, to the same bits.
+// sum_lanes() of each vector. The overloads for four vectors give the same bits with fewer instructions.
 template <class V, int n>
 inline auto sum_each(const V (&v)[n]) {
   typename VectorOf<double, n * 8>::type sums;
@@ -167,10 +166,9 @@ inline auto sum_each(const V (&v)[n]) {
   return sums;
 }
 #if defined(__AVX512F__)
-// 13 shuffles and additions instead of 40. Two ports do all of them, and of narrow rows they would be a third of the
-// work.
+// 13 shuffles and additions instead of 40, which would be a third of the work for narrow rows.
 inline auto sum_each(const Vec<float> (&v)[4]) {
-  const auto add_halves = [](Vec<float> a, Vec<float> b) -> Vec<float> {  // a's, then b's
+  const auto add_halves = [](Vec<float> a, Vec<float> b) -> Vec<float> {  // a in the low half, b in the high half
     return _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x44) + _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xee);
   };
   const Vec<float> a = add_halves(v[0], v[1]), b = add_halves(v[2], v[3]);
@@ -191,14 +189,14 @@ inline auto sum_each(const Vec<float> (&v)[4]) {
 }
 #endif
 
-// ---- elements outside the row become zero ---------------------------------------------------------------------------
+// ---- setting elements outside the row to zero -----------------------------------------------------------------------
 
 template <bool even_odd, class Acc>
-inline Pack<Acc> keep(const Pack<Acc>& p, All) {
+inline Pack<Acc> zero_outside(const Pack<Acc>& p, AllLanes) {
   return p;
 }
 template <bool even_odd, class Acc>
-inline Pack<Acc> keep(const Pack<Acc>& p, First lanes) {
+inline Pack<Acc> zero_outside(const Pack<Acc>& p, FirstLanes lanes) {
   using Index = std::conditional_t<sizeof(Acc) == 4, int32_t, int64_t>;
   constexpr int kHalf = kPackSize<Acc> / 2;
   Vec<Index> index_a, index_b;
@@ -213,33 +211,32 @@ inline Pack<Acc> keep(const Pack<Acc>& p, First lanes) {
 // ---- conversions ----------------------------------------------------------------------------------------------------
 
 inline Words bits_of(Vec<float> v) { return reinterpret_cast<Words>(v); }
-inline Vec<float> number_of(Words v) { return reinterpret_cast<Vec<float>>(v); }
+inline Vec<float> from_bits(Words v) { return reinterpret_cast<Vec<float>>(v); }
 
-// Two bfloat16 to a word; the lower is the even element.
-inline Pack<float> widen(Words pairs) { return {number_of(pairs << 16), number_of(pairs & 0xffff0000u)}; }
+// A word holds two bfloat16; the lower one is the even element.
+inline Pack<float> widen(Words pairs) { return {from_bits(pairs << 16), from_bits(pairs & 0xffff0000u)}; }
 
-// Rounds to the upper 16 bits, ties to even. In integer arithmetic, because AVX-512's own conversion flushes
-// subnormal numbers to zero. A NaN stays NaN unless its lower bits carry into the sign; those of a NaN that
-// comes from a bfloat16 are zero.
+// Rounds to the upper 16 bits, ties to even, in integer arithmetic, because AVX-512's conversion flushes subnormal
+// numbers to zero. A NaN stays NaN unless its lower bits carry into the sign; a NaN that was a bfloat16 has none set.
 inline Words round_to_upper(Vec<float> v) {
   const Words bits = bits_of(v);
-#if defined(__AVX512F__)  // three instructions instead of four
+#if defined(__AVX512F__)  // one instruction fewer
   return (bits & 0x10000u) != 0 ? bits + 0x8000u : bits + 0x7fffu;
 #else
   return bits + 0x7fffu + ((bits >> 16) & 1);
 #endif
 }
-template <bool any_nan>
+template <bool may_have_nan>
 inline Words narrow(const Pack<float>& p) {
   Words a = round_to_upper(p.a), b = round_to_upper(p.b);
-  if constexpr (any_nan) {
+  if constexpr (may_have_nan) {
     a = p.a == p.a ? a : bits_of(p.a) | 0x400000u;
     b = p.b == p.b ? b : bits_of(p.b) | 0x400000u;
   }
   return (a >> 16) | (b & 0xffff0000u);
 }
 
-// Half to float and back, kVectorBytes / 2 bytes at p.
+// Convert half to float and back; kVectorBytes / 2 bytes at p.
 #if defined(__AVX512F__)
 inline Vec<float> load_half(const Half* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -256,22 +253,22 @@ inline void store_half(Half* p, Vec<float> v) {
 }
 #else
 using HalfBits = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
-// The exponent of fp16 is biased by 15, that of fp32 by 127: shift the bits into place and multiply by 2^112,
-// which is right for subnormal numbers too; infinity and NaN get the largest exponent instead.
+// The exponent bias is 15 in fp16 and 127 in fp32: shift the bits into place and multiply by 2^112, which is also right
+// for subnormal numbers. Infinity and NaN get the largest exponent instead.
 inline Vec<float> load_half(const Half* p) {
   HalfBits v;
   std::memcpy(&v, p, sizeof(v));
   const Words bits = __builtin_convertvector(v, Words);
   const Words sign = (bits & 0x8000) << 16, magnitude = (bits & 0x7fff) << 13;
-  const Words finite = bits_of(number_of(magnitude) * 0x1p112f);
-  return number_of(sign | (magnitude >= 0x7c00u << 13 ? magnitude | 0x7f800000u : finite));
+  const Words finite = bits_of(from_bits(magnitude) * 0x1p112f);
+  return from_bits(sign | (magnitude >= 0x7c00u << 13 ? magnitude | 0x7f800000u : finite));
 }
 inline void store_half(Half* p, Vec<float> v) {
   const Words sign = (bits_of(v) >> 16) & 0x8000, magnitude = bits_of(v) & 0x7fffffff;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Added to 1/2, whose last place is fp16's smallest number, a subnormal number is rounded by the addition.
+  // The last bit of 1/2 in fp32 is the smallest fp16 number, so adding 1/2 rounds a subnormal number.
   const Vec<float> half = 0.5f - Vec<float>{};
-  const Words subnormal = bits_of(number_of(magnitude) + half) - bits_of(half);
+  const Words subnormal = bits_of(from_bits(magnitude) + half) - bits_of(half);
   const Words infinity = Words{} + 0x7c00, quiet_nan = Words{} + 0x7e00;
   Words result = magnitude < (113u << 23) ? subnormal : normal;
   result = magnitude >= (143u << 23) ? infinity : result;
@@ -281,7 +278,7 @@ inline void store_half(Half* p, Vec<float> v) {
 }
 #endif
 
-// Floats in order to even and odd elements, and back.
+// Convert floats in memory order to even and odd elements, and back.
 #if defined(__AVX512F__)
 inline Pack<float> to_even_odd(const Pack<float>& p) {
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -325,96 +322,96 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 }
 #endif
 
-// ---- loads and stores; nothing outside the row is touched -----------------------------------------------------------
+// ---- loads and stores; they access nothing outside the row ----------------------------------------------------------
 
-// All elements, in order.
+// All lanes, in memory order.
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
-inline Pack<Acc> read(const Acc* p, All) {
+inline Pack<Acc> read(const Acc* p, AllLanes) {
   Pack<Acc> pack;
   std::memcpy(&pack.a, p, kVectorBytes);
   std::memcpy(&pack.b, p + kPackSize<Acc> / 2, kVectorBytes);
   return pack;
 }
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
-inline void write(Acc* p, const Pack<Acc>& pack, All) {
+inline void write(Acc* p, const Pack<Acc>& pack, AllLanes) {
   std::memcpy(p, &pack.a, kVectorBytes);
   std::memcpy(p + kPackSize<Acc> / 2, &pack.b, kVectorBytes);
 }
-inline Pack<float> read(const Half* p, All) { return {load_half(p), load_half(p + kPackSize<float> / 2)}; }
-inline void write(Half* p, const Pack<float>& pack, All) {
+inline Pack<float> read(const Half* p, AllLanes) { return {load_half(p), load_half(p + kPackSize<float> / 2)}; }
+inline void write(Half* p, const Pack<float>& pack, AllLanes) {
   store_half(p, pack.a);
   store_half(p + kPackSize<float> / 2, pack.b);
 }
-inline Words read_words(const BFloat16* p, All) {
+inline Words read_words(const BFloat16* p, AllLanes) {
   Words words;
   std::memcpy(&words, p, sizeof(words));
   return words;
 }
-inline void write_words(BFloat16* p, Words words, All) { std::memcpy(p, &words, sizeof(words)); }
+inline void write_words(BFloat16* p, Words words, AllLanes) { std::memcpy(p, &words, sizeof(words)); }
 
-// All elements, to memory past the caches; p is a multiple of kVectorBytes. The baseline has no such stores, and nor
-// does fp16, whose vectors are half as long.
-struct Past {};
+// All lanes, with streaming stores, which bypass the caches; p is a multiple of kVectorBytes. The baseline and fp16,
+// whose vectors are half as long, use ordinary stores.
+struct Streaming {};
 #if defined(__AVX512F__)
 template <class V>
-inline void write_past(void* p, V v) {
+inline void stream_vector(void* p, V v) {
   _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(v));
 }
 #elif defined(__AVX2__)
 template <class V>
-inline void write_past(void* p, V v) {
+inline void stream_vector(void* p, V v) {
   _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(v));
 }
 #else
 template <class V>
-inline void write_past(void* p, V v) {
+inline void stream_vector(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 #endif
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
-inline void write(Acc* p, const Pack<Acc>& pack, Past) {
-  write_past(p, pack.a);
-  write_past(p + kPackSize<Acc> / 2, pack.b);
+inline void write(Acc* p, const Pack<Acc>& pack, Streaming) {
+  stream_vector(p, pack.a);
+  stream_vector(p + kPackSize<Acc> / 2, pack.b);
 }
-inline void write(Half* p, const Pack<float>& pack, Past) { write(p, pack, All{}); }
-inline void write_words(BFloat16* p, Words words, Past) { write_past(p, words); }
-// Other threads see what was written past the caches only after it.
-inline void finish_writes_past() {
+inline void write(Half* p, const Pack<float>& pack, Streaming) { write(p, pack, AllLanes{}); }
+inline void write_words(BFloat16* p, Words words, Streaming) { stream_vector(p, words); }
+// Makes streaming stores visible to other threads.
+inline void streaming_fence() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
 }
 
-// The first few, in order; the others are zero, or not written.
+// The first lanes, in memory order; the others are read as zero and not written.
 #if defined(__AVX512F__)
-inline uint32_t mask(First lanes) { return (1u << lanes.count) - 1; }
-inline Pack<float> read(const float* p, First lanes) {
+inline uint32_t mask(FirstLanes lanes) { return (1u << lanes.count) - 1; }
+inline Pack<float> read(const float* p, FirstLanes lanes) {
   return {_mm512_maskz_loadu_ps(mask(lanes), p), _mm512_maskz_loadu_ps(mask(lanes) >> 16, p + 16)};
 }
-inline Pack<double> read(const double* p, First lanes) {
+inline Pack<double> read(const double* p, FirstLanes lanes) {
   return {_mm512_maskz_loadu_pd(mask(lanes), p), _mm512_maskz_loadu_pd(mask(lanes) >> 8, p + 8)};
 }
-inline Pack<float> read(const Half* p, First lanes) {
+inline Pack<float> read(const Half* p, FirstLanes lanes) {
   const __m512i halves = _mm512_maskz_loadu_epi16(mask(lanes), p);
   return {_mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xf, halves, 0)),
           _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xf, halves, 1))};
 }
-inline Words read_words(const BFloat16* p, First lanes) {
+inline Words read_words(const BFloat16* p, FirstLanes lanes) {
   return reinterpret_cast<Words>(_mm512_maskz_loadu_epi16(mask(lanes), p));
 }
-inline void write(float* p, const Pack<float>& pack, First lanes) {
+inline void write(float* p, const Pack<float>& pack, FirstLanes lanes) {
   _mm512_mask_storeu_ps(p, mask(lanes), pack.a);
   _mm512_mask_storeu_ps(p + 16, mask(lanes) >> 16, pack.b);
 }
-inline void write(double* p, const Pack<double>& pack, First lanes) {
+inline void write(double* p, const Pack<double>& pack, FirstLanes lanes) {
   _mm512_mask_storeu_pd(p, mask(lanes), pack.a);
   _mm512_mask_storeu_pd(p + 8, mask(lanes) >> 8, pack.b);
 }
-inline void write(Half* p, const Pack<float>& pack, First lanes) {
+inline void write(Half* p, const Pack<float>& pack, FirstLanes lanes) {
   _mm256_mask_storeu_epi16(p, mask(lanes), _mm512_maskz_cvtps_ph(0xffff, pack.a, _MM_FROUND_TO_NEAREST_INT));
   _mm256_mask_storeu_epi16(p + 16, mask(lanes) >> 16, _mm512_maskz_cvtps_ph(0xffff, pack.b, _MM_FROUND_TO_NEAREST_INT));
 }
-inline void write_words(BFloat16* p, Words words, First lanes) {
+inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
   _mm512_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m512i>(words));
 }
 #else
@@ -423,26 +420,28 @@ struct Buffer {
   T elements[kPackSize<AccOf<T>>];
 };
 template <class T>
-inline auto read(const T* p, First lanes) {
+inline auto read(const T* p, FirstLanes lanes) {
   Buffer<T> buffer = {};
   std::memcpy(&buffer, p, lanes.count * sizeof(T));
-  return read(buffer.elements, All{});
+  return read(buffer.elements, AllLanes{});
 }
-inline Words read_words(const BFloat16* p, First lanes) {
+inline Words read_words(const BFloat16* p, FirstLanes lanes) {
   Words words = {};
   std::memcpy(&words, p, lanes.count * sizeof(*p));
   return words;
 }
 template <class T>
-inline void write(T* p, const Pack<AccOf<T>>& pack, First lanes) {
+inline void write(T* p, const Pack<AccOf<T>>& pack, FirstLanes lanes) {
   Buffer<T> buffer;
-  write(buffer.elements, pack, All{});
+  write(buffer.elements, pack, AllLanes{});
   std::memcpy(p, &buffer, lanes.count * sizeof(T));
 }
-inline void write_words(BFloat16* p, Words words, First lanes) { std::memcpy(p, &words, lanes.count * sizeof(*p)); }
+inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
+  std::memcpy(p, &words, lanes.count * sizeof(*p));
+}
 #endif
 
-// A pack of T, or of parameters for it, as Acc in the order of T.
+// Loads elements of T, or parameters, as a pack of Acc in the lane order of T.
 template <class T, class Element, class Lanes>
 inline Pack<AccOf<T>> load(const Element* p, Lanes lanes) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
@@ -454,11 +453,11 @@ inline Pack<AccOf<T>> load(const Element* p, Lanes lanes) {
   }
 }
 
-// any_nan: whether the pack may hold a NaN whose lower 16 bits are not zero.
-template <class T, bool any_nan, class Element, class Lanes>
+// Stores a pack. may_have_nan says whether it may hold a NaN whose lower 16 bits are not zero.
+template <class T, bool may_have_nan, class Element, class Lanes>
 inline void store(Element* p, const Pack<AccOf<T>>& pack, Lanes lanes) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
-    write_words(p, narrow<any_nan>(pack), lanes);
+    write_words(p, narrow<may_have_nan>(pack), lanes);
   } else if constexpr (kEvenOdd<T>) {
     write(p, from_even_odd(pack), lanes);
   } else {
@@ -466,19 +465,19 @@ inline void store(Element* p, const Pack<AccOf<T>>& pack, Lanes lanes) {
   }
 }
 
-// ---- doubles, for sums over many rows -------------------------------------------------------------------------------
+// ---- packs of doubles, for sums over many rows ----------------------------------------------------------------------
 
 template <class Acc>
-struct Doubles {
+struct DoublePack {
   typename VectorOf<double, kPackSize<Acc> * 4>::type a, b;  // as many lanes as Vec<Acc>
 };
 template <class Acc>
-inline void add(Doubles<Acc>& total, const Pack<Acc>& pack) {
+inline void add(DoublePack<Acc>& total, const Pack<Acc>& pack) {
   total.a += __builtin_convertvector(pack.a, decltype(total.a));
   total.b += __builtin_convertvector(pack.b, decltype(total.b));
 }
 template <class Acc>
-inline Pack<Acc> rounded(const Doubles<Acc>& total) {
+inline Pack<Acc> rounded(const DoublePack<Acc>& total) {
   return {__builtin_convertvector(total.a, Vec<Acc>), __builtin_convertvector(total.b, Vec<Acc>)};
 }
 
