@@ -413,7 +413,7 @@ Outputs backward_autograd(const Tensor& grad_output, const optional<Tensor>& gra
 
 void RowOperators::implement_autograd(torch::Library& m) { Family<forward_autograd, backward_autograd>::implement(m); }
 
-// Each aten operation of the composite has its own batching rule.
+// vmap uses the batching rules of the composite's aten operations.
 void RowOperators::implement_vmap(torch::Library& m) { Family<forward_composite, backward_composite>::implement(m); }
 
 }  // namespace layernorm

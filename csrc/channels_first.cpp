@@ -113,7 +113,7 @@ Outputs forward(const Tensor& input, const optional<Tensor>& weight, const optio
     const auto [output, mean, rstd] = forward_as_rows(input, weight, bias, eps);
     return {to_rows(output).view(input.sizes()), mean.view(shape), rstd.view(shape)};
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   Tensor output = at::empty(input.sizes(), options);
   Tensor mean = at::empty(shape, statistics_options), rstd = at::empty(shape, statistics_options);
 
@@ -152,7 +152,7 @@ Outputs backward(const Tensor& grad_output, const Tensor& input, const Tensor& m
     if (output_mask[0]) grad_input = to_rows(grad_input).view(input.sizes());
     return gradients;
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const ParameterTypes types(input, weight, bias);
   Tensor grad_input, grad_weight, grad_bias;

@@ -216,7 +216,7 @@ NormOutputs norm_forward(const Tensor& input, const optional<Tensor>& residual, 
     at::assert_no_internal_overlap(*residual);
     at::assert_no_overlap(*residual, input);
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const auto statistics_options = options.dtype(accumulate_type(input));
@@ -271,7 +271,7 @@ Outputs norm_backward(const Tensor& grad_output, const optional<Tensor>& grad_su
                       SymIntArrayRef normalized_shape, const optional<Tensor>& mean, const Tensor& rstd,
                       const optional<Tensor>& weight, const optional<Tensor>& bias, Mask output_mask, Variant variant) {
   check_backward(grad_output, grad_sum, input, normalized_shape, mean, rstd, weight, bias, variant);
-  const Launching on(input);
+  const LaunchScope on(input);
   const Extents extents(input, normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const ParameterTypes types(input, weight, bias);
@@ -406,7 +406,7 @@ Outputs call_norm_backward(const Tensor& grad_output, const optional<Tensor>& gr
 // ---- registration
 // -----------------------------------------------------------------------------------------------------
 
-// `forward` and `backward` have aten's signatures. norm_* cover the whole family, add_* its most frequent member.
+// forward and backward have the signatures of torch's operators. norm_* cover the whole family; add_* are shorthands.
 void RowOperators::define(torch::Library& m) {
   const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
   define(
@@ -433,7 +433,7 @@ void RowOperators::define(torch::Library& m) {
   define(
       "add_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
       "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  // The checks of forward, for graphs of aten's operators. Compilers decompose it into nothing.
+  // The checks of forward, for graphs of aten operators. Compilers decompose it into nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
 }

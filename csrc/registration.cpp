@@ -10,7 +10,7 @@ const char* const kOperatorNamespace = "layernorm";
 namespace {
 
 #if !defined(WITH_CUDA)
-// Says more than the dispatcher, which would list all backends.
+// Throws an error that says why there are no CUDA kernels, instead of the dispatcher's list of backends.
 void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
   TORCH_CHECK(false,
               "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");

@@ -655,7 +655,7 @@ Launches make_launches(const BackwardParams& p, LaunchPlan plan) {
   const int64_t groups = ceil_div(result.rows_per_launch, plan.rows_per_block);
   const bool is_single_launch =
       plan.num_chunks == 1 && p.rows <= kMaxSingleLaunchRows && (p.grad_weight || p.grad_bias) &&
-      ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= kMaxOneLaunchBytes;
+      ceil_div(p.cols, kWarpSize) * p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= kMaxSingleLaunchBytes;
   if (is_single_launch) {
     plan.num_slots = p.grad_input ? groups : 0;
     result.column_blocks = static_cast<unsigned>(ceil_div(p.cols, kWarpSize));

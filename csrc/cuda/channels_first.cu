@@ -104,9 +104,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   const Pixel pixel(int64_t{blockIdx.x} * kWarpSize + threadIdx.x % kWarpSize, p.images, p.pixels, reciprocals);
   const T* const x = static_cast<const T*>(p.input) + pixel.image * p.input_image_stride + pixel.in_image;
   T* const y = static_cast<T*>(p.output) + pixel.image * p.channels * p.pixels + pixel.in_image;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const staged_pixels = reinterpret_cast<T*>(shared);  // [channels, kWarpSize]
-  T* const staged_x = staged_pixels + threadIdx.x % kWarpSize;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  T* const shared = reinterpret_cast<T*>(shared_bytes);  // [channels, kWarpSize]
+  T* const staged_x = shared + threadIdx.x % kWarpSize;
   const int64_t channels = pixel.exists ? p.channels : 0;
   const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.channels, reciprocals); };
 
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     channels_first_backward(const ChannelsFirstBackwardParams p, const Reciprocals reciprocals) {
   using Acc = AccOf<T>;
   const int lane = threadIdx.x % kWarpSize;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const staged_pixels = reinterpret_cast<T*>(shared);  // [2, channels, kWarpSize]
-  T* const staged_x = staged_pixels + lane;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  T* const shared = reinterpret_cast<T*>(shared_bytes);  // [2, channels, kWarpSize]
+  T* const staged_x = shared + lane;
   T* const staged_dy = staged_x + p.channels * kWarpSize;
   const bool needs_x = p.grad_input || p.grad_weight;
   double* const dweight = static_cast<double*>(p.workspace) + blockIdx.x * p.channels;

@@ -14,8 +14,8 @@ constexpr int64_t kMaxChunkVectors = 1024;
 constexpr int64_t kMaxClusterChunkVectors = 2048;
 constexpr int64_t kMaxWarpRowVectors = 128;
 
-// Bytes that one launch reads to compute all gradients of a few rows.
-constexpr int64_t kMaxOneLaunchBytes = int64_t{8} << 20;
+// Bytes that the blocks for columns read if a single launch computes all gradients of few rows.
+constexpr int64_t kMaxSingleLaunchBytes = int64_t{8} << 20;
 
 // Bytes of shared memory that stage the pixels of a block, so that two blocks fit on a multiprocessor of an H100. GPUs
 // of compute capability 8.6, 8.9 and 12.0 have less.

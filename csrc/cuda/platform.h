@@ -10,10 +10,10 @@
 
 namespace layernorm {
 
-class Launching {
+class LaunchScope {
  public:
-  explicit Launching(const at::Tensor& input) : guard_(input.device()) {}
-  Launching(const Launching&) = delete;
+  explicit LaunchScope(const at::Tensor& input) : guard_(input.device()) {}
+  LaunchScope(const LaunchScope&) = delete;
 
   // Return the data of a tensor that kernels only read, only write, or change; null for an undefined tensor.
   const void* input(const at::Tensor& tensor, const char* /*name*/) const {

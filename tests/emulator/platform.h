@@ -7,11 +7,11 @@
 
 namespace layernorm {
 
-class Launching {
+class LaunchScope {
  public:
-  explicit Launching(const at::Tensor&) {}
-  ~Launching() { emulator::clear_buffers(); }
-  Launching(const Launching&) = delete;
+  explicit LaunchScope(const at::Tensor&) {}
+  ~LaunchScope() { emulator::clear_buffers(); }
+  LaunchScope(const LaunchScope&) = delete;
 
   const void* input(const at::Tensor& tensor, const char* name) const {
     return tensor.defined() ? add(tensor.const_data_ptr(), tensor, name, emulator::Contents::kInput) : nullptr;
