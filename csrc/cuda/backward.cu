@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_weight(Vector<W, kSub>& w, const W* weight,
 template <bool kFastPath, bool kPartial, class T, class W, int kSub, class Acc>
 __device__ __forceinline__ void normalize(Acc (&xhat)[kSub], const Vector<T, kSub>& x, const Vector<W, kSub>& w,
                                           const W* bias, const BackwardParams& p, const LaunchPlan& plan,
-                                          const ScaledStatistics<Acc>& row, Acc correction, int column, int remaining) {
+                                          const Statistics<Acc>& row, Acc correction, int column, int remaining) {
   if (!kFastPath && p.from_output) {
     Vector<W, kSub> b;
     load_or(b, bias, column, remaining, plan.aligned_parameters, W(0.0f));
@@ -125,7 +125,7 @@ __device__ __forceinline__ void normalize(Acc (&xhat)[kSub], const Vector<T, kSu
     return;
   }
   widen(xhat, x);
-  ScaledStatistics<Acc> statistics = row;
+  Statistics<Acc> statistics = row;
   if (remaining <= 0) statistics.mean = 0;
 #pragma unroll
   for (int e = 0; e < kSub; ++e) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void multiply(Acc (&g)[kSub], const Acc (&dy)[kSub], 
 template <bool kFastPath, class T, class W, class Tile>
 __device__ __forceinline__ void add_to_sums(RowSums<AccOf<T>>& sums, const BackwardParams& p, const LaunchPlan& plan,
                                             const Parameters<W>& parameters, const StagedRow<T, Tile>& dy,
-                                            const StagedRow<T, Tile>& x, const ScaledStatistics<AccOf<T>>& statistics,
+                                            const StagedRow<T, Tile>& x, const Statistics<AccOf<T>>& statistics,
                                             const Position<Tile>& position, int cols) {
   using Acc = AccOf<T>;
   constexpr int kVec = kVectorSize<T>, kSub = kSubVectorSize<T, W>;
@@ -253,8 +253,8 @@ __device__ __forceinline__ void reduce_parts(RowSums<Acc>& sums, const Acc* part
 }
 
 template <class Acc>
-__device__ __forceinline__ RowMeans<Acc> means_from(const RowSums<Acc>& sums, const BackwardParams& p,
-                                                    const LaunchPlan& plan) {
+__device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, const BackwardParams& p,
+                                                       const LaunchPlan& plan) {
   const auto mean = [&](Acc sum) {
     return divide_by_count(sum, static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
   };
@@ -324,7 +324,7 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Launc
   const bool needs_correction = plan.grad_weight && !p.rms;
   if (needs_correction) {
     for (int row = warp; row < rows; row += warps) {
-      const ScaledStatistics<Acc> statistics(SavedStatistics<Acc>(p, row));
+      const Statistics<Acc> statistics(p, row);
       Acc sum = 0;
       for (int begin = lane * kVec; begin < cols; begin += kWarpSize * kVec) {
         Vector<T, kVec> v;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Launc
         for (int e = 0; e < kVec; ++e) sum += xhat[e];
       }
       sum = sum_lanes<kWarpSize>(sum);
-      if (lane == 0) corrections[row] = means_from<Acc>({sum, 0, 0}, p, plan).xhat;
+      if (lane == 0) corrections[row] = compute_means<Acc>({sum, 0, 0}, p, plan).xhat;
     }
     __syncthreads();
   }
@@ -354,7 +354,7 @@ __device__ __forceinline__ void sum_columns(const BackwardParams& p, const Launc
     const Acc correction = needs_correction ? corrections[row] : 0;
     const Acc xhat = p.from_output ? recover_xhat(u, parameter(parameters.weight, 1), parameter(parameters.bias, 0),
                                                   Acc(p.zero_centered_weight), correction)
-                                   : ScaledStatistics<Acc>(SavedStatistics<Acc>(p, row)).xhat(u, correction);
+                                   : Statistics<Acc>(p, row).xhat(u, correction);
     dweight = fma(v, xhat, dweight);
   }
   warp_sums[0][warp][lane] = dweight;
@@ -432,10 +432,9 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
   for (int round = 0; exists(block_row); ++round, block_row += step) {
     const int64_t row = block_row + reload_position().row;
     const int cols = cols_of(row);
-    const ScaledStatistics<Acc> statistics(needs_x && exists(row) ? SavedStatistics<Acc>(p, row)
-                                                                  : SavedStatistics<Acc>());
+    const Statistics<Acc> statistics(p, row, needs_x && exists(row));
     // Loading the next statistics into registers would cause spills.
-    if (needs_x && exists(row + step)) SavedStatistics<Acc>::prefetch(p, row + step);
+    if (needs_x && exists(row + step)) Statistics<Acc>::prefetch(p, row + step);
     RowMeans<Acc> means = {};
     {
       pipeline.wait([&] { return addresses(row); }, cols, reload_position());
@@ -452,7 +451,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
         reduce_parts(sums, row_sums_in_workspace<Acc>(p, plan) + 3 * (row - plan.first_row) * plan.num_parts,
                      plan.num_parts);
       }
-      if (needs_sums) means = means_from(sums, p, plan);
+      if (needs_sums) means = compute_means(sums, p, plan);
     }
 
     const auto position = reload_position();
@@ -553,7 +552,7 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
   };
 #pragma unroll 1
   for (int stage = 0; stage < plan.stages; ++stage) fetch(begin + stage * plan.chunk_cols);
-  const ScaledStatistics<Acc> statistics(SavedStatistics<Acc>(p, row));
+  const Statistics<Acc> statistics(p, row);
   RowSums<double> total = {};
   int round = 0;
   for (int64_t chunk_begin = begin; chunk_begin < end; chunk_begin += plan.chunk_cols) {
@@ -594,9 +593,9 @@ int64_t max_vectors() {
   return std::min(most, kMaxClusterChunkVectors);
 }
 
-// Divides rows that are longer than a tile into chunks of 1024 vectors, or of more if that makes them fit a cluster.
+// Divides a row that is longer than a tile into chunks of 1024 vectors, or of more if the row then fits a cluster.
 template <class T>
-void divide_row(LaunchPlan& plan, int64_t cols) {
+void set_chunk_layout(LaunchPlan& plan, int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
   const int64_t most = max_vectors<T>();
   int64_t num_chunks = ceil_div(vectors, std::min(most, kMaxChunkVectors));
@@ -696,7 +695,7 @@ void dispatch(const BackwardParams& p, const F& f) {
       plan.rows_per_block = WarpTile::kBlockThreads >> plan.log2_lanes;
       return call(WarpTile{}, plan);
     }
-    if (vectors > std::min(kMaxTileVectors, max_vectors<T>())) divide_row<T>(plan, p.cols);
+    if (vectors > std::min(kMaxTileVectors, max_vectors<T>())) set_chunk_layout<T>(plan, p.cols);
     call(BlockTile{}, plan);
   });
 }

@@ -187,8 +187,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     const T* const dy = static_cast<const T*>(p.grad_output) + offset(p.grad_output_image_stride);
     T* const dx = static_cast<T*>(p.grad_input) + offset(p.channels * p.pixels);
     // A pixel that does not exist adds 0 to the sums over pixels.
-    const ScaledStatistics<Acc> statistics(pixel.exists && needs_x ? SavedStatistics<Acc>(p, pixel.index)
-                                                                   : SavedStatistics<Acc>());
+    const Statistics<Acc> statistics(p, pixel.index, pixel.exists && needs_x);
     const auto load_x = [&](int64_t c) {
       if (!pixel.exists) return Acc(0);
       return static_cast<Acc>(staged ? staged_x[c * kWarpSize] : x[c * p.input_channel_stride]);

@@ -109,7 +109,7 @@ __device__ __forceinline__ Moments<Acc> compute_warp_moments(Acc (&x)[Tile::kVec
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
       if (!position.template warp_has_vector<kVec>(i, cols)) break;
-      const int first = i * position.kVectorStride * kVec;
+      const int first = i * Tile::kLanes * kVec;
       const Acc pivot = remaining > first ? own.pivot : 0;  // the zeros after the end of the row stay zeros
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
@@ -266,7 +266,7 @@ struct Parameter {
     const int remaining = position.template remaining<kVec>(0, cols);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      const int first = i * position.kVectorStride * kVec;
+      const int first = i * Tile::kLanes * kVec;
       if (aligned) {
         if (remaining > first) vectors[i] = *reinterpret_cast<const Vector<W, kVec>*>(src + first);
       } else {
@@ -600,7 +600,7 @@ __global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W
 // ---- host code ------------------------------------------------------------------------------------------------------
 
 template <class T>
-ChunkLayout make_layout(int64_t cols) {
+ChunkLayout make_chunk_layout(int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
   const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, kMaxChunkVectors)), kWarpSize) * kWarpSize;
   const int64_t num_chunks = ceil_div(vectors, chunk);
@@ -635,7 +635,7 @@ int64_t forward_workspace(const ForwardParams& p) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
     if (dispatch_tile<T>(p.cols, [](auto) {})) return;
-    const ChunkLayout layout = make_layout<T>(p.cols);
+    const ChunkLayout layout = make_chunk_layout<T>(p.cols);
     if (fits_cluster<T, W>(layout)) return;
     bytes = p.rows * layout.num_parts * static_cast<int64_t>(sizeof(Moments<AccOf<T>>));
   });
@@ -660,7 +660,7 @@ void forward(const ForwardParams& p) {
       launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, packed);
     });
     if (is_tile) return;
-    ChunkLayout layout = make_layout<T>(p.cols);
+    ChunkLayout layout = make_chunk_layout<T>(p.cols);
     const bool in_cluster = fits_cluster<T, W>(layout);
     const size_t bytes = chunk_bytes<T>(layout, in_cluster ? layout.chunks_per_part : 1);
     for (; layout.first_row < p.rows; layout.first_row += static_cast<unsigned>(kMaxGridY)) {
