@@ -101,31 +101,41 @@ def placements_of(tensors):
 
 
 @in_four_processes
-def module_keeps_batch_and_sequence_sharded(mesh):
+def family_keeps_batch_and_sequence_sharded(mesh):
+    """Without any collective, in forward and backward. Parameter gradients are partial sums."""
     x, w, b, dy = random_tensors()
-    for shard in (Shard(0), Shard(1)):
-        module = distribute_module(LayerNorm(16), mesh)
-        with torch.no_grad():
-            module.weight.copy_(place(w, mesh, Replicate()))
-            module.bias.copy_(place(b, mesh, Replicate()))
-        distributed = [place(x, mesh, shard).requires_grad_(), module.weight, module.bias]
-        y, collectives = with_collectives(module, distributed[0])
-        assert y.placements == (shard,) and not collectives
-        _, collectives = with_collectives(y.backward, place(dy, mesh, shard))
-        gradients = [t.grad for t in distributed]
-        assert placements_of(gradients) == [(shard,), (Partial(),), (Partial(),)] and not collectives
+    residual, dsum = torch.randn(2, *x.shape)
+    tensors = {"x": x, "r": residual, "w": w, "b": b}
+    members = [
+        (lambda x, w, b: (layer_norm(x, (16,), w, b),), "xwb"),
+        (lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True),), "xw"),
+        (lambda x, w: (layer_norm(x, (16,), w, memory_efficient=True),), "xw"),
+        (lambda x, w: (rms_norm(x, (16,), w),), "xw"),
+        (lambda x, r, w, b: add_layer_norm(x, r, (16,), w, b), "xrwb"),
+        (lambda x, r, w: add_rms_norm(x, r, (16,), w), "xrw"),
+    ]
+    for shard, (function, names) in itertools.product((Shard(0), Shard(1)), members):
+        placements = [shard if name in "xr" else Replicate() for name in names]
+        pairs = zip(names, placements, strict=True)
+        distributed = [place(tensors[name], mesh, placement).requires_grad_() for name, placement in pairs]
+        outputs, collectives = with_collectives(function, *distributed)
+        assert placements_of(outputs) == [(shard,)] * len(outputs) and not collectives
+        grad_outputs = (dy, dsum)[: len(outputs)]
+        sharded_grad_outputs = [place(t, mesh, shard) for t in grad_outputs]
+        gradients, collectives = with_collectives(torch.autograd.grad, outputs, distributed, sharded_grad_outputs)
+        assert placements_of(gradients) == [(shard,) if name in "xr" else (Partial(),) for name in names]
+        assert not collectives
 
         # Each process has the bits that one process computes from the same rows.
         local = [t.detach().to_local().requires_grad_() for t in distributed]
-        local_dy = place(dy, mesh, shard).to_local()
-        expected = torch.autograd.grad(layer_norm(local[0], (16,), *local[1:]), local, local_dy)
-        for actual, e in zip(gradients, expected, strict=True):
-            assert torch.equal(actual.to_local(), e)
+        local_grad_outputs = [t.to_local() for t in sharded_grad_outputs]
+        expected = torch.autograd.grad(function(*local), local, local_grad_outputs)
+        assert all(torch.equal(actual.to_local(), e) for actual, e in zip(gradients, expected, strict=True))
 
-        whole = [t.clone().requires_grad_() for t in (x, w, b)]
-        output = layer_norm(whole[0], (16,), *whole[1:])
-        assert torch.equal(y.full_tensor(), output)
-        for actual, e in zip(gradients, torch.autograd.grad(output, whole, dy), strict=True):
+        whole = [tensors[name].clone().requires_grad_() for name in names]
+        expected = function(*whole)
+        assert all(torch.equal(actual.full_tensor(), e) for actual, e in zip(outputs, expected, strict=True))
+        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
             torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
 
 
@@ -202,38 +212,6 @@ def cached_placements_depend_on_normalized_shape(mesh):
                 y = layer_norm(dx, shape)
                 assert y.placements == (placement,)
                 assert torch.equal(y.full_tensor(), layer_norm(x, shape))
-
-
-@in_four_processes
-def family_keeps_the_sequence_sharded(mesh):
-    x, w, _, dy = random_tensors()
-    residual, dsum = torch.randn(2, *x.shape)
-    plain = {
-        "rms_norm": lambda x, w: (rms_norm(x, (16,), w),),
-        "zero-centered": lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True),),
-        "memory-efficient": lambda x, w: (layer_norm(x, (16,), w, memory_efficient=True),),
-    }
-    with_residual = {
-        "add_layer_norm": lambda x, w, r: add_layer_norm(x, r, (16,), w),
-        "add_rms_norm": lambda x, w, r: add_rms_norm(x, r, (16,), w),
-    }
-    for name, function in (plain | with_residual).items():
-        whole = [t.clone().requires_grad_() for t in ((x, w, residual) if name in with_residual else (x, w))]
-        placements = [Shard(1), Replicate(), Shard(1)][: len(whole)]
-        distributed = [place(t.detach(), mesh, p).requires_grad_() for t, p in zip(whole, placements, strict=True)]
-        outputs, collectives = with_collectives(function, *distributed)
-        assert placements_of(outputs) == [(Shard(1),)] * len(outputs) and not collectives, name
-        grad_outputs = (dy, dsum)[: len(outputs)]
-        arguments = (outputs, distributed, [place(t, mesh, Shard(1)) for t in grad_outputs])
-        gradients, collectives = with_collectives(torch.autograd.grad, *arguments)
-        expected = [(Shard(1),), (Partial(),), (Shard(1),)][: len(whole)]
-        assert placements_of(gradients) == expected and not collectives, name
-
-        expected = function(*whole)
-        for actual, e in zip(outputs, expected, strict=True):
-            assert torch.equal(actual.full_tensor(), e), name
-        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
-            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
 
 
 @in_four_processes
