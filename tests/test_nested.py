@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from layernorm_ext import AddLayerNorm, LayerNorm, RMSNorm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from layernorm_ext import AddLayerNorm, LayerNorm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 LENGTHS = (2, 5, 1)
-NOT_THE_RAGGED_SHAPE = r"expected a jagged input with shape \[B"
 layouts = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 
-# torch rounds each of some hundred float32 operations by 6e-8; compiled code, float64 operations by 1e-16.
-ROUNDINGS_OF_TORCH = {"rtol": 1e-5, "atol": 1e-5}
-ROUNDINGS_OF_COMPILED_CODE = {"rtol": 0, "atol": 1e-14}
+# Compiled code evaluates another formula: each of some ten float64 operations on values of size 1 rounds by 1e-16.
+ANOTHER_FORMULA = {"rtol": 0, "atol": 1e-14}
 
 
 def nested(layout, *lengths, dtype=torch.float32):
@@ -44,6 +42,7 @@ CALLS = {
     ),
     "layer_norm without parameters": lambda x, w, b: layer_norm(x, (8,)),
     "rms_norm": lambda x, w, b: rms_norm(x, (8,), w),
+    "LayerNorm": lambda x, w, b: LayerNorm(8, dtype=x.dtype)(x),
 }
 
 
@@ -66,20 +65,6 @@ def test_components_have_the_same_bits(layout, call, dtype):
     # The sums over eight rows are rounded once per component and added in another order.
     tolerance = 16 * torch.finfo(dtype).eps
     torch.testing.assert_close(gradients, list(expected[len(components) :]), rtol=tolerance, atol=tolerance)
-
-
-@layouts
-def test_output_matches_torch(layout):
-    x, w, b = nested(layout), torch.randn(8), torch.randn(8)
-    actual, expected = (function(x, (8,), w, b).unbind() for function in (layer_norm, F.layer_norm))
-    torch.testing.assert_close(actual, expected, **ROUNDINGS_OF_TORCH)
-
-
-@layouts
-@pytest.mark.parametrize("module", [LayerNorm(8), RMSNorm(8)], ids=["LayerNorm", "RMSNorm"])
-def test_modules_accept_nested_tensors(layout, module):
-    x = nested(layout)
-    assert_same_components(module(x), [module(component) for component in x.unbind()])
 
 
 @layouts
@@ -130,7 +115,7 @@ def over_all_dimensions(function, x):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_ragged_dimension_is_normalized_in_each_component(function, compiled):
     x = nested(torch.jagged, dtype=torch.float64)
-    tolerance = ROUNDINGS_OF_COMPILED_CODE if compiled else {"rtol": 0, "atol": 0}
+    tolerance = ANOTHER_FORMULA if compiled else {"rtol": 0, "atol": 0}
     torch._dynamo.reset()
 
     def call(x):
@@ -144,8 +129,7 @@ def test_ragged_dimension_is_normalized_in_each_component(function, compiled):
     torch.testing.assert_close(x.grad.values(), torch.cat([c.grad for c in components]), **tolerance)
 
 
-@pytest.mark.parametrize("function", [add_layer_norm, add_rms_norm])
-@pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
+@pytest.mark.parametrize(("function", "inplace"), [(add_layer_norm, True), (add_rms_norm, False)])
 def test_compiled_ragged_dimension_between_others_matches_eager(function, inplace):
     torch._dynamo.reset()
     x = ragged_between_others()
@@ -155,13 +139,14 @@ def test_compiled_ragged_dimension_between_others_matches_eager(function, inplac
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for actual, expected in zip(compiled(x, x * 0.5), call(x, x * 0.5), strict=True):
-        torch.testing.assert_close(actual.values(), expected.values(), **ROUNDINGS_OF_COMPILED_CODE)
+        torch.testing.assert_close(actual.values(), expected.values(), **ANOTHER_FORMULA)
 
 
 def test_ragged_dimension_matches_torch():
     x = nested(torch.jagged)
     actual, expected = (function(x, x.shape[1:]).values() for function in (layer_norm, F.layer_norm))
-    torch.testing.assert_close(actual, expected, **ROUNDINGS_OF_TORCH)
+    # torch's float32 result has errors of some roundings of 6e-8.
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_ragged_dimension_with_residual():
@@ -179,29 +164,20 @@ def test_ragged_dimension_may_be_any():
     assert_same_components(layer_norm(between, (8,)), [layer_norm(c, (8,)) for c in between.unbind()])
 
 
-def test_number_is_not_the_ragged_size():
-    """Not even if all components have this size."""
+def test_ragged_dimension_is_given_by_its_symbolic_size():
+    """The number 2 is refused even if all components have this size. The batch cannot be normalized."""
     x = nested(torch.jagged, 2, 2)
-    for call in (lambda: layer_norm(x, [2, 8]), lambda: layer_norm(x.transpose(1, 2), [2])):
-        with pytest.raises(RuntimeError, match=NOT_THE_RAGGED_SHAPE):
-            call()
+    for tensor, shape in ((x, [2, 8]), (x.transpose(1, 2), [2]), (x, x.shape)):
+        with pytest.raises(RuntimeError, match=r"expected a jagged input with shape \[B"):
+            layer_norm(tensor, shape)
 
 
-def test_batch_cannot_be_normalized():
-    x = nested(torch.jagged)
-    with pytest.raises(RuntimeError, match=NOT_THE_RAGGED_SHAPE):
-        layer_norm(x, x.shape)
-
-
-def test_ragged_dimension_cannot_have_a_weight():
+def test_ragged_dimension_has_neither_weight_nor_holes():
     x = nested(torch.jagged)
     with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
         rms_norm(x, x.shape[1:], torch.ones(8))
-
-
-def test_ragged_dimension_cannot_have_holes():
     offsets, lengths = torch.tensor([0, 3, 6, 9]), torch.tensor([2, 1, 3])
-    x = torch.nested.nested_tensor_from_jagged(torch.randn(9, 8), offsets, lengths)
+    holes = torch.nested.nested_tensor_from_jagged(torch.randn(9, 8), offsets, lengths)
     with pytest.raises(RuntimeError, match="expected a jagged input without holes"):
-        layer_norm(x, x.shape[1:])
-    assert_same_components(layer_norm(x, (8,)), [layer_norm(c, (8,)) for c in x.unbind()])
+        layer_norm(holes, holes.shape[1:])
+    assert_same_components(layer_norm(holes, (8,)), [layer_norm(c, (8,)) for c in holes.unbind()])
