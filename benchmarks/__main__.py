@@ -34,15 +34,15 @@ def parse_shape(text: str) -> tuple[int, int]:
 def choices(option: str, names: Iterable[str], default: str | Callable, **settings: object) -> Callable:
     """Return an option whose value is a comma-separated selection of `names`."""
 
-    def split(context: click.Context, parameter: click.Parameter, value: str | list) -> list[str]:
+    def split(value: str | list) -> list[str]:
         chosen = value.split(",") if isinstance(value, str) else value
         for name in chosen:
             if name not in names:
                 raise click.BadParameter(f"Expected some of {', '.join(names)}, but got {name!r}")
         return chosen
 
-    settings |= {"default": default, "callback": split, "metavar": "NAME,...", "help": f"Some of {', '.join(names)}."}
-    return click.option(*option.split(), type=click.UNPROCESSED, **settings)
+    settings |= {"default": default, "metavar": "NAME,...", "help": f"Some of {', '.join(names)}."}
+    return click.option(*option.split(), type=split, **settings)
 
 
 shapes_argument = click.argument("shapes", type=parse_shape, nargs=-1)
