@@ -54,7 +54,7 @@ def test_layer_norm_is_the_output_of_forward(backend):
     assert torch.equal(backend.forward(x, (50,))[0], expected)
 
 
-@all_dtypes
+@pytest.mark.parametrize("dtypes", DTYPES[1:], ids=dtypes_id)  # in float64, rounding 1 / cols may change rstd
 @pytest.mark.parametrize("cols", [2, 16, 30, 64, 98, 500, 1100, 5000])
 def test_ties_round_to_even(backend, dtypes, cols):
     """A row of 1 and -1 is its own xhat, so that the output is +-weight + bias, here halfway between two numbers.
