@@ -12,6 +12,7 @@ NAMES = {F64: "fp64", F32: "fp32", F16: "fp16", BF16: "bf16"}
 
 # (data dtype, parameter dtype): all pairs that have kernels of their own.
 DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
+DTYPES_16_BIT = DTYPES[2:]
 
 
 def dtype_id(dtype):

@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, Forward, assert_within, check_forward, dtype_id, dtypes_id, exact
+from reference import (
+    BF16,
+    DTYPES,
+    DTYPES_16_BIT,
+    F16,
+    F32,
+    F64,
+    Forward,
+    assert_within,
+    check_forward,
+    dtype_id,
+    dtypes_id,
+    exact,
+)
 from shapes import all_dtypes, amid_nans, amid_nans_1d, bits, columns, data_dtypes, randn, random_args, rows_for, run
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -41,7 +54,7 @@ def test_layer_norm_is_the_output_of_forward(backend):
     assert torch.equal(backend.forward(x, (50,))[0], expected)
 
 
-@all_dtypes
+@pytest.mark.parametrize("dtypes", DTYPES[1:], ids=dtypes_id)  # in float64, rounding 1 / cols may change rstd
 @pytest.mark.parametrize("cols", [2, 16, 30, 64, 98, 500, 1100, 5000])
 def test_ties_round_to_even(backend, dtypes, cols):
     """A row of 1 and -1 is its own xhat, so that the output is +-weight + bias, here halfway between two numbers.
@@ -117,7 +130,7 @@ def test_nan_parameters_give_nan(backend):
     assert backend.forward(x, (64,), None, -nan, 1e-5)[0].isnan().all()
 
 
-@pytest.mark.parametrize("dtypes", DTYPES[2:], ids=dtypes_id)
+@pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
 @pytest.mark.parametrize("cols", [5, 64, 100, 1000])
 def test_subnormal_numbers_are_kept(backend, dtypes, cols):
     """In input, parameters and output. AVX-512's own conversion to bf16 flushes them to zero."""
