@@ -75,16 +75,15 @@ rows_and_pixels = pytest.mark.parametrize(
 )
 
 
-def arguments(rows, cols, dtypes):
-    """Return input, grad_output, weight and bias of rows."""
-    x, dy = (randn((rows, cols), dtypes[0]) for _ in range(2))
-    return x, dy, randn(cols, dtypes[1]), randn(cols, dtypes[1])
-
-
 def images(shape, dtypes):
     """Return input, grad_output, weight and bias of images [N, C, P]."""
     x, dy = (randn(shape, dtypes[0]) for _ in range(2))
     return x, dy, randn(shape[1], dtypes[1]), randn(shape[1], dtypes[1])
+
+
+def arguments(rows, cols, dtypes):
+    """Return input, grad_output, weight and bias of rows."""
+    return images((rows, cols), dtypes)
 
 
 def moved(tensor, gap, offset):
@@ -177,13 +176,14 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
     Beyond 256 chunks, a block takes several; of 513, backward takes more than it fetches at a time.
     """
     vector = 16 // dtypes[0].itemsize
-    cases = [(32, 1, 1), (32, 2, 0), (32, 8, 1), (32, 9, 0), (32, 24, 3), (256, 7 + 1 / 256, 0), (256, 7 + 1 / 256, 1)]
+    chunks_and_missing_elements = [(1, 1), (2, 0), (8, 1), (9, 0), (24, 3)]
     if dtypes[0] == F32:
-        cases += [(32, 80, vector + 1), (32, 81, 0), (32, 257, vector + 1), (32, 513, 0)]
-    for limit, chunks, missing_elements in cases:
-        vectors, chunks = int(limit * chunks), math.ceil(chunks)
+        chunks_and_missing_elements += [(80, vector + 1), (81, 0), (257, vector + 1), (513, 0)]
+    cases = [(32, 32 * chunks, missing) for chunks, missing in chunks_and_missing_elements]
+    for limit, vectors, missing_elements in [*cases, (256, 7 * 256 + 1, 0), (256, 7 * 256 + 1, 1)]:
+        chunks = math.ceil(vectors / limit)
         x, dy, w, b = arguments(2 if chunks < 80 else 1, vectors * vector - missing_elements, dtypes)
-        x += 3
+        x += 3  # a warp without columns must not count as zeros
         bits_of = {}
         for architecture in (89, 90):
             library.launched()
