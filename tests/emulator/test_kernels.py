@@ -92,9 +92,9 @@ def moved(tensor, gap, offset):
     return buffer[offset:].view(*batch, cols + gap)[..., :cols].copy_(tensor)
 
 
-def block_columns(dtype):
-    """Return a number of columns that takes a whole block, or five chunks, and is not aligned."""
-    return 130 * 16 // dtype.itemsize + 3
+def block_columns(dtype, vectors=130):
+    """Return the columns of an unaligned row that takes a whole block, or several chunks of 32 vectors."""
+    return vectors * 16 // dtype.itemsize + 3
 
 
 def assert_same_bits(actual, expected, *context):
@@ -380,7 +380,7 @@ def hard_rows(dtype, cols):
 @rows_and_pixels
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F64, F64)], ids=dtypes_id)
 def test_hard_values_match_float64(library, dtypes, run, path):
-    for cols in (7, block_columns(dtypes[0])):
+    for cols in (7, block_columns(dtypes[0], 300)):  # ten chunks, of which a block takes two
         x = hard_rows(dtypes[0], cols)
         dy, w, b = randn(x.shape, dtypes[0], offset=1), randn(cols, dtypes[1]), randn(cols, dtypes[1])
         with library.schedule("random", cols, 2, **path):
