@@ -421,14 +421,12 @@ def test_func_transforms(backend):
         yield hessian(loss(norm), (0, 1, 2))(x, w, b)
         yield jvp(norm, (x, w, b), (tangent, b, w))
         for in_dims in ((0, None, None), (2, 0, None), (None, 0, 0)):
-            inputs = [
-                t if d is None else batched.movedim(0, d) for t, batched, d in zip(*tensors, in_dims, strict=True)
-            ]
+            inputs = [t if d is None else many.movedim(0, d) for t, many, d in zip(one, batch, in_dims, strict=True)]
             yield vmap(norm, in_dims)(*inputs)
             yield vmap(grad(loss(norm), (0, 1, 2)), in_dims)(*inputs)
 
     x, w, b, tangent = double(2, 5, 3, 2), double(5), double(5), double(2, 5, 3, 2)
-    tensors = (x, w, b), (double(4, 2, 5, 3, 2), double(4, 5), double(4, 5))
+    one, batch = (x, w, b), (double(4, 2, 5, 3, 2), double(4, 5), double(4, 5))
     for actual, expected in zip(results(lambda *t: forward(backend, *t)[0]), results(formula), strict=True):
         assert_equal_but_for_rounding(actual, expected)
 

@@ -21,7 +21,6 @@ MASKS = list(itertools.product((False, True), repeat=3))
 TILES = {1: (1, 1), 2: (2, 1), 8: (2, 4), 16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (32, 4), 2048: (512, 4)}
 # The order of the threads, its seed, and the number of blocks that take turns.
 SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]
-some_dtypes = pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F64, F64)], ids=dtypes_id)
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +74,15 @@ rows_and_pixels = pytest.mark.parametrize(
 )
 
 
-def arguments(rows, cols, dtypes):
-    """Return input, grad_output, weight and bias of rows."""
-    x, dy = (randn((rows, cols), dtypes[0]) for _ in range(2))
-    return x, dy, randn(cols, dtypes[1]), randn(cols, dtypes[1])
-
-
 def images(shape, dtypes):
     """Return input, grad_output, weight and bias of images [N, C, P]."""
     x, dy = (randn(shape, dtypes[0]) for _ in range(2))
     return x, dy, randn(shape[1], dtypes[1]), randn(shape[1], dtypes[1])
+
+
+def arguments(rows, cols, dtypes):
+    """Return input, grad_output, weight and bias of rows."""
+    return images((rows, cols), dtypes)
 
 
 def moved(tensor, gap, offset):
@@ -94,9 +92,9 @@ def moved(tensor, gap, offset):
     return buffer[offset:].view(*batch, cols + gap)[..., :cols].copy_(tensor)
 
 
-def block_columns(dtype):
-    """Return a number of columns that takes a whole block, or five chunks, and is not aligned."""
-    return 130 * 16 // dtype.itemsize + 3
+def block_columns(dtype, vectors=130):
+    """Return the columns of an unaligned row that takes a whole block, or several chunks of 32 vectors."""
+    return vectors * 16 // dtype.itemsize + 3
 
 
 def assert_same_bits(actual, expected, *context):
@@ -169,7 +167,7 @@ def test_smallest_tile_that_holds_a_row_is_used(library, dtypes):
             assert next((tiles[limit] for limit in tiles if vectors <= limit), of_longer_rows) in name, vectors
 
 
-@some_dtypes
+@all_dtypes
 def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes):
     """Clusters take up to 80 chunks in forward and 8 in backward, except for float64.
 
@@ -177,13 +175,14 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
     Beyond 256 chunks, a block takes several; of 513, backward takes more than it fetches at a time.
     """
     vector = 16 // dtypes[0].itemsize
-    cases = [(32, 1, 1), (32, 2, 0), (32, 8, 1), (32, 9, 0), (32, 24, 3), (256, 7 + 1 / 256, 0), (256, 7 + 1 / 256, 1)]
-    if dtypes[0] == F32:
-        cases += [(32, 80, vector + 1), (32, 81, 0), (32, 257, vector + 1), (32, 513, 0)]
-    for limit, chunks, missing_elements in cases:
-        vectors, chunks = int(limit * chunks), math.ceil(chunks)
+    chunks_and_missing_elements = [(1, 1), (2, 0), (8, 1), (9, 0), (24, 3)]
+    if dtypes == (F32, F32):
+        chunks_and_missing_elements += [(80, vector + 1), (81, 0), (257, vector + 1), (513, 0)]
+    cases = [(32, 32 * chunks, missing) for chunks, missing in chunks_and_missing_elements]
+    for limit, vectors, missing_elements in [*cases, (256, 7 * 256 + 1, 0), (256, 7 * 256 + 1, 1)]:
+        chunks = math.ceil(vectors / limit)
         x, dy, w, b = arguments(2 if chunks < 80 else 1, vectors * vector - missing_elements, dtypes)
-        x += 3
+        x += 3  # a warp without columns must not count as zeros
         bits_of = {}
         for architecture in (89, 90):
             library.launched()
@@ -272,7 +271,7 @@ def test_absent_parameters_and_masks(library, dtypes, run, path):
 
 
 @paths
-@some_dtypes
+@all_dtypes
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 def test_variants_match_float64(library, dtypes, path, rms):
     """Residuals, also in place, zero-centred weights, and backward from the output; one row of the sum overflows."""
@@ -379,9 +378,9 @@ def hard_rows(dtype, cols):
 
 
 @rows_and_pixels
-@some_dtypes
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F64, F64)], ids=dtypes_id)
 def test_hard_values_match_float64(library, dtypes, run, path):
-    for cols in (7, block_columns(dtypes[0])):
+    for cols in (7, block_columns(dtypes[0], 300)):  # ten chunks, of which a block takes two
         x = hard_rows(dtypes[0], cols)
         dy, w, b = randn(x.shape, dtypes[0], offset=1), randn(cols, dtypes[1]), randn(cols, dtypes[1])
         with library.schedule("random", cols, 2, **path):
@@ -423,3 +422,23 @@ def test_constant_rows_have_no_deviation(library, dtype, run, path):
             _, _, rstd, *_ = run(library, x, x, None, None, NONE, 0.0)
         assert not output.any() and not grad_weight.any() and not output_for_small_eps.any(), cols
         assert rstd.gt(10).all(), cols
+
+
+@pytest.mark.parametrize("rows", [257, 511])
+@pytest.mark.parametrize("path_limit, cols", [(0, 1), (emulated_ops.UNLIMITED, 520)], ids=["cut", "in registers"])
+def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
+    """In float32, the ones after 2^24 are lost in the same sum, but not in the next one.
+
+    Sums of 255 rows would leave 2 for the next sum of 257 rows, and sums of 257 rows would leave 254 of 511.
+    """
+    blocks = 3  # they take rows in turn
+    dy = torch.ones(rows, blocks)
+    dy[0] = 2.0**24
+    dy = dy.reshape(-1, 1).expand(-1, cols)
+    x, rstd = torch.ones(len(dy), cols), torch.ones(len(dy), 1)
+    with library.schedule(path_limit=path_limit):
+        _, *sums = library.ops.norm_backward(
+            dy, None, x, (cols,), None, rstd, None, None, [False, True, True], rms=True
+        )
+    for gradient in sums:
+        assert gradient.eq(blocks * (torch.tensor(2.0**24) + (rows - 256))).all()
