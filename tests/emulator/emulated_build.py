@@ -94,7 +94,7 @@ def _make(suffix, command, inputs, folder=None):
     return made
 
 
-SHARED = re.compile(r"(extern )?__shared__ (?:__align__\(\d+\) )?([\w:<>, ]+) (\w+)((?:\[[^;]*\])?);")
+SHARED = re.compile(r"(extern )?__shared__ (?:__align__\(\d+\) )?((?:[\w: ]|<[^;]*>)+) (\w+)((?:\[[^;]*\])?);")
 
 
 def _replace_shared(match):
@@ -108,13 +108,14 @@ def _replace_shared(match):
 def _mirror(csrc):
     """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros."""
     suffixes = (".h", ".cuh", ".cpp", ".cu")
-    files = {path.relative_to(csrc): path.read_bytes() for path in csrc.rglob("*") if path.suffix in suffixes}
-    files |= {pathlib.Path("cuda", name): (EMULATOR / name).read_bytes() for name in OWN_HEADERS}
-    for path, content in files.items():
-        if path.suffix in (".cu", ".cuh"):
-            files[path] = SHARED.sub(_replace_shared, content.decode()).encode()
-            if b"__shared__" in files[path]:
-                raise CompileError(f"{path}: the emulator does not understand a declaration of shared memory")
+    origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
+    origins |= {pathlib.Path("cuda", name): EMULATOR / name for name in OWN_HEADERS}
+    files = {}
+    for path, origin in origins.items():
+        text = SHARED.sub(_replace_shared, origin.read_text()) if path.suffix in (".cu", ".cuh") else origin.read_text()
+        if path.suffix in (".cu", ".cuh") and "__shared__" in text:
+            raise CompileError(f"{origin}: the emulator does not understand a declaration of shared memory")
+        files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:24]
     folder = CACHE / f"{digest}.csrc"
     for path, content in files.items():
