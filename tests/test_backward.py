@@ -340,3 +340,16 @@ def test_more_than_2_31_elements(backend):
     zero[some] = False
     for row in zero.nonzero().flatten()[:: rows // 1000].tolist():
         assert not grad_input[row].any(), row
+
+
+@pytest.mark.parametrize("dtypes", [pair for pair in DTYPES if pair[1] in (F16, BF16)], ids=dtypes_id)
+def test_halfway_sums_round_to_even(backend, dtypes):
+    """A bias gradient of two rows is an exact sum, halfway between two numbers of the parameter's dtype."""
+    dtype, parameter_dtype = dtypes
+    step = torch.finfo(parameter_dtype).eps
+    for cols in (*range(1, 68), 256, 4096):
+        dy = torch.stack([1 + step * torch.randint(int(1 / step), (cols,)), torch.full((cols,), step / 2)])
+        dy = dy.to(dtype).to(backend.device)
+        x, w = randn((2, cols), dtype, backend.device), randn(cols, parameter_dtype, backend.device)
+        grad_bias = gradients(backend, dy, x, w, w, mask=[False, False, True])[2]
+        assert torch.equal(grad_bias, dy.to(F64).sum(0).to(parameter_dtype)), cols

@@ -413,3 +413,29 @@ def test_more_than_2_31_elements(backend):
     assert not mean[zero].any()
     for row in zero.nonzero().flatten()[:: rows // 1000].tolist():
         assert torch.equal(y[row], b), row
+
+
+@pytest.mark.parametrize("dtypes", [pair for pair in DTYPES if pair[0] in (F16, BF16)], ids=dtypes_id)
+def test_halfway_outputs_round_to_even(backend, dtypes):
+    """Each output is exact in float32 and most lie halfway between two numbers of the output's dtype."""
+    dtype, parameter_dtype = dtypes
+    step = torch.finfo(dtype).eps
+    for cols in (*range(2, 68, 2), 256, 2048, 4096):
+        x = torch.tensor([-1.0, 1.0], dtype=dtype, device=backend.device).repeat(3, cols // 2)
+        w = (step / 2 * (2 * torch.randint(3, (cols,)) + 1)).to(parameter_dtype).to(backend.device)
+        b = (1 + step * torch.randint(int(1 / step), (cols,))).to(parameter_dtype).to(backend.device)
+        y, _, rstd = backend.forward(x, (cols,), w, b, 0.0)
+        assert torch.equal(rstd, torch.ones_like(rstd)), "the expected values below need a deviation of exactly 1"
+        assert torch.equal(y, (x.to(F64) * w + b.to(F64)).to(dtype)), cols
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
+def test_every_float32_rounds_as_torch_rounds_it(backend, dtype):
+    """A weight of zero makes the output the bias: random bits, halfway cases, subnormal numbers and overflow."""
+    halfway = torch.arange(-(2**15), 2**15, 61, dtype=torch.int32) * 2**16 + 2**15  # between two bfloat16 numbers
+    around = torch.cat([halfway + more for more in (-1, 0, 1)] + [torch.randint(-(2**31), 2**31, (20_000,))])
+    b = torch.cat([around.to(torch.int32).view(F32), torch.arange(-5000, 5000) * 2.0**-26])  # of fp16's smallest 2^-24
+    b = b[b.isfinite()].to(backend.device)
+    x = randn((2, len(b)), dtype, backend.device)
+    y, _, _ = backend.forward(x, (len(b),), torch.zeros_like(b), b, 1e-5)
+    assert torch.equal(y, b.to(dtype).expand_as(y))

@@ -23,7 +23,7 @@ lesser = SETS[: SETS.index(own)] if own in SETS else []
 # What depends on the instruction set: the width of the packs and so all tails, conversions, orders of summation.
 SELECTED = "columns_and_rows or rows_of or constant or subnormal or nan_keeps or masks or huge_numbers or beyond"
 SELECTED += " or forward_and_backward or test_residual or from_output or in_place"
-SELECTED += " or test_pixels or numbers_of_channels or nan_and_inf"
+SELECTED += " or round_to_even or rounds_as_torch or test_pixels or numbers_of_channels or nan_and_inf"
 
 
 def test_own_set_is_used():
