@@ -35,9 +35,10 @@ test-device:
 launch-audit:
 	python tests/emulator/launch_audit.py
 
-# Whether the tests notice every change of the CUDA kernels. Takes long; goes on where it was interrupted.
+# Changes random places of the CUDA kernels, or with CPU=1 of the CPU kernels and the host code, and prints which changes
+# no test notices. N=all makes every change; SEED= repeats a sample.
 mutants:
-	python tests/emulator/mutants.py
+	python tests/mutants.py $(if $(CPU),cpu,cuda) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
 
 # For a machine with a GPU, and no network: one command each, whose logs and results go to OUT.
 OUT ?= build/gpu
