@@ -13,7 +13,7 @@ number grows by one only as an operand of arithmetic, `<` becomes `>=` and not `
 left out. These places stay as they are:
 
 * whatever the compiler must know: template arguments, array sizes, constexpr and static_assert;
-* hints: prefetches, __syncwarp, and when the next grid may start;
+* hints: prefetches, __syncwarp, when the next grid may start, and how much work is worth a thread;
 * code that divides the work: host functions of csrc/cuda, and functions of csrc/cpu that return a size or a bool.
 
 Needs the packages tree-sitter and tree-sitter-cpp, and the installed package with its extra "test".
@@ -68,7 +68,10 @@ LEFT_ALONE = re.compile(
     "ERROR|preproc_(include|def|function_def|call)|static_assert_declaration|alias_declaration|alignas_qualifier|"
     "enumerator|template_(argument|parameter)_list|(abstract_)?array_declarator"
 )
-HINT = re.compile(r"([\w:<>]+::)?(\w*prefetch\w*|fetch_to_\w+|let_next_grid_start|__syncwarp|finish_writes\w*)\b")
+HINT = re.compile(
+    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_to_\w+|is_worth_fetching|let_next_grid_start|__syncwarp|finish_writes\w*)\b"
+    r"|ceil_div\(kGrain"
+)
 MACRO = re.compile(r"(?!TORCH_CHECK)[A-Z_0-9]+\(")
 CUDA_WORDS = re.compile(
     rb"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)|__(?:global|device|host|shared|forceinline|restrict)__"
@@ -127,7 +130,7 @@ def is_left_alone(node, source, file):
     """Return whether a node and all of its parts stay as they are."""
     if LEFT_ALONE.fullmatch(node.type):
         return True
-    if node.type in ("expression_statement", "if_statement"):
+    if node.type in ("call_expression", "expression_statement", "if_statement"):
         statement = text(node.child_by_field_name("consequence") or node)
         return bool(HINT.match(statement) or MACRO.match(statement))
     if node.type != "function_definition":
