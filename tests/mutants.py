@@ -6,7 +6,7 @@
 All mutants of a sample are compiled into one copy of the repository, in build/mutants: `a < b` becomes
 `(MUTANT(7) ? (a >= b) : (a < b))`, and a file that the library maps into its memory selects a mutant. The tests first
 run without a mutant, which shows how long each test takes and which mutants it reaches. Then each mutant runs the tests
-that reach it, quick ones first, until one fails.
+that reach it, quick ones first, until one fails or they have taken --seconds.
 
 A change that leaves the results the same cannot be noticed. Changes of the kinds that often do so are not made: a
 number grows by one only as an operand of arithmetic, `<` becomes `>=` and not `<=`, and no operand of `&&` or `||` is
@@ -260,8 +260,9 @@ def build(target, sample, tree):
 class Runner:
     """A plugin of pytest: runs the tests without a mutant, then on each mutant, always in a new child process."""
 
-    def __init__(self, sample):
-        self.sample, self.survivors, self.log = sample, [], pathlib.Path("tests.log").resolve()
+    def __init__(self, sample, seconds):
+        self.sample, self.seconds, self.survivors = sample, seconds, []
+        self.log = pathlib.Path("tests.log").resolve()
         control = os.open(os.environ["LAYERNORM_MUTANTS"], os.O_RDWR)
         self.memory = memoryview(mmap.mmap(control, 4 * LIMIT)).cast("i")
 
@@ -274,12 +275,14 @@ class Runner:
         print([test for test in results if results[test]["outcome"] == "failed"], "fail and are left out", flush=True)
         for number, mutant in self.sample.items():
             of_mutant = in_order({test: seconds[test] for test in usual if number in usual[test]["reached"]})
+            until = dict(zip(of_mutant, itertools.accumulate(map(seconds.get, of_mutant)), strict=True))
+            of_mutant = [test for test in of_mutant if until[test] - seconds[test] < self.seconds]
             limits = {test: int(60 + 10 * seconds[test]) for test in of_mutant}
             results = self.run([tests[test] for test in of_mutant], number, limits)
             last = list(results.values())[-1:]
             if not last or last[0]["outcome"] == "passed":
                 self.survivors.append(mutant)
-                print(f"{mutant}: SURVIVES {len(results)} tests", flush=True)
+                print(f"{mutant}: SURVIVES {len(results)} of {len(until)} tests", flush=True)
             else:
                 print(f"{mutant}: noticed by {last[0]['test']}", flush=True)
         return True
@@ -339,10 +342,10 @@ def in_order(seconds):
     return sorted(weights, key=weights.get)
 
 
-def run_tests(arguments, goal):
+def run_tests(arguments, seconds, goal):
     """Run the tests of the current folder, a built copy of the repository; called in a process of its own."""
     sample = json.loads(pathlib.Path("sample.json").read_text())
-    runner = Runner({int(number): Mutant(**mutant) for number, mutant in sample.items()})
+    runner = Runner({int(number): Mutant(**mutant) for number, mutant in sample.items()}, seconds)
     pytest.main(["-q", "-s", "-pno:cacheprovider", "-pno:faulthandler", *arguments], [runner])
     noticed = len(sample) - len(runner.survivors)
     print(f"\n{noticed} of {len(sample)} mutants are noticed ({noticed / len(sample):.1%})")
@@ -356,6 +359,7 @@ def main():
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--number", default="120", help="of mutants; `all` for every one (default: 120)")
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="of the random sample")
+    parser.add_argument("--seconds", type=int, default=300, help="of tests for a mutant, about (default: 300)")
     parser.add_argument("--tests", nargs="*", help="arguments of pytest, in place of the target's tests")
     options = parser.parse_args()
 
@@ -368,7 +372,7 @@ def main():
     sample = build(options.target, sample, tree)
     (tree / "sample.json").write_text(json.dumps({n: dataclasses.asdict(mutant) for n, mutant in sample.items()}))
     (tree / "control").write_bytes(bytes(4 * LIMIT))
-    call = f"import mutants; mutants.run_tests({options.tests or arguments}, {goal})"
+    call = f"import mutants; mutants.run_tests({options.tests or arguments}, {options.seconds}, {goal})"
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'tests'}", "LAYERNORM_MUTANTS": str(tree / "control")}
     sys.exit(subprocess.run([sys.executable, "-c", call], cwd=tree, env=environment).returncode)
 

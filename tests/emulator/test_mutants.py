@@ -71,7 +71,7 @@ def test_planted_mutants(tmp_path):
         "PYTHONPATH": str(mutants.ROOT / "tests"),
         "LAYERNORM_MUTANTS": str(tmp_path / "control"),
     }
-    command = [sys.executable, "-c", "import mutants; mutants.run_tests(['test_planted.py'], 0.95)"]
+    command = [sys.executable, "-c", "import mutants; mutants.run_tests(['test_planted.py'], 300, 0.95)"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "n < 2 -> n >= 2: noticed by test_planted.py::test_program" in done.stdout, done.stdout + done.stderr
     assert "n - n -> n + n: noticed" in done.stdout and "2 of 4 mutants are noticed (50.0%)" in done.stdout
