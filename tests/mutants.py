@@ -69,7 +69,7 @@ LEFT_ALONE = re.compile(
     "enumerator|template_(argument|parameter)_list|(abstract_)?array_declarator"
 )
 HINT = re.compile(
-    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_to_\w+|is_worth_fetching|let_next_grid_start|__syncwarp|finish_writes\w*)\b"
+    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_(to|next)\w*|is_worth_fetching|let_next_grid_start|__syncwarp|finish_writes\w*)\b"
     r"|ceil_div\(kGrain"
 )
 MACRO = re.compile(r"(?!TORCH_CHECK)[A-Z_0-9]+\(")
