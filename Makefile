@@ -35,9 +35,10 @@ test-device:
 launch-audit:
 	python tests/emulator/launch_audit.py
 
-# Prints the mutants of the CUDA kernels that no test notices. It takes hours, and resumes an interrupted run.
+# Changes random places of the CUDA kernels, or with CPU=1 of the CPU kernels and the host code, and prints which changes
+# no test notices. N=all makes every change; SEED= repeats a sample.
 mutants:
-	python tests/emulator/mutants.py
+	python tests/mutants.py $(if $(CPU),cpu,cuda) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
 
 # The targets below run on a machine with a GPU and without a network. Logs and results go to OUT.
 OUT ?= build/gpu

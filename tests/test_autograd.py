@@ -221,3 +221,17 @@ def test_vmap_is_as_exact_as_the_kernels(layer_norm, double, dtype):
     # 5e-7 is the kernels' own bound in float32. Rounding to the dtype adds half a unit in the last place.
     bound = 5e-7 * (1 + expected.abs()) + torch.finfo(dtype).eps / 2 * expected.abs()
     assert ((actual.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5)])
+def test_vmapped_backward_sums_parameter_gradients_over_rows(backend, shape):
+    """The operator itself must return the right shape, although the autograd engine reduces larger gradients."""
+    x, dy, w, b = double(3, *shape), double(3, *shape), double(5), double(5)
+
+    def backward(x, dy):
+        _, mean, rstd = backend.forward(x, (5,), w, b, EPS)
+        return backend.backward(dy, x, (5,), mean, rstd, w, b, [True, True, True])
+
+    expected = zip(*(backward(*tensors) for tensors in zip(x, dy, strict=True)), strict=True)
+    for actual, parts in zip(vmap(backward)(x, dy), expected, strict=True):
+        assert_equal(actual, torch.stack(parts))

@@ -14,6 +14,7 @@ from reference import (
     Forward,
     check_backward,
     check_forward,
+    dtype_id,
     dtypes_id,
     exact,
 )
@@ -262,3 +263,15 @@ def test_more_than_2_to_the_31_elements(backend):
     grad_input, *parameter_gradients = backend.backward(dy, x, (cols,), mean, rstd, w, b, ALL)
     check_backward((grad_input[some], *parameter_gradients), dy[some], x[some], w)  # rows of zeros add nothing
     assert not grad_input[zeros].any()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
+def test_halfway_sums_round_to_even(backend, dtype):
+    """The bias gradient of two rows is an exact sum, halfway between two numbers of the dtype."""
+    step = torch.finfo(dtype).eps
+    for cols in (*range(1, 68), 256, 4096):
+        dy = torch.stack([1 + step * torch.randint(int(1 / step), (cols,)), torch.full((cols,), step / 2)])
+        dy = dy.to(dtype).to(backend.device)
+        x, _, w, b = random_args(backend, (dtype, dtype), 2, cols)
+        grad_bias = run(backend, x, dy, w, b)[5]
+        assert torch.equal(grad_bias, dy.to(F64).sum(0).to(dtype)), cols

@@ -190,3 +190,15 @@ def run_all_tails():
         for cols in [*range(1, 131), 255, 257, 513, 1025, 1087, 1100, 1215, 4097, 5000]:
             run(installed("cpu"), *random_args(installed("cpu"), dtypes, 5, cols))
     print("done")
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
+def test_every_float32_rounds_as_torch_rounds_it(backend, dtype):
+    """A weight of zero makes the output the bias: random bits, halfway cases, subnormal numbers and overflow."""
+    halfway = torch.arange(-(2**15), 2**15, 61, dtype=torch.int32) * 2**16 + 2**15  # between two bfloat16 numbers
+    around = torch.cat([halfway + more for more in (-1, 0, 1)] + [torch.randint(-(2**31), 2**31, (20_000,))])
+    b = torch.cat([around.to(torch.int32).view(F32), torch.arange(-5000, 5000) * 2.0**-26])  # of fp16's smallest 2^-24
+    b = b[b.isfinite()].to(backend.device)
+    x = randn((2, len(b)), dtype, backend.device)
+    y, _, _ = backend.forward(x, (len(b),), torch.zeros_like(b), b, 1e-5)
+    assert torch.equal(y, b.to(dtype).expand_as(y))
