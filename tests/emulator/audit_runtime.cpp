@@ -21,7 +21,7 @@ struct Kernel : gpu_models::Kernel {
 const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
 int current_device = 0;
 bool expects_one_wave = false;
-std::string faults;
+std::string faults, launches;
 
 std::map<const void*, std::string>& stubs() {  // mangled names of the kernels
   static std::map<const void*, std::string> names;
@@ -86,6 +86,7 @@ void audit_gpu(const char* name, int architecture, const char* file) {
 void audit_next_call(bool one_wave) {
   ++current_device;
   expects_one_wave = one_wave;
+  launches.clear();
 }
 
 // Returns the faults since the last call of this function, one per line.
@@ -95,6 +96,9 @@ const char* audit_faults() {
   faults.clear();
   return result.c_str();
 }
+
+// Returns "name blocks threads cluster dynamic_shared registers resident_blocks" for each launch of the current call.
+const char* audit_launches() { return launches.c_str(); }
 
 // ---- the runtime ----------------------------------------------------------------------------------------------------
 
@@ -198,11 +202,13 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
   }
   const int per_multiprocessor = gpu_models::resident_blocks(*gpu, *kernel, launch.threads, launch.dynamic_shared);
   const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
+  const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
+  const auto text = [](auto number) { return " " + std::to_string(number); };
   if (expects_one_wave && has_second_wave(kernel->name, launch.grid, resident)) {
-    const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
-    record_fault(kernel->name, "more persistent blocks than are resident: " + std::to_string(blocks) + " of " +
-                                   std::to_string(resident));
+    record_fault(kernel->name, "more persistent blocks than are resident:" + text(blocks) + " of" + text(resident));
   }
+  launches += kernel->name + text(blocks) + text(launch.threads) + text(launch.cluster) + text(launch.dynamic_shared) +
+              text(kernel->registers) + text(per_multiprocessor) + "\n";
   return cudaSuccess;
 }
 

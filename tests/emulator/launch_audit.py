@@ -1,7 +1,8 @@
 """Runs the compiled CUDA host code without a GPU, and lists the launches that each GPU would refuse.
 
-python tests/emulator/launch_audit.py        every GPU
-python tests/emulator/launch_audit.py H200   one GPU
+python tests/emulator/launch_audit.py           every GPU
+python tests/emulator/launch_audit.py H200      one GPU
+python tests/emulator/launch_audit.py --table   prints the launches on an H200 by the number of columns
 
 It needs a package that was built with CUDA (FORCE_CUDA=1, no GPU needed), g++, and cuobjdump from the CUDA toolkit or
 from the package triton. The operators are called with CPU tensors through the dispatch key CUDA, and the preloaded
@@ -153,7 +154,8 @@ class Runtime:
     def __init__(self, target):
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
         self._library.audit_next_call.argtypes = [ctypes.c_bool]
-        self._library.audit_faults.restype = ctypes.c_char_p
+        for function in (self._library.audit_faults, self._library.audit_launches):
+            function.restype = ctypes.c_char_p
         kernels = cuda_binary.kernels().get(target.code)
         if not kernels:
             raise SystemExit(f"{cuda_binary.library()} has no code for {target.code / 10}; build it with FORCE_CUDA=1")
@@ -173,6 +175,12 @@ class Runtime:
 
     def _faults(self):
         return self._library.audit_faults().decode().splitlines()
+
+    def launches(self):
+        """Return the launches of the last call."""
+        fields = ("kernel", "blocks", "threads", "cluster", "dynamic_shared", "registers", "resident")
+        lines = (line.split() for line in self._library.audit_launches().decode().splitlines())
+        return [dict(zip(fields, (name, *map(int, numbers)), strict=True)) for name, *numbers in lines]
 
 
 def audit(target):
@@ -205,6 +213,50 @@ def unknown_symbols():
     return sorted(set(re.findall(r" U (cuda\w+)", wanted.stdout)) - answered - harmless)
 
 
+TABLE_COLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 655360)
+
+
+def bytes_in_flight(kernel, launch, row_bytes):
+    """Return the bytes that the loads of a multiprocessor's blocks have in flight.
+
+    Staged rows take 64 bytes per thread and 32 more (staged_row.cuh). forward_rows and the kernels of backward fetch all
+    of them before they wait for the first; the other kernels fetch one chunk at a time.
+    """
+    threads = launch["threads"]
+    if row_bytes <= 32 * 64:  # lanes of a warp share a row
+        threads = 2
+        while threads * 64 < row_bytes:
+            threads *= 2
+    fetches_all = kernel in ("forward_rows", "backward_rows", "backward_sums")
+    staged = launch["dynamic_shared"] / (threads * 64 + 32) if fetches_all else 1
+    return round(launch["resident"] * staged * min(row_bytes / launch["cluster"], threads * 64))
+
+
+def table():
+    """Print how the kernels are launched on an H200, for 4096 rows or at most a gigabyte of them."""
+    import torch
+
+    import layernorm_ext  # noqa: F401  # registers the operators
+
+    runtime, calls = Runtime(Target("H200", 90)), Calls(torch)
+    fields = ("blocks", "threads", "cluster", "registers", "dynamic_shared")
+    print("pass", "dtype", "cols", "kernel", *fields, "blocks per SM,warps per SM,bytes in flight per SM", sep=",")
+    dtypes = (torch.float32, torch.bfloat16)
+    for name, dtype, cols in itertools.product(("forward", f"backward {MASKS[0]}"), dtypes, TABLE_COLS):
+        rows = min(4096, (1 << 30) // cols // dtype.itemsize)
+        if faults := runtime.run(dict(calls.rows(rows, cols, (dtype, dtype), aligned=True))[name], one_wave=True):
+            raise SystemExit(f"{name}, {cols} columns: {faults[0]}")
+        names = re.compile(r"\d((?:forward|backward|add)_[a-z_]+)I")
+        by_kernel = {names.findall(launch["kernel"])[-1]: launch for launch in reversed(runtime.launches())}
+        for kernel, launch in by_kernel.items():
+            if kernel == "add_partials":
+                continue
+            resident = launch["resident"]
+            in_flight = bytes_in_flight(kernel, launch, cols * dtype.itemsize)
+            shape = (name.split()[0], str(dtype).removeprefix("torch."), cols, kernel)
+            print(*shape, *map(launch.get, fields), resident, resident * launch["threads"] // 32, in_flight, sep=",")
+
+
 def build_runtime():
     """Return the path of the compiled audit_runtime.cpp."""
     return emulated_build.shared_library(emulated_build.EMULATOR / "audit_runtime.cpp")
@@ -221,16 +273,18 @@ def preloaded(*arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"any of {', '.join({t.gpu: 0 for t in TARGETS})}")
+    parser.add_argument("--table", action="store_true", help="print the launches on an H200 by the number of columns")
     parser.add_argument("--target", type=int, help=argparse.SUPPRESS)  # index, for a preloaded process
     options = parser.parse_args()
     if "LD_PRELOAD" in os.environ:
-        return audit(TARGETS[options.target])
+        return table() if options.table else audit(TARGETS[options.target])
     chosen = [i for i, target in enumerate(TARGETS) if not options.gpus or target.gpu in options.gpus]
+    runs = [["--table"]] if options.table else [["--target", str(i)] for i in chosen]
     failed = unknown_symbols()
     for symbol in failed:
         print(f"audit_runtime.cpp lacks {symbol}")
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for audit_failed, printed in pool.map(lambda index: preloaded("--target", str(index)), chosen):
+        for audit_failed, printed in pool.map(lambda arguments: preloaded(*arguments), runs):
             print(printed, end="", flush=True)
             failed = failed or audit_failed
     return bool(failed)

@@ -1,5 +1,6 @@
 """No GPU refuses a launch of the compiled package, and the audit reports planted launches that a GPU refuses."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -23,6 +24,16 @@ def test_no_gpu_refuses_a_launch():
     done = subprocess.run([sys.executable, launch_audit.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^(.*): 0 of \d{6} calls refused$", done.stdout, re.M) == [str(t) for t in launch_audit.TARGETS]
+
+
+@needs_cuda_build
+def test_table_lists_launches_with_resident_blocks():
+    command = [sys.executable, launch_audit.__file__, "--table"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    launches = list(csv.DictReader(lines))
+    assert len(launches) >= 4 * len(launch_audit.TABLE_COLS)
+    for launch in launches:
+        assert int(launch["blocks per SM"]) > 0 and int(launch["bytes in flight per SM"]) > 0, launch
 
 
 @pytest.fixture(scope="module")
