@@ -219,8 +219,8 @@ TABLE_COLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65
 def bytes_in_flight(kernel, launch, row_bytes):
     """Return the bytes that the loads of a multiprocessor's blocks have in flight.
 
-    Staged rows take 64 bytes per thread and 32 more (staged_row.cuh). forward_rows and the kernels of backward fetch all
-    of them before they wait for the first; the other kernels fetch one chunk at a time.
+    Staged rows take 64 bytes per thread and 32 more (staged_row.cuh). forward_rows and the kernels of backward fetch
+    all of them before they wait for the first; the other kernels fetch one chunk at a time.
     """
     threads = launch["threads"]
     if row_bytes <= 32 * 64:  # lanes of a warp share a row
