@@ -6,7 +6,6 @@ from rich.table import Table
 
 from .runs import Run
 
-STYLES = {"faster": "green", "slower": "red", "noise": "dim", "wrong": "bold red", "failed": "red"}
 KEYS = {  # benchmark -> the keys that identify a case
     "kernels": ("rows", "cols", "dtypes", "pass", "mode"),
     "overhead": ("dtypes", "way"),
@@ -56,10 +55,7 @@ def terminal(run: Run) -> Table:
     def cell(record: dict | None) -> str:
         if record is None:
             return ""
-        status = record["status"]
-        style = STYLES.get(status) or STYLES.get(record.get("verdict"), "none")
-        content = "failed" if status == "failed" else text(record) + (" · WRONG" if status == "wrong" else "")
-        return f"[{style}]{content}[/]"
+        return {"ok": text(record), "wrong": f"{text(record)} · WRONG", "failed": "failed"}[record["status"]]
 
     for case, found in cases.items():
         noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
