@@ -39,20 +39,16 @@ def randomize(module):
 
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
 @pytest.mark.parametrize(
-    ("layer", "ours"),
-    [
-        (torch.nn.LayerNorm(5), LayerNorm),
-        (torch.nn.LayerNorm((4, 5), eps=0.5), LayerNorm),
-        (torch.nn.LayerNorm(5, bias=False), LayerNorm),
-        (torch.nn.LayerNorm(5, elementwise_affine=False), LayerNorm),
-        (torch.nn.RMSNorm(5), RMSNorm),
-        (torch.nn.RMSNorm((4, 5), eps=0.5), RMSNorm),
-        (torch.nn.RMSNorm(5, elementwise_affine=False), RMSNorm),
-    ],
+    "layer",
+    [torch.nn.LayerNorm(5, bias=False)]
+    + [cls(5) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)]
+    + [cls((4, 5), eps=0.5) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)]
+    + [cls(5, elementwise_affine=False) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)],
     ids=str,
 )
-def test_torch_layers_are_replaced_and_restored(layer, ours, dtype):
+def test_torch_layers_are_replaced_and_restored(layer, dtype):
     layer = copy.deepcopy(layer).to(dtype)
+    ours = LayerNorm if isinstance(layer, torch.nn.LayerNorm) else RMSNorm
     randomize(layer)
     x = torch.randn(3, 4, 5).to(dtype)
     before, expected, text, keys = snapshot(layer), layer(x), repr(layer), list(layer.state_dict())
@@ -84,13 +80,12 @@ def test_references_hooks_and_modes_are_kept():
     shared.register_forward_hook(lambda *_: calls.append("forward"))
     shared.register_forward_pre_hook(lambda *_: calls.append("pre"))
     shared.register_full_backward_hook(lambda *_: calls.append("backward"))
-    before, keys = [snapshot(module) for module in model.modules()], list(model.state_dict())
+    before = [snapshot(module) for module in model.modules()]
 
     assert list(convert(model).replaced) == ["a", "c"]  # a shared layer has its first name
     assert type(shared) is LayerNorm and model["a"] is shared is model["b"][1]
     assert shared.weight is weight is model["c"].weight and not weight.requires_grad
     assert shared.training and not model["c"].training
-    assert list(model.state_dict()) == keys
     model["b"](torch.randn(3, 5, requires_grad=True)).sum().backward()
     assert calls == ["pre", "forward", "backward"]
     shared.bias.grad = None
@@ -179,10 +174,6 @@ def build_ours(module, cls=RMSNorm):
     return cls(module.width, module.small, zero_centered_weight=True, device="meta")
 
 
-class SubclassOfRMSNorm(RMSNorm):
-    pass
-
-
 def layer_with(forward, /, **attributes):
     """Return an instance of a new subclass of torch.nn.LayerNorm with this forward and further attributes."""
     layer = type("Lookalike", (torch.nn.LayerNorm,), {"forward": forward})(5)
@@ -196,12 +187,12 @@ def centered(x):
 
 
 def rounded_for(*dtypes):
-    """Return a layer that rounds its output to integers for one pair of input and weight dtypes."""
+    """Return a forward that rounds its output to integers for one pair of input and weight dtypes."""
 
     def forward(self, x):
         return torch_forward(self, x).round() if (x.dtype, self.weight.dtype) == dtypes else torch_forward(self, x)
 
-    return layer_with(forward)
+    return forward
 
 
 def channels_first_for_images(self, x):
@@ -235,7 +226,7 @@ SKIPPED = {
     "other output dtype": (
         MyNorm(5),
         "output of torch.float32 and torch.float64 is torch.float64",
-        lambda module: build_ours(module, SubclassOfRMSNorm),
+        lambda module: build_ours(module, type("Subclass", (RMSNorm,), {})),
     ),
     # Both layers raise: LayerNorm(4) refuses the weight of 5 elements.
     "no common input": (divide_by_zero, "it refuses every input", lambda module: LayerNorm(4, device="meta")),
@@ -400,14 +391,11 @@ def test_converted_encoders_leave_the_fast_path_until_reverted(options, padded):
     assert run()[1]
 
 
-def test_fast_path_of_a_partly_converted_encoder_is_switched_off():
+def test_fast_path_is_switched_off_if_any_layer_is_replaced():
     model = transformer_encoder()
     convert(model.layers[0].norm1)
     assert sorted(convert(model.layers[0]).fast_paths) == [""]
     assert sorted(convert(model).fast_paths) == ["", "layers.1"]
-
-
-def test_fast_path_stays_if_no_layer_is_replaced():
     model = transformer_encoder()
     for layer in model.layers:
         layer.norm1, layer.norm2 = Subclass(16).double(), Subclass(16).double()
