@@ -13,7 +13,7 @@ from . import accuracy, compare, kernels, memory, models, overhead, plots, table
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
-from .timing import Device, keep_pages
+from .timing import Device, first_line, keep_pages
 
 SHAPES = {
     "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
@@ -21,7 +21,6 @@ SHAPES = {
     "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
 }
-BUILDS = ROOT / "build" / "compare"
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -42,7 +41,11 @@ def choices(option: str, names: Iterable[str], default: str | Callable, **settin
         return chosen
 
     settings |= {"default": default, "metavar": "NAME,...", "help": f"Some of {', '.join(names)}."}
-    return click.option(*option.split(), type=split, **settings)
+    return click.option(option, type=split, **settings)
+
+
+def seconds_option(default: float, per: str) -> Callable:
+    return click.option("--seconds", default=default, help=f"Measuring time per {per}.")
 
 
 shapes_argument = click.argument("shapes", type=parse_shape, nargs=-1)
@@ -51,28 +54,25 @@ out_option = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder."
 )
 contenders_option = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
-PROGRESS = Console(stderr=True)
-threads_option = click.option("--threads", type=click.IntRange(1), help="CPU threads; default: torch's choice.")
 
 
-def seconds_option(default: float, per: str) -> Callable:
-    return click.option("--seconds", default=default, help=f"Measuring time per {per}.")
-
-
-def open_device(name: str, threads: int | None = None, rotate: int | None = None) -> Device:
-    if threads:
-        torch.set_num_threads(threads)
+def open_device(name: str) -> Device:
     if name == "cpu":
         keep_pages()
     torch.manual_seed(0)
     try:
-        return Device(name, rotate)
+        return Device(name)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from None
 
 
-def shapes_for(device: str, shapes: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    return list(shapes) or [parse_shape(text) for text in SHAPES[device].split()]
+def cells(device: str, shapes: tuple[tuple[int, int], ...], dtypes: list[str]) -> list[tuple[int, int, str]]:
+    shapes = shapes or [parse_shape(text) for text in SHAPES[device].split()]
+    return [(*shape, pair) for shape in shapes for pair in dtypes]
+
+
+def progress(steps: Iterable, name: str, total: int) -> Iterable:
+    return track(steps, name, total, console=Console(stderr=True), transient=True)
 
 
 def finish(run: Run, folder: Path) -> None:
@@ -92,13 +92,14 @@ def finish(run: Run, folder: Path) -> None:
         raise click.ClickException(f"ours is {first['status']}: {first['message']}")
 
 
-def execute(
-    name: str, method: dict, device: Device, cases: list, measure: Callable[..., Iterable[dict]], folder: Path
-) -> None:
+def execute(name: str, device: Device, cases: list, measure: Callable[..., Iterable[dict]], folder: Path) -> None:
     """Run a benchmark: measure all cases, and save the records after each case."""
-    run = Run(name, method, describe_machine(device))
-    for case in track(cases, name, console=PROGRESS, transient=True):
-        run.records += list(measure(device, *case))
+    run = Run(name, describe_machine(device))
+    for case in progress(cases, name, len(cases)):
+        try:
+            run.records += list(measure(device, *case))
+        except torch.OutOfMemoryError as error:
+            click.echo(f"skipped {case}: {first_line(error)}")
         run.save(folder)
     finish(run, folder)
 
@@ -118,16 +119,11 @@ def cli() -> None:
 @contenders_option
 @choices("--passes", PASSES, ",".join(PASSES))
 @seconds_option(0.3, "contender and case")
-@threads_option
-@click.option("--rotate", type=int, help="Bytes of tensors to cycle through; default: 4 x L2 on a GPU, 0 on a CPU.")
 @out_option
-def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, rotate, out) -> None:
+def run_kernels(shapes, dtypes, device, contenders, passes, seconds, out) -> None:
     """Time forward, backward and both on SHAPES."""
-    measured = open_device(device, threads, rotate)
-    method = {"seconds": seconds, "rotate_bytes": measured.rotate, "passes": passes, "contenders": contenders}
-    cells = [(*shape, pair) for shape in shapes_for(device, shapes) for pair in dtypes]
-    cases = [(*cell, contenders, passes, seconds) for cell in cells]
-    execute("kernels", method, measured, cases, kernels.measure, out)
+    cases = [(*cell, contenders, passes, seconds) for cell in cells(device, shapes, dtypes)]
+    execute("kernels", open_device(device), cases, kernels.measure, out)
 
 
 @cli.command("overhead")
@@ -139,34 +135,29 @@ def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, ro
 def run_overhead(dtypes, device, contenders, seconds, out) -> None:
     """Time the host's part of one call on a tiny input."""
     cases = [(pair, contenders, seconds) for pair in dtypes]
-    execute("overhead", {"seconds": seconds}, open_device(device), cases, overhead.measure, out)
+    execute("overhead", open_device(device), cases, overhead.measure, out)
 
 
 @cli.command("accuracy")
 @choices("--dtypes", PAIRS, ",".join(PAIRS))
 @device_option
 @contenders_option
-@choices("--sweeps", accuracy.SWEEPS, ",".join(accuracy.SWEEPS))
-@click.option("--largest", default=1 << 24, help="Skip cases with more elements.")
 @out_option
-def run_accuracy(dtypes, device, contenders, sweeps, largest, out) -> None:
+def run_accuracy(dtypes, device, contenders, out) -> None:
     """Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
-    cases = [(*point, contenders) for point in accuracy.points(sweeps, dtypes, largest)]
-    execute("accuracy", {"largest": largest}, open_device(device), cases, accuracy.measure, out)
+    cases = [(*point, contenders) for point in accuracy.points(dtypes)]
+    execute("accuracy", open_device(device), cases, accuracy.measure, out)
 
 
 @cli.command("models")
-@choices("--models names", models.MODELS, ",".join(models.MODELS))
 @choices("--dtypes", PAIRS, "fp32")
 @device_option
-@choices("--modes", models.MODES, ",".join(models.MODES))
 @seconds_option(5.0, "model and mode")
-@threads_option
 @out_option
-def run_models(names, dtypes, device, modes, seconds, threads, out) -> None:
+def run_models(dtypes, device, seconds, out) -> None:
     """Time steps of whole models, original and converted, and measure their memory."""
-    cases = [(name, pair, modes, seconds / 3) for name in names for pair in dtypes]
-    execute("models", {"seconds": seconds}, open_device(device, threads), cases, models.measure, out)
+    cases = [(name, pair, seconds / 3) for name in models.MODELS for pair in dtypes]
+    execute("models", open_device(device), cases, models.measure, out)
 
 
 @cli.command("memory")
@@ -177,8 +168,8 @@ def run_models(names, dtypes, device, modes, seconds, threads, out) -> None:
 @out_option
 def run_memory(shapes, dtypes, device, contenders, out) -> None:
     """Measure the memory of forward and backward on SHAPES (default: 4096x768 and 64x65536)."""
-    cases = [(*shape, pair, contenders) for shape in shapes or [(4096, 768), (64, 65536)] for pair in dtypes]
-    execute("memory", {}, open_device(device), cases, memory.measure, out)
+    cases = [(*cell, contenders) for cell in cells(device, shapes or [(4096, 768), (64, 65536)], dtypes)]
+    execute("memory", open_device(device), cases, memory.measure, out)
 
 
 @cli.command("all")
@@ -196,30 +187,24 @@ def run_all(context, device, contenders, out) -> None:
 @cli.command("compare")
 @click.argument("base")
 @shapes_argument
-@click.option("--head", help="A revision (default: the working tree).")
 @choices("--dtypes", PAIRS, "fp32,bf16")
 @device_option
-@choices("--passes", PASSES, "forward,backward")
-@click.option("--starts", type=click.IntRange(1), default=3, help="Number of times to start the processes.")
 @seconds_option(0.5, "start and case")
-@threads_option
 @out_option
-def run_compare(base, shapes, head, dtypes, device, passes, starts, seconds, threads, out) -> None:
+def run_compare(base, shapes, dtypes, device, seconds, out) -> None:
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
-    measured = open_device(device, threads)
-    cells = [(*s, pair, which) for s in shapes_for(device, shapes) for pair in dtypes for which in passes]
+    machine = describe_machine(open_device(device))
     try:
-        folders = {compare.BASE: compare.build(base, BUILDS), compare.HEAD: compare.build(head, BUILDS)}
+        builds = compare.build_both(base, ROOT / "build" / "compare")
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    method = {name: folder.name for name, folder in folders.items()} | {"starts": starts, "seconds": seconds}
-    run = Run("compare", method, describe_machine(measured))
+    run = Run("compare", machine | {"base": builds[compare.BASE].name})
 
-    def sample(cells: list) -> Iterable:
-        found = compare.sample(folders, cells, device, threads, starts, seconds)
-        return track(found, run.benchmark, starts * len(cells), console=PROGRESS, transient=True)
+    def sample(cases: list) -> Iterable:
+        return progress(compare.sample(builds, cases, device, seconds), run.benchmark, compare.STARTS * len(cases))
 
-    run.records.extend(compare.measure(cells, sample))
+    cases = [(*cell, which) for cell in cells(device, shapes, dtypes) for which in ("forward", "backward")]
+    run.records.extend(compare.measure(cases, sample))
     finish(run, out)
     text, passed = compare.summary(run.records)
     click.echo(text)

@@ -21,8 +21,6 @@ RESULTS = {"forward": QUANTITIES[:1], "backward": QUANTITIES[1:], "both": QUANTI
 # which allow for 16-bit intermediate values. The `accuracy` command measures precision.
 TOLERANCE = {F64: 1e-13, F32: 1e-5, F16: 4 * 2.0**-10, BF16: 4 * 2.0**-7}
 
-CHUNK = 1 << 20  # elements to compare at a time; each takes 8 or 16 bytes
-
 
 class Case:
     """Input, upstream gradient and parameters of one problem size, drawn from normal distributions.
@@ -64,25 +62,13 @@ def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict
     """
     wide = exact if case.dtype == F64 else lambda tensor: tensor.detach().double()
     weight, bias = wide(case.weight), wide(case.bias)
-    rows = max(1, CHUNK // case.cols)
-    largest = dict.fromkeys(QUANTITIES, 0.0)
-    worst = {name: dict.fromkeys(QUANTITIES[: len(result)], 0.0) for name, result in results.items()}
-    grad_weight = grad_bias = 0
+    forward = Forward(wide(case.x), EPS)
+    backward = Backward(wide(case.dy), forward, weight)
+    expected = [forward.output(weight, bias), backward.grad_input, backward.grad_weight, backward.grad_bias]
 
-    def compare(index: int, value, part: slice = slice(None)) -> None:  # noqa: ANN001 (a tensor or a numpy array)
-        quantity = QUANTITIES[index]
-        largest[quantity] = max(largest[quantity], float(abs(value).max()))
-        for name in (name for name in results if quantity in worst[name]):
-            error = float(abs(wide(results[name][index][part]) - value).max())
-            worst[name][quantity] = max(worst[name][quantity], math.inf if math.isnan(error) else error)
+    def error(actual: Tensor, value) -> float:  # noqa: ANN001 (a tensor or a numpy array)
+        found = float(abs(wide(actual) - value).max()) / (float(abs(value).max()) or 1)
+        return math.inf if math.isnan(found) else found
 
-    for first in range(0, case.rows, rows):
-        part = slice(first, first + rows)
-        forward = Forward(wide(case.x[part]), EPS)
-        backward = Backward(wide(case.dy[part]), forward, weight)
-        compare(0, forward.output(weight, bias), part)
-        compare(1, backward.grad_input, part)
-        grad_weight, grad_bias = grad_weight + backward.grad_weight, grad_bias + backward.grad_bias
-    compare(2, grad_weight)
-    compare(3, grad_bias)
-    return {name: {q: error / (largest[q] or 1) for q, error in found.items()} for name, found in worst.items()}
+    # Results of forward alone end before the gradients.
+    return {name: dict(zip(QUANTITIES, map(error, found, expected), strict=False)) for name, found in results.items()}

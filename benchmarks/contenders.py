@@ -145,11 +145,8 @@ class Contender:
         return {"contender": self.name, "status": status, "message": message, "error": error}
 
 
-def bind_contenders(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[Contender]:
-    """Bind contenders to all sets of tensors and compare their results on the first set with float64.
-
-    `checks=False` skips the comparison, for a build that has passed it in another process.
-    """
+def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
+    """Bind contenders to all sets of tensors and compare their results on the first set with float64."""
     entries, results = [Contender(name, TOLERANCE[sets[0].dtype]) for name in names], {}
     for entry in entries:
         try:
@@ -163,7 +160,7 @@ def bind_contenders(names: Iterable[str], sets: list[Case], checks: bool = True)
             results[entry.name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
         except Exception as error:
             entry.failed = dict.fromkeys(PASSES[1:], first_line(error))
-    found = errors(sets[0], results) if checks else {}
+    found = errors(sets[0], results)
     for entry in entries:
         entry.errors = found.get(entry.name, {})
     return entries

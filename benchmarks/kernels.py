@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from itertools import product
 
-import torch
-
 from .cases import Case
 from .contenders import Copy, bind_contenders
-from .timing import Device, first_line, measure_times, summarize
+from .timing import Device, measure_times, summarize
 
 COPY = "copy"
 AGAINST = ("torch", COPY)
@@ -24,20 +22,13 @@ def measure(
     device: Device, rows: int, cols: int, dtypes: str, names: list[str], passes: list[str], budget: float
 ) -> Iterator[dict]:
     """Yield a record for each pass, call mode and contender."""
-    cell = {"rows": rows, "cols": cols, "dtypes": dtypes}
-    try:
-        sets = make_cases(device, rows, cols, dtypes)
-        entries, copies = bind_contenders(names, sets), [Copy(case) for case in sets]
-    except torch.OutOfMemoryError as error:
-        failed = {"status": "failed", "message": first_line(error), "error": None} | summarize({}, "", AGAINST)
-        for pass_name, name in product(passes, names):
-            yield cell | {"pass": pass_name, "mode": None, "sets": None, "bytes": None, "contender": name} | failed
-        return
+    sets = make_cases(device, rows, cols, dtypes)
+    entries, copies = bind_contenders(names, sets), [Copy(case) for case in sets]
     for pass_name, mode in product(passes, device.modes):
         calls = {entry.name: entry.functions(pass_name) for entry in entries if pass_name not in entry.failed}
         calls[COPY] = [getattr(copy, pass_name) for copy in copies]
         times, failed = measure_times(device, calls, pass_name != "forward", mode, budget)
-        cell |= {"pass": pass_name, "mode": mode, "sets": len(sets), "bytes": sets[0].bytes_moved(pass_name)}
+        cell = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name, "mode": mode, "sets": len(sets)}
         for entry in entries:
             yield cell | entry.record(pass_name, failed) | summarize(times, entry.name, AGAINST)
         copied = {"contender": COPY, "status": "ok", "message": "", "error": None}

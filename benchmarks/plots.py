@@ -6,7 +6,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .accuracy import SWEEPS
 from .contenders import CONTENDERS
 from .kernels import COPY
 from .runs import Run
@@ -62,9 +61,9 @@ def save(run: Run, folder: Path) -> None:
         title = "Speed as a fraction of a copy of the same bytes (lines: best number of rows)"
         figure = draw_panels(points, "pass", "kind", "columns", "of_copy", title, xscale="log")
         save_png(figure, folder / "copy_fraction.png")
-    for sweep in SWEEPS if run.benchmark == "accuracy" else ():
-        if swept := [p | {sweep: p["value"]} for p in points if p["sweep"] == sweep]:
-            title = f"Largest error against float64, relative to the largest value, by {sweep}"
-            scale = "symlog" if sweep == "offset" else "log"
-            figure = draw_panels(swept, "quantity", "dtypes", sweep, "error", title, xscale=scale, yscale="log")
-            save_png(figure, folder / f"error_by_{sweep}.png")
+    for sweep in dict.fromkeys(p["sweep"] for p in points) if run.benchmark == "accuracy" else ():
+        swept = [p | {sweep: p["value"]} for p in points if p["sweep"] == sweep]
+        title = f"Largest error against float64, relative to the largest value, by {sweep}"
+        scale = "symlog" if sweep == "offset" else "log"
+        figure = draw_panels(swept, "quantity", "dtypes", sweep, "error", title, xscale=scale, yscale="log")
+        save_png(figure, folder / f"error_by_{sweep}.png")

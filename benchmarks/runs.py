@@ -27,7 +27,6 @@ class Run:
     """One run of a benchmark. All its records have the same keys."""
 
     benchmark: str
-    method: dict
     machine: dict
     records: list[dict] = field(default_factory=list)
     command: str = field(default_factory=lambda: shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))

@@ -6,7 +6,6 @@ from rich.table import Table
 
 from .runs import Run
 
-STYLES = {"faster": "green", "slower": "red", "noise": "dim", "wrong": "bold red", "failed": "red"}
 KEYS = {  # benchmark -> the keys that identify a case
     "kernels": ("rows", "cols", "dtypes", "pass", "mode"),
     "overhead": ("dtypes", "way"),
@@ -19,7 +18,7 @@ CAPTION = "time · time of torch, or of the base, / this time · copy's time / t
 
 
 def text(record: dict) -> str:
-    """Return the figures that a record has, in the order of CAPTION."""
+    """Return the figures that a record has, in the order of CAPTION, and the status unless it is ok."""
     parts = []
     if record.get("us"):
         parts.append(f"{record['us']:.4g} µs")
@@ -32,6 +31,8 @@ def text(record: dict) -> str:
         parts.append(f"{record['error']:.0e}")
     if record.get("peak_bytes") is not None:
         parts.append(f"{record['peak_bytes'] / 2**20:.2f} MiB, keeps {record['kept_bytes'] / 2**20:.2f}")
+    if record["status"] != "ok":
+        parts.append(record["status"].upper())
     return " · ".join(parts)
 
 
@@ -53,15 +54,7 @@ def terminal(run: Run) -> Table:
     names = list(dict.fromkeys(r["contender"] for r in run.records))
     table = Table(*keys, "noise", *names, title=run.benchmark, caption=CAPTION)
 
-    def cell(record: dict | None) -> str:
-        if record is None:
-            return ""
-        status = record["status"]
-        style = STYLES.get(status) or STYLES.get(record.get("verdict"), "none")
-        content = "failed" if status == "failed" else text(record) + (" · WRONG" if status == "wrong" else "")
-        return f"[{style}]{content}[/]"
-
     for case, found in cases.items():
         noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
-        table.add_row(*case, noise, *(cell(found.get(name)) for name in names))
+        table.add_row(*case, noise, *(text(found[name]) if name in found else "" for name in names))
     return table

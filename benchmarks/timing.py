@@ -33,11 +33,11 @@ def keep_pages() -> None:
 class Device:
     """Measures time and memory on a device, and captures CUDA graphs.
 
-    `rotate` is the number of bytes to cycle through before tensors are used again. The default is four times the L2
-    cache on a GPU, so that kernels read from memory, and 0 on a CPU.
+    `rotate` is the number of bytes to cycle through before tensors are used again: four times the L2 cache of a GPU, so
+    that kernels read from memory, and 0 on a CPU.
     """
 
-    def __init__(self, name: str, rotate: int | None = None):
+    def __init__(self, name: str):
         self.name = name
         self.is_cuda = name == "cuda"
         if self.is_cuda and not torch.cuda.is_available():
@@ -45,10 +45,9 @@ class Device:
                 f"torch {torch.__version__} sees no GPU; run this on a machine with one, or --device cpu"
             )
         self.modes = ("eager", "graph") if self.is_cuda else ("eager",)
-        self.rotate = rotate or 0
+        self.rotate = 0
         if self.is_cuda:
-            if rotate is None:
-                self.rotate = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+            self.rotate = 4 * torch.cuda.get_device_properties(0).L2_cache_size
             # Autograd runs backward on the stream of forward, and a graph captures one stream: use one for everything.
             self.stream = torch.cuda.Stream()
             torch.cuda.set_stream(self.stream)

@@ -39,20 +39,16 @@ def randomize(module):
 
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
 @pytest.mark.parametrize(
-    ("layer", "ours"),
-    [
-        (torch.nn.LayerNorm(5), LayerNorm),
-        (torch.nn.LayerNorm((4, 5), eps=0.5), LayerNorm),
-        (torch.nn.LayerNorm(5, bias=False), LayerNorm),
-        (torch.nn.LayerNorm(5, elementwise_affine=False), LayerNorm),
-        (torch.nn.RMSNorm(5), RMSNorm),
-        (torch.nn.RMSNorm((4, 5), eps=0.5), RMSNorm),
-        (torch.nn.RMSNorm(5, elementwise_affine=False), RMSNorm),
-    ],
+    "layer",
+    [torch.nn.LayerNorm(5, bias=False)]
+    + [cls(5) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)]
+    + [cls((4, 5), eps=0.5) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)]
+    + [cls(5, elementwise_affine=False) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)],
     ids=str,
 )
-def test_torch_layers_are_replaced_and_restored(layer, ours, dtype):
+def test_torch_layers_are_replaced_and_restored(layer, dtype):
     layer = copy.deepcopy(layer).to(dtype)
+    ours = LayerNorm if isinstance(layer, torch.nn.LayerNorm) else RMSNorm
     randomize(layer)
     x = torch.randn(3, 4, 5).to(dtype)
     before, expected, text, keys = snapshot(layer), layer(x), repr(layer), list(layer.state_dict())
@@ -66,6 +62,10 @@ def test_torch_layers_are_replaced_and_restored(layer, ours, dtype):
     tolerance = 1e-14 if dtype == F64 else 2**-7
     torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance)
     assert str(convert(layer)) == "0 replaced, 0 skipped, 0 fast path off"
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is ours
+        revert(copied)
+        assert type(copied) is before[0] and type(layer) is ours
     revert(layer)
     assert snapshot(layer) == before and list(vars(layer)) == list(before[1])
 
@@ -80,13 +80,12 @@ def test_references_hooks_and_modes_are_kept():
     shared.register_forward_hook(lambda *_: calls.append("forward"))
     shared.register_forward_pre_hook(lambda *_: calls.append("pre"))
     shared.register_full_backward_hook(lambda *_: calls.append("backward"))
-    before, keys = [snapshot(module) for module in model.modules()], list(model.state_dict())
+    before = [snapshot(module) for module in model.modules()]
 
     assert list(convert(model).replaced) == ["a", "c"]  # a shared layer has its first name
     assert type(shared) is LayerNorm and model["a"] is shared is model["b"][1]
     assert shared.weight is weight is model["c"].weight and not weight.requires_grad
     assert shared.training and not model["c"].training
-    assert list(model.state_dict()) == keys
     model["b"](torch.randn(3, 5, requires_grad=True)).sum().backward()
     assert calls == ["pre", "forward", "backward"]
     shared.bias.grad = None
@@ -96,32 +95,18 @@ def test_references_hooks_and_modes_are_kept():
         assert [snapshot(module) for module in model.modules()] == before
 
 
-def test_meta_device_models_are_converted():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(5, device="meta"), torch.nn.RMSNorm(5, device="meta"))
-    assert len(convert(model).replaced) == 2
-    assert model[0].weight.is_meta and model(torch.empty(3, 5, device="meta")).is_meta
-
-
 @pytest.mark.parametrize(
     "mode",
     [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", BF16)],
     ids=["no_grad", "inference_mode", "device", "autocast"],
 )
-def test_convert_ignores_the_caller_modes_and_random_state(mode):
-    layer, random_state = torch.nn.LayerNorm(5), torch.get_rng_state()
+def test_convert_ignores_the_caller_modes_and_keeps_devices_and_random_state(mode):
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), torch.nn.LayerNorm(5, device="meta"))
+    random_state = torch.get_rng_state()
     with mode():
-        assert convert(layer).replaced
+        assert len(convert(model).replaced) == 2
     assert torch.equal(torch.get_rng_state(), random_state)
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_can_be_reverted(make_copy):
-    model = torch.nn.Sequential(torch.nn.LayerNorm(5))
-    convert(model)
-    copied = make_copy(model)
-    assert type(copied[0]) is LayerNorm
-    revert(copied)
-    assert type(copied[0]) is torch.nn.LayerNorm and type(model[0]) is LayerNorm
+    assert model[1].weight.is_meta and model[1](torch.empty(3, 5, device="meta")).is_meta
 
 
 def test_converted_restores_the_model_after_an_error():
@@ -173,6 +158,22 @@ class SomeLayerNorm(torch.nn.Module):
     pass
 
 
+class MyNorm(torch.nn.Module):
+    """RMSNorm with a zero-centred weight and attribute names of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.normalized_shape, self.small = width, "unused", 1e-3
+        self.weight = torch.nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True) + self.small).sqrt() * (1 + self.weight)
+
+
+def build_ours(module, cls=RMSNorm):
+    return cls(module.width, module.small, zero_centered_weight=True, device="meta")
+
+
 def layer_with(forward, /, **attributes):
     """Return an instance of a new subclass of torch.nn.LayerNorm with this forward and further attributes."""
     layer = type("Lookalike", (torch.nn.LayerNorm,), {"forward": forward})(5)
@@ -186,12 +187,12 @@ def centered(x):
 
 
 def rounded_for(*dtypes):
-    """Return a layer that rounds its output to integers for one pair of input and weight dtypes."""
+    """Return a forward that rounds its output to integers for one pair of input and weight dtypes."""
 
     def forward(self, x):
         return torch_forward(self, x).round() if (x.dtype, self.weight.dtype) == dtypes else torch_forward(self, x)
 
-    return layer_with(forward)
+    return forward
 
 
 def channels_first_for_images(self, x):
@@ -205,6 +206,7 @@ def divide_by_zero(self, x):
 torch_forward = torch.nn.LayerNorm.forward
 NAME = "not LayerNorm((5,), eps=1e-05, elementwise_affine=True, bias=True): "
 OUTPUT = NAME + "output differs by "
+# Case -> the layer or its forward, the reason, and the function that builds the replacement, if not the default.
 SKIPPED = {
     "std plus eps": (lambda self, x: centered(x) / (x.std(-1, correction=0, keepdim=True) + self.eps), OUTPUT),
     "unbiased": (lambda self, x: centered(x) / (x.var(-1, keepdim=True) + self.eps).sqrt(), OUTPUT),
@@ -221,13 +223,21 @@ SKIPPED = {
     "other parameter": (layer_with(torch_forward, gamma=torch.nn.Parameter(torch.ones(5))), "it has a parameter gamma"),
     "no eps": (type("NoEps", (torch.nn.Module,), {"normalized_shape": 5})(), "neither eps nor variance_epsilon"),
     "no shape": (type("NoShape", (torch.nn.Module,), {"eps": 1e-5})(), "neither normalized_shape nor weight"),
+    "other output dtype": (
+        MyNorm(5),
+        "output of torch.float32 and torch.float64 is torch.float64",
+        lambda module: build_ours(module, type("Subclass", (RMSNorm,), {})),
+    ),
+    # Both layers raise: LayerNorm(4) refuses the weight of 5 elements.
+    "no common input": (divide_by_zero, "it refuses every input", lambda module: LayerNorm(4, device="meta")),
 }
 
 
-@pytest.mark.parametrize(("layer", "reason"), SKIPPED.values(), ids=SKIPPED)
-def test_registered_layers_that_differ_are_skipped_with_a_reason(layer, reason):
+@pytest.mark.parametrize("case", SKIPPED.values(), ids=SKIPPED)
+def test_registered_layers_that_differ_are_skipped_with_a_reason(case):
+    layer, reason, *build = case
     layer = layer if isinstance(layer, torch.nn.Module) else layer_with(layer)
-    register_conversion(type(layer))
+    register_conversion(type(layer), *build)
     before = snapshot(layer)
     report = convert(layer)
     assert not report.replaced and snapshot(layer) == before
@@ -236,21 +246,16 @@ def test_registered_layers_that_differ_are_skipped_with_a_reason(layer, reason):
 
 
 def test_unregistered_layers_are_skipped_and_reported():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(5), Subclass(5), SomeLayerNorm())
-    assert str(convert(model)).splitlines() == [
-        f"replaced: 0: torch.nn.modules.normalization.LayerNorm by {model[0]}",
-        f"skipped: 1: {__name__}.Subclass: not registered by layernorm_ext.register_conversion",
-        f"skipped: 2: {__name__}.SomeLayerNorm: not registered by layernorm_ext.register_conversion",
-        "1 replaced, 2 skipped, 0 fast path off",
-    ]
-
-
-def test_blocks_named_after_a_layer_are_not_reported():
-    """A module with children is a layer only if its class derives from a registered class."""
-    block = SomeLayerNorm()
+    block = SomeLayerNorm()  # a block with children: a layer only if its class derived from a registered class
     block.inner = Subclass(5)
     block.inner.dropout = torch.nn.Dropout()
-    assert list(convert(block).skipped) == ["inner"]
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), SomeLayerNorm(), block)
+    assert str(convert(model)).splitlines() == [
+        f"replaced: 0: torch.nn.modules.normalization.LayerNorm by {model[0]}",
+        f"skipped: 1: {__name__}.SomeLayerNorm: not registered by layernorm_ext.register_conversion",
+        f"skipped: 2.inner: {__name__}.Subclass: not registered by layernorm_ext.register_conversion",
+        "1 replaced, 2 skipped, 0 fast path off",
+    ]
 
 
 def test_patched_torch_layers_are_skipped(monkeypatch):
@@ -267,22 +272,6 @@ def test_layers_on_devices_without_kernels_are_skipped(monkeypatch):
 
 
 # Layers that users register
-
-
-class MyNorm(torch.nn.Module):
-    """RMSNorm with a zero-centred weight and attribute names of its own."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.width, self.normalized_shape, self.small = width, "unused", 1e-3
-        self.weight = torch.nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        return x / (x.square().mean(-1, keepdim=True) + self.small).sqrt() * (1 + self.weight)
-
-
-def build_ours(module, cls=RMSNorm):
-    return cls(module.width, module.small, zero_centered_weight=True, device="meta")
 
 
 @pytest.mark.parametrize("key", [MyNorm, f"{__name__}.MyNorm", "*.MyN*"], ids=str)
@@ -304,28 +293,6 @@ def test_last_matching_name_wins_and_the_class_overrides_names():
     assert convert(MyNorm(5)).skipped
     register_conversion(MyNorm, build_ours)
     assert convert(MyNorm(5)).replaced
-
-
-class SubclassOfOurs(RMSNorm):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("layer", "build", "reason"),
-    [
-        (
-            MyNorm(5),
-            lambda module: build_ours(module, SubclassOfOurs),
-            "output of torch.float32 and torch.float64 is torch.float64",
-        ),
-        # Both layers raise: LayerNorm(4) refuses the weight of 5 elements.
-        (layer_with(divide_by_zero), lambda module: LayerNorm(4, device="meta"), "it refuses every input"),
-    ],
-    ids=["other output dtype", "no common input"],
-)
-def test_registered_replacements_that_differ_are_skipped(layer, build, reason):
-    register_conversion(type(layer), build)
-    assert reason in convert(layer).skipped[""]
 
 
 def test_register_conversion_checks_its_arguments():
@@ -359,7 +326,7 @@ class LikeLlama(LikeT5):
 
 
 @pytest.mark.parametrize("cls", [LikeT5, LikeLlama])
-def test_output_dtype_is_kept_for_every_pair_of_dtypes(cls):
+def test_output_dtype_is_kept_for_every_pair_of_dtypes_and_by_copies(cls):
     register_conversion(cls)
     for x_dtype, dtype in itertools.product((F64, F32, F16, BF16), repeat=2):
         layer, x = cls(50).to(dtype), torch.randn(3, 50).to(x_dtype)
@@ -375,22 +342,14 @@ def test_output_dtype_is_kept_for_every_pair_of_dtypes(cls):
         torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=tolerance)
         ours.sum().backward()
         assert layer.weight.grad.dtype == dtype
+        if {x_dtype, dtype} == {F32, BF16}:
+            copied = pickle.loads(pickle.dumps(layer))
+            torch._dynamo.reset()
+            compiled = torch.compile(copied, backend="aot_eager", fullgraph=True)
+            for other in (copied, torch.fx.symbolic_trace(torch.nn.Sequential(copied)), compiled):
+                torch.testing.assert_close(other(x), ours, rtol=0, atol=0)  # checks the dtype, too
         revert(layer)
         assert torch.equal(layer(x), theirs)
-
-
-@pytest.mark.parametrize("dtypes", [(F32, BF16), (BF16, F32)], ids=str)
-@pytest.mark.parametrize("cls", [LikeT5, LikeLlama])
-def test_output_dtype_is_kept_by_pickle_fx_and_compile(cls, dtypes):
-    register_conversion(cls)
-    layer, x = cls(50).to(dtypes[1]), torch.randn(3, 50).to(dtypes[0])
-    convert(layer)
-    expected = layer(x)
-    copied = pickle.loads(pickle.dumps(layer))
-    torch._dynamo.reset()
-    compiled = torch.compile(copied, backend="aot_eager", fullgraph=True)
-    for other in (copied, torch.fx.symbolic_trace(torch.nn.Sequential(copied)), compiled):
-        torch.testing.assert_close(other(x), expected, rtol=0, atol=0)  # checks the dtype, too
 
 
 # The fast path of torch.nn.TransformerEncoder
@@ -432,14 +391,11 @@ def test_converted_encoders_leave_the_fast_path_until_reverted(options, padded):
     assert run()[1]
 
 
-def test_fast_path_of_a_partly_converted_encoder_is_switched_off():
+def test_fast_path_is_switched_off_if_any_layer_is_replaced():
     model = transformer_encoder()
     convert(model.layers[0].norm1)
     assert sorted(convert(model.layers[0]).fast_paths) == [""]
     assert sorted(convert(model).fast_paths) == ["", "layers.1"]
-
-
-def test_fast_path_stays_if_no_layer_is_replaced():
     model = transformer_encoder()
     for layer in model.layers:
         layer.norm1, layer.norm2 = Subclass(16).double(), Subclass(16).double()
