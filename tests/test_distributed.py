@@ -95,8 +95,7 @@ def family_keeps_batch_and_sequence_sharded(mesh):
     tensors = {"x": x, "r": residual, "w": w, "b": b}
     members = [
         (lambda x, w, b: (layer_norm(x, (16,), w, b),), "xwb"),
-        (lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True),), "xw"),
-        (lambda x, w: (layer_norm(x, (16,), w, memory_efficient=True),), "xw"),
+        (lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True, memory_efficient=True),), "xw"),
         (lambda x, w: (rms_norm(x, (16,), w),), "xw"),
         (lambda x, r, w, b: add_layer_norm(x, r, (16,), w, b), "xrwb"),
         (lambda x, r, w: add_rms_norm(x, r, (16,), w), "xrw"),
@@ -121,18 +120,16 @@ def family_keeps_batch_and_sequence_sharded(mesh):
 
 @in_four_processes
 def placements_and_collectives_equal_those_of_aten(mesh):
-    """FSDP shards the parameters, and tensor parallelism replicates them.
-
-    DTensor caches the placements by the arguments, among them missing parameters and output_mask.
-    """
+    """DTensor caches placements. Calls that differ only in a missing parameter or output_mask must not share them."""
     x, w, b, dy = random_tensors()
     two_by_two = init_device_mesh("cpu", (2, 2))
     cases = [(mesh, (placement,)) for placement in (Shard(0), Shard(1), Shard(2), Replicate())]
     cases += [(two_by_two, pair) for pair in itertools.product((Shard(0), Shard(1), Replicate()), repeat=2)]
     for mesh, placements in cases:
         dx, ddy = distribute_tensor(x, mesh, placements), distribute_tensor(dy, mesh, placements)
-        parameter_placements, mask_cases = (Replicate(), Shard(0)), itertools.product((True, False), repeat=2)
-        for parameter_placement, (has_weight, wants_bias) in itertools.product(parameter_placements, mask_cases):
+        for parameter_placement, has_weight, wants_bias in itertools.product(
+            (Replicate(), Shard(0)), (True, False), (True, False)
+        ):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
             results = []
@@ -148,30 +145,21 @@ def placements_and_collectives_equal_those_of_aten(mesh):
 
 
 @in_four_processes
-def strided_shards_stay_sharded(mesh):
-    """Flattening the batch and a sharded sequence makes strided shards."""
-    x = torch.randn(4, 8, 16)
-    rows = distribute_tensor(x, mesh, [Shard(1)]).flatten(0, 1)
-    y, collectives = with_collectives(layer_norm, rows, (16,))
-    assert y.placements == rows.placements != (Replicate(),) and not collectives
-    assert torch.equal(y.full_tensor(), layer_norm(x, (16,)).flatten(0, 1))
-
-
-@in_four_processes
-def normalized_dimensions_and_partial_sums_become_replicated(mesh):
-    """DTensor caches the placements of a call. Calls that differ only in normalized_shape must not share them."""
+def only_batch_dimensions_stay_sharded(mesh):
+    """Partial sums become whole. The cached placements depend on normalized_shape."""
     x = torch.randn(4, 8, 16)
     sharded = distribute_tensor(x, mesh, [Shard(1)])
-    partial = DTensor.from_local(x / PROCESSES, mesh, [Partial()])  # dividing by a power of two is exact
-    for distributed, shape, placement in (
-        (sharded, (16,), Shard(1)),
-        (sharded, (8, 16), Replicate()),
-        (sharded, (16,), Shard(1)),
-        (partial, (16,), Replicate()),
+    strided = sharded.flatten(0, 1)
+    partial = DTensor.from_local(x, mesh, [Partial()])
+    for distributed, shape, placements in (
+        (sharded, (16,), sharded.placements),
+        (sharded, (8, 16), (Replicate(),)),
+        (strided, (16,), strided.placements),
+        (partial, (16,), (Replicate(),)),
     ):
         y = layer_norm(distributed, shape)
-        assert y.placements == (placement,)
-        assert torch.equal(y.full_tensor(), layer_norm(x, shape))
+        assert y.placements == placements
+        assert torch.equal(y.full_tensor(), layer_norm(distributed.full_tensor(), shape))
 
 
 @in_four_processes
