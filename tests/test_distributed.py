@@ -128,7 +128,7 @@ def placements_and_collectives_equal_those_of_aten(mesh):
     for mesh, placements in cases:
         dx, ddy = distribute_tensor(x, mesh, placements), distribute_tensor(dy, mesh, placements)
         for parameter_placement, has_weight, wants_bias in itertools.product(
-            (Replicate(), Shard(0)), (True, False), (True, False)
+            (Replicate(), Shard(0)), (False, True), (False, True)
         ):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
