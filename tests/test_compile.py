@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, layer_norm
@@ -108,27 +107,6 @@ def test_compiled_output_has_the_same_bits(context, dtype):
     assert actual.dtype == expected.dtype == dtype and torch.equal(actual, expected)
 
 
-def test_compiled_func_grad_matches_eager():
-    tensors = [t.detach() for t in leaves(3, 8)]
-    gradient = torch.func.grad(loss)
-    torch.testing.assert_close(torch.compile(gradient, fullgraph=True)(*tensors), gradient(*tensors), **TOLERANCE)
-
-
-def test_double_backward_of_compiled_code_is_an_error():
-    """torch.compile does not support it; a silent zero would be wrong."""
-    tensors = leaves(3, 8)
-    value = torch.compile(loss, backend="aot_eager")(*tensors)
-    (gradient,) = torch.autograd.grad(value, tensors[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
-        gradient.sum().backward()
-
-
-def test_make_fx_keeps_normalized_shape_symbolic():
-    graph = make_fx(lambda x: layer_norm(x, x.shape[-1:]), tracing_mode="symbolic")(torch.randn(3, 8))
-    x = torch.randn(4, 12)
-    assert torch.equal(graph(x), layer_norm(x, (12,)))
-
-
 def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
     class ForwardAndBackward(torch.nn.Module):
         def forward(self, dy, x, w, b):
@@ -140,19 +118,6 @@ def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
     actual = torch._inductor.aoti_load_package(package)(*tensors)
     torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
-
-
-def test_compiled_backward_operator_may_omit_gradients():
-    """AOTInductor in torch 2.13 does not support operators that return None; torch.compile and torch.export do."""
-
-    class InputGradient(torch.nn.Module):
-        def forward(self, dy, x, w):
-            _, mean, rstd = forward(x, x.shape[-1:], w)
-            return backward(dy, x, x.shape[-1:], mean, rstd, w, None, [True, False, False])[0]
-
-    module, tensors = InputGradient(), (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8))
-    for traced in (torch.compile(module, fullgraph=True), torch.export.export(module, tensors).module()):
-        assert torch.equal(traced(*tensors), module(*tensors))
 
 
 # Compiled autograd

@@ -30,21 +30,17 @@ ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
 MODULES = {
     "LayerNorm": (lambda: LayerNorm(8), ROWS),
     "LayerNorm of two dimensions": (lambda: LayerNorm((5, 8), eps=0.1), ROWS),
-    "LayerNorm without bias": (lambda: LayerNorm(8, bias=False), ROWS),
     "LayerNorm without parameters": (lambda: LayerNorm(8, elementwise_affine=False), ROWS),
     "zero-centered LayerNorm": (lambda: LayerNorm(8, zero_centered_weight=True), ROWS),
     "memory-efficient LayerNorm": (lambda: LayerNorm(8, memory_efficient=True), ROWS),
-    "bfloat16 LayerNorm": (lambda: LayerNorm(8, dtype=torch.bfloat16), ROWS),
     "RMSNorm": (lambda: RMSNorm(8), ROWS),
+    "float64 RMSNorm with another default eps": (lambda: RMSNorm(8, dtype=torch.float64), ROWS),
     "RMSNorm with eps": (lambda: RMSNorm(8, eps=0.1), ROWS),
     "RMSNorm without weight": (lambda: RMSNorm(8, elementwise_affine=False), ROWS),
     "zero-centered RMSNorm": (lambda: RMSNorm(8, zero_centered_weight=True), ROWS),
-    "bfloat16 RMSNorm": (lambda: RMSNorm(8, dtype=torch.bfloat16), ROWS),
     "LayerNorm2d": (lambda: LayerNorm2d(8), IMAGES),
     "LayerNorm2d without parameters": (lambda: LayerNorm2d(8, elementwise_affine=False), IMAGES),
-    "bfloat16 LayerNorm2d": (lambda: LayerNorm2d(8, dtype=torch.bfloat16), IMAGES),
     "AddLayerNorm": (lambda: AddLayerNorm(8), ROWS, ROWS),
-    "AddLayerNorm in place": (lambda: AddLayerNorm(8, inplace=True), ROWS, ROWS),
     "AddLayerNorm of the first block": (lambda: AddLayerNorm(8), ROWS),
     "AddRMSNorm": (lambda: AddRMSNorm(8), ROWS, ROWS),
     "AddRMSNorm in place": (lambda: AddRMSNorm(8, zero_centered_weight=True, inplace=True), ROWS, ROWS),
@@ -77,23 +73,6 @@ def test_scripted_modules_have_the_same_bits(make, shapes):
     for each in (scripted, save_and_load(scripted)):
         for _ in range(3):  # TorchScript optimizes the later calls
             torch.testing.assert_close(outputs_and_gradients(each), outputs_and_gradients(module), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("function", [layer_norm, rms_norm, add_layer_norm, add_rms_norm, layer_norm_2d])
-def test_scripted_functions_have_the_same_bits(function):
-    x, w = torch.randn(3, 8), torch.randn(8)
-    arguments = {
-        layer_norm_2d: (torch.randn(2, 8, 3, 3), w),
-        add_layer_norm: (x, x, [8], w),
-        add_rms_norm: (x, x, [8], w),
-    }.get(function, (x, [8], w))
-    torch.testing.assert_close(torch.jit.script(function)(*arguments), function(*arguments), rtol=0, atol=0)
-
-
-def test_default_eps_of_rms_norm_depends_on_the_dtype():
-    x = torch.randn(3, 8, dtype=torch.float64) * 1e-8  # so small that eps matters
-    module = RMSNorm(8, dtype=torch.float64)
-    assert torch.equal(torch.jit.script(module)(x), module(x))
 
 
 class Model(torch.nn.Module):
@@ -134,12 +113,10 @@ def test_scripted_converted_model_has_the_same_bits():
 @pytest.mark.parametrize(
     ("module", "x", "message"),
     [
-        (LayerNorm(8), torch.randn(3, 7), r"Given normalized_shape=\[8\], expected input with shape \[\*, 8\]"),
-        (RMSNorm(8), torch.ones(3, 8).long(), "Expected input of dtype Double, Float, Half or BFloat16"),
         (LayerNorm2d(8, elementwise_affine=False), torch.randn(2, 7, 3, 3), r"Expected input of shape \[N, 8, H, W\]"),
         (LayerNorm2d(8), torch.randn(2, 8, 3), r"Expected input of shape \[N, C, H, W\]"),
     ],
-    ids=["shape", "dtype", "channels", "dimensions"],
+    ids=["channels", "dimensions"],
 )
 def test_scripted_modules_give_the_errors_of_eager_calls(module, x, message):
     for each in (module, torch.jit.script(module)):
