@@ -18,13 +18,11 @@ from reference import (
     statistics_dtype,
     xhat_error_from_output,
 )
-from shapes import all_dtypes, amid_nans, amid_nans_1d, bits, data_dtypes, huge, huge_rows, randn
+from shapes import ALL, MASKS, all_dtypes, amid_nans, assert_same_bits, data_dtypes, huge, huge_rows, randn, transposed
 from torch.autograd import gradcheck, gradgradcheck
 
 import layernorm_ext
 
-ALL = [True, True, True]
-MASKS = list(itertools.product((False, True), repeat=3))
 VARIANTS = {
     "layer": {"rms": False, "zero_centered_weight": False},
     "layer-centred": {"rms": False, "zero_centered_weight": True},
@@ -47,11 +45,6 @@ def run(backend, x, residual, dy, grad_sum, w, b, mask=ALL, **options):
     return output, total, mean, rstd, *gradients
 
 
-def assert_same_bits(actual, expected, *context):
-    for a, e in zip(actual, expected, strict=True):
-        assert a is e is None or torch.equal(bits(a), bits(e)), context
-
-
 # Results
 
 
@@ -65,7 +58,7 @@ def test_results_match_float64(backend, dtypes, variant):
     for cols in COLUMNS:
         shape = (6 if cols < 2000 else 1, cols)
         x, residual, dy, grad_sum = (amid_nans(randn(shape, dtypes[0], backend.device)) for _ in range(4))
-        w, b = (amid_nans_1d(randn(cols, dtypes[1], backend.device)) for _ in range(2))
+        w, b = (amid_nans(randn(cols, dtypes[1], backend.device)) for _ in range(2))
         total = amid_nans(x + residual)
         plain = run(backend, total, None, dy, None, w, b, **variant)
         assert plain[1] is None
