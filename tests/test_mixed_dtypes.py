@@ -1,11 +1,14 @@
-"""Input, weight and bias of any floating dtypes, including the combinations that have no kernel of their own."""
+"""Input, weight and bias of any floating dtypes, including the combinations that have no kernel of their own.
+
+Compiled calls with such dtypes are in test_family.py.
+"""
 
 import itertools
 
 import pytest
 import torch
 from reference import BF16, DTYPES, F16, F32, F64, check_backward, check_forward, dtype_id, statistics_dtype
-from shapes import ALL, assert_same_bits, randn
+from shapes import ALL, as_rows, assert_same_bits, randn, run_images
 from torch.nn import functional as F
 
 import layernorm_ext
@@ -75,9 +78,8 @@ def test_one_parameter(backend, x_dtype, dtype):
 def test_images_match_float64(backend, dtypes, memory_format):
     x, dy = (randn((2, 6, 3, 4), dtypes[0], backend.device).to(memory_format=memory_format) for _ in range(2))
     w, b = (randn(6, dtype, backend.device) for dtype in dtypes[1:])
-    output, mean, rstd = backend.ops.channels_first_forward(x, w, b, 1e-5)
-    dx, dw, db = backend.ops.channels_first_backward(dy, x, mean, rstd, w, b, ALL)
-    output, mean, rstd, dx, dy, x = (t.movedim(1, -1).reshape(-1, t.shape[1]) for t in (output, mean, rstd, dx, dy, x))
+    *results, dw, db = run_images(backend, x, dy, w, b)
+    output, mean, rstd, dx, dy, x = (as_rows(t) for t in (*results, dy, x))
     check_forward((output, mean, rstd), x, w, b)
     check_backward((dx, dw, None), dy, x, w, dtypes[1])
     check_backward((None, None, db), dy, x, w, dtypes[2])
@@ -193,20 +195,6 @@ def test_func(dtypes, name):
         return *gradients, batched, torch.func.jvp(function, tuple(tensors), directions)[1]
 
     assert_near(results(ours, tensors), results(torchs, wide), dtypes, (*dtypes, dtypes[0], dtypes[0]))
-
-
-@pytest.mark.parametrize(("compiler", "dtypes"), [("aot_eager", SOME[1]), ("inductor", SOME[4])], ids=triple_id)
-@all_functions
-def test_compile(compiler, dtypes, name):
-    """Without a graph break, in training and inference. Inductor fuses the operations around our operators."""
-    torch._dynamo.reset()
-    ours, _ = FUNCTIONS[name]
-    tensors, _ = leaves(name, dtypes)
-    compiled = torch.compile(ours, fullgraph=True, backend=compiler)
-    actual, expected = ((y, *torch.autograd.grad(loss(y), tensors)) for y in (compiled(*tensors), ours(*tensors)))
-    assert_near(actual, expected, dtypes, (dtypes[0], *dtypes))
-    with torch.inference_mode():
-        assert compiled(*tensors).dtype == dtypes[0]
 
 
 def test_rms_norm_returns_the_dtype_of_torch():
