@@ -101,39 +101,30 @@ def test_opcheck(backend):
     torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b))
     torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL))
     torch.library.opcheck(backend.ops.norm_forward.default, (x, dy, (6,), w, b), {"rms": True})
-    images, grads = (t.detach().t().reshape(1, 6, 5, 1).requires_grad_() for t in (x, dy))
-    mean, rstd = (t.reshape(1, 1, 5, 1) for t in (mean, rstd))
-    torch.library.opcheck(backend.ops.channels_first_forward.default, (images, w, b))
-    torch.library.opcheck(backend.ops.channels_first_backward.default, (grads, images, mean, rstd, w, b, ALL))
+    x, dy, mean, rstd = (t.detach().t()[None].contiguous().requires_grad_() for t in (x, dy, mean, rstd))
+    torch.library.opcheck(backend.ops.channels_first_forward.default, (x, w, b))
+    torch.library.opcheck(backend.ops.channels_first_backward.default, (dy, x, mean, rstd, w, b, ALL))
 
 
 # Functions and modules, against torch in float64
 
 
-def layer_norm_of_torch(x, w, b):
-    return F.layer_norm(x, (40,), w, b)
-
-
-FUNCTIONS = {  # ours and torch's, of (x, w, b)
-    "layer_norm": (lambda x, w, b: layernorm_ext.layer_norm(x, (40,), w, b), layer_norm_of_torch),
-    "memory_efficient": (
-        lambda x, w, b: layernorm_ext.layer_norm(x, (40,), w, b, memory_efficient=True),
-        layer_norm_of_torch,
-    ),
-    "rms_norm": (
-        lambda x, w, b: layernorm_ext.rms_norm(x, (40,), w, 1e-5) + b.sum() * 0,
-        lambda x, w, b: F.rms_norm(x, (40,), w, 1e-5) + b.sum() * 0,
-    ),
-    "add_layer_norm": (
-        lambda x, w, b: layernorm_ext.add_layer_norm(x, 2 * x, (40,), w, b)[0],
-        lambda x, w, b: layer_norm_of_torch(3 * x, w, b),
-    ),
-    "layer_norm_2d": (
-        lambda x, w, b: layernorm_ext.layer_norm_2d(x, w, b, 1e-5),
-        lambda x, w, b: layer_norm_of_torch(x.movedim(1, -1), w, b).movedim(-1, 1),
-    ),
+SHAPE = (40,)
+OURS = {
+    "layer_norm": lambda x, w, b: layernorm_ext.layer_norm(x, SHAPE, w, b),
+    "memory_efficient": lambda x, w, b: layernorm_ext.layer_norm(x, SHAPE, w, b, memory_efficient=True),
+    "rms_norm": lambda x, w, b: layernorm_ext.rms_norm(x, SHAPE, w, 1e-5) + b.sum() * 0,
+    "add_layer_norm": lambda x, w, b: layernorm_ext.add_layer_norm(x, 2 * x, SHAPE, w, b)[0],
+    "layer_norm_2d": lambda x, w, b: layernorm_ext.layer_norm_2d(x, w, b, 1e-5),
 }
-all_functions = pytest.mark.parametrize("name", FUNCTIONS)
+TORCHS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, SHAPE, w, b),
+    "memory_efficient": lambda x, w, b: F.layer_norm(x, SHAPE, w, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, SHAPE, w, 1e-5) + b.sum() * 0,
+    "add_layer_norm": lambda x, w, b: F.layer_norm(3 * x, SHAPE, w, b),
+    "layer_norm_2d": lambda x, w, b: F.layer_norm(x.movedim(1, -1), SHAPE, w, b).movedim(-1, 1),
+}
+all_functions = pytest.mark.parametrize("name", OURS)
 
 
 def leaves(name, dtypes):
@@ -172,19 +163,17 @@ def test_derivatives(dtypes, name):
             return y, dx, dw, db
         return y, dx, dw, db, *torch.autograd.grad(loss(dx) * dw.double().sin().sum(), tensors[:2])
 
-    ours, torchs = FUNCTIONS[name]
     tensors, wide = leaves(name, dtypes)
-    actual = derivatives(ours, tensors)
-    assert_near(actual, derivatives(torchs, wide), dtypes, (dtypes[0], *dtypes, *dtypes[:2])[: len(actual)])
+    actual = derivatives(OURS[name], tensors)
+    assert_near(actual, derivatives(TORCHS[name], wide), dtypes, (dtypes[0], *dtypes, *dtypes[:2])[: len(actual)])
     with torch.inference_mode():
-        assert_same_bits([ours(*(t.detach().clone() for t in tensors))], actual[:1])
+        assert_same_bits([OURS[name](*(t.detach().clone() for t in tensors))], actual[:1])
 
 
 @some_triples
 @all_functions
 def test_func(dtypes, name):
     """torch.func's gradient and vmap, and forward mode."""
-    ours, torchs = FUNCTIONS[name]
     tensors, wide = leaves(name, dtypes)
     tangents = [torch.randn_like(t) for t in tensors]
 
@@ -194,7 +183,7 @@ def test_func(dtypes, name):
         directions = tuple(t.to(a.dtype) for t, a in zip(tangents, tensors, strict=True))
         return *gradients, batched, torch.func.jvp(function, tuple(tensors), directions)[1]
 
-    assert_near(results(ours, tensors), results(torchs, wide), dtypes, (*dtypes, dtypes[0], dtypes[0]))
+    assert_near(results(OURS[name], tensors), results(TORCHS[name], wide), dtypes, (*dtypes, dtypes[0], dtypes[0]))
 
 
 def test_rms_norm_returns_the_dtype_of_torch():
