@@ -1,5 +1,6 @@
 """Inputs for the kernels: sizes, ordinary and extreme values, memory layouts."""
 
+import itertools
 import math
 import mmap
 
@@ -8,6 +9,7 @@ import torch
 from reference import BF16, DTYPES, F16, F32, F64, check_backward, check_forward, dtype_id, dtypes_id
 
 ALL = [True, True, True]  # output_mask: all gradients
+MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtype_id)
@@ -54,8 +56,19 @@ def random_args(backend, dtypes, rows, cols, offset=0):
 def run(backend, x, dy, weight=None, bias=None, eps=1e-5, normalized_shape=None, mask=ALL):
     """Return output, mean, rstd, grad_input, grad_weight and grad_bias."""
     shape = normalized_shape or x.shape[-1:]
-    output, mean, rstd = backend.forward(x, shape, weight, bias, eps)
-    return output, mean, rstd, *backend.backward(dy, x, shape, mean, rstd, weight, bias, mask)
+    output, mean, rstd = backend.ops.forward(x, shape, weight, bias, eps)
+    return output, mean, rstd, *backend.ops.backward(dy, x, shape, mean, rstd, weight, bias, mask)
+
+
+def run_images(backend, x, dy, weight=None, bias=None, eps=1e-5, mask=ALL):
+    """Return the results of `run` for images [N, C, *]."""
+    output, mean, rstd = backend.ops.channels_first_forward(x, weight, bias, eps)
+    return output, mean, rstd, *backend.ops.channels_first_backward(dy, x, mean, rstd, weight, bias, mask)
+
+
+def as_rows(images):
+    """Return images [N, C, *] as contiguous rows [N * pixels, C]."""
+    return images if images is None else images.movedim(1, -1).flatten(0, -2).contiguous()
 
 
 def check(results, x, dy, weight=None, bias=None, eps=1e-5, context=()):
@@ -65,32 +78,34 @@ def check(results, x, dy, weight=None, bias=None, eps=1e-5, context=()):
     check_backward(results[3:], dy, x, weight, parameter.dtype, eps, context)
 
 
+def check_images(results, x, dy, *args, **kwargs):
+    """Check the results of `run_images` against float64."""
+    output, mean, rstd, grad_input, *parameter_gradients = results
+    rows = [as_rows(t) for t in (output, mean, rstd, grad_input)]
+    check((*rows, *parameter_gradients), as_rows(x), as_rows(dy), *args, **kwargs)
+
+
 def bits(tensor):
     """Return the tensor's bytes. Unlike values, they distinguish -0 from 0, and a NaN equals itself."""
     return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def assert_same_bits(results, expected, *context):
+    """Compare two lists of tensors or None."""
     for i, (actual, right) in enumerate(zip(results, expected, strict=True)):
-        assert actual.dtype == right.dtype and torch.equal(bits(actual), bits(right)), (f"result {i}", *context)
+        same = actual is right is None or (actual.dtype == right.dtype and torch.equal(bits(actual), bits(right)))
+        assert same, (f"result {i}", *context)
 
 
 def amid_nans(tensor, gap=3, offset=1):
-    """Return [rows, cols] as a view of a buffer of NaN, with `gap` NaNs between rows and at least 70 on both sides.
+    """Return a view of a buffer of NaN, with `gap` NaNs after each row and at least 70 on both sides.
 
     Elements that a kernel reads outside a row make its results NaN. The view is aligned to its element size only.
     """
-    rows, cols = tensor.shape
-    margin = 70 + offset  # more than two packs
+    *batch, cols = tensor.shape
+    rows, margin = math.prod(batch), 70 + offset  # more than two packs
     buffer = torch.full((2 * margin + rows * (cols + gap),), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    view = buffer.as_strided((rows, cols), (cols + gap, 1), margin)
-    view.copy_(tensor)
-    return view
-
-
-def amid_nans_1d(tensor):
-    """Return a vector as a view of a buffer of NaN."""
-    return amid_nans(tensor[None])[0]
+    return buffer.as_strided((rows, cols), (cols + gap, 1), margin).view(tensor.shape).copy_(tensor)
 
 
 # Dtype and magnitude: the first powers of ten whose squares overflow, and the largest finite number.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import installed
 from reference import F32
-from shapes import ALL, all_dtypes, assert_same_bits, check, random_args, run
+from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
 
 from layernorm_ext import LayerNorm, _build_info
 
@@ -35,10 +35,7 @@ def arguments_of(shape, dtypes=(F32, F32)):
 
 def run_kernels(x, dy, w, b):
     """Return the results and gradients of rows or images."""
-    if x.dim() == 2:
-        return run(CUDA, x, dy, w, b)
-    output, mean, rstd = torch.ops.layernorm.channels_first_forward(x, w, b, 1e-5)
-    return output, mean, rstd, *torch.ops.layernorm.channels_first_backward(dy, x, mean, rstd, w, b, ALL)
+    return (run if x.dim() == 2 else run_images)(CUDA, x, dy, w, b)
 
 
 @all_dtypes
@@ -56,9 +53,7 @@ def test_every_path_of_images(dtypes):
     """Images with fewer pixels than a warp has lanes, and with more, staged in shared memory or not."""
     for shape in [(3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
         x, dy, w, b = arguments_of(shape, dtypes)
-        results = run_kernels(x, dy, w, b)
-        *rows, x, dy = (t.movedim(1, -1).reshape(-1, t.size(1)).contiguous() for t in (*results[:4], x, dy))
-        check((*rows, *results[4:]), x, dy, w, b, context=shape)
+        check_images(run_kernels(x, dy, w, b), x, dy, w, b, context=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,5 +1,6 @@
 """Output, mean and rstd match float64. Inputs that are hard for both passes are in test_backward.py."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from reference import (
     dtypes_id,
     exact,
 )
-from shapes import all_dtypes, amid_nans, amid_nans_1d, bits, columns, data_dtypes, randn, random_args, rows_for, run
+from shapes import all_dtypes, amid_nans, bits, columns, data_dtypes, randn, random_args, rows_for, run, run_images
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -32,7 +33,7 @@ def test_output_matches_float64(backend, dtypes, columns):
     """Rows and parameters are surrounded by NaN, which shows reads outside of them."""
     dtype, parameter_dtype = dtypes
     for cols in columns:
-        w, b = (amid_nans_1d(randn(cols, parameter_dtype, backend.device)) for _ in range(2))
+        w, b = (amid_nans(randn(cols, parameter_dtype, backend.device)) for _ in range(2))
         for rows in rows_for(cols):
             x = amid_nans(randn((rows, cols), dtype, backend.device))
             before = bits(x)
@@ -186,9 +187,13 @@ def test_nothing_is_written_outside_the_results(backend):
 def run_all_tails():
     from conftest import installed
 
+    cpu = installed("cpu")
     for dtypes in DTYPES:
         for cols in [*range(1, 131), 255, 257, 513, 1025, 1087, 1100, 1215, 4097, 5000]:
-            run(installed("cpu"), *random_args(installed("cpu"), dtypes, 5, cols))
+            run(cpu, *random_args(cpu, dtypes, 5, cols))
+        for pixels, channels in itertools.product([*range(2, 70), 256, 257], (1, 17)):
+            x, w = randn((2, channels, pixels), dtypes[0]), randn(channels, dtypes[1])
+            run_images(cpu, x, x, w, w)
     print("done")
 
 

@@ -1,11 +1,14 @@
-"""Input, weight and bias of any floating dtypes, including the combinations that have no kernel of their own."""
+"""Input, weight and bias of any floating dtypes, including the combinations that have no kernel of their own.
+
+Compiled calls with such dtypes are in test_family.py.
+"""
 
 import itertools
 
 import pytest
 import torch
 from reference import BF16, DTYPES, F16, F32, F64, check_backward, check_forward, dtype_id, statistics_dtype
-from shapes import ALL, assert_same_bits, randn
+from shapes import ALL, as_rows, assert_same_bits, randn, run_images
 from torch.nn import functional as F
 
 import layernorm_ext
@@ -75,9 +78,8 @@ def test_one_parameter(backend, x_dtype, dtype):
 def test_images_match_float64(backend, dtypes, memory_format):
     x, dy = (randn((2, 6, 3, 4), dtypes[0], backend.device).to(memory_format=memory_format) for _ in range(2))
     w, b = (randn(6, dtype, backend.device) for dtype in dtypes[1:])
-    output, mean, rstd = backend.ops.channels_first_forward(x, w, b, 1e-5)
-    dx, dw, db = backend.ops.channels_first_backward(dy, x, mean, rstd, w, b, ALL)
-    output, mean, rstd, dx, dy, x = (t.movedim(1, -1).reshape(-1, t.shape[1]) for t in (output, mean, rstd, dx, dy, x))
+    *results, dw, db = run_images(backend, x, dy, w, b)
+    output, mean, rstd, dx, dy, x = (as_rows(t) for t in (*results, dy, x))
     check_forward((output, mean, rstd), x, w, b)
     check_backward((dx, dw, None), dy, x, w, dtypes[1])
     check_backward((None, None, db), dy, x, w, dtypes[2])
@@ -99,39 +101,30 @@ def test_opcheck(backend):
     torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b))
     torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL))
     torch.library.opcheck(backend.ops.norm_forward.default, (x, dy, (6,), w, b), {"rms": True})
-    images, grads = (t.detach().t().reshape(1, 6, 5, 1).requires_grad_() for t in (x, dy))
-    mean, rstd = (t.reshape(1, 1, 5, 1) for t in (mean, rstd))
-    torch.library.opcheck(backend.ops.channels_first_forward.default, (images, w, b))
-    torch.library.opcheck(backend.ops.channels_first_backward.default, (grads, images, mean, rstd, w, b, ALL))
+    x, dy, mean, rstd = (t.detach().t()[None].contiguous().requires_grad_() for t in (x, dy, mean, rstd))
+    torch.library.opcheck(backend.ops.channels_first_forward.default, (x, w, b))
+    torch.library.opcheck(backend.ops.channels_first_backward.default, (dy, x, mean, rstd, w, b, ALL))
 
 
 # Functions and modules, against torch in float64
 
 
-def layer_norm_of_torch(x, w, b):
-    return F.layer_norm(x, (40,), w, b)
-
-
-FUNCTIONS = {  # ours and torch's, of (x, w, b)
-    "layer_norm": (lambda x, w, b: layernorm_ext.layer_norm(x, (40,), w, b), layer_norm_of_torch),
-    "memory_efficient": (
-        lambda x, w, b: layernorm_ext.layer_norm(x, (40,), w, b, memory_efficient=True),
-        layer_norm_of_torch,
-    ),
-    "rms_norm": (
-        lambda x, w, b: layernorm_ext.rms_norm(x, (40,), w, 1e-5) + b.sum() * 0,
-        lambda x, w, b: F.rms_norm(x, (40,), w, 1e-5) + b.sum() * 0,
-    ),
-    "add_layer_norm": (
-        lambda x, w, b: layernorm_ext.add_layer_norm(x, 2 * x, (40,), w, b)[0],
-        lambda x, w, b: layer_norm_of_torch(3 * x, w, b),
-    ),
-    "layer_norm_2d": (
-        lambda x, w, b: layernorm_ext.layer_norm_2d(x, w, b, 1e-5),
-        lambda x, w, b: layer_norm_of_torch(x.movedim(1, -1), w, b).movedim(-1, 1),
-    ),
+SHAPE = (40,)
+OURS = {
+    "layer_norm": lambda x, w, b: layernorm_ext.layer_norm(x, SHAPE, w, b),
+    "memory_efficient": lambda x, w, b: layernorm_ext.layer_norm(x, SHAPE, w, b, memory_efficient=True),
+    "rms_norm": lambda x, w, b: layernorm_ext.rms_norm(x, SHAPE, w, 1e-5) + b.sum() * 0,
+    "add_layer_norm": lambda x, w, b: layernorm_ext.add_layer_norm(x, 2 * x, SHAPE, w, b)[0],
+    "layer_norm_2d": lambda x, w, b: layernorm_ext.layer_norm_2d(x, w, b, 1e-5),
 }
-all_functions = pytest.mark.parametrize("name", FUNCTIONS)
+TORCHS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, SHAPE, w, b),
+    "memory_efficient": lambda x, w, b: F.layer_norm(x, SHAPE, w, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, SHAPE, w, 1e-5) + b.sum() * 0,
+    "add_layer_norm": lambda x, w, b: F.layer_norm(3 * x, SHAPE, w, b),
+    "layer_norm_2d": lambda x, w, b: F.layer_norm(x.movedim(1, -1), SHAPE, w, b).movedim(-1, 1),
+}
+all_functions = pytest.mark.parametrize("name", OURS)
 
 
 def leaves(name, dtypes):
@@ -170,19 +163,17 @@ def test_derivatives(dtypes, name):
             return y, dx, dw, db
         return y, dx, dw, db, *torch.autograd.grad(loss(dx) * dw.double().sin().sum(), tensors[:2])
 
-    ours, torchs = FUNCTIONS[name]
     tensors, wide = leaves(name, dtypes)
-    actual = derivatives(ours, tensors)
-    assert_near(actual, derivatives(torchs, wide), dtypes, (dtypes[0], *dtypes, *dtypes[:2])[: len(actual)])
+    actual = derivatives(OURS[name], tensors)
+    assert_near(actual, derivatives(TORCHS[name], wide), dtypes, (dtypes[0], *dtypes, *dtypes[:2])[: len(actual)])
     with torch.inference_mode():
-        assert_same_bits([ours(*(t.detach().clone() for t in tensors))], actual[:1])
+        assert_same_bits([OURS[name](*(t.detach().clone() for t in tensors))], actual[:1])
 
 
 @some_triples
 @all_functions
 def test_func(dtypes, name):
     """torch.func's gradient and vmap, and forward mode."""
-    ours, torchs = FUNCTIONS[name]
     tensors, wide = leaves(name, dtypes)
     tangents = [torch.randn_like(t) for t in tensors]
 
@@ -192,21 +183,7 @@ def test_func(dtypes, name):
         directions = tuple(t.to(a.dtype) for t, a in zip(tangents, tensors, strict=True))
         return *gradients, batched, torch.func.jvp(function, tuple(tensors), directions)[1]
 
-    assert_near(results(ours, tensors), results(torchs, wide), dtypes, (*dtypes, dtypes[0], dtypes[0]))
-
-
-@pytest.mark.parametrize(("compiler", "dtypes"), [("aot_eager", SOME[1]), ("inductor", SOME[4])], ids=triple_id)
-@all_functions
-def test_compile(compiler, dtypes, name):
-    """Without a graph break, in training and inference. Inductor fuses the operations around our operators."""
-    torch._dynamo.reset()
-    ours, _ = FUNCTIONS[name]
-    tensors, _ = leaves(name, dtypes)
-    compiled = torch.compile(ours, fullgraph=True, backend=compiler)
-    actual, expected = ((y, *torch.autograd.grad(loss(y), tensors)) for y in (compiled(*tensors), ours(*tensors)))
-    assert_near(actual, expected, dtypes, (dtypes[0], *dtypes))
-    with torch.inference_mode():
-        assert compiled(*tensors).dtype == dtypes[0]
+    assert_near(results(OURS[name], tensors), results(TORCHS[name], wide), dtypes, (*dtypes, dtypes[0], dtypes[0]))
 
 
 def test_rms_norm_returns_the_dtype_of_torch():

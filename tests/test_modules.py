@@ -67,16 +67,6 @@ def test_module_behaves_like_torchs(name, options, shape):
     assert_close(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("assign", [True, False])
-def test_loads_torchs_state_dict(assign):
-    source, target = torch.nn.LayerNorm(4), LayerNorm(4)
-    torch.nn.init.normal_(source.weight)
-    target.load_state_dict(source.state_dict(), assign=assign)
-    assert torch.equal(target.weight, source.weight)
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        LayerNorm(5).load_state_dict(source.state_dict(), assign=assign)
-
-
 def save_and_load(module):
     buffer = io.BytesIO()
     torch.save(module, buffer)
@@ -174,16 +164,13 @@ def test_torch_function_receives_our_function(function, position):
     assert "zero_centered_weight" in kwargs or function is layer_norm_2d
 
 
-def test_torch_function_mode_sees_our_function():
+def test_torch_function_mode_receives_our_function():
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
+            return function
 
-    seen = []
     with Mode():
-        layer_norm(torch.randn(3, 8), [8])
-    assert layer_norm in seen
+        assert layer_norm(torch.randn(3, 8), [8]) is layer_norm
 
 
 def test_subclass_without_override_is_kept():
@@ -213,11 +200,10 @@ def test_lazy_module_becomes_a_layer_norm(options, dimensions):
         lazy(torch.randn(2, 3, 6))
 
 
-def test_lazy_module_in_a_model():
-    """Sizes come from the data, the dtype from the arguments, and gradients reach the new parameters."""
-    model = torch.nn.Sequential(torch.nn.LazyLinear(7), LazyLayerNorm(dtype=torch.float64)).double()
-    model(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
-    assert model[1].weight.dtype == torch.float64 and model[1].bias.grad.shape == (7,)
+def test_dtype_and_gradients_of_a_lazy_module():
+    lazy = LazyLayerNorm(dtype=torch.float64)
+    lazy(torch.randn(4, 7, dtype=torch.float64)).sum().backward()
+    assert lazy.weight.dtype == torch.float64 and lazy.bias.grad.shape == (7,)
 
 
 def test_lazy_module_loads_and_saves_its_state():
@@ -239,22 +225,23 @@ def test_lazy_module_checks_dimensions():
         LazyLayerNorm(3)(torch.randn(2, 5))
 
 
-# Checkpoints with other parameter names
+# Checkpoints, also with other parameter names
 
 
-@pytest.mark.parametrize("names", [("gamma", "beta"), ("gain", "bias"), ("weight", "beta")])
+@pytest.mark.parametrize("names", [("weight", "bias"), ("gamma", "beta"), ("gain", "bias"), ("weight", "beta")])
 @pytest.mark.parametrize("prefix", ["", "0."])
-def test_loads_other_parameter_names(names, prefix):
+@pytest.mark.parametrize("assign", [True, False])
+def test_loads_parameters(names, prefix, assign):
     model = torch.nn.Sequential(LayerNorm(5)) if prefix else LayerNorm(5)
     state = {prefix + name: torch.randn(5) for name in names}
     original = dict(state)
-    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    assert str(model.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
     assert state.keys() == original.keys()
     for parameter, tensor in zip(model.parameters(), state.values(), strict=True):
         assert torch.equal(parameter, tensor)
 
 
-def test_other_parameter_names_are_checked_strictly():
+def test_parameter_names_and_sizes_are_checked_strictly():
     """A second name of the same parameter, or the name of an absent parameter, is an unexpected key."""
     w = torch.randn(5)
     for module, state, message in [
@@ -263,6 +250,7 @@ def test_other_parameter_names_are_checked_strictly():
         (LayerNorm(5), {"gamma": w}, 'Missing key.* "bias"'),
         (LayerNorm(5, bias=False), {"gamma": w, "beta": w}, 'Unexpected key.* "beta"'),
         (LayerNorm(5), {"gamma": torch.randn(6), "beta": w}, "size mismatch for weight"),
+        (LayerNorm(5), {"weight": torch.randn(6), "bias": w}, "size mismatch for weight"),
         (torch.nn.Sequential(LayerNorm(5)), {"0.gamma": w, "0.delta": w, "0.beta": w}, 'Unexpected key.* "0.delta"'),
     ]:
         with pytest.raises(RuntimeError, match=f"(?s){message}"):

@@ -12,10 +12,9 @@ import emulated_ops
 import pytest
 import torch
 from reference import BF16, F32, F64, check_backward, check_forward, dtypes_id, xhat_error_from_output
-from shapes import all_dtypes, bits, randn
+from shapes import ALL, MASKS, all_dtypes, as_rows, assert_same_bits, check, check_images, randn, run, run_images
 
-ALL, WEIGHT_ONLY, NONE = [True, True, True], [False, True, False], [False, False, False]
-MASKS = list(itertools.product((False, True), repeat=3))
+WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
 # The longest row of each tile (row.cuh), in vectors of 16 bytes: lanes, and vectors per lane. Longer rows are cut.
 TILES = {1: (1, 1), 2: (2, 1), 8: (2, 4), 16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (32, 4), 2048: (512, 4)}
@@ -28,33 +27,10 @@ def library():
     return emulated_ops.library(emulated_build.CHECKED)
 
 
-def run(library, x, dy, w=None, b=None, mask=ALL, eps=1e-5):
-    """Return output, mean, rstd, grad_input, grad_weight and grad_bias of rows."""
-    output, mean, rstd = library.ops.forward(x, x.shape[-1:], w, b, eps)
-    return output, mean, rstd, *library.ops.backward(dy, x, x.shape[-1:], mean, rstd, w, b, mask)
-
-
-def run_images(library, x, dy, w=None, b=None, mask=ALL, eps=1e-5):
-    """Return the same of images [N, C, P]."""
-    output, mean, rstd = library.ops.channels_first_forward(x, w, b, eps)
-    return output, mean, rstd, *library.ops.channels_first_backward(dy, x, mean, rstd, w, b, mask)
-
-
-def as_rows(images):
-    return images if images is None or images.dim() < 3 else images.movedim(1, -1).flatten(0, 1).contiguous()
-
-
-def run_pixels(library, x, dy, *args):
-    """Return the same of rows, each of which becomes a pixel of one image."""
-    return [as_rows(t) for t in run_images(library, x.t()[None].contiguous(), dy.t()[None].contiguous(), *args)]
-
-
-def check(results, x, dy, w=None, b=None, context=()):
-    """Compare results of rows or images with float64."""
-    output, mean, rstd, *gradients = (as_rows(t) for t in results)
-    parameter_dtype = next((p.dtype for p in (w, b) if p is not None), x.dtype)
-    check_forward((output, mean, rstd), as_rows(x), w, b, context=context)
-    check_backward(gradients, as_rows(dy), as_rows(x), w, parameter_dtype, context=context)
+def run_pixels(library, x, dy, *args, **options):
+    """Return the results of `run` for rows, each of which becomes a pixel of one image."""
+    results = run_images(library, x.t()[None].contiguous(), dy.t()[None].contiguous(), *args, **options)
+    return [*map(as_rows, results[:4]), *results[4:]]
 
 
 # Options of library.schedule() that choose the kernels for rows of any length.
@@ -97,11 +73,6 @@ def block_columns(dtype, vectors=130):
     return vectors * 16 // dtype.itemsize + 3
 
 
-def assert_same_bits(actual, expected, *context):
-    for a, e in zip(actual, expected, strict=True):
-        assert a is e is None or torch.equal(bits(a), bits(e)), context
-
-
 # Schedules
 
 
@@ -119,11 +90,11 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
                 results = run(library, x, dy, w, b)
             expected = expected or results
             assert_same_bits(results, expected, cols, schedule)
-        check(results, x, dy, w, b, (cols,))
+        check(results, x, dy, w, b, context=(cols,))
         if limit <= 128:  # backward of longer rows is not one launch
             with library.schedule(*schedules[-1], one_launch_limit=0):
                 separate = run(library, x, dy, w, b)
-            check(separate, x, dy, w, b, (cols,))
+            check(separate, x, dy, w, b, context=(cols,))
             assert_same_bits(separate[:4], results[:4], cols)
 
 
@@ -143,7 +114,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
             with library.schedule(*schedule, path_limit=path_limit):
                 results = run_images(library, moved(x, *place), moved(dy, *place), w, b)
             expected = expected or results
-            check(results, x, dy, w, b, (shape, schedule))
+            check_images(results, x, dy, w, b, context=(shape, schedule))
             assert_same_bits(results[:4], expected[:4], shape, schedule)
 
 
@@ -157,7 +128,7 @@ def test_smallest_tile_that_holds_a_row_is_used(library, dtypes):
     for vectors in {limit + more for limit in TILES for more in (-1, 0, 1)} - {0}:
         x, dy, w, b = arguments(1, vectors * 16 // dtypes[0].itemsize, dtypes)
         library.launched()
-        check(run(library, x, dy, w, b), x, dy, w, b, (vectors,))
+        check(run(library, x, dy, w, b), x, dy, w, b, context=(vectors,))
         launched = library.launched()
         for kind, tiles, of_longer_rows in (
             ("forward", forward_tiles, "forward_chunk_in_cluster"),
@@ -188,7 +159,7 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
             library.launched()
             with library.schedule("random", chunks, 3, architecture=architecture, path_limit=limit):
                 results = run(library, x, dy, w, b)
-            check(results, x, dy, w, b, (chunks, architecture))
+            check(results, x, dy, w, b, context=(chunks, architecture))
             bits_of[architecture] = results[:4]
             launched = {name.partition("<")[0].rpartition(":")[2] for name in library.launched()}
             has_clusters = architecture >= 90 and dtypes[0] != F64
@@ -247,7 +218,7 @@ def test_images_are_staged_if_32_pixels_fit_into_shared_memory(library, dtypes, 
         x, dy, w, b = images((1, channels, 2), dtypes)
         library.launched()
         with library.schedule(architecture=architecture):
-            check(run_images(library, x, dy, w, b), x, dy, w, b, (channels,))
+            check_images(run_images(library, x, dy, w, b), x, dy, w, b, context=(channels,))
         launched = library.launched()
         for kind, limit in (("forward", most_channels), ("backward", most_channels // 2)):
             (name,) = (name for name in launched if f"channels_first_{kind}" in name)
@@ -265,8 +236,8 @@ def test_absent_parameters_and_masks(library, dtypes, run, path):
         x, dy, w, b = arguments(7, cols, dtypes)
         for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
             with library.schedule("reverse", **path):
-                results = run(library, x, dy, weight, bias, list(mask))
-            assert [gradient is not None for gradient in results[3:]] == list(mask)
+                results = run(library, x, dy, weight, bias, mask=mask)
+            assert [gradient is not None for gradient in results[3:]] == mask
             check(results, x, dy, weight, bias)
 
 
@@ -343,11 +314,11 @@ def test_every_alignment_gives_the_same_bits(library, mask, options):
     for cols in (64, 120, 136):
         x, dy, w, b = arguments(2, cols, (BF16, BF16))
         with library.schedule(**options):
-            expected = run(library, x, dy, w, b, mask)
+            expected = run(library, x, dy, w, b, mask=mask)
             for place in places:
                 moved_x, moved_dy = moved(x, *place), moved(dy, *place)
                 for tensors in ((moved_x, dy), (x, moved_dy), (moved_x, moved_dy)):
-                    assert_same_bits(run(library, *tensors, w, b, mask), expected, cols, place)
+                    assert_same_bits(run(library, *tensors, w, b, mask=mask), expected, cols, place)
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
@@ -385,7 +356,7 @@ def test_hard_values_match_float64(library, dtypes, run, path):
         dy, w, b = randn(x.shape, dtypes[0], offset=1), randn(cols, dtypes[1]), randn(cols, dtypes[1])
         with library.schedule("random", cols, 2, **path):
             for mask in (ALL, WEIGHT_ONLY):
-                check(run(library, x, dy, w, b, mask), x, dy, w, b, (cols, mask))
+                check(run(library, x, dy, w, b, mask=mask), x, dy, w, b, context=(cols, mask))
 
 
 @rows_and_pixels
@@ -395,7 +366,7 @@ def test_nan_and_inf_stay_in_their_row(library, run, path):
         x[1::2] *= 1e37  # read again after the sums have overflowed
         x[2, 3], x[4, 0] = torch.inf, torch.nan
         with library.schedule("random", cols, 2, **path):
-            output, _, _, dx, *_ = run(library, x, dy, w, b, [True, False, False])
+            output, _, _, dx, *_ = run(library, x, dy, w, b, mask=[True, False, False])
         wrong = torch.zeros(9, dtype=torch.bool)
         wrong[[2, 4]] = True
         for result in (output, dx):
@@ -416,10 +387,10 @@ def test_constant_rows_have_no_deviation(library, dtype, run, path):
     for step, cols in ((1, 7), (3, 300), (13, 5000)):
         x = torch.cat([CONSTANTS[::step], huge]).to(dtype)[:, None].repeat(1, cols)
         with library.schedule("random", cols, 2, **path):
-            output, _, _, _, grad_weight, _ = run(library, x, torch.ones_like(x), None, None, WEIGHT_ONLY)
+            output, _, _, _, grad_weight, _ = run(library, x, torch.ones_like(x), mask=WEIGHT_ONLY)
             x = x[:-3]
-            output_for_small_eps, *_ = run(library, x, x, None, None, NONE, 1e-30)
-            _, _, rstd, *_ = run(library, x, x, None, None, NONE, 0.0)
+            output_for_small_eps, *_ = run(library, x, x, eps=1e-30, mask=NONE)
+            _, _, rstd, *_ = run(library, x, x, eps=0.0, mask=NONE)
         assert not output.any() and not grad_weight.any() and not output_for_small_eps.any(), cols
         assert rstd.gt(10).all(), cols
 
