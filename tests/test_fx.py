@@ -26,7 +26,7 @@ ROWS, IMAGES = (3, 8), (2, 8, 3, 4)
         (AddLayerNorm(8), layernorm_ext.add_layer_norm, [ROWS, ROWS]),
         (AddRMSNorm(8), layernorm_ext.add_rms_norm, [ROWS, ROWS]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_graph_of_a_module_calls_its_function(module, function, shapes):
     for parameter in module.parameters():
