@@ -138,7 +138,7 @@ __global__ void shuffle_in_branch(const float* in, float* out) {
   __syncthreads();
   out[threadIdx.x] = v;
 }
-__global__ void shuffle_outside_mask(const float* in, float* out) {
+__global__ void shuffle_of_half_a_warp(const float* in, float* out) {
   out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, in[threadIdx.x], 1);  // fault
 }
 __global__ void shuffle_from_absent_lane(const float* in, float* out) {  // 48 threads: half a second warp
@@ -385,7 +385,7 @@ const std::vector<Case> kCases = {
     {"blocks_overwrite", "data race (write after write) on global memory 'out'", launch_in({2, kN}, blocks_overwrite)},
     {"barrier_in_branch", "divergent block barrier", launch_in(kOne, barrier_in_branch)},
     {"shuffle_in_branch", "deadlock", launch_in(kOne, shuffle_in_branch)},
-    {"shuffle_outside_mask", "not in the mask", launch_in(kOne, shuffle_outside_mask)},
+    {"shuffle_of_half_a_warp", "fewer than all lanes", launch_in(kOne, shuffle_of_half_a_warp)},
     {"shuffle_from_absent_lane", "does not take part", launch_in({1, 48}, shuffle_from_absent_lane)},
     {"collectives", "", launch_in({dim3(2, 2), 64}, collectives), [](const Data&, int) { return 10.f; }},
     {"early_return", "", launch_in({1, kN - 12}, early_return),

@@ -34,9 +34,8 @@ struct Moment {
 // Returns whether program order or a barrier puts a before b.
 bool before(const Moment& a, const Moment& b);
 
-// What a thread learns from mbarriers: of each other thread, that everything up to a moment has happened. Sorted by
-// block and thread.
-using Knowledge = std::vector<Moment>;
+// Up to which time a thread knows that the copies of each mbarrier, named by its agent, are complete.
+using Knowledge = std::map<uint32_t, uint64_t>;
 void learn(Knowledge& mine, const Knowledge& other);
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
@@ -44,12 +43,12 @@ void learn(Knowledge& mine, const Knowledge& other);
 struct MBarrier {
   const void* address;
   ThreadId agent;
-  unsigned arrivals, pending;  // per phase, and missing in this phase
+  bool arrived;
   int64_t pending_bytes;
   unsigned phase;
-  bool fenced;              // copies and other blocks see the initialization
-  uint32_t initialized_by;  // thread
-  Knowledge arriving, completed;
+  bool fenced;                       // copies and other blocks see the initialization
+  uint32_t initialized_by;           // thread
+  uint64_t last_arrival, completed;  // of a copy, and of the copies of complete phases
 };
 
 struct Transfer {
@@ -81,7 +80,6 @@ struct Thread {
   Place place;     // of a wait at a block barrier or warp collective
   const void* pc;  // of any other wait
   Collective collective;
-  unsigned mask;
   uint64_t value;  // argument and result of a warp collective
   int source_lane;
   bool predicate_result;

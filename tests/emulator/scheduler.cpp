@@ -123,11 +123,11 @@ std::string describe_wait(const Thread& thread) {
   std::ostringstream s;
   if (thread.wait == Wait::kBlock) s << "at a block barrier, " << describe(thread.place);
   if (thread.wait == Wait::kWarp) {
-    s << "in a warp collective with mask 0x" << std::hex << thread.mask << ", " << describe(thread.place);
+    s << "in a warp collective, " << describe(thread.place);
   }
   if (thread.wait == Wait::kCluster) s << "at a cluster barrier, " << at(thread.pc);
   if (thread.wait == Wait::kMBarrier) {
-    s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << thread.mbarrier->pending
+    s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << !thread.mbarrier->arrived
       << " arrivals and " << thread.mbarrier->pending_bytes << " bytes, " << at(thread.pc);
   }
   return s.str();
@@ -172,17 +172,16 @@ void try_finish_block_barrier(Block& block) {
   block.any_predicate = false;
 }
 
-void try_finish_collective(Warp& warp, unsigned mask) {
-  const unsigned lanes = mask & warp.live;
-  if (lanes == 0 || (warp.waiting & lanes) != lanes) return;
+void try_finish_collective(Warp& warp) {
+  const unsigned lanes = warp.live;
+  if (lanes == 0 || warp.waiting != lanes) return;
   const Thread& leader = warp.lanes[std::countr_zero(lanes)];
   const auto for_each_lane = [&](auto f) {
     for (unsigned rest = lanes; rest != 0; rest &= rest - 1) f(warp.lanes[std::countr_zero(rest)]);
   };
   bool agree = true;
-  for_each_lane([&](const Thread& t) {
-    agree &= t.mask == mask && t.collective == leader.collective && same_place(t.place, leader.place);
-  });
+  for_each_lane(
+      [&](const Thread& t) { agree &= t.collective == leader.collective && same_place(t.place, leader.place); });
   if (!agree) return;  // ends in a deadlock, whose report tells who waits where
 
   uint64_t values[kWarpSize];
@@ -200,11 +199,10 @@ void try_finish_collective(Warp& warp, unsigned mask) {
       }
       t.value = values[t.source_lane];
     }
-    // Only __syncwarp orders memory accesses, and here only one of all lanes.
-    if (t.collective == Collective::kSync && lanes == warp.live) t.epochs.warp++;
+    if (t.collective == Collective::kSync) t.epochs.warp++;  // the others order no memory accesses
     make_runnable(t);
   });
-  warp.waiting &= ~lanes;
+  warp.waiting = 0;
 }
 
 void try_finish_cluster_barrier(Block& some_block) {
@@ -212,17 +210,12 @@ void try_finish_cluster_barrier(Block& some_block) {
   if (cluster.live == 0 || cluster.arrived != cluster.live) return;
   cluster.arrived = 0;
   cluster.phase++;
-  Knowledge known;
   for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
     Block& block = peer(some_block, rank);
-    learn(known, block.known);
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      Thread& thread = block.threads[i];
-      learn(known, thread.known);
-      if (thread.wait == Wait::kCluster) make_runnable(thread);
+      if (block.threads[i].wait == Wait::kCluster) make_runnable(block.threads[i]);
     }
   }
-  for (unsigned rank = 0; rank < running->launch.cluster; ++rank) peer(some_block, rank).known = known;
 }
 
 // ---- the life of a thread and of a launch ---------------------------------------------------------------------------
@@ -249,10 +242,7 @@ void try_finish_cluster_barrier(Block& some_block) {
   }
   // Other threads no longer wait for this one.
   try_finish_block_barrier(block);
-  for (unsigned rest = thread.warp->waiting; rest != 0; rest &= rest - 1) {
-    const Thread& other = thread.warp->lanes[std::countr_zero(rest)];
-    if (other.wait == Wait::kWarp) try_finish_collective(*thread.warp, other.mask);
-  }
+  try_finish_collective(*thread.warp);
   try_finish_cluster_barrier(block);
   switch_away();
   std::abort();
@@ -473,17 +463,16 @@ bool block_barrier(bool predicate, const Place& place) {
 
 uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane, const Place& place) {
   Thread& thread = *current;
-  if (!(mask >> thread.lane & 1)) {
-    fail(who(thread.id) + " is not in the mask of its own warp collective at " + describe(place));
+  if (mask != 0xffffffffu) {
+    fail(who(thread.id) + " names fewer than all lanes in the mask of a warp collective at " + describe(place));
   }
   thread.collective = what;
-  thread.mask = mask;
   thread.value = value;
   thread.source_lane = source_lane;
   thread.place = place;
   thread.wait = Wait::kWarp;
   thread.warp->waiting |= 1u << thread.lane;
-  try_finish_collective(*thread.warp, mask);
+  try_finish_collective(*thread.warp);
   switch_away();
   return thread.value;
 }
