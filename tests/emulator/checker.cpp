@@ -77,17 +77,11 @@ std::string place(const Region& region, uintptr_t a) {
 }
 
 [[noreturn]] void fail_outside(uintptr_t a, const std::string& what) {
-  const Region* near = nullptr;
-  uintptr_t distance = 1 << 20;
-  for (const auto& [begin, region] : regions) {
-    const uintptr_t d = a >= region->end ? a - region->end : a < begin ? begin - a : 0;
-    if (d < distance) distance = d, near = region.get();
-  }
-  if (near == nullptr) fail(what + " outside any buffer");
-  if (distance == 0 && a < near->end)
-    fail(what + " to '" + near->name + "', the shared memory of a block that has returned");
-  fail(what + " outside any buffer, " + std::to_string(distance) + " bytes " +
-       (a >= near->end ? "after the end of '" : "before '") + near->name + "'");
+  const auto next = regions.upper_bound(a);
+  if (next == regions.begin()) fail(what + " outside any buffer");
+  const Region& near = *std::prev(next)->second;
+  if (a < near.end) fail(what + " to '" + near.name + "', the shared memory of a block that has returned");
+  fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
 bool overlaps(const Region& region, uint32_t serial) {

@@ -7,11 +7,9 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <set>
-#include <sstream>
 
 #include "gpu_models.h"
 #include "launch_limits.h"
@@ -33,8 +31,7 @@ Options current_options;
 std::mutex one_launch_at_a_time;
 void* host_stack_pointer = nullptr;
 // Reused by the next launch.
-std::unique_ptr<Thread[]> threads;
-size_t thread_count = 0;
+std::vector<Thread> threads;
 std::vector<char*> arenas;
 std::set<const void*> launched;  // kernels
 
@@ -75,17 +72,14 @@ char* map_memory(size_t bytes) {
 }
 
 void need_threads(size_t count) {
-  if (count <= thread_count) return;
-  auto more = std::make_unique<Thread[]>(count);
-  for (size_t i = 0; i < thread_count; ++i) more[i].stack = threads[i].stack;
-  const size_t stride = kGuardBytes + kStackBytes;
-  char* memory = map_memory((count - thread_count) * stride);
-  for (size_t i = thread_count; i < count; ++i, memory += stride) {
+  const size_t first = threads.size(), stride = kGuardBytes + kStackBytes;
+  if (count <= first) return;
+  char* memory = map_memory((count - first) * stride);
+  threads.resize(count);
+  for (size_t i = first; i < count; ++i, memory += stride) {
     mprotect(memory, kGuardBytes, PROT_NONE);
-    more[i].stack = memory + kGuardBytes;
+    threads[i].stack = memory + kGuardBytes;
   }
-  threads = std::move(more);
-  thread_count = count;
 }
 
 void set_current(Thread* thread) {
@@ -120,17 +114,14 @@ std::string describe(const Place& place) {
 }
 
 std::string describe_wait(const Thread& thread) {
-  std::ostringstream s;
-  if (thread.wait == Wait::kBlock) s << "at a block barrier, " << describe(thread.place);
-  if (thread.wait == Wait::kWarp) {
-    s << "in a warp collective, " << describe(thread.place);
-  }
-  if (thread.wait == Wait::kCluster) s << "at a cluster barrier, " << at(thread.pc);
-  if (thread.wait == Wait::kMBarrier) {
-    s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << !thread.mbarrier->arrived
-      << " arrivals and " << thread.mbarrier->pending_bytes << " bytes, " << at(thread.pc);
-  }
-  return s.str();
+  if (thread.wait == Wait::kBlock) return "at a block barrier, " + describe(thread.place);
+  if (thread.wait == Wait::kWarp) return "in a warp collective, " + describe(thread.place);
+  if (thread.wait == Wait::kCluster) return "at a cluster barrier, " + at(thread.pc);
+  if (thread.wait != Wait::kMBarrier) return "";
+  const MBarrier& barrier = *thread.mbarrier;
+  return "for phase " + std::to_string(barrier.phase) + " of an mbarrier that lacks " +
+         std::to_string(barrier.arrived ? 0 : 1) + " arrivals and " + std::to_string(barrier.pending_bytes) +
+         " bytes, " + at(thread.pc);
 }
 
 std::string describe_deadlock() {
