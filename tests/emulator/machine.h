@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -100,6 +101,7 @@ struct Warp {
 
 struct Cluster {
   unsigned live, arrived, phase;
+  std::set<size_t> shared;  // offsets of the declarations that a thread has reached
 };
 
 struct Block {
@@ -109,17 +111,10 @@ struct Block {
   Place place;
   Cluster* cluster;
   char* arena;  // its shared memory, kArenaBytes
-  std::vector<bool> slot_ready;
-  bool dynamic_ready;
   Thread* threads;
   Knowledge known;  // to all of its threads
   bool waited_for_previous_grid;
   std::map<const void*, MBarrier> mbarriers;
-};
-
-struct SharedSlot {
-  const void* key;
-  size_t offset;
 };
 
 struct Running {
@@ -132,9 +127,9 @@ struct Running {
   std::vector<Block> blocks{};  // resident
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
-  std::vector<unsigned> order{};  // warps, by falling priority
-  std::vector<SharedSlot> slots{};
-  size_t slots_end = 0, static_bytes = 0;
+  std::vector<unsigned> order{};                   // warps, by falling priority
+  std::map<const void*, size_t> static_offsets{};  // by declaration
+  size_t static_end = 0, static_bytes = 0;
   std::vector<Transfer> transfers{};  // pending, to complete on an mbarrier
   uint32_t mbarriers = 0;             // initialized so far
   std::string fault{};

@@ -345,13 +345,26 @@ void check_shared_memory() {
   if (!why.empty()) fail(why);
 }
 
+// Another block of the cluster may access the memory before its own block reaches the declaration.
+void* shared_memory(size_t offset, size_t bytes, const char* name) {
+  Block& block = *current->block;
+  if (block.cluster->shared.insert(offset).second) {
+    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
+      Block& owner = peer(block, rank);
+      std::memset(owner.arena + offset, kFresh, bytes);
+      add_shared_memory(owner, owner.arena + offset, bytes, name);
+    }
+  }
+  return block.arena + offset;
+}
+
 void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
   Running r{launch, body, closure};
   r.threads_per_block = threads_per_block;
   r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
-  r.slots_end = kRedZone;
+  r.static_end = kRedZone;
 
   std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster);
   std::iota(order.begin(), order.end(), 0);
@@ -506,46 +519,22 @@ void* cluster_peer(const void* address, unsigned rank) {
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
   Running& r = *running;
-  Block& block = *current->block;
-  const auto slot = std::find_if(r.slots.begin(), r.slots.end(), [&](const SharedSlot& s) { return s.key == key; });
-  const size_t index = static_cast<size_t>(slot - r.slots.begin());
-  if (slot == r.slots.end()) {
-    r.static_bytes += bytes;
+  const auto [slot, is_new] = r.static_offsets.try_emplace(key);
+  if (is_new) {
     // Aligned exactly as declared, so that a wider access is misaligned.
     const size_t step = std::max<size_t>(alignment, 4);
-    const size_t offset = (r.slots_end / (2 * step) + 1) * (2 * step) + step;
-    r.slots_end = offset + bytes + kRedZone;
-    if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
+    slot->second = (r.static_end / (2 * step) + 1) * (2 * step) + step;
+    r.static_end = slot->second + bytes + kRedZone;
+    r.static_bytes += bytes;
+    if (r.static_bytes > kMaxStatic || r.static_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
     check_shared_memory();
-    r.slots.push_back({key, offset});
   }
-  if (block.slot_ready.size() <= index || !block.slot_ready[index]) {
-    for (unsigned rank = 0; rank < r.launch.cluster; ++rank) {  // another block of the cluster may access it first
-      Block& owner = peer(block, rank);
-      owner.slot_ready.resize(r.slots.size());
-      owner.slot_ready[index] = true;
-      char* base = owner.arena + r.slots[index].offset;
-      std::memset(base, kFresh, bytes);
-      add_shared_memory(owner, base, bytes, name);
-    }
-  }
-  return block.arena + r.slots[index].offset;
+  return shared_memory(slot->second, bytes, name);
 }
 
 void* dynamic_shared(size_t alignment) {
-  Block& block = *current->block;
-  const size_t bytes = running->launch.shared_bytes,
-               offset = kDynamicBase + alignment;  // aligned exactly as declared
   check_shared_memory();
-  if (!block.dynamic_ready) {
-    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
-      Block& owner = peer(block, rank);
-      owner.dynamic_ready = true;
-      std::memset(owner.arena + offset, kFresh, bytes);
-      add_shared_memory(owner, owner.arena + offset, bytes, "dynamic shared memory");
-    }
-  }
-  return block.arena + offset;
+  return shared_memory(kDynamicBase + alignment, running->launch.shared_bytes, "dynamic shared memory");
 }
 
 void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
