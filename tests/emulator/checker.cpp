@@ -62,13 +62,13 @@ Region* find_region(uintptr_t a) {
   return nullptr;
 }
 
-bool knows(const Knowledge& knowledge, const Moment& what) {
-  return std::any_of(knowledge.begin(), knowledge.end(), [&](const Moment& known) { return before(what, known); });
-}
-
 bool ordered(const Moment& what, const Thread& thread) {
-  return before(what, {clock, thread.id, thread.epochs}) || knows(thread.known, what) ||
-         knows(thread.block->known, what);
+  if (what.id.thread < kAgent) return before(what, {clock, thread.id, thread.epochs});
+  const auto knows = [&](const Knowledge& knowledge) {
+    const auto known = knowledge.find(what.id.thread);
+    return known != knowledge.end() && what.time <= known->second;
+  };
+  return knows(thread.known) || knows(thread.block->known);
 }
 
 std::string place(const Region& region, uintptr_t a) {
@@ -77,17 +77,11 @@ std::string place(const Region& region, uintptr_t a) {
 }
 
 [[noreturn]] void fail_outside(uintptr_t a, const std::string& what) {
-  const Region* near = nullptr;
-  uintptr_t distance = 1 << 20;
-  for (const auto& [begin, region] : regions) {
-    const uintptr_t d = a >= region->end ? a - region->end : a < begin ? begin - a : 0;
-    if (d < distance) distance = d, near = region.get();
-  }
-  if (near == nullptr) fail(what + " outside any buffer");
-  if (distance == 0 && a < near->end)
-    fail(what + " to '" + near->name + "', the shared memory of a block that has returned");
-  fail(what + " outside any buffer, " + std::to_string(distance) + " bytes " +
-       (a >= near->end ? "after the end of '" : "before '") + near->name + "'");
+  const auto next = regions.upper_bound(a);
+  if (next == regions.begin()) fail(what + " outside any buffer");
+  const Region& near = *std::prev(next)->second;
+  if (a < near.end) fail(what + " to '" + near.name + "', the shared memory of a block that has returned");
+  fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
 bool overlaps(const Region& region, uint32_t serial) {
@@ -203,24 +197,13 @@ int note_module(dl_phdr_info* info, size_t, void*) {
 bool before(const Moment& a, const Moment& b) {
   const bool same_block = a.id.block == b.id.block;
   if (same_block && a.id.thread == b.id.thread) return a.time <= b.time;
-  if ((a.id.thread | b.id.thread) & kAgent) return false;  // copies pass no barriers
   if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
   if (!same_block) return false;
   return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
 }
 
 void learn(Knowledge& mine, const Knowledge& other) {
-  if (other.empty()) return;
-  Knowledge all(mine.size() + other.size());
-  const auto latest_first = [](const Moment& a, const Moment& b) {
-    return std::tuple(a.id.block, a.id.thread, b.time) < std::tuple(b.id.block, b.id.thread, a.time);
-  };
-  const auto same_thread = [](const Moment& a, const Moment& b) {
-    return a.id.block == b.id.block && a.id.thread == b.id.thread;
-  };
-  std::merge(mine.begin(), mine.end(), other.begin(), other.end(), all.begin(), latest_first);
-  all.erase(std::unique(all.begin(), all.end(), same_thread), all.end());
-  mine = std::move(all);
+  for (const auto& [agent, time] : other) mine[agent] = std::max(mine[agent], time);
 }
 
 uint64_t tick() { return ++clock; }

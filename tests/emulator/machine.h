@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -34,9 +35,8 @@ struct Moment {
 // Returns whether program order or a barrier puts a before b.
 bool before(const Moment& a, const Moment& b);
 
-// What a thread learns from mbarriers: of each other thread, that everything up to a moment has happened. Sorted by
-// block and thread.
-using Knowledge = std::vector<Moment>;
+// Up to which time a thread knows that the copies of each mbarrier, named by its agent, are complete.
+using Knowledge = std::map<uint32_t, uint64_t>;
 void learn(Knowledge& mine, const Knowledge& other);
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
@@ -44,12 +44,12 @@ void learn(Knowledge& mine, const Knowledge& other);
 struct MBarrier {
   const void* address;
   ThreadId agent;
-  unsigned arrivals, pending;  // per phase, and missing in this phase
+  bool arrived;
   int64_t pending_bytes;
   unsigned phase;
-  bool fenced;              // copies and other blocks see the initialization
-  uint32_t initialized_by;  // thread
-  Knowledge arriving, completed;
+  bool fenced;                       // copies and other blocks see the initialization
+  uint32_t initialized_by;           // thread
+  uint64_t last_arrival, completed;  // of a copy, and of the copies of complete phases
 };
 
 struct Transfer {
@@ -81,7 +81,6 @@ struct Thread {
   Place place;     // of a wait at a block barrier or warp collective
   const void* pc;  // of any other wait
   Collective collective;
-  unsigned mask;
   uint64_t value;  // argument and result of a warp collective
   int source_lane;
   bool predicate_result;
@@ -102,6 +101,7 @@ struct Warp {
 
 struct Cluster {
   unsigned live, arrived, phase;
+  std::set<size_t> shared;  // offsets of the declarations that a thread has reached
 };
 
 struct Block {
@@ -111,17 +111,10 @@ struct Block {
   Place place;
   Cluster* cluster;
   char* arena;  // its shared memory, kArenaBytes
-  std::vector<bool> slot_ready;
-  bool dynamic_ready;
   Thread* threads;
   Knowledge known;  // to all of its threads
   bool waited_for_previous_grid;
   std::map<const void*, MBarrier> mbarriers;
-};
-
-struct SharedSlot {
-  const void* key;
-  size_t offset;
 };
 
 struct Running {
@@ -134,9 +127,9 @@ struct Running {
   std::vector<Block> blocks{};  // resident
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
-  std::vector<unsigned> order{};  // warps, by falling priority
-  std::vector<SharedSlot> slots{};
-  size_t slots_end = 0, static_bytes = 0;
+  std::vector<unsigned> order{};                   // warps, by falling priority
+  std::map<const void*, size_t> static_offsets{};  // by declaration
+  size_t static_end = 0, static_bytes = 0;
   std::vector<Transfer> transfers{};  // pending, to complete on an mbarrier
   uint32_t mbarriers = 0;             // initialized so far
   std::string fault{};

@@ -7,11 +7,9 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <set>
-#include <sstream>
 
 #include "gpu_models.h"
 #include "launch_limits.h"
@@ -33,8 +31,7 @@ Options current_options;
 std::mutex one_launch_at_a_time;
 void* host_stack_pointer = nullptr;
 // Reused by the next launch.
-std::unique_ptr<Thread[]> threads;
-size_t thread_count = 0;
+std::vector<Thread> threads;
 std::vector<char*> arenas;
 std::set<const void*> launched;  // kernels
 
@@ -75,17 +72,14 @@ char* map_memory(size_t bytes) {
 }
 
 void need_threads(size_t count) {
-  if (count <= thread_count) return;
-  auto more = std::make_unique<Thread[]>(count);
-  for (size_t i = 0; i < thread_count; ++i) more[i].stack = threads[i].stack;
-  const size_t stride = kGuardBytes + kStackBytes;
-  char* memory = map_memory((count - thread_count) * stride);
-  for (size_t i = thread_count; i < count; ++i, memory += stride) {
+  const size_t first = threads.size(), stride = kGuardBytes + kStackBytes;
+  if (count <= first) return;
+  char* memory = map_memory((count - first) * stride);
+  threads.resize(count);
+  for (size_t i = first; i < count; ++i, memory += stride) {
     mprotect(memory, kGuardBytes, PROT_NONE);
-    more[i].stack = memory + kGuardBytes;
+    threads[i].stack = memory + kGuardBytes;
   }
-  threads = std::move(more);
-  thread_count = count;
 }
 
 void set_current(Thread* thread) {
@@ -120,17 +114,14 @@ std::string describe(const Place& place) {
 }
 
 std::string describe_wait(const Thread& thread) {
-  std::ostringstream s;
-  if (thread.wait == Wait::kBlock) s << "at a block barrier, " << describe(thread.place);
-  if (thread.wait == Wait::kWarp) {
-    s << "in a warp collective with mask 0x" << std::hex << thread.mask << ", " << describe(thread.place);
-  }
-  if (thread.wait == Wait::kCluster) s << "at a cluster barrier, " << at(thread.pc);
-  if (thread.wait == Wait::kMBarrier) {
-    s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << thread.mbarrier->pending
-      << " arrivals and " << thread.mbarrier->pending_bytes << " bytes, " << at(thread.pc);
-  }
-  return s.str();
+  if (thread.wait == Wait::kBlock) return "at a block barrier, " + describe(thread.place);
+  if (thread.wait == Wait::kWarp) return "in a warp collective, " + describe(thread.place);
+  if (thread.wait == Wait::kCluster) return "at a cluster barrier, " + at(thread.pc);
+  if (thread.wait != Wait::kMBarrier) return "";
+  const MBarrier& barrier = *thread.mbarrier;
+  return "for phase " + std::to_string(barrier.phase) + " of an mbarrier that lacks " +
+         std::to_string(barrier.arrived ? 0 : 1) + " arrivals and " + std::to_string(barrier.pending_bytes) +
+         " bytes, " + at(thread.pc);
 }
 
 std::string describe_deadlock() {
@@ -172,17 +163,16 @@ void try_finish_block_barrier(Block& block) {
   block.any_predicate = false;
 }
 
-void try_finish_collective(Warp& warp, unsigned mask) {
-  const unsigned lanes = mask & warp.live;
-  if (lanes == 0 || (warp.waiting & lanes) != lanes) return;
+void try_finish_collective(Warp& warp) {
+  const unsigned lanes = warp.live;
+  if (lanes == 0 || warp.waiting != lanes) return;
   const Thread& leader = warp.lanes[std::countr_zero(lanes)];
   const auto for_each_lane = [&](auto f) {
     for (unsigned rest = lanes; rest != 0; rest &= rest - 1) f(warp.lanes[std::countr_zero(rest)]);
   };
   bool agree = true;
-  for_each_lane([&](const Thread& t) {
-    agree &= t.mask == mask && t.collective == leader.collective && same_place(t.place, leader.place);
-  });
+  for_each_lane(
+      [&](const Thread& t) { agree &= t.collective == leader.collective && same_place(t.place, leader.place); });
   if (!agree) return;  // ends in a deadlock, whose report tells who waits where
 
   uint64_t values[kWarpSize];
@@ -200,11 +190,10 @@ void try_finish_collective(Warp& warp, unsigned mask) {
       }
       t.value = values[t.source_lane];
     }
-    // Only __syncwarp orders memory accesses, and here only one of all lanes.
-    if (t.collective == Collective::kSync && lanes == warp.live) t.epochs.warp++;
+    if (t.collective == Collective::kSync) t.epochs.warp++;  // the others order no memory accesses
     make_runnable(t);
   });
-  warp.waiting &= ~lanes;
+  warp.waiting = 0;
 }
 
 void try_finish_cluster_barrier(Block& some_block) {
@@ -212,17 +201,12 @@ void try_finish_cluster_barrier(Block& some_block) {
   if (cluster.live == 0 || cluster.arrived != cluster.live) return;
   cluster.arrived = 0;
   cluster.phase++;
-  Knowledge known;
   for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
     Block& block = peer(some_block, rank);
-    learn(known, block.known);
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      Thread& thread = block.threads[i];
-      learn(known, thread.known);
-      if (thread.wait == Wait::kCluster) make_runnable(thread);
+      if (block.threads[i].wait == Wait::kCluster) make_runnable(block.threads[i]);
     }
   }
-  for (unsigned rank = 0; rank < running->launch.cluster; ++rank) peer(some_block, rank).known = known;
 }
 
 // ---- the life of a thread and of a launch ---------------------------------------------------------------------------
@@ -249,10 +233,7 @@ void try_finish_cluster_barrier(Block& some_block) {
   }
   // Other threads no longer wait for this one.
   try_finish_block_barrier(block);
-  for (unsigned rest = thread.warp->waiting; rest != 0; rest &= rest - 1) {
-    const Thread& other = thread.warp->lanes[std::countr_zero(rest)];
-    if (other.wait == Wait::kWarp) try_finish_collective(*thread.warp, other.mask);
-  }
+  try_finish_collective(*thread.warp);
   try_finish_cluster_barrier(block);
   switch_away();
   std::abort();
@@ -364,13 +345,26 @@ void check_shared_memory() {
   if (!why.empty()) fail(why);
 }
 
+// Another block of the cluster may access the memory before its own block reaches the declaration.
+void* shared_memory(size_t offset, size_t bytes, const char* name) {
+  Block& block = *current->block;
+  if (block.cluster->shared.insert(offset).second) {
+    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
+      Block& owner = peer(block, rank);
+      std::memset(owner.arena + offset, kFresh, bytes);
+      add_shared_memory(owner, owner.arena + offset, bytes, name);
+    }
+  }
+  return block.arena + offset;
+}
+
 void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
   Running r{launch, body, closure};
   r.threads_per_block = threads_per_block;
   r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
-  r.slots_end = kRedZone;
+  r.static_end = kRedZone;
 
   std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster);
   std::iota(order.begin(), order.end(), 0);
@@ -473,17 +467,16 @@ bool block_barrier(bool predicate, const Place& place) {
 
 uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane, const Place& place) {
   Thread& thread = *current;
-  if (!(mask >> thread.lane & 1)) {
-    fail(who(thread.id) + " is not in the mask of its own warp collective at " + describe(place));
+  if (mask != 0xffffffffu) {
+    fail(who(thread.id) + " names fewer than all lanes in the mask of a warp collective at " + describe(place));
   }
   thread.collective = what;
-  thread.mask = mask;
   thread.value = value;
   thread.source_lane = source_lane;
   thread.place = place;
   thread.wait = Wait::kWarp;
   thread.warp->waiting |= 1u << thread.lane;
-  try_finish_collective(*thread.warp, mask);
+  try_finish_collective(*thread.warp);
   switch_away();
   return thread.value;
 }
@@ -526,46 +519,22 @@ void* cluster_peer(const void* address, unsigned rank) {
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
   Running& r = *running;
-  Block& block = *current->block;
-  const auto slot = std::find_if(r.slots.begin(), r.slots.end(), [&](const SharedSlot& s) { return s.key == key; });
-  const size_t index = static_cast<size_t>(slot - r.slots.begin());
-  if (slot == r.slots.end()) {
-    r.static_bytes += bytes;
+  const auto [slot, is_new] = r.static_offsets.try_emplace(key);
+  if (is_new) {
     // Aligned exactly as declared, so that a wider access is misaligned.
     const size_t step = std::max<size_t>(alignment, 4);
-    const size_t offset = (r.slots_end / (2 * step) + 1) * (2 * step) + step;
-    r.slots_end = offset + bytes + kRedZone;
-    if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
+    slot->second = (r.static_end / (2 * step) + 1) * (2 * step) + step;
+    r.static_end = slot->second + bytes + kRedZone;
+    r.static_bytes += bytes;
+    if (r.static_bytes > kMaxStatic || r.static_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
     check_shared_memory();
-    r.slots.push_back({key, offset});
   }
-  if (block.slot_ready.size() <= index || !block.slot_ready[index]) {
-    for (unsigned rank = 0; rank < r.launch.cluster; ++rank) {  // another block of the cluster may access it first
-      Block& owner = peer(block, rank);
-      owner.slot_ready.resize(r.slots.size());
-      owner.slot_ready[index] = true;
-      char* base = owner.arena + r.slots[index].offset;
-      std::memset(base, kFresh, bytes);
-      add_shared_memory(owner, base, bytes, name);
-    }
-  }
-  return block.arena + r.slots[index].offset;
+  return shared_memory(slot->second, bytes, name);
 }
 
 void* dynamic_shared(size_t alignment) {
-  Block& block = *current->block;
-  const size_t bytes = running->launch.shared_bytes,
-               offset = kDynamicBase + alignment;  // aligned exactly as declared
   check_shared_memory();
-  if (!block.dynamic_ready) {
-    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
-      Block& owner = peer(block, rank);
-      owner.dynamic_ready = true;
-      std::memset(owner.arena + offset, kFresh, bytes);
-      add_shared_memory(owner, owner.arena + offset, bytes, "dynamic shared memory");
-    }
-  }
-  return block.arena + offset;
+  return shared_memory(kDynamicBase + alignment, running->launch.shared_bytes, "dynamic shared memory");
 }
 
 void wait_for_previous_grid() { current->waited_for_previous_grid = true; }

@@ -26,11 +26,10 @@ MBarrier& find_mbarrier(const void* address, const void* pc) {
 }
 
 void finish_phase_if_complete(MBarrier& barrier) {
-  if (barrier.pending != 0 || barrier.pending_bytes != 0) return;
+  if (!barrier.arrived || barrier.pending_bytes != 0) return;
   barrier.phase++;
-  barrier.pending = barrier.arrivals;
-  learn(barrier.completed, barrier.arriving);
-  barrier.arriving.clear();
+  barrier.arrived = false;
+  barrier.completed = barrier.last_arrival;
   for (Block& block : running->blocks) {
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
       Thread& thread = block.threads[i];
@@ -63,7 +62,7 @@ bool deliver_transfers() {
     MBarrier& barrier = *transfer.barrier;
     const Moment by{tick(), barrier.agent, {}};
     finish(transfer, by);
-    learn(barrier.arriving, {by});
+    barrier.last_arrival = by.time;
     barrier.pending_bytes -= static_cast<int64_t>(transfer.bytes);
     finish_phase_if_complete(barrier);
   }
@@ -110,13 +109,13 @@ void mbarrier_init(MBarrierStorage* address, unsigned arrivals) {
   require_sm90(pc);
   require(in_shared(block, address) && aligned(address, sizeof(uint64_t)),
           "an mbarrier that is not 8 aligned bytes of the block's shared memory", pc);
-  require(arrivals >= 1 && arrivals < 1 << 20, "an mbarrier with an invalid number of arrivals", pc);
+  require(arrivals == 1, "an mbarrier with several arrivals, which the emulator does not support", pc);
   check_access(address, sizeof(uint64_t), Access::kWrite, pc);
   for (const Transfer& transfer : running->transfers) {
     require(transfer.barrier->address != address, "an mbarrier is initialized again while copies are under way", pc);
   }
   const ThreadId agent{current->id.block, current->id.cluster, kAgent + running->mbarriers++};
-  block.mbarriers[address] = {address, agent, arrivals, arrivals, 0, 0, false, current->id.thread, {}, {}};
+  block.mbarriers[address] = {address, agent, false, 0, 0, false, current->id.thread, 0, 0};
 }
 
 void mbarrier_fence_init() {
@@ -128,14 +127,11 @@ void mbarrier_fence_init() {
 void mbarrier_arrive(MBarrierStorage* address, unsigned expected_bytes) {
   const void* pc = __builtin_return_address(0);
   MBarrier& barrier = find_mbarrier(address, pc);
-  require(barrier.pending != 0, "more arrivals at an mbarrier than a phase has", pc);
+  require(!barrier.arrived, "a second arrival in one phase of an mbarrier", pc);
   barrier.pending_bytes += expected_bytes;
   require(barrier.pending_bytes <= kMaxBytesPerPhase, "more than 1048575 bytes expected in one phase of an mbarrier",
           pc);
-  learn(barrier.arriving, current->known);
-  learn(barrier.arriving, current->block->known);
-  learn(barrier.arriving, {now()});
-  barrier.pending--;
+  barrier.arrived = true;
   finish_phase_if_complete(barrier);
 }
 
@@ -149,7 +145,7 @@ void mbarrier_wait(MBarrierStorage* address, unsigned parity) {
     thread.wait = Wait::kMBarrier;
     switch_away();
   }
-  learn(thread.known, barrier.completed);
+  learn(thread.known, {{barrier.agent.thread, barrier.completed}});
 }
 
 bool has_bulk_copies() { return options().architecture >= 90; }
