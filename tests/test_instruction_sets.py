@@ -19,7 +19,9 @@ FILES = [str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "fam
 
 # The instruction set changes the width of vectors, and so all tails; conversions; and the order of summation. These
 # dtypes cover each conversion. Tests of NaN and of rounding run with all dtypes.
-SELECTED = "(fp64 or fp16-fp32 or bf16-fp32 or nan or round) and not (numbers_of_rows or large_means or threads or compile)"
+SELECTED = (
+    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round) and not (numbers_of_rows or large_means or threads or compile)"
+)
 
 SETS = ["DEFAULT", "AVX2", "AVX512"]
 own = torch.backends.cpu.get_cpu_capability()
