@@ -86,7 +86,7 @@ def initialize(device: str) -> None:
 
 
 def loaded_package() -> str:
-    return layernorm_ext.__file__
+    return layernorm_ext._C.__file__
 
 
 @lru_cache(maxsize=1)  # the passes of a case share its tensors

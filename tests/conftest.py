@@ -112,7 +112,7 @@ def one_thread(use_threads):
 
 
 def pytest_report_header():
-    return f"layernorm_ext: {layernorm_ext.__file__}, CPU kernels {_C.cpu_capability()}, torch {torch.__version__}"
+    return f"layernorm_ext: {_C.__file__}, CPU kernels {_C.cpu_capability()}, torch {torch.__version__}"
 
 
 def pytest_configure(config):

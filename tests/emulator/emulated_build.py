@@ -30,7 +30,6 @@ CHECKED = (
     "-fno-sanitize-recover=all",
 )
 PLAIN = ("-O1",)
-HASTY = ("-O0",)  # compiles fastest
 COVERAGE = ("-O0", "--coverage")
 
 COMMON = (
@@ -166,14 +165,11 @@ def namespace(mode):
     return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
 
 
-def library(mode=CHECKED, csrc=None):
-    """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library.
-
-    The sources are in `csrc`, in LAYERNORM_EMULATED_SOURCES (for mutants), or in this tree.
-    """
+def library(mode=CHECKED):
+    """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library."""
     import torch
 
-    csrc = _mirror(pathlib.Path(csrc or os.environ.get("LAYERNORM_EMULATED_SOURCES", ROOT / "csrc")))
+    csrc = _mirror(ROOT / "csrc")
     torch_root = pathlib.Path(torch.__file__).parent
     coverage = [flag for flag in mode if flag == "--coverage"]
     host_flags = (

@@ -70,5 +70,5 @@ class Library:
 
 @functools.cache
 def library(mode):
-    """Return this process's library for a mode; mutants.py overrides the mode by LAYERNORM_EMULATED_MODE."""
+    """Return this process's library for a mode; test_coverage.py overrides the mode by LAYERNORM_EMULATED_MODE."""
     return Library(mode=getattr(emulated_build, os.environ.get("LAYERNORM_EMULATED_MODE", ""), mode))
