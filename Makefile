@@ -10,8 +10,8 @@ CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*
 install:
 	pip install '.[test,benchmarks]'
 
-# The package with its CUDA kernels, for the torch that is installed, which must be a CUDA build; then what of it can be
-# tested without a GPU.
+# Builds the package with its CUDA kernels for the installed torch, which must be a CUDA build, and runs the tests that
+# need no GPU.
 cuda-build:
 	FORCE_CUDA=1 pip install '.[test]'
 	python -m layernorm_ext
@@ -20,29 +20,30 @@ cuda-build:
 test:
 	python -m pytest -n auto
 
-# The tests against other packages.
+# Runs the tests against other packages.
 test-all:
 	pip install '.[test-all]'
 	python -m pytest -n auto -m integration
 
-# The CUDA kernels, without a GPU: in the emulator, and what nvcc has made of them if the package was built with CUDA.
+# Tests the CUDA kernels without a GPU: in the emulator and, if the package was built with CUDA, their machine code.
 test-device:
 	python -m pytest -n auto --dist loadfile tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
 
-# The launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h; --table prints the launches on an
-# H200. It needs a package that was built with CUDA, but no GPU.
+# Lists the launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h. It needs a package that was
+# built with CUDA, but no GPU.
 launch-audit:
 	python tests/emulator/launch_audit.py
 
-# Whether the tests notice every change of the CUDA kernels. Takes long; goes on where it was interrupted.
+# Changes random places of the CUDA kernels, or with CPU=1 of the CPU kernels and the host code, and prints which changes
+# no test notices. N=all makes every change; SEED= repeats a sample.
 mutants:
-	python tests/emulator/mutants.py
+	python tests/mutants.py $(if $(CPU),cpu,cuda) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
 
-# For a machine with a GPU, and no network: one command each, whose logs and results go to OUT.
+# The targets below run on a machine with a GPU and without a network. Logs and results go to OUT.
 OUT ?= build/gpu
 GPU_TESTS = python -m pytest --backends cuda
-# Shapes of rows, each for another kernel; the last needs compute capability 9.0 for clusters.
+# Each shape runs other kernels. The last one uses clusters, from compute capability 9.0 on.
 PROFILED = 32768x256 16384x4096 128x1048576 2048x65536
 
 $(OUT):
@@ -55,8 +56,8 @@ gpu-build: | $(OUT)
 gpu-test: | $(OUT)
 	$(GPU_TESTS) -n 8 -k cuda --junitxml=$(OUT)/test.xml 2>&1 | tee $(OUT)/test.log
 
-# Every path of the kernels in each of compute-sanitizer's tools. memcheck can tell one tensor from the next only if each
-# is an allocation of its own. initcheck has to see torch's kernels write what ours read; the others look at ours alone.
+# Runs every path of the kernels in each tool of compute-sanitizer. memcheck distinguishes tensors only if each is a
+# separate allocation. initcheck must also see torch's kernels, which write the inputs; the other tools check ours alone.
 gpu-sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 gpu-sanitize: | $(OUT)
 	for tool in "memcheck --kernel-name kns=layernorm" "racecheck --kernel-name kns=layernorm --racecheck-report all" \
@@ -68,7 +69,7 @@ gpu-sanitize: | $(OUT)
 gpu-bench: | $(OUT)
 	python -m benchmarks kernels --device cuda --out $(OUT) 2>&1 | tee $(OUT)/bench.log
 
-# One launch of each kernel and launch configuration.
+# Profiles one launch of each kernel and launch configuration.
 gpu-profile: | $(OUT)
 	ncu --set full --clock-control none --filter-mode per-launch-config --launch-count 1 --force-overwrite \
 		--kernel-name 'regex:^(forward|backward|add)_' --export $(OUT)/profile \
@@ -82,7 +83,7 @@ BASE ?= HEAD
 bench-cpu:
 	python -m benchmarks kernels --out $(BENCH_OUT)
 
-# All benchmarks except compare. DEVICE=cuda runs them on a GPU.
+# Runs all benchmarks except compare. DEVICE=cuda runs them on a GPU.
 bench:
 	python -m benchmarks all --device $(DEVICE) --out $(BENCH_OUT)
 
@@ -91,7 +92,7 @@ bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
 
 lint:
-	ruff check . && ruff format --check . && clang-format --dry-run -Werror $(CPP)
+	ruff check . && ruff format --check . && mypy && clang-format --dry-run -Werror $(CPP)
 
 format:
 	ruff check --fix . && ruff format . && clang-format -i $(CPP)

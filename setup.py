@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say, because it depends on the torch that the extension is built against."""
+"""The part of the project's metadata that depends on the torch that the extension is built for."""
 
 from setuptools import setup
 
@@ -8,5 +8,5 @@ if target_torch.is_importable():
     from build_support import extension
 
     setup(**extension.setup_arguments())
-else:  # for an sdist, or to list what a build needs; build_support/backend.py refuses the rest
+else:  # for an sdist and for build requirements; build_support/backend.py refuses other builds
     setup(install_requires=[target_torch.REQUIREMENT])

@@ -1,4 +1,4 @@
-"""The command line. `python -m benchmarks COMMAND` runs one benchmark, prints its table and saves its records."""
+"""`python -m benchmarks COMMAND` runs one benchmark, prints its table and saves its records."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -11,9 +11,9 @@ from rich.progress import track
 
 from . import accuracy, compare, kernels, memory, models, overhead, plots, tables
 from .cases import PAIRS
-from .contenders import ALL, PASSES, installed
-from .runs import ROOT, Run, machine
-from .timing import Device, keep_pages
+from .contenders import CONTENDERS, PASSES, installed
+from .runs import ROOT, Run, describe_machine
+from .timing import Device, first_line, keep_pages
 
 SHAPES = {
     "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
@@ -23,74 +23,60 @@ SHAPES = {
 }
 
 
-BUILDS = ROOT / "build" / "compare"
+def parse_shape(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    if not (rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols)):
+        raise click.BadParameter(f"Expected a shape ROWSxCOLS such as 4096x768, but got {text!r}")
+    return int(rows), int(cols)
 
 
-class Choices(click.ParamType):
-    """A comma-separated selection of names."""
+def choices(option: str, names: Iterable[str], default: str | Callable, **settings: object) -> Callable:
+    """Return an option whose value is a comma-separated selection of `names`."""
 
-    name = "NAME,..."
-
-    def __init__(self, names: Iterable[str]):
-        self.names = list(names)
-
-    def convert(self, value: str | list, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+    def split(value: str | list) -> list[str]:
         chosen = value.split(",") if isinstance(value, str) else value
         for name in chosen:
-            if name not in self.names:
-                self.fail(f"Expected some of {', '.join(self.names)}, but got {name!r}")
+            if name not in names:
+                raise click.BadParameter(f"Expected some of {', '.join(names)}, but got {name!r}")
         return chosen
 
-
-class Shape(click.ParamType):
-    """Two positive numbers, ROWSxCOLS."""
-
-    name = "ROWSxCOLS"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        rows, _, cols = value.partition("x")
-        if not (rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols)):
-            self.fail(f"Expected a shape ROWSxCOLS such as 4096x768, but got {value!r}")
-        return int(rows), int(cols)
-
-
-def choices(option: str, of: Iterable[str], default: str | Callable, **more: object) -> Callable:
-    return click.option(*option.split(), type=Choices(of), default=default, help=f"Some of {', '.join(of)}.", **more)
-
-
-shapes_argument = click.argument("shapes", type=Shape(), nargs=-1)
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Folder.")
-contenders_option = choices("--contenders", ALL, lambda: list(installed()), show_default="those installed")
-threads_option = click.option("--threads", type=click.IntRange(1), help="CPU threads; default: torch's choice.")
+    settings |= {"default": default, "metavar": "NAME,...", "help": f"Some of {', '.join(names)}."}
+    return click.option(option, type=split, **settings)
 
 
 def seconds_option(default: float, per: str) -> Callable:
     return click.option("--seconds", default=default, help=f"Measuring time per {per}.")
 
 
-def open_device(name: str, threads: int | None = None, rotate: int | None = None) -> Device:
-    if threads:
-        torch.set_num_threads(threads)
+shapes_argument = click.argument("shapes", type=parse_shape, nargs=-1)
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder."
+)
+contenders_option = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
+
+
+def open_device(name: str) -> Device:
     if name == "cpu":
         keep_pages()
     torch.manual_seed(0)
     try:
-        return Device(name, rotate)
+        return Device(name)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from None
 
 
-def shapes_for(device: str, shapes: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    return list(shapes) or [Shape().convert(text, None, None) for text in SHAPES[device].split()]
+def cells(device: str, shapes: tuple[tuple[int, int], ...], dtypes: list[str]) -> list[tuple[int, int, str]]:
+    shapes = shapes or [parse_shape(text) for text in SHAPES[device].split()]
+    return [(*shape, pair) for shape in shapes for pair in dtypes]
 
 
-def progress(items: Iterable, run: Run, total: int | None = None) -> Iterable:
-    return track(items, run.benchmark, total, console=Console(stderr=True), transient=True)
+def progress(steps: Iterable, name: str, total: int) -> Iterable:
+    return track(steps, name, total, console=Console(stderr=True), transient=True)
 
 
 def finish(run: Run, folder: Path) -> None:
-    """Save, draw and print a run. End with an error if this package's results are wrong or missing."""
+    """Save, draw and print a run; fail if this package's results are wrong or missing."""
     run.save(folder)
     plots.save(run, folder)
     console = Console(width=None if sys.stdout.isatty() else 240)  # a log file should not wrap lines
@@ -102,21 +88,25 @@ def finish(run: Run, folder: Path) -> None:
     ours = [r for r in run.records if r["contender"] == "ours"]
     wrong = [r for r in ours if r["status"] == "wrong"]
     if wrong or (ours and all(r["status"] == "failed" for r in ours)):
-        worst = (wrong or ours)[0]
-        raise click.ClickException(f"ours is {worst['status']}: {worst['message']}")
+        first = (wrong or ours)[0]
+        raise click.ClickException(f"ours is {first['status']}: {first['message']}")
 
 
-def execute(run: Run, cases: list, measure: Callable[..., Iterable[dict]], folder: Path) -> None:
-    """Measure all cases; save the records after each case."""
-    for case in progress(cases, run):
-        run.records += list(measure(*case))
+def execute(name: str, device: Device, cases: list, measure: Callable[..., Iterable[dict]], folder: Path) -> None:
+    """Run a benchmark: measure all cases, and save the records after each case."""
+    run = Run(name, describe_machine(device))
+    for case in progress(cases, name, len(cases)):
+        try:
+            run.records += list(measure(device, *case))
+        except torch.OutOfMemoryError as error:
+            click.echo(f"skipped {case}: {first_line(error)}")
         run.save(folder)
     finish(run, folder)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})
 def cli() -> None:
-    """Measure layer normalization: this package, torch, and every other package that is installed.
+    """Measure layer normalization by this package, by torch, and by other installed packages.
 
     docs/benchmarks.md describes the method and how to read the results.
     """
@@ -129,17 +119,11 @@ def cli() -> None:
 @contenders_option
 @choices("--passes", PASSES, ",".join(PASSES))
 @seconds_option(0.3, "contender and case")
-@threads_option
-@click.option("--rotate", type=int, help="Bytes of tensors to cycle through; default: 4 x L2 on a GPU, 0 on a CPU.")
 @out_option
-def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, rotate, out) -> None:
+def run_kernels(shapes, dtypes, device, contenders, passes, seconds, out) -> None:
     """Time forward, backward and both on SHAPES."""
-    measured = open_device(device, threads, rotate)
-    method = {"seconds": seconds, "rotate_bytes": measured.rotate, "passes": passes, "contenders": contenders}
-    run = Run("kernels", method, machine(measured))
-    cells = [(*shape, pair) for shape in shapes_for(device, shapes) for pair in dtypes]
-    cases = [(measured, *cell, contenders, passes, seconds) for cell in cells]
-    execute(run, cases, kernels.measure, out)
+    cases = [(*cell, contenders, passes, seconds) for cell in cells(device, shapes, dtypes)]
+    execute("kernels", open_device(device), cases, kernels.measure, out)
 
 
 @cli.command("overhead")
@@ -149,40 +133,31 @@ def run_kernels(shapes, dtypes, device, contenders, passes, seconds, threads, ro
 @seconds_option(0.3, "contender")
 @out_option
 def run_overhead(dtypes, device, contenders, seconds, out) -> None:
-    """Time the host's share of a call."""
-    measured = open_device(device)
-    run = Run("overhead", {"seconds": seconds}, machine(measured))
-    execute(run, [(measured, pair, contenders, seconds) for pair in dtypes], overhead.measure, out)
+    """Time the host's part of one call on a tiny input."""
+    cases = [(pair, contenders, seconds) for pair in dtypes]
+    execute("overhead", open_device(device), cases, overhead.measure, out)
 
 
 @cli.command("accuracy")
 @choices("--dtypes", PAIRS, ",".join(PAIRS))
 @device_option
 @contenders_option
-@choices("--sweeps", accuracy.SWEEPS, ",".join(accuracy.SWEEPS))
-@click.option("--largest", default=1 << 24, help="Skip cases with more elements.")
 @out_option
-def run_accuracy(dtypes, device, contenders, sweeps, largest, out) -> None:
+def run_accuracy(dtypes, device, contenders, out) -> None:
     """Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
-    run = Run("accuracy", {"largest": largest}, machine(open_device(device)))
-    cases = [(device, *point, contenders) for point in accuracy.points(sweeps, dtypes, largest)]
-    execute(run, cases, accuracy.measure, out)
+    cases = [(*point, contenders) for point in accuracy.points(dtypes)]
+    execute("accuracy", open_device(device), cases, accuracy.measure, out)
 
 
 @cli.command("models")
-@choices("--models names", models.MODELS, ",".join(models.MODELS))
 @choices("--dtypes", PAIRS, "fp32")
 @device_option
-@choices("--modes", models.MODES, ",".join(models.MODES))
 @seconds_option(5.0, "model and mode")
-@threads_option
 @out_option
-def run_models(names, dtypes, device, modes, seconds, threads, out) -> None:
+def run_models(dtypes, device, seconds, out) -> None:
     """Time steps of whole models, original and converted, and measure their memory."""
-    measured = open_device(device, threads)
-    run = Run("models", {"seconds": seconds}, machine(measured))
-    cases = [(measured, name, pair, modes, seconds / 3) for name in names for pair in dtypes]
-    execute(run, cases, models.measure, out)
+    cases = [(name, pair, seconds / 3) for name in models.MODELS for pair in dtypes]
+    execute("models", open_device(device), cases, models.measure, out)
 
 
 @cli.command("memory")
@@ -193,10 +168,8 @@ def run_models(names, dtypes, device, modes, seconds, threads, out) -> None:
 @out_option
 def run_memory(shapes, dtypes, device, contenders, out) -> None:
     """Measure the memory of forward and backward on SHAPES (default: 4096x768 and 64x65536)."""
-    measured = open_device(device)
-    run = Run("memory", {}, machine(measured))
-    cases = [(measured, *s, pair, contenders) for s in shapes or [(4096, 768), (64, 65536)] for pair in dtypes]
-    execute(run, cases, memory.measure, out)
+    cases = [(*cell, contenders) for cell in cells(device, shapes or [(4096, 768), (64, 65536)], dtypes)]
+    execute("memory", open_device(device), cases, memory.measure, out)
 
 
 @cli.command("all")
@@ -214,30 +187,24 @@ def run_all(context, device, contenders, out) -> None:
 @cli.command("compare")
 @click.argument("base")
 @shapes_argument
-@click.option("--head", help="A revision (default: the working tree).")
 @choices("--dtypes", PAIRS, "fp32,bf16")
 @device_option
-@choices("--passes", PASSES, "forward,backward")
-@click.option("--starts", type=click.IntRange(1), default=3, help="How often to start processes.")
 @seconds_option(0.5, "start and case")
-@threads_option
 @out_option
-def run_compare(base, shapes, head, dtypes, device, passes, starts, seconds, threads, out) -> None:
-    """Build the revision BASE and the working tree and time both; end with an error if a case is slower."""
-    measured = open_device(device, threads)
-    cells = [(*s, pair, which) for s in shapes_for(device, shapes) for pair in dtypes for which in passes]
+def run_compare(base, shapes, dtypes, device, seconds, out) -> None:
+    """Build the revision BASE and the working tree and time both; fail if a case is slower."""
+    machine = describe_machine(open_device(device))
     try:
-        folders = {compare.BASE: compare.build(base, BUILDS), compare.HEAD: compare.build(head, BUILDS)}
+        builds = compare.build_both(base, ROOT / "build" / "compare")
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    method = {name: folder.name for name, folder in folders.items()} | {"starts": starts, "seconds": seconds}
-    run = Run("compare", method, machine(measured))
+    run = Run("compare", machine | {"base": builds[compare.BASE].name})
 
-    def sample(cells: list) -> Iterable:
-        found = compare.sample(folders, cells, device, threads, starts, seconds)
-        return progress(found, run, starts * len(cells))
+    def sample(cases: list) -> Iterable:
+        return progress(compare.sample(builds, cases, device, seconds), run.benchmark, compare.STARTS * len(cases))
 
-    run.records.extend(compare.measure(cells, sample))
+    cases = [(*cell, which) for cell in cells(device, shapes, dtypes) for which in ("forward", "backward")]
+    run.records.extend(compare.measure(cases, sample))
     finish(run, out)
     text, passed = compare.summary(run.records)
     click.echo(text)

@@ -1,11 +1,13 @@
-"""Errors of output and gradients against the exact results, for increasingly difficult inputs."""
+"""Measure the errors of output and gradients against float64, for increasingly difficult inputs."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
 from .cases import PAIRS, QUANTITIES, Case
-from .contenders import enter
+from .contenders import bind_contenders
+from .timing import Device
 
 # sweep -> arguments of Case. Offsets are in standard deviations. 4^10 rows test the sums of the weight gradients. The
 # scales reach from float16's smallest subnormal number, 2^-24, to its largest numbers.
@@ -17,21 +19,18 @@ SWEEPS = {
 }
 
 
-def points(sweeps: list[str], dtypes: list[str], max_elements: int) -> Iterator[tuple[str, float, str, dict]]:
-    """Yield sweep, swept value, dtypes and the arguments of Case for all inputs of up to `max_elements`."""
-    for sweep in sweeps:
-        for name in dtypes:
-            for arguments in SWEEPS[sweep]:
-                # The mean must be a finite number of the dtype.
-                fits = arguments.get("offset", 0) < torch.finfo(PAIRS[name][0]).max
-                if fits and arguments["rows"] * arguments["cols"] <= max_elements:
-                    yield sweep, arguments[sweep], name, arguments
+def points(dtypes: list[str]) -> Iterator[tuple[str, float, str, dict]]:
+    """Yield sweep, swept value, dtypes and the arguments of Case for all inputs."""
+    for sweep, name in product(SWEEPS, dtypes):
+        for arguments in SWEEPS[sweep]:
+            if arguments.get("offset", 0) < torch.finfo(PAIRS[name][0]).max:  # the dtype can represent the mean
+                yield sweep, arguments[sweep], name, arguments
 
 
-def measure(device: str, sweep: str, value: float, dtypes: str, arguments: dict, names: list[str]) -> Iterator[dict]:
+def measure(device: Device, sweep: str, value: float, dtypes: str, arguments: dict, names: list[str]) -> Iterator[dict]:
     """Yield a record for each contender and quantity."""
-    case = Case(**arguments, dtypes=dtypes, device=device)
-    for entry in enter(names, [case]):
+    case = Case(**arguments, dtypes=dtypes, device=device.name)
+    for entry in bind_contenders(names, [case]):
         for quantity in QUANTITIES:
             record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
             record |= {"quantity": quantity, "contender": entry.name, "status": "ok", "message": ""}

@@ -1,4 +1,4 @@
-"""Inputs of the benchmarks, and the errors of a contender's results against the exact ones."""
+"""The benchmarks' inputs, and the errors of results against float64."""
 
 import math
 import sys
@@ -17,23 +17,15 @@ EPS = 1e-5
 QUANTITIES = ("output", "grad_input", "grad_weight", "grad_bias")
 RESULTS = {"forward": QUANTITIES[:1], "backward": QUANTITIES[1:], "both": QUANTITIES}  # pass -> its results
 
-# A result counts as wrong if its error, divided by the largest exact value, exceeds this. 16-bit results may be off by
-# 4 roundings, which allows for 16-bit intermediate values. The `accuracy` command measures precision.
+# A result is wrong if its error, divided by the largest exact value, exceeds this. The 16-bit limits are 4 roundings,
+# which allow for 16-bit intermediate values. The `accuracy` command measures precision.
 TOLERANCE = {F64: 1e-13, F32: 1e-5, F16: 4 * 2.0**-10, BF16: 4 * 2.0**-7}
-
-CHUNK = 1 << 20  # elements that are compared at a time, each as 8 or 16 bytes
 
 
 class Case:
     """Input, upstream gradient and parameters of one problem size, drawn from normal distributions.
 
-    Args:
-        rows: Number of rows.
-        cols: Number of columns, the normalized dimension.
-        dtypes: A key of PAIRS.
-        device: The device of the tensors.
-        offset: Mean of the input.
-        scale: Standard deviation of the input.
+    `dtypes` is a key of PAIRS; `offset` and `scale` are the mean and the standard deviation of the input.
     """
 
     def __init__(self, rows: int, cols: int, dtypes: str, device: str = "cpu", offset: float = 0, scale: float = 1):
@@ -49,7 +41,7 @@ class Case:
         self.dy = draw(rows, cols).to(self.dtype)  # [rows, cols]
         self.weight, self.bias = (torch.nn.Parameter(draw(cols).to(self.parameter_dtype)) for _ in range(2))  # [cols]
 
-    def bytes_moved(self, which: str) -> int:
+    def bytes_moved(self, pass_name: str) -> int:
         """Return the bytes that a pass must read and write.
 
         forward reads x, weight and bias and writes y, mean and rstd. backward reads dy, x, mean, rstd and weight and
@@ -58,7 +50,7 @@ class Case:
         statistics = 2 * self.rows * (8 if self.dtype == F64 else 4)
         forward = 2 * self.x.nbytes + statistics + 2 * self.weight.nbytes
         backward = 3 * self.x.nbytes + statistics + 3 * self.weight.nbytes
-        return {"forward": forward, "backward": backward, "both": forward + backward}[which]
+        return {"forward": forward, "backward": backward, "both": forward + backward}[pass_name]
 
 
 def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:
@@ -70,25 +62,13 @@ def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict
     """
     wide = exact if case.dtype == F64 else lambda tensor: tensor.detach().double()
     weight, bias = wide(case.weight), wide(case.bias)
-    rows = max(1, CHUNK // case.cols)
-    largest = dict.fromkeys(QUANTITIES, 0.0)
-    worst = {name: dict.fromkeys(QUANTITIES[: len(result)], 0.0) for name, result in results.items()}
-    grad_weight = grad_bias = 0
+    forward = Forward(wide(case.x), EPS)
+    backward = Backward(wide(case.dy), forward, weight)
+    expected = [forward.output(weight, bias), backward.grad_input, backward.grad_weight, backward.grad_bias]
 
-    def compare(index: int, value, part: slice = slice(None)) -> None:  # noqa: ANN001 (a tensor or a numpy array)
-        quantity = QUANTITIES[index]
-        largest[quantity] = max(largest[quantity], float(abs(value).max()))
-        for name in (name for name in results if quantity in worst[name]):
-            error = float(abs(wide(results[name][index][part]) - value).max())
-            worst[name][quantity] = max(worst[name][quantity], math.inf if math.isnan(error) else error)
+    def error(actual: Tensor, value) -> float:  # noqa: ANN001 (a tensor or a numpy array)
+        found = float(abs(wide(actual) - value).max()) / (float(abs(value).max()) or 1)
+        return math.inf if math.isnan(found) else found
 
-    for first in range(0, case.rows, rows):
-        part = slice(first, first + rows)
-        forward = Forward(wide(case.x[part]), EPS)
-        backward = Backward(wide(case.dy[part]), forward, weight)
-        compare(0, forward.output(weight, bias), part)
-        compare(1, backward.grad_input, part)
-        grad_weight, grad_bias = grad_weight + backward.grad_weight, grad_bias + backward.grad_bias
-    compare(2, grad_weight)
-    compare(3, grad_bias)
-    return {name: {q: error / (largest[q] or 1) for q, error in found.items()} for name, found in worst.items()}
+    # Results of forward alone end before the gradients.
+    return {name: dict(zip(QUANTITIES, map(error, found, expected), strict=False)) for name, found in results.items()}

@@ -1,11 +1,10 @@
-"""Comparison of two revisions of this package, timed in turn in separate processes.
+"""Compare the speed of a revision of this package, the base, and of the working tree, the head.
 
 Three processes are sampled in turn: the base, the base again, and the head. The difference between the two base
 processes is noise from the clock, the machine and each process's memory layout, so all processes are restarted several
 times. A case is slower or faster if the median ratio base / head exceeds the noise in two measurements.
 """
 
-import math
 import shutil
 import statistics
 import subprocess
@@ -15,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,50 +23,46 @@ import torch
 
 import layernorm_ext
 
-from .contenders import enter
-from .kernels import sets_of
+from .contenders import Contender, bind_contenders
+from .kernels import make_cases
 from .runs import ROOT, output
-from .timing import AGAIN, Device, figures, in_turn, keep_pages, ratios, sampler, verdict
+from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_rounds, summarize, verdict
 
 BASE, HEAD = "base", "head"
+STARTS = 3  # number of times to start the processes
 Cell = tuple[int, int, str, str]  # rows, columns, dtypes, pass
 
 
-def build(revision: str | None, folder: Path) -> Path:
-    """Install a revision, or the working tree (None), into a subfolder, for the installed torch.
-
-    Returns:
-        The subfolder. An earlier build of the same revision is reused.
-    """
-    if revision is None:
-        name = "working-tree"
-    else:
-        name = output("git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-        if not name:
-            raise ValueError(f"Expected a revision of {ROOT}, but git knows no {revision!r}")
-        if (folder / name).exists():
-            return (folder / name).resolve()
-    installed = (folder / name).resolve()
-    partial = installed.with_suffix(".partial")  # an interrupted build must not be reused
-    with tempfile.TemporaryDirectory() as work:
-        source = ROOT
-        if revision is not None:
-            source, archive = Path(work, "source"), Path(work, "source.tar")
+def build_both(base: str, folder: Path) -> dict[str, Path]:
+    """Install the revision `base`, unless an earlier call did, and the working tree; return their folders."""
+    name = output("git", "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}")
+    if not name:
+        raise ValueError(f"Expected a revision of {ROOT}, but git knows no {base!r}")
+    builds = {BASE: folder.resolve() / name, HEAD: folder.resolve() / "working-tree"}
+    if not builds[BASE].exists():
+        with tempfile.TemporaryDirectory() as work:
+            archive = Path(work, "source.tar")
             subprocess.run(["git", "archive", "--output", str(archive), name], cwd=ROOT, check=True)
-            shutil.unpack_archive(archive, source, filter="data")
-        shutil.rmtree(partial, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), str(source)]
-        subprocess.run(pip, check=True)
-    shutil.rmtree(installed, ignore_errors=True)
-    partial.rename(installed)
-    return installed
+            shutil.unpack_archive(archive, Path(work, "source"), filter="data")
+            install(Path(work, "source"), builds[BASE])
+    shutil.rmtree(builds[HEAD], ignore_errors=True)
+    install(ROOT, builds[HEAD])
+    return builds
+
+
+def install(source: Path, target: Path) -> None:
+    partial = target.with_suffix(".partial")  # an interrupted build must not be reused
+    shutil.rmtree(partial, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), str(source)]
+    subprocess.run(pip, check=True)
+    partial.rename(target)
 
 
 class Worker:
     """A process that has one build loaded and takes samples on request."""
 
-    def __init__(self, installed: Path, device: str, threads: int | None):
-        self.pool = ProcessPoolExecutor(1, get_context("spawn"), initialize, (device, threads))
+    def __init__(self, installed: Path, device: str):
+        self.pool = ProcessPoolExecutor(1, get_context("spawn"), initialize, (device,))
         sys.path.insert(0, str(installed))  # the new process copies the path, so it imports the build
         try:
             loaded = Path(self.ask(loaded_package))
@@ -81,31 +77,31 @@ class Worker:
 
 
 # The functions below run in the process of a Worker, which keeps its state here.
-state = SimpleNamespace(shape=None)
+state = SimpleNamespace()
 
 
-def initialize(device: str, threads: int | None) -> None:
+def initialize(device: str) -> None:
     keep_pages()
-    if threads:
-        torch.set_num_threads(threads)
     state.device = Device(device)
 
 
 def loaded_package() -> str:
-    return layernorm_ext.__file__
+    return layernorm_ext._C.__file__
 
 
-def prepare(rows: int, cols: int, dtypes: str, which: str, checks: bool) -> str:
-    """Set up a cell; return a message if its results are wrong."""
-    if state.shape != (rows, cols, dtypes):  # the passes of a case share its tensors
-        torch.manual_seed(0)
-        state.sets, state.shape = sets_of(state.device, rows, cols, dtypes), (rows, cols, dtypes)
-        state.entry = enter(["ours"], state.sets, checks)[0]
-    record = state.entry.record(which, {})
-    if record["status"] == "ok":
-        calls = [getattr(calls, which) for calls in state.entry.calls]
-        state.sample = sampler(state.device, calls, which != "forward", state.device.modes[-1])
-    return record["message"]
+@lru_cache(maxsize=1)  # the passes of a case share its tensors
+def bind(rows: int, cols: int, dtypes: str) -> Contender:
+    torch.manual_seed(0)
+    return bind_contenders(["ours"], make_cases(state.device, rows, cols, dtypes))[0]
+
+
+def prepare(rows: int, cols: int, dtypes: str, pass_name: str) -> None:
+    """Set up a cell; fail if its results are wrong."""
+    entry = bind(rows, cols, dtypes)
+    if message := entry.record(pass_name, {})["message"]:
+        raise RuntimeError(f"{loaded_package()}: {message} for {rows}x{cols} in {dtypes}")
+    mode = state.device.modes[-1]
+    state.sample = make_sampler(state.device, entry.functions(pass_name), pass_name != "forward", mode)
 
 
 def take_sample() -> float:
@@ -113,23 +109,20 @@ def take_sample() -> float:
 
 
 def sample(
-    builds: dict[str, Path], cells: Iterable[Cell], device: str, threads: int | None, starts: int, budget: float
-) -> Iterator[tuple[Cell, dict[str, list[float]] | str]]:
-    """Yield each cell with its times by process, or with the message of a failed build, once for each start."""
-    for start in range(starts):
+    builds: dict[str, Path], cells: Iterable[Cell], device: str, budget: float
+) -> Iterator[tuple[Cell, dict[str, list[float]]]]:
+    """Yield each cell with its times by process, once for each start."""
+    for _ in range(STARTS):
         with ExitStack() as stack:
             folders = {BASE: builds[BASE], AGAIN: builds[BASE], HEAD: builds[HEAD]}
-            workers = {name: Worker(folder, device, threads) for name, folder in folders.items()}
+            workers = {name: Worker(folder, device) for name, folder in folders.items()}
             for worker in workers.values():
                 stack.enter_context(worker.pool)
             for cell in cells:
-                # The results of a build are checked once, in the first of its processes.
-                wrong = {n: worker.ask(prepare, *cell, start == 0 and n != AGAIN) for n, worker in workers.items()}
-                if any(wrong.values()):
-                    yield cell, "; ".join(f"{name}: {text}" for name, text in wrong.items() if text)
-                    continue
+                for worker in workers.values():
+                    worker.ask(prepare, *cell)
                 samplers = {name: (lambda worker=worker: worker.ask(take_sample)) for name, worker in workers.items()}
-                yield cell, in_turn(samplers, budget)
+                yield cell, sample_in_rounds(samplers, budget)
 
 
 def judge(starts: list[dict[str, list[float]]]) -> dict:
@@ -138,7 +131,7 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
     The noise is the larger of the scatter within processes and the scatter of the processes' medians.
     """
     together = {name: [t for start in starts for t in start[name]] for name in (BASE, AGAIN, HEAD)}
-    found = figures(together, HEAD, (BASE,))
+    found = summarize(together, HEAD, (BASE,))
     medians = [statistics.median(ratios(start[AGAIN], start[BASE])) for start in starts]
     found["noise"] = max(found["noise"], *medians, *(1 / median for median in medians))
     found["verdict"] = verdict(found["of_base"], found["noise"])
@@ -146,33 +139,27 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
 
 
 def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iterator[dict]:
-    """Yield a record for each cell; `sample` yields its arguments' times as the function above does."""
+    """Yield a record for each cell; time it again if it seems faster or slower. `sample` takes the cells to time."""
 
-    def collect(cells: list[Cell]) -> tuple[dict[Cell, dict], dict[Cell, str]]:
-        times, failed = defaultdict(list), {}
-        for cell, result in sample(cells):
-            if isinstance(result, str):
-                failed[cell] = result
-            else:
-                times[cell].append(result)
-        return {cell: judge(starts) for cell, starts in times.items()}, failed
+    def judged(cells: list[Cell]) -> dict[Cell, dict]:
+        times = defaultdict(list)
+        for cell, result in sample(cells) if cells else ():
+            times[cell].append(result)
+        return {cell: judge(starts) for cell, starts in times.items()}
 
-    found, failed = collect(cells)
-    suspects = [cell for cell, judgement in found.items() if judgement["verdict"] != "noise"]
-    again = collect(suspects)[0] if suspects else {}
+    first = judged(cells)
+    again = judged([cell for cell in cells if first[cell]["verdict"] != "noise"])
     for cell in cells:
-        record = dict(zip(("rows", "cols", "dtypes", "pass"), cell, strict=True)) | {"contender": HEAD}
-        judgement = found.get(cell) or figures({}, HEAD, (BASE,))
+        judgement = first[cell]
         if cell in again and again[cell]["verdict"] != judgement["verdict"]:
             judgement = again[cell] | {"verdict": "noise"}
-        status = "failed" if cell in failed else "ok"
-        yield record | {"status": status, "message": failed.get(cell, "")} | judgement
+        record = dict(zip(("rows", "cols", "dtypes", "pass"), cell, strict=True))
+        yield record | {"contender": HEAD, "status": "ok", "message": ""} | judgement
 
 
 def summary(records: list[dict]) -> tuple[str, bool]:
-    """Return one line about all cells, and whether no cell is slower or failed."""
-    ratios = [r["of_base"] for r in records if r["of_base"]]
-    counts = Counter(r["verdict"] if r["status"] == "ok" else "failed" for r in records)
-    mean = statistics.geometric_mean(ratios) if ratios else math.nan
-    text = ", ".join(f"{counts[kind]} {kind}" for kind in ("faster", "slower", "noise", "failed"))
-    return f"base / head {mean:.3f} (geometric mean); {text}", not (counts["slower"] or counts["failed"])
+    """Return one line about all cells, and whether no cell is slower."""
+    mean = statistics.geometric_mean(r["of_base"] for r in records)
+    counts = Counter(r["verdict"] for r in records)
+    text = ", ".join(f"{counts[kind]} {kind}" for kind in ("faster", "slower", "noise"))
+    return f"base / head {mean:.3f} (geometric mean); {text}", not counts["slower"]

@@ -1,7 +1,7 @@
-"""The implementations that are compared: this package, torch, torch.compile, other installed packages, and a copy.
+"""The compared implementations: this package, torch, torch.compile, other installed packages, and a copy.
 
 Each is called as its authors document, as a differentiable function of rows, weight and bias. A contender that cannot
-run a case is reported as failed with its own message.
+run a case is reported as failed, with its error message.
 """
 
 from collections.abc import Callable, Iterable
@@ -77,7 +77,7 @@ def transformer_engine(case: Case) -> Layer:
 
 
 # name -> its package, and a function that binds the parameters of a case
-ALL: dict[str, tuple[str, Callable[[Case], Layer]]] = {
+CONTENDERS: dict[str, tuple[str, Callable[[Case], Layer]]] = {
     "ours": ("layernorm-ext", functional(layernorm_ext.layer_norm)),
     "torch": ("torch", functional(F.layer_norm)),
     "torch.compile": ("torch", torch_compiled),
@@ -90,9 +90,9 @@ ALL: dict[str, tuple[str, Callable[[Case], Layer]]] = {
 
 
 def installed() -> dict[str, str]:
-    """Return the contenders whose packages are installed, and the versions."""
+    """Return the versions of the installed contenders."""
     versions = {}
-    for name, (package, _) in ALL.items():
+    for name, (package, _) in CONTENDERS.items():
         with suppress(PackageNotFoundError):
             versions[name] = version(package)
     return versions
@@ -102,7 +102,7 @@ class Calls:
     """The three passes of one contender on one case; each returns a tuple of tensors."""
 
     def __init__(self, name: str, case: Case):
-        self.layer = ALL[name][1](case)
+        self.layer = CONTENDERS[name][1](case)
         self.x, self.dy = case.x, case.dy
         self.inputs = (case.x, case.weight, case.bias)
         self.y = None
@@ -121,8 +121,8 @@ class Calls:
 
 
 @dataclass
-class Entry:
-    """A contender on one case: its calls on each set of tensors, and its faults."""
+class Contender:
+    """A contender's calls on each set of tensors, the errors of its results, and its failures."""
 
     name: str
     tolerance: float
@@ -130,24 +130,24 @@ class Entry:
     errors: dict[str, float] = field(default_factory=dict)  # quantity -> error, for the results that exist
     failed: dict[str, str] = field(default_factory=dict)  # pass -> message
 
-    def record(self, which: str, failed_later: dict[str, str]) -> dict:
+    def functions(self, pass_name: str) -> list[Callable[[], tuple[Tensor, ...]]]:
+        return [getattr(calls, pass_name) for calls in self.calls]
+
+    def record(self, pass_name: str, failed_later: dict[str, str]) -> dict:
         """Return the contender, the status (ok, wrong or failed), the message and the largest error in a pass."""
-        known = ((self.errors[quantity], quantity) for quantity in RESULTS[which] if quantity in self.errors)
+        known = ((self.errors[quantity], quantity) for quantity in RESULTS[pass_name] if quantity in self.errors)
         error, quantity = max(known, default=(None, ""))
         status, message = "ok", ""
-        if which in self.failed or self.name in failed_later:
-            status, message = "failed", self.failed.get(which) or failed_later[self.name]
+        if pass_name in self.failed or self.name in failed_later:
+            status, message = "failed", self.failed.get(pass_name) or failed_later[self.name]
         elif error is not None and error > self.tolerance:
             status, message = "wrong", f"{quantity} is off by {error:.1e} of its largest value"
         return {"contender": self.name, "status": status, "message": message, "error": error}
 
 
-def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[Entry]:
-    """Bind contenders to all sets of tensors and compare their results on the first set with the exact ones.
-
-    `checks=False` skips the comparison for builds whose results have been compared before.
-    """
-    entries, results = [Entry(name, TOLERANCE[sets[0].dtype]) for name in names], {}
+def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
+    """Bind contenders to all sets of tensors and compare their results on the first set with float64."""
+    entries, results = [Contender(name, TOLERANCE[sets[0].dtype]) for name in names], {}
     for entry in entries:
         try:
             entry.calls = [Calls(entry.name, case) for case in sets]
@@ -160,7 +160,7 @@ def enter(names: Iterable[str], sets: list[Case], checks: bool = True) -> list[E
             results[entry.name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
         except Exception as error:
             entry.failed = dict.fromkeys(PASSES[1:], first_line(error))
-    found = errors(sets[0], results) if checks else {}
+    found = errors(sets[0], results)
     for entry in entries:
         entry.errors = found.get(entry.name, {})
     return entries

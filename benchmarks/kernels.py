@@ -1,23 +1,18 @@
-"""Times of forward, backward and both for every contender, relative to torch and to a copy of the same bytes.
-
-Results are compared with the exact ones before they are timed; wrong and failing contenders are reported.
-"""
+"""Check every contender's results, then time forward, backward and both, relative to torch and to a copy."""
 
 from collections.abc import Iterator
 from itertools import product
 
-import torch
-
 from .cases import Case
-from .contenders import Copy, enter
-from .timing import Device, contest, figures, first_line
+from .contenders import Copy, bind_contenders
+from .timing import Device, measure_times, summarize
 
 COPY = "copy"
 AGAINST = ("torch", COPY)
 
 
-def sets_of(device: Device, rows: int, cols: int, dtypes: str) -> list[Case]:
-    """Return enough sets of tensors that their inputs and outputs fill `device.rotate` bytes."""
+def make_cases(device: Device, rows: int, cols: int, dtypes: str) -> list[Case]:
+    """Return enough cases that their inputs and outputs fill `device.rotate` bytes."""
     first = Case(rows, cols, dtypes, device.name)
     count = max(1, -(-device.rotate // (2 * first.x.nbytes)))
     return [first, *(Case(rows, cols, dtypes, device.name) for _ in range(count - 1))]
@@ -27,21 +22,14 @@ def measure(
     device: Device, rows: int, cols: int, dtypes: str, names: list[str], passes: list[str], budget: float
 ) -> Iterator[dict]:
     """Yield a record for each pass, call mode and contender."""
-    cell = {"rows": rows, "cols": cols, "dtypes": dtypes}
-    try:
-        sets = sets_of(device, rows, cols, dtypes)
-        entries, copies = enter(names, sets), [Copy(case) for case in sets]
-    except torch.OutOfMemoryError as error:
-        failed = {"status": "failed", "message": first_line(error), "error": None} | figures({}, "", AGAINST)
-        for which, name in product(passes, names):
-            yield cell | {"pass": which, "mode": None, "sets": None, "bytes": None, "contender": name} | failed
-        return
-    for which, mode in product(passes, device.modes):
-        calls = {entry.name: [getattr(c, which) for c in entry.calls] for entry in entries if which not in entry.failed}
-        calls[COPY] = [getattr(copy, which) for copy in copies]
-        times, failed = contest(device, calls, which != "forward", mode, budget)
-        cell |= {"pass": which, "mode": mode, "sets": len(sets), "bytes": sets[0].bytes_moved(which)}
+    sets = make_cases(device, rows, cols, dtypes)
+    entries, copies = bind_contenders(names, sets), [Copy(case) for case in sets]
+    for pass_name, mode in product(passes, device.modes):
+        calls = {entry.name: entry.functions(pass_name) for entry in entries if pass_name not in entry.failed}
+        calls[COPY] = [getattr(copy, pass_name) for copy in copies]
+        times, failed = measure_times(device, calls, pass_name != "forward", mode, budget)
+        cell = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name, "mode": mode, "sets": len(sets)}
         for entry in entries:
-            yield cell | entry.record(which, failed) | figures(times, entry.name, AGAINST)
+            yield cell | entry.record(pass_name, failed) | summarize(times, entry.name, AGAINST)
         copied = {"contender": COPY, "status": "ok", "message": "", "error": None}
-        yield cell | copied | figures(times, COPY, AGAINST) | {"verdict": None}
+        yield cell | copied | summarize(times, COPY, AGAINST) | {"verdict": None}

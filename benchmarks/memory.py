@@ -1,22 +1,16 @@
-"""Peak memory of forward and of forward with backward, and the memory that training keeps between them."""
+"""Measure the peak memory of forward and backward, and the memory that autograd keeps between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from .cases import Case
-from .contenders import Calls, enter
+from .contenders import Calls, bind_contenders
 from .timing import Device, first_line
 
-
-def inference(calls: Calls) -> object:
-    with torch.no_grad():
-        return calls.forward()
-
-
 # stage -> the call, and the pass that must work for it
-STAGES: dict[str, tuple[Callable[[Calls], object], str]] = {
-    "inference": (inference, "forward"),
+STAGES = {
+    "inference": (torch.no_grad()(Calls.forward), "forward"),
     "forward with graph": (Calls.forward, "both"),
     "forward and backward": (Calls.both, "both"),
 }
@@ -25,14 +19,14 @@ STAGES: dict[str, tuple[Callable[[Calls], object], str]] = {
 def measure(device: Device, rows: int, cols: int, dtypes: str, names: list[str]) -> Iterator[dict]:
     """Yield a record for each stage and contender."""
     case = Case(rows, cols, dtypes, device.name)
-    for entry in enter(names, [case]):
-        for stage, (call, which) in STAGES.items():
+    for entry in bind_contenders(names, [case]):
+        for stage, (call, pass_name) in STAGES.items():
             peak = kept = None
             failed = {}
-            if which not in entry.failed:
+            if pass_name not in entry.failed:
                 try:
                     peak, kept = device.memory(lambda: call(entry.calls[0]))  # noqa: B023 (called immediately)
                 except Exception as error:  # other packages may raise anything
                     failed[entry.name] = first_line(error)
-            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage} | entry.record(which, failed)
+            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage} | entry.record(pass_name, failed)
             yield record | {"input_bytes": case.x.nbytes, "peak_bytes": peak, "kept_bytes": kept}

@@ -1,7 +1,4 @@
-"""Time and peak memory of whole models' steps, with torch's normalization layers and with this package's.
-
-The models are built here with random parameters, so nothing is downloaded.
-"""
+"""Measure time and peak memory of steps of whole models with random parameters, before and after conversion."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -12,16 +9,15 @@ from torch import Tensor, nn
 import layernorm_ext
 
 from .cases import PAIRS
-from .timing import Device, contest, figures, first_line
+from .timing import Device, measure_times, summarize
 from .train_digits import Block
 
 TORCH, OURS = "torch", "ours"
-MODES = ("training", "inference")
 Model = tuple[nn.Module, Tensor]
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise convolution, then a two-layer perceptron on normalized channels (Liu et al. 2022, arXiv:2201.03545)."""
+    """Depthwise convolution and a two-layer perceptron on normalized channels (Liu et al. 2022, arXiv:2201.03545)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -61,57 +57,22 @@ def training_step(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
     return step
 
 
-def errors(models: dict[str, nn.Module], inputs: Tensor) -> dict[str, float]:
-    """Return each model's largest error of output or gradients, relative to the largest value.
-
-    torch's model in float64 gives the exact values. All gradients are compared with the largest of any parameter,
-    because some are zero except for rounding errors.
-    """
-
-    def results(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        y = model(inputs)
-        loss = y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        return y.detach().double(), torch.cat([g.double().flatten() for g in gradients])
-
-    exact = results(copy.deepcopy(models[TORCH]).double(), inputs.double())
-
-    def error(model: nn.Module) -> float:
-        pairs = zip(results(model, inputs), exact, strict=True)
-        return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-
-    return {name: error(model) for name, model in models.items()}
-
-
-def measure(device: Device, name: str, dtypes: str, modes: list[str], budget: float) -> Iterator[dict]:
-    """Yield records of the original and the converted model for each mode."""
-    converted, error, problem = None, {}, ""
-    models: dict[str, nn.Module] = {}
+def measure(device: Device, name: str, dtypes: str, budget: float) -> Iterator[dict]:
+    """Yield records of the original and the converted model for training and inference."""
     dtype = PAIRS[dtypes][0]
-    try:
-        model, inputs = MODELS[name](device.is_cuda)
-        model = model.to(device.name, dtype).eval()  # eval disables dropout, so that both compute the same
-        inputs = inputs.to(device.name, dtype)
-        replaced = copy.deepcopy(model)
-        converted = len(layernorm_ext.convert(replaced).replaced)
-        if not converted:
-            raise ValueError(f"Expected normalization layers to convert in {name}, but found none")
-        models = {OURS: replaced, TORCH: model}
-        error = errors(models, inputs)
-    except Exception as exception:  # other packages may raise anything
-        models, problem = {}, first_line(exception)
-    # The layers magnify rounding errors, so the converted model may have twice the error of the original.
-    is_wrong = error and not error[OURS] <= 2 * error[TORCH] + 4 * torch.finfo(dtype).eps  # NaN is wrong
-    wrong = f"the error is {error[OURS]:.1e} of the largest value, torch's {error[TORCH]:.1e}" if is_wrong else ""
-    for mode in modes:
+    model, inputs = MODELS[name](device.is_cuda)
+    model, inputs = model.to(device.name, dtype), inputs.to(device.name, dtype)
+    converted = copy.deepcopy(model)
+    layers = len(layernorm_ext.convert(converted).replaced)  # convert() checks the results of each layer
+    models = {OURS: converted, TORCH: model}
+    for mode in ("training", "inference"):
         grad = mode == "training"
         steps = {c: training_step(m, inputs) if grad else lambda m=m: m(inputs) for c, m in models.items()}
-        times, failed = contest(device, {c: [step] for c, step in steps.items()}, grad, "eager", budget)
+        times, failed = measure_times(device, {c: [step] for c, step in steps.items()}, grad, "eager", budget)
         for contender in (TORCH, OURS):
             with torch.set_grad_enabled(grad):
                 peak, kept = device.memory(steps[contender]) if contender in times else (None, None)
-            message = problem or failed.get(contender) or (wrong if contender == OURS else "")
-            status = "ok" if not message else "wrong" if contender in times else "failed"
-            record = {"model": name, "dtypes": dtypes, "mode": mode, "contender": contender, "layers": converted}
-            record |= {"status": status, "message": message, "error": error.get(contender)}
-            yield record | {"peak_bytes": peak, "kept_bytes": kept} | figures(times, contender, (TORCH,))
+            message = failed.get(contender, "")
+            record = {"model": name, "dtypes": dtypes, "mode": mode, "contender": contender, "layers": layers}
+            record |= {"status": "failed" if message else "ok", "message": message}
+            yield record | {"peak_bytes": peak, "kept_bytes": kept} | summarize(times, contender, (TORCH,))

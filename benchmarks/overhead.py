@@ -1,4 +1,4 @@
-"""Host time of one call on an input so small that the kernel's time is negligible."""
+"""Time the host's part of one call, on an input so small that the kernel takes almost no time."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,8 +8,8 @@ from torch import nn
 import layernorm_ext
 
 from .cases import EPS, Case
-from .contenders import Entry, enter
-from .timing import Device, contest, figures
+from .contenders import Contender, bind_contenders
+from .timing import Device, measure_times, summarize
 
 ROWS, COLS = 8, 64
 OPERATORS = {"ours": torch.ops.layernorm.forward.default, "torch": torch.ops.aten.native_layer_norm.default}
@@ -24,7 +24,7 @@ WAYS = {
 }
 
 
-def functions(case: Case, entry: Entry) -> dict[str, Callable[[], object]]:
+def functions(case: Case, entry: Contender) -> dict[str, Callable[[], object]]:
     """Return the function to time for each of WAYS that the contender has."""
     calls, shape = entry.calls[0], list(case.weight.shape)
     found = {"function": lambda: calls.layer(case.x), "forward and backward": calls.both}
@@ -40,12 +40,12 @@ def functions(case: Case, entry: Entry) -> dict[str, Callable[[], object]]:
 def measure(device: Device, dtypes: str, names: list[str], budget: float) -> Iterator[dict]:
     """Yield a record for each way of calling and contender."""
     case = Case(ROWS, COLS, dtypes, device.name)
-    entries = enter(names, [case])
-    for way, which in WAYS.items():
-        working = {entry.name: functions(case, entry) for entry in entries if which not in entry.failed}
+    entries = bind_contenders(names, [case])
+    for way, pass_name in WAYS.items():
+        working = {entry.name: functions(case, entry) for entry in entries if pass_name not in entry.failed}
         calls = {name: [found[way]] for name, found in working.items() if way in found}
-        times, failed = contest(device, calls, which != "forward", "host", budget)
+        times, failed = measure_times(device, calls, pass_name != "forward", "host", budget)
         for entry in entries:
-            if entry.name in calls or which in entry.failed:
-                record = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way} | entry.record(which, failed)
-                yield record | figures(times, entry.name, ("torch",))
+            if entry.name in calls or pass_name in entry.failed:
+                record = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way} | entry.record(pass_name, failed)
+                yield record | summarize(times, entry.name, ("torch",))

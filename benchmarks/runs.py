@@ -1,4 +1,4 @@
-"""The records of one benchmark with the machine and the command, stored as JSON and CSV."""
+"""One benchmark's records, machine and command, stored as JSON and CSV."""
 
 import csv
 import json
@@ -27,7 +27,6 @@ class Run:
     """One run of a benchmark. All its records have the same keys."""
 
     benchmark: str
-    method: dict
     machine: dict
     records: list[dict] = field(default_factory=list)
     command: str = field(default_factory=lambda: shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
@@ -53,7 +52,7 @@ def output(*command: str) -> str:
         return ""
 
 
-def machine(device: Device) -> dict:
+def describe_machine(device: Device) -> dict:
     """Return the hardware, the versions and the commit."""
     with open("/proc/cpuinfo") as file:
         models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]

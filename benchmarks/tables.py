@@ -1,13 +1,10 @@
-"""The terminal's table of a run: one line per case, one column per contender."""
+"""The printed table of a run: a line per case, a column per contender."""
 
 from collections import Counter
 
 from rich.table import Table
 
 from .runs import Run
-
-STYLES = {"faster": "green", "slower": "red", "noise": "dim", "wrong": "bold red", "failed": "red"}
-
 
 KEYS = {  # benchmark -> the keys that identify a case
     "kernels": ("rows", "cols", "dtypes", "pass", "mode"),
@@ -21,7 +18,7 @@ CAPTION = "time · time of torch, or of the base, / this time · copy's time / t
 
 
 def text(record: dict) -> str:
-    """Return the figures of a record as CAPTION says; a record lacks those that its benchmark does not measure."""
+    """Return the figures that a record has, in the order of CAPTION, and the status unless it is ok."""
     parts = []
     if record.get("us"):
         parts.append(f"{record['us']:.4g} µs")
@@ -34,11 +31,13 @@ def text(record: dict) -> str:
         parts.append(f"{record['error']:.0e}")
     if record.get("peak_bytes") is not None:
         parts.append(f"{record['peak_bytes'] / 2**20:.2f} MiB, keeps {record['kept_bytes'] / 2**20:.2f}")
+    if record["status"] != "ok":
+        parts.append(record["status"].upper())
     return " · ".join(parts)
 
 
 def notes(run: Run) -> list[str]:
-    """Return one line for each distinct fault of each contender."""
+    """Return one line for each distinct failure of each contender."""
     found = Counter((r["contender"], r["status"], r["message"]) for r in run.records if r["status"] != "ok")
     return [f"{name} {status} ({count} of its cases): {message}" for (name, status, message), count in found.items()]
 
@@ -55,16 +54,7 @@ def terminal(run: Run) -> Table:
     names = list(dict.fromkeys(r["contender"] for r in run.records))
     table = Table(*keys, "noise", *names, title=run.benchmark, caption=CAPTION)
 
-    def cell(record: dict | None) -> str:
-        if record is None:
-            return ""
-        if record["status"] == "failed":
-            return f"[{STYLES['failed']}]failed[/]"
-        if record["status"] == "wrong":
-            return f"[{STYLES['wrong']}]{text(record)} · WRONG[/]"
-        return f"[{STYLES.get(record.get('verdict'), 'none')}]{text(record)}[/]"
-
     for case, found in cases.items():
         noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
-        table.add_row(*case, noise, *(cell(found.get(name)) for name in names))
+        table.add_row(*case, noise, *(text(found[name]) if name in found else "" for name in names))
     return table

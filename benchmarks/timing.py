@@ -1,4 +1,4 @@
-"""Measurement of time and memory: interleaved samples of all contenders, and the noise of their ratios."""
+"""Measure time and memory: interleaved samples of all contenders, and the noise of their ratios."""
 
 import ctypes
 import json
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 AGAIN = "again"  # the first contender's second entry: an A/A comparison
-MIN_ROUNDS = 9  # enough samples for quartiles
-MIN_SECONDS = 1e-3  # of a CPU sample, to make the clock's resolution negligible
-MIN_CALLS = 20  # in a GPU sample; an event's resolution is half a microsecond
+MIN_ROUNDS = 9  # gives enough samples for quartiles
+MIN_SECONDS = 1e-3  # duration of a CPU sample; much longer than the resolution of the clock
+MIN_CALLS = 20  # calls in a GPU sample; CUDA events have a resolution of half a microsecond
 
 
 def keep_pages() -> None:
@@ -33,13 +33,11 @@ def keep_pages() -> None:
 class Device:
     """Measures time and memory on a device, and captures CUDA graphs.
 
-    Args:
-        name: ``"cpu"`` or ``"cuda"``.
-        rotate: Bytes of tensors to cycle through before the same tensors are used again. The default is four times the
-            L2 cache on a GPU, so that kernels read from memory, and 0 on a CPU.
+    `rotate` is the number of bytes to cycle through before tensors are used again: four times the L2 cache of a GPU, so
+    that kernels read from memory, and 0 on a CPU.
     """
 
-    def __init__(self, name: str, rotate: int | None = None):
+    def __init__(self, name: str):
         self.name = name
         self.is_cuda = name == "cuda"
         if self.is_cuda and not torch.cuda.is_available():
@@ -47,10 +45,9 @@ class Device:
                 f"torch {torch.__version__} sees no GPU; run this on a machine with one, or --device cpu"
             )
         self.modes = ("eager", "graph") if self.is_cuda else ("eager",)
-        self.rotate = rotate or 0
+        self.rotate = 0
         if self.is_cuda:
-            if rotate is None:
-                self.rotate = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+            self.rotate = 4 * torch.cuda.get_device_properties(0).L2_cache_size
             # Autograd runs backward on the stream of forward, and a graph captures one stream: use one for everything.
             self.stream = torch.cuda.Stream()
             torch.cuda.set_stream(self.stream)
@@ -109,9 +106,8 @@ class Device:
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(trace))
-            events = json.loads(trace.read_text())["traceEvents"]
+            events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
         del result
-        events = [event for event in events if event["name"] == "[memory]"]
         allocated = peak = 0
         for event in sorted(events, key=lambda event: event["ts"]):
             allocated += event["args"]["Bytes"]
@@ -119,7 +115,9 @@ class Device:
         return peak, allocated
 
 
-def sequence(calls: list[Callable[[], object]], repeats: int, grad: bool, keep: bool = False) -> Callable[[], object]:
+def repeat_calls(
+    calls: list[Callable[[], object]], repeats: int, grad: bool, keep: bool = False
+) -> Callable[[], object]:
     """Return a function that runs all calls `repeats` times and returns the last result it keeps.
 
     With several calls, the results of one round stay alive, so that the calls do not reuse the same memory. The result
@@ -137,25 +135,27 @@ def sequence(calls: list[Callable[[], object]], repeats: int, grad: bool, keep: 
     return run
 
 
-def sampler(device: Device, calls: list[Callable[[], object]], grad: bool, mode: str = "eager") -> Callable[[], float]:
+def make_sampler(
+    device: Device, calls: list[Callable[[], object]], grad: bool, mode: str = "eager"
+) -> Callable[[], float]:
     """Return a function that measures the seconds per call; `mode` is "eager", "graph" or "host"."""
-    once = sequence(calls, 1, grad)
+    once = repeat_calls(calls, 1, grad)
     once()
     minimum = MIN_CALLS if device.is_cuda else MIN_SECONDS / device.seconds(once) * len(calls)
     repeats = max(1, round(minimum / len(calls)))
     if mode == "graph":
-        run = device.captured(sequence(calls, repeats, grad, keep=True))
+        run = device.captured(repeat_calls(calls, repeats, grad, keep=True))
         with torch.set_grad_enabled(grad):
             eager = calls[-1]()
         if not all(torch.equal(a, b) for a, b in zip(run(), eager, strict=True)):
             raise RuntimeError("the results of a CUDA graph differ from those of an eager call")
     else:
-        run = sequence(calls, repeats, grad)
+        run = repeat_calls(calls, repeats, grad)
     clock = device.host_seconds if mode == "host" else device.seconds
     return lambda: clock(run) / (repeats * len(calls))
 
 
-def in_turn(samplers: Mapping[str, Callable[[], float]], budget: float) -> dict[str, list[float]]:
+def sample_in_rounds(samplers: Mapping[str, Callable[[], float]], budget: float) -> dict[str, list[float]]:
     """Sample all contenders in rounds, each in a new random order, for about `budget` seconds."""
     for sample in samplers.values():
         sample()
@@ -191,27 +191,26 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def contest(
+def measure_times(
     device: Device, contenders: Mapping[str, list[Callable[[], object]]], grad: bool, mode: str, budget: float
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Sample the calls of all contenders in turn; the first takes part twice, the second time as AGAIN.
+    """Return the seconds per call of each contender, and the messages of those that failed.
 
-    Returns:
-        The seconds per call of each contender, and the messages of those that failed.
+    The first contender takes part twice, the second time as AGAIN.
     """
     samplers, failed = {}, {}
     for name, calls in contenders.items():
         try:
-            samplers[name] = sampler(device, calls, grad, mode)
+            samplers[name] = make_sampler(device, calls, grad, mode)
             if len(samplers) == 1:
-                samplers[AGAIN] = sampler(device, calls, grad, mode)
+                samplers[AGAIN] = make_sampler(device, calls, grad, mode)
         except Exception as error:  # other packages may raise anything
             failed[name] = first_line(error)
-    return in_turn(samplers, budget * len(samplers)) if samplers else {}, failed
+    return sample_in_rounds(samplers, budget * len(samplers)) if samplers else {}, failed
 
 
-def figures(times: dict[str, list[float]], name: str, against: tuple[str, ...]) -> dict:
-    """Return the statistics of one contender; None for whatever lacks samples.
+def summarize(times: dict[str, list[float]], name: str, against: tuple[str, ...]) -> dict:
+    """Return the statistics of one contender; those without samples are None.
 
     `us` is the median time of a call in microseconds. `of_X` is the median of X's time divided by the contender's, so
     more than 1 is faster than X. `verdict` compares the contender with the first of `against`.

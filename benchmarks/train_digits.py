@@ -2,15 +2,15 @@
 
     python benchmarks/train_digits.py
 
-takes about a minute on two CPU cores. The images are the 1,797 handwritten digits (8x8 pixels) that ship
-inside scikit-learn, so nothing is downloaded. The two models start from the same parameters and take their
-steps in turn on the same batches, so that whatever differs is due to the layer norm.
+takes about a minute on two CPU cores. scikit-learn contains the images, 1,797 handwritten digits of 8x8 pixels, so
+nothing is downloaded. Both models start from the same parameters and train in turn on the same batches, so any
+difference comes from the layer norm.
 
-Draws both loss curves into digits.png, and exits with an error if
+The script draws both loss curves into digits.png and fails if
 
-* a model labels less than 97 % of the held-out images correctly, or the two differ by more than 1.5 points;
-* their losses differ by more than 0.00001 at any step of the first epoch;
-* the profiler sees one of torch's layer norms run in the model with ours, or does not see ours.
+* a model classifies less than 97 % of the test images correctly, or the accuracies differ by more than 1.5 points;
+* the losses differ by more than 0.00001 at any step of the first epoch;
+* the profiler sees a layer norm of torch in our model, or does not see ours for every layer.
 """
 
 import argparse
@@ -34,8 +34,8 @@ import layernorm_ext
 
 TEST_IMAGES = 360
 MIN_ACCURACY = 0.97
-# Two correct layer norms round differently, and training magnifies that from step to step: hardly at all in
-# the first epoch, but in the end the models may disagree about a few images (1.5 points: 5 of 360).
+# Two correct layer norms round differently, and every training step magnifies the difference. It is tiny in the first
+# epoch; at the end, the models may classify a few images differently (1.5 points are 5 of 360).
 MAX_ACCURACY_DIFFERENCE = 0.015
 MAX_FIRST_EPOCH_DIFFERENCE = 1e-5
 
@@ -44,7 +44,7 @@ OUR_OPS = ("layernorm::forward", "layernorm::backward")
 
 
 class Block(nn.Module):
-    """Self-attention, then a two-layer perceptron; each reads its input normalized and adds to it."""
+    """Pre-norm transformer block: self-attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, norm: type[nn.LayerNorm]) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Scores of the ten digits for (batch, 8, 8) images, each cut into 16 patches of 2x2 pixels."""
+    """Classifies (batch, 8, 8) images of digits, each cut into 16 patches of 2x2 pixels."""
 
     def __init__(self, norm: type[nn.LayerNorm], width: int = 64, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
-        # A convolution before the patches: so few images do not teach attention alone what an edge is.
+        # The first convolution detects edges; there are too few images to learn that with attention alone.
         self.embed = nn.Sequential(
             nn.Conv2d(1, 32, kernel_size=3, padding=1),
             nn.GELU(),
@@ -92,7 +92,7 @@ class VisionTransformer(nn.Module):
 
 @dataclass
 class Run:
-    """A model in training, and the record of its steps."""
+    """A model in training, with the losses and durations of its steps."""
 
     name: str
     model: VisionTransformer
@@ -137,7 +137,7 @@ def main() -> None:
         start = step % steps_per_epoch * args.batch_size
         chosen = order[start : start + args.batch_size]
         batch = shift(images[chosen]), labels[chosen]
-        # Neither always comes first: the second finds the batch and the allocator's memory in the caches.
+        # The order alternates, because the second model finds the batch and the allocator's memory in the caches.
         for run in (reference, ours) if step % 2 else (ours, reference):
             run.step(*batch)
 
@@ -156,14 +156,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches, not of the test split")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", default="digits.png", help="where to draw the loss curves")
     return parser.parse_args()
 
 
 def load(device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (images, labels) to train on and (images, labels) to test on; pixels between -1 and 1."""
+    """Return (images, labels) for training and for testing, with pixels between -1 and 1."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 8 - 1).reshape(-1, 8, 8).astype(np.float32)
     split = train_test_split(images, labels, test_size=TEST_IMAGES, stratify=labels, random_state=0)
@@ -172,7 +172,7 @@ def load(device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def new_run(name: str, norm: type[nn.LayerNorm], steps: int, args: argparse.Namespace) -> Run:
-    """Build a model and its optimizer; every `norm` gets the same initial parameters."""
+    """Build a model and its optimizer; the initial parameters do not depend on `norm`."""
     torch.manual_seed(args.seed)
     model = VisionTransformer(norm).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
@@ -180,7 +180,7 @@ def new_run(name: str, norm: type[nn.LayerNorm], steps: int, args: argparse.Name
 
 
 def shift(images: Tensor) -> Tensor:
-    """Return every image moved by -1, 0 or 1 pixel in either direction, at random."""
+    """Shift every image randomly by up to one pixel in each direction."""
     n, height, width = images.shape
     background = F.pad(images, (1, 1, 1, 1), value=-1)
     windows = background.unfold(1, height, 1).unfold(2, width, 1)  # (n, 3, 3, height, width)
@@ -193,7 +193,7 @@ def loss_of(model: VisionTransformer, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def count_ops(model: VisionTransformer, images: Tensor, labels: Tensor) -> Counter[str]:
-    """Count the operators that run forward and backward, on a copy of the model that is then dropped."""
+    """Count the operators that forward and backward run, on a copy of the model."""
     model = copy.deepcopy(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss_of(model, images, labels).backward()
@@ -203,14 +203,14 @@ def count_ops(model: VisionTransformer, images: Tensor, labels: Tensor) -> Count
 def check(
     model: VisionTransformer, accuracies: tuple[float, float], first_epoch: float, ops: Counter[str]
 ) -> list[str]:
-    """Return a sentence for everything that is not as it should be."""
+    """Return a message for each failed check."""
     failures = []
     for name, accuracy in zip(("torch's layer norm", "layernorm_ext"), accuracies, strict=True):
         if accuracy < MIN_ACCURACY:
             failures.append(f"the model with {name} reaches {accuracy:.2%}, less than {MIN_ACCURACY:.0%}")
     if abs(accuracies[1] - accuracies[0]) > MAX_ACCURACY_DIFFERENCE:
         failures.append(f"the accuracies differ by more than {100 * MAX_ACCURACY_DIFFERENCE} points")
-    if not first_epoch <= MAX_FIRST_EPOCH_DIFFERENCE:  # written so that NaN fails too
+    if not first_epoch <= MAX_FIRST_EPOCH_DIFFERENCE:  # NaN fails too
         failures.append(f"the losses differ by {first_epoch:.1e} within the first epoch")
     layers = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
     for op in OUR_OPS:
@@ -240,12 +240,12 @@ def report(runs: tuple[Run, Run], accuracies: tuple[float, float], first_epoch: 
 
 
 def plot(runs: tuple[Run, Run], accuracies: tuple[float, float], steps_per_epoch: int, path: str) -> None:
-    """Draw both loss curves, and below them how far they are apart."""
+    """Draw both loss curves, and their difference below."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     epoch = np.ones(steps_per_epoch) / steps_per_epoch
     epochs = np.arange(len(runs[0].losses)) / steps_per_epoch
-    # The curves nearly coincide: a wide pale line under a thin dashed one keeps both visible.
+    # The curves nearly coincide; a wide pale line below a thin dashed line keeps both visible.
     styles = ({"color": "#f4b06a", "linewidth": 7}, {"color": "#16336b", "linestyle": "--"})
     for run, accuracy, style in zip(runs, accuracies, styles, strict=True):
         smooth = np.convolve(run.losses, epoch, mode="valid")

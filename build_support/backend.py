@@ -1,9 +1,9 @@
-"""PEP 517 backend: setuptools, plus one rule about torch.
+"""A PEP 517 backend: setuptools, plus a rule about torch.
 
-The extension must be compiled against the very torch it will be loaded into. pip builds in an isolated
-environment that does not show that torch, and torch in build-system.requires would fetch another one. So a
-torch installed in the target environment is made visible to the build; only where there is none is pip asked
-for one, and the wheel then requires the same minor version, so that the torch installed beside it matches.
+The extension must be compiled for the torch that it will be loaded into, but pip's isolated build environment hides the
+installed torch, and build-system.requires would download another one. Therefore the build sees a torch that is
+installed in the target environment. Without one, pip installs torch for the build, and the wheel requires the same
+minor version.
 """
 
 import functools
@@ -11,11 +11,10 @@ import functools
 from setuptools import build_meta
 from setuptools.build_meta import build_sdist, get_requires_for_build_sdist  # noqa: F401  (need no torch)
 
-from . import target_torch
-from .errors import BuildError
+from . import BuildError, target_torch
 
 
-def _asking_for_torch(hook):
+def _requiring_torch(hook):
     @functools.wraps(hook)
     def get_requires(*args, **kwargs):
         requirements = hook(*args, **kwargs)
@@ -34,8 +33,8 @@ def _with_torch(hook):
     return build
 
 
-get_requires_for_build_wheel = _asking_for_torch(build_meta.get_requires_for_build_wheel)
-get_requires_for_build_editable = _asking_for_torch(build_meta.get_requires_for_build_editable)
+get_requires_for_build_wheel = _requiring_torch(build_meta.get_requires_for_build_wheel)
+get_requires_for_build_editable = _requiring_torch(build_meta.get_requires_for_build_editable)
 prepare_metadata_for_build_wheel = _with_torch(build_meta.prepare_metadata_for_build_wheel)
 prepare_metadata_for_build_editable = _with_torch(build_meta.prepare_metadata_for_build_editable)
 build_wheel = _with_torch(build_meta.build_wheel)

@@ -1,9 +1,9 @@
-"""Decides whether the CUDA kernels are built, by which toolkit, and for which architectures.
+"""Decides whether to build the CUDA kernels, with which toolkit, and for which architectures.
 
 Environment variables:
-  FORCE_CUDA            1: build the CUDA kernels or fail; 0: do not; unset: build them where that is possible
-  CUDA_HOME             the toolkit, instead of PATH's nvcc, /usr/local/cuda*, or NVIDIA's pip packages
-  TORCH_CUDA_ARCH_LIST  the architectures, instead of the visible GPUs' or, without a GPU, ARCHITECTURES
+  FORCE_CUDA            1: build the CUDA kernels or fail; 0: do not build them; unset: build them if possible
+  CUDA_HOME             the toolkit; by default PATH's nvcc, /usr/local/cuda*, or NVIDIA's pip packages
+  TORCH_CUDA_ARCH_LIST  the architectures; by default those of the visible GPUs or, without a GPU, ARCHITECTURES
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from .errors import BuildError
+from . import BuildError
 
 ARCHITECTURES = ((8, 0), (9, 0), (10, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """A CUDA installation that has both nvcc and the headers."""
+    """A CUDA installation with nvcc and headers."""
 
     home: Path
     version: str
@@ -31,54 +31,39 @@ class Toolkit:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is built, and why."""
+    """The decision and its reason; without a toolkit, only the CPU kernels are built."""
 
     reason: str
     toolkit: Toolkit | None = None
     architectures: str | None = None  # in the notation of TORCH_CUDA_ARCH_LIST
 
 
-def plan(has_kernels: bool) -> Plan:
-    """Choose between CUDA and the CPU alone, or end the build with a sentence that says what to do."""
+def plan() -> Plan:
+    """Decide, or raise a BuildError that says what to do."""
     force = os.environ.get("FORCE_CUDA", "")
     if force not in ("", "0", "1"):
         raise BuildError(f"FORCE_CUDA is {force!r}, neither 0 nor 1", "correct or unset it")
     if force == "0":
         return Plan("FORCE_CUDA=0")
-
-    wish = "FORCE_CUDA=1" if force else ""
     if torch.version.cuda is None:
         reason = f"torch {torch.__version__} was built without CUDA"
-        return _cpu_alone(reason, "install a CUDA build of torch, or unset FORCE_CUDA", wish)
-    if not has_kernels:
-        return _cpu_alone("this version has no CUDA kernels", "unset FORCE_CUDA", wish)
+        if force:
+            raise BuildError(f"FORCE_CUDA=1, but {reason}", "install a CUDA build of torch, or unset FORCE_CUDA")
+        return Plan(reason)
     toolkit = find_toolkit()
     if toolkit is None:
-        if torch.cuda.is_available():
-            wish = wish or "a GPU is visible"
-        return _cpu_alone("no CUDA toolkit was found", _toolkit_remedy(), wish)
-    if not _fits(toolkit):
+        reason = "no CUDA toolkit was found"
+        if force or torch.cuda.is_available():
+            raise BuildError(f"{'FORCE_CUDA=1' if force else 'a GPU is visible'}, but {reason}", _toolkit_remedy())
+        return Plan(reason)
+    if not _matches_torch(toolkit):
         raise BuildError(
             f"torch {torch.__version__} uses CUDA {torch.version.cuda}, but the toolkit in {toolkit.home} is "
             f"CUDA {toolkit.version}",
             _toolkit_remedy(),
         )
-    return Plan(
-        f"torch {torch.__version__} and the CUDA {toolkit.version} toolkit in {toolkit.home}",
-        toolkit,
-        choose_architectures(toolkit),
-    )
-
-
-def _cpu_alone(reason: str, remedy: str, wish: str) -> Plan:
-    """Build for the CPU alone, unless something wishes for CUDA."""
-    if wish:
-        raise BuildError(f"{wish}, but {reason}", remedy)
-    return Plan(reason)
-
-
-def _major(version: str) -> str:
-    return version.split(".")[0]
+    reason = f"torch {torch.__version__} and the CUDA {toolkit.version} toolkit in {toolkit.home}"
+    return Plan(reason, toolkit, choose_architectures(toolkit))
 
 
 def _toolkit_remedy() -> str:
@@ -89,13 +74,12 @@ def _toolkit_remedy() -> str:
 
 
 def find_toolkit() -> Toolkit | None:
-    """Return a toolkit, one that fits torch if possible; None where there is no sign of any."""
+    """Return a toolkit, preferably one that matches torch; None if there is no nvcc."""
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     homes = [Path(given)] if given else list(_likely_homes())
     toolkits = [Toolkit(home, _nvcc_version(home)) for home in homes if not _missing(home)]
     if toolkits:
-        fitting = [toolkit for toolkit in toolkits if _fits(toolkit)]
-        return (fitting or toolkits)[0]
+        return next(filter(_matches_torch, toolkits), toolkits[0])
     incomplete = [home for home in homes if given or "bin/nvcc" not in _missing(home)]
     if incomplete:
         missing = " and ".join(_missing(incomplete[0]))
@@ -103,18 +87,22 @@ def find_toolkit() -> Toolkit | None:
     return None
 
 
-def _fits(toolkit: Toolkit) -> bool:
-    """Compare major versions: CUDA guarantees compatibility within one."""
+def _matches_torch(toolkit: Toolkit) -> bool:
+    """Compare major versions, within which CUDA is compatible."""
     return _major(toolkit.version) == _major(torch.version.cuda)
 
 
+def _major(version: str) -> str:
+    return version.split(".")[0]
+
+
 def _likely_homes() -> Iterator[Path]:
-    """Yield where a toolkit may be; torch itself would trust the place of PATH's nvcc, even of a wrapper."""
+    """Yield folders that may contain a toolkit, including the one behind an nvcc that is only a wrapper."""
     nvcc = shutil.which("nvcc")
     if nvcc:
         yield Path(nvcc).parent.parent
         yield Path(nvcc).resolve().parent.parent
-        commands = _output(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull)
+        commands = output(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull)
         yield from (Path(top).resolve() for top in re.findall(r"^#\$ TOP=(.+)$", commands, re.M))
     yield Path("/usr/local/cuda")
     yield Path(f"/usr/local/cuda-{torch.version.cuda}")
@@ -122,22 +110,23 @@ def _likely_homes() -> Iterator[Path]:
 
 
 def _missing(home: Path) -> list[str]:
-    """Name the parts that keep `home` from being a toolkit; conda keeps the headers under targets/."""
+    """Return the parts of a toolkit that are not in a folder; conda has the headers in targets/."""
     missing = [] if (home / "bin" / "nvcc").is_file() else ["bin/nvcc"]
     headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
     return missing if headers else [*missing, "include/cuda_runtime.h"]
 
 
 def _nvcc_version(home: Path) -> str:
-    return re.search(r"release (\d+\.\d+)", _output(home / "bin" / "nvcc", "--version"))[1]
+    return re.search(r"release (\d+\.\d+)", output(home / "bin" / "nvcc", "--version"))[1]
 
 
-def _output(*command: str | Path) -> str:
+def output(*command: str | Path) -> str:
+    """Return what a command prints to stdout and stderr."""
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
 
 def choose_architectures(toolkit: Toolkit) -> str:
-    """Return TORCH_CUDA_ARCH_LIST or its default, which ends in PTX so that later GPUs are served too."""
+    """Return TORCH_CUDA_ARCH_LIST or its default, which ends in PTX for later GPUs."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if listed:
         return listed
@@ -147,7 +136,7 @@ def choose_architectures(toolkit: Toolkit) -> str:
             f"a visible GPU is {_sm(visible[0])} and the kernels need {_sm(ARCHITECTURES[0])} or newer",
             "hide it with CUDA_VISIBLE_DEVICES, or set FORCE_CUDA=0 to build for the CPU alone",
         )
-    known = _output(toolkit.home / "bin" / "nvcc", "--list-gpu-code").split()
+    known = output(toolkit.home / "bin" / "nvcc", "--list-gpu-code").split()
     unknown = [_sm(gpu) for gpu in visible if _sm(gpu) not in known]
     if unknown:
         raise BuildError(

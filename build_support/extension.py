@@ -1,10 +1,11 @@
-"""Describes layernorm_ext._C: its sources and the flags of each.
+"""Describes layernorm_ext._C: its sources and compiler flags.
 
 Environment variables, besides those of cuda.py and of torch.utils.cpp_extension (MAX_JOBS, CXX, ...):
   DEBUG  1: no optimisation, debug information, assertions
 """
 
 import glob
+import hashlib
 import os
 import platform
 import shutil
@@ -15,21 +16,15 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-from . import cuda, target_torch
-from .errors import BuildError
+from . import BuildError, cuda, target_torch
 
 NAME = "layernorm_ext._C"
-SOURCES = [
-    *("csrc/ops.cpp", "csrc/autograd.cpp"),
-    *("csrc/bindings.cpp", "csrc/cpu/dispatch.cpp"),
-]
-CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cpp") + glob.glob("csrc/cuda/*.cu"))
-
-# These see no torch header and are compiled once per instruction set.
+SOURCES = [*sorted(glob.glob("csrc/*.cpp")), "csrc/cpu/dispatch.cpp"]
+CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu"))
+# These include no torch header and are compiled once per instruction set.
 KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp", "csrc/cpu/channels_first.cpp"]
-# Only the multiply-adds that are written out may be fused: results must not depend on the compiler's choice.
+# Only explicit multiply-adds are fused, so that results do not depend on the compiler's choice.
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
-DEVICE_FLAGS = ["-fmad=false"]
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_CAPABILITIES = {"DEFAULT": []}
@@ -42,73 +37,93 @@ if IS_X86:
 
 
 def setup_arguments() -> dict:
-    """Return what setup() needs to build against the torch that is importable here."""
-    major, minor = _check_torch()
+    """Return the arguments of setup() for the torch that can be imported."""
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    if (major, minor) < target_torch.OLDEST:
+        raise BuildError(
+            f"torch {torch.__version__} is installed and {target_torch.REQUIREMENT} is needed",
+            f'run: pip install "{target_torch.REQUIREMENT}"',
+        )
     _check_host_tools()
-    plan = cuda.plan(has_kernels=bool(CUDA_SOURCES))
     return {
         "install_requires": [f"torch=={major}.{minor}.*"],
-        "ext_modules": [_extension(plan)],
+        "ext_modules": [_extension(cuda.plan())],
         "cmdclass": {"build_ext": BuildExtension},
     }
 
 
 def is_debug() -> bool:
-    """Say whether DEBUG=1 is set."""
+    """Return whether DEBUG=1 is set."""
     return os.environ.get("DEBUG") == "1"
 
 
 def compile_flags() -> dict[str, list[str]]:
-    """Return the flags of all sources. No -std: torch adds the one that its headers need."""
+    """Return the flags of all sources; torch adds the -std that its headers need."""
     if is_debug():
         host, device = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"], ["-O0", "-g", "-G"]
     else:
-        # -g0: Python's own flags may ask for debug information, which makes the module twenty times as large.
+        # -g0, because the debug information that Python's own flags may request makes the module 20 times as large.
         host, device = ["-O3", "-g0"], ["-O3", "-Xfatbin", "-compress-all"]
-    # torch's own flags take the operators and conversions of __half and __nv_bfloat16 away.
-    hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
-    device += [*DEVICE_FLAGS, *(f"-U__CUDA_NO_{what}__" for what in hidden)]
-    # Without -fopenmp, at::parallel_for is silently serial.
+    # Restore the operators and conversions of __half and __nv_bfloat16 that torch's flags disable.
+    disabled = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+    device += ["-fmad=false", *(f"-U__CUDA_NO_{name}__" for name in disabled)]
     both = ["-fvisibility=hidden", "-Wall"]
+    # Without -fopenmp, at::parallel_for would silently be serial.
     return {"cxx": [*host, "-fopenmp", *both], "nvcc": [*device, f"-Xcompiler={','.join(both)}"]}
 
 
-def kernel_flags(capability: str) -> list[str]:
-    """Return what KERNEL_SOURCES are compiled with for an instruction set, besides compile_flags()."""
-    return [*KERNEL_FLAGS, *CPU_CAPABILITIES[capability], f"-DCPU_CAPABILITY={capability}"]
-
-
 class BuildExtension(cpp_extension.BuildExtension):
-    """Compiles the kernels once per instruction set, and leaves a record of the build in the package."""
+    """Compiles the kernels once per instruction set and writes _build_info.py."""
 
     def finalize_options(self):
-        """Keep the objects of different torch versions apart, and let ninja judge which are out of date."""
+        """Separate the objects of different torch versions, and let ninja decide which are out of date."""
         super().finalize_options()
         self.build_temp = os.path.join(self.build_temp, f"torch-{torch.__version__}")
         self.force = True
 
     def run(self):
-        """Build, say for what, and record it."""
+        """Report the plan, build, and record the plan."""
         plan = self.extensions[0].plan
         target = "CUDA and the CPU" if plan.toolkit else "the CPU alone"
-        # A warning, because recent versions of pip show those of a build even when they hide its output.
+        # pip shows warnings even where it hides the other output of a build.
         warnings.warn(f"layernorm-ext is built for {target}: {plan.reason}", stacklevel=1)
         super().run()
-        record = Path(self.get_ext_fullpath(NAME)).with_name("_build_info.py")
-        record.write_text(_build_info(plan))
+        Path(self.get_ext_fullpath(NAME)).with_name("_build_info.py").write_text(_build_info(plan))
 
     def build_extension(self, ext):
-        """Compile the kernels, then everything else."""
-        for capability in CPU_CAPABILITIES:
-            flags = {**ext.extra_compile_args}
-            flags["cxx"] = [*flags["cxx"], *kernel_flags(capability)]
+        """Compile, or reuse the module of the last build if the fingerprint is the same.
+
+        ninja would compile everything again, because the folder of torch changes: a first `pip install .` installs
+        torch into pip's isolated build environment, and a second one finds it in the target environment.
+        """
+        library = Path(self.get_ext_fullpath(ext.name))
+        last_build = Path(self.build_temp) / f"{fingerprint(ext.plan)}{library.suffix}"
+        if last_build.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(last_build, library)
+            return
+        for capability, flags in CPU_CAPABILITIES.items():
+            host = [*ext.extra_compile_args["cxx"], *KERNEL_FLAGS, *flags, f"-DCPU_CAPABILITY={capability}"]
             ext.extra_objects += self.compiler.compile(
                 KERNEL_SOURCES,
                 output_dir=os.path.join(self.build_temp, capability),
                 macros=ext.define_macros,
-                extra_postargs=flags,
+                extra_postargs={**ext.extra_compile_args, "cxx": host},
             )
         super().build_extension(ext)
+        for older_build in last_build.parent.glob(f"*{library.suffix}"):
+            older_build.unlink()
+        shutil.copy(library, last_build)
+
+
+def fingerprint(plan: cuda.Plan) -> str:
+    """Hash everything that determines the compiled module, but not the folder of torch."""
+    compiler = _host_compiler()
+    inputs = [_build_info(plan), torch.version.git_version, *compiler, cuda.output(*compiler, "--version")]
+    inputs += [f"{name}={value}" for name, value in sorted(os.environ.items()) if "FLAGS" in name]
+    files = [*Path("csrc").rglob("*.[ch]*"), *Path("build_support").glob("*.py")]
+    inputs += [f"{path}\n{path.read_text()}" for path in sorted(files)]
+    return hashlib.sha256("\n".join(inputs).encode()).hexdigest()
 
 
 def _extension(plan: cuda.Plan):
@@ -130,7 +145,7 @@ def _extension(plan: cuda.Plan):
 
 
 def _link_versioned_cudart(extension):
-    """Give the linker libcudart.so.X where there is no libcudart.so, as in NVIDIA's pip packages."""
+    """Link libcudart.so.X if there is no libcudart.so, as in NVIDIA's pip packages."""
     names = {path.name for folder in extension.library_dirs for path in Path(folder).glob("libcudart.so*")}
     if names and "libcudart.so" not in names:
         extension.libraries[extension.libraries.index("cudart")] = f":{min(names)}"
@@ -149,19 +164,12 @@ def _build_info(plan: cuda.Plan) -> str:
     return "# Written by the build.\n" + "".join(f"{name} = {value!r}\n" for name, value in facts.items())
 
 
-def _check_torch() -> tuple[int, int]:
-    major, minor = map(int, torch.__version__.split(".")[:2])
-    if (major, minor) < target_torch.OLDEST:
-        raise BuildError(
-            f"torch {torch.__version__} is installed and {target_torch.REQUIREMENT} is needed",
-            f'run: pip install "{target_torch.REQUIREMENT}"',
-        )
-    return major, minor
+def _host_compiler() -> list[str]:
+    return os.environ.get("CXX", "c++").split()  # may begin with a wrapper and end with options
 
 
 def _check_host_tools():
-    command = os.environ.get("CXX", "c++")  # may begin with a wrapper and end with options
-    for program in command.split():
+    for program in _host_compiler():
         if not program.startswith("-") and shutil.which(program) is None:
             raise BuildError(f"the C++ compiler {program!r} is not on PATH", "install g++, or set CXX")
     include = sysconfig.get_path("include")

@@ -1,4 +1,4 @@
-"""Finds the torch of the environment that is being installed into."""
+"""Finds the torch of the environment that the package is installed into."""
 
 import importlib
 import importlib.util
@@ -9,17 +9,14 @@ import sys
 OLDEST = (2, 11)
 REQUIREMENT = "torch>=2.11"
 
-# What pip isolates a build with: a sitecustomize.py on PYTHONPATH, and no user site-packages.
-_ISOLATION = ("PYTHONPATH", "PYTHONNOUSERSITE")
-
 
 def is_importable() -> bool:
-    """Say whether `import torch` would find something here."""
+    """Return whether torch can be imported."""
     return importlib.util.find_spec("torch") is not None
 
 
 def make_importable() -> bool:
-    """Extend sys.path by the target environment's own if torch is only there; say whether torch was found."""
+    """Add the target environment to sys.path if torch is only there; return whether torch can be imported."""
     if not is_importable():
         sys.path.extend(_target_path())
         importlib.invalidate_caches()
@@ -27,8 +24,9 @@ def make_importable() -> bool:
 
 
 def _target_path() -> list[str]:
-    """Ask this same interpreter, outside the isolation, for its sys.path: venv, user site and .pth files."""
-    environment = {name: value for name, value in os.environ.items() if name not in _ISOLATION}
+    """Return the sys.path of this interpreter without pip's isolation: venv, user site-packages and .pth files."""
+    # pip isolates a build by a sitecustomize.py on PYTHONPATH and by PYTHONNOUSERSITE.
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     command = [sys.executable, "-P", "-c", "import sys; print(*sys.path, sep='\\n')"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return result.stdout.splitlines()

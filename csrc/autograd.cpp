@@ -438,15 +438,10 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
 }
 
 }  // namespace
-}  // namespace layernorm
 
-LAYERNORM_LIBRARY_IMPL(Autograd, m) {
-  using namespace layernorm;
-  implement<forward_autograd, backward_autograd>(m);
-}
+void Operators::implement_autograd(torch::Library& m) { implement<forward_autograd, backward_autograd>(m); }
 
 // vmap uses the batching rules of the composite's aten operations.
-LAYERNORM_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) {
-  using namespace layernorm;
-  implement<forward_composite, backward_composite>(m);
-}
+void Operators::implement_vmap(torch::Library& m) { implement<forward_composite, backward_composite>(m); }
+
+}  // namespace layernorm

@@ -17,32 +17,6 @@
 #include "dtypes.h"
 #include "layer_norm.h"
 
-#define LAYERNORM_OPTIONS \
-  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
-
-// The positional arguments are aten's.
-LAYERNORM_LIBRARY(m) {
-  const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
-  define(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
-      "*, " LAYERNORM_OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
-  define(
-      "forward.residual(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, " LAYERNORM_OPTIONS
-      ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  define(
-      "forward_.residual(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, " LAYERNORM_OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
-  define(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool[3] output_mask, *, Tensor? grad_sum=None, " LAYERNORM_OPTIONS
-      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
-  define(
-      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
-  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
-}
-
 namespace layernorm {
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
@@ -408,7 +382,7 @@ Tensor kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Ge
 
 template <class Params>
 void set_common(Params& params, const Geometry& geometry, const Options& options, const Tensor& weight,
-                const Tensor& bias, const Launching& on) {
+                const Tensor& bias, const LaunchScope& on) {
   params.groups = geometry.groups;
   params.rows = geometry.rows;
   params.cols = geometry.cols;
@@ -431,7 +405,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
     at::assert_no_internal_overlap(*residual);
     at::assert_no_overlap(*residual, input);
   }
-  const Launching on(input);
+  const LaunchScope on(input);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   Tensor output = allocate_like(input, input.scalar_type(), args.options.preserve_layout), sum, mean;
   at::DimVector shape(input.sizes().slice(0, input.dim() - normalized_dims));
@@ -483,7 +457,7 @@ template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const
 BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
-  const Launching on(input);
+  const LaunchScope on(input);
   const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
@@ -597,7 +571,8 @@ using NormBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Ten
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+  const auto full_name = std::string(kOperatorNamespace) + "::" + name;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload).typed<Signature>();
 }
 
 }  // namespace
@@ -606,25 +581,25 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = options;
   if (in_place) {
-    static const auto op = find<AddNormInPlace>(LAYERNORM_OPERATOR("forward_"), "residual");
+    static const auto op = find<AddNormInPlace>("forward_", "residual");
     auto [output, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
                                         zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), *residual, std::move(mean), std::move(rstd)};
   }
   if (present(residual)) {
-    static const auto op = find<AddNorm>(LAYERNORM_OPERATOR("forward"), "residual");
+    static const auto op = find<AddNorm>("forward", "residual");
     auto [output, sum, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
                                              zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
-  static const auto op = find<Norm>(LAYERNORM_OPERATOR("forward"), "");
+  static const auto op = find<Norm>("forward", "");
   auto [output, mean, rstd] =
       op.call(input, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient, preserve_layout);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  static const auto op = find<NormBackward>(LAYERNORM_OPERATOR("backward"), "");
+  static const auto op = find<NormBackward>("backward", "");
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
   auto [grad_input, grad_weight, grad_bias] =
       op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
@@ -632,45 +607,51 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
   return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
-}  // namespace layernorm
+// ---- registration ---------------------------------------------------------------------------------------------------
 
-#ifndef LAYERNORM_EMULATE
-LAYERNORM_LIBRARY_IMPL(CPU, m) {
-  using namespace layernorm;
+#define OPTIONS \
+  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
+
+// The positional arguments are aten's.
+void Operators::define(torch::Library& m) {
+  const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
+  define(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "*, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "forward.residual(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  define(
+      "forward_.residual(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[3] output_mask, *, Tensor? grad_sum=None, " OPTIONS
+      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
+  define(
+      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
+  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
+}
+
+void Operators::implement_cpu(torch::Library& m) {
   implement<forward<cpu::forward>, backward<cpu::backward, cpu::backward_workspace>>(m);
 }
-#endif
 
-#if defined(WITH_CUDA) || defined(LAYERNORM_EMULATE)
-LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  using namespace layernorm;
+#if defined(WITH_CUDA)
+void Operators::implement_cuda(torch::Library& m) {
   implement<forward<cuda::forward, cuda::forward_workspace>, backward<cuda::backward, cuda::backward_workspace>>(m);
 }
-#else
-namespace layernorm {
-void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
-  TORCH_CHECK(false,
-              "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");
-}
-}  // namespace layernorm
-
-LAYERNORM_LIBRARY_IMPL(LAYERNORM_CUDA_KEY, m) {
-  for (const char* name : {"forward", "forward.residual", "forward_.residual", "backward"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&layernorm::refuse>());
-  }
-}
 #endif
 
-LAYERNORM_LIBRARY_IMPL(Meta, m) {
-  using namespace layernorm;
-  implement<forward_meta, backward_meta>(m);
-}
+void Operators::implement_meta(torch::Library& m) { implement<forward_meta, backward_meta>(m); }
 
-LAYERNORM_LIBRARY_IMPL(CompositeImplicitAutograd, m) {
-  using namespace layernorm;
+void Operators::implement_composite(torch::Library& m) {
   m.impl("check_forward", [](const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                              const optional<Tensor>& weight, const optional<Tensor>& bias) {
     check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
   });
   m.impl("check_images", &check_images);
 }
+
+}  // namespace layernorm

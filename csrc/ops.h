@@ -11,15 +11,6 @@
 #include <optional>
 #include <tuple>
 
-// The tests register the same sources under another namespace, and the CUDA kernels on another dispatch key, to
-// run those on a CPU.
-#ifndef LAYERNORM_NAMESPACE
-#define LAYERNORM_NAMESPACE layernorm
-#endif
-#ifndef LAYERNORM_CUDA_KEY
-#define LAYERNORM_CUDA_KEY CUDA
-#endif
-
 namespace layernorm {
 
 using at::Tensor;
@@ -115,6 +106,20 @@ void implement(torch::Library& m) {
          });
 }
 
+// Each function fills the library of one dispatch key; registration.cpp calls them all.
+struct Operators {
+  static void define(torch::Library& m);
+  static void implement_cpu(torch::Library& m);
+  static void implement_cuda(torch::Library& m);  // only in a build with CUDA
+  static void implement_meta(torch::Library& m);
+  static void implement_autograd(torch::Library& m);
+  static void implement_vmap(torch::Library& m);
+  static void implement_composite(torch::Library& m);
+};
+
+// The namespace under which the operators are registered.
+extern const char* const kOperatorNamespace;
+
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
 void check_forward(const ForwardArgs& args);
 void check_backward(const BackwardArgs& args);
@@ -156,16 +161,3 @@ struct ParameterTypes {
 };
 
 }  // namespace layernorm
-
-// "layernorm::forward" for "forward".
-#define LAYERNORM_STRING_(name) #name
-#define LAYERNORM_STRING(name) LAYERNORM_STRING_(name)
-#define LAYERNORM_OPERATOR(name) LAYERNORM_STRING(LAYERNORM_NAMESPACE) "::" name
-
-// A macro as the name of TORCH_LIBRARY's namespace is expanded only on the way through another macro.
-#define LAYERNORM_LIBRARY_(ns, m) TORCH_LIBRARY(ns, m)
-#define LAYERNORM_LIBRARY(m) LAYERNORM_LIBRARY_(LAYERNORM_NAMESPACE, m)
-#define LAYERNORM_LIBRARY_FRAGMENT_(ns, m) TORCH_LIBRARY_FRAGMENT(ns, m)
-#define LAYERNORM_LIBRARY_FRAGMENT(m) LAYERNORM_LIBRARY_FRAGMENT_(LAYERNORM_NAMESPACE, m)
-#define LAYERNORM_LIBRARY_IMPL_(ns, key, m) TORCH_LIBRARY_IMPL(ns, key, m)
-#define LAYERNORM_LIBRARY_IMPL(key, m) LAYERNORM_LIBRARY_IMPL_(LAYERNORM_NAMESPACE, key, m)

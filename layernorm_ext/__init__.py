@@ -1,13 +1,27 @@
-"""Layer normalization (Ba et al. 2016, arXiv:1607.06450) for PyTorch, by hand-written CPU and CUDA kernels."""
+"""Layer normalization (Ba et al. 2016, arXiv:1607.06450) for PyTorch, with hand-written CPU and CUDA kernels."""
 
-from . import _locate
+import os
+import sys
+from importlib import metadata
+from importlib.machinery import PathFinder
 
-_locate.use_installed_package(__spec__)
-_locate.check_torch()
+# In the root of a checkout, `python -m` finds this file before the installed package. The checkout has no compiled
+# module, so take all submodules from the installed package.
+if PathFinder.find_spec(f"{__name__}._C", __path__) is None:
+    _folders = [os.path.join(entry, __name__) for entry in sys.path]
+    _installed = next((folder for folder in _folders if PathFinder.find_spec(f"{__name__}._C", [folder])), None)
+    if _installed is None:
+        raise ImportError(
+            f"{__path__[0]} has no compiled module and sys.path has no installed {__name__}; "
+            "run `pip install .` in the checkout"
+        )
+    __path__[:] = [_installed]
 
-from importlib.metadata import version as _version
+from ._compatibility import check_torch
 
-from ._ops import register_with_torch as _register_with_torch
+check_torch()
+
+from ._ops import register_with_torch
 from .channels_first import LayerNorm2d, layer_norm_2d
 from .conversion import ConversionReport, convert, converted, register_conversion, revert
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -33,6 +47,6 @@ __all__ = [
     "rms_norm",
     "trace_as",
 ]
-__version__ = _version("layernorm-ext")
+__version__ = metadata.version("layernorm-ext")
 
-_register_with_torch()
+register_with_torch()

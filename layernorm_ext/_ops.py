@@ -1,4 +1,4 @@
-"""Loads the compiled module, which registers ``torch.ops.layernorm``, and tells tools of torch of it when they load."""
+"""Loads the compiled module, which defines ``torch.ops.layernorm``, and registers the operators with torch's tools."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from . import _C
 
 __all__ = ["_C", "register_with_torch"]
 
-# Modules of torch, and the modules of ours that register with them and are imported as soon as they are.
+# Modules of torch, and this package's modules that register with them.
 _REGISTRATIONS = {
     "torch.ao.quantization.quantization_mappings": f"{__package__}._quantization",
     "torch.distributed.tensor": f"{__package__}._sharding",
@@ -18,11 +18,11 @@ _REGISTRATIONS = {
 }
 
 
-class _RegistrationFollowsImport:
-    """An import hook: importing one of torch's modules imports the module of ours that registers with it.
+class _RegisterAfterImport:
+    """An import hook that registers with a module of torch as soon as it is imported.
 
-    Importing DTensor here would make the import of torch half as long again. Waiting for a call with a DTensor would
-    cost every call a check, and users would forget a module that they have to import.
+    Importing DTensor here would increase the import time of torch by half. A check for DTensor in every call would slow
+    down all users, and an explicit import would be forgotten.
     """
 
     @staticmethod
@@ -35,13 +35,13 @@ class _RegistrationFollowsImport:
                 execute(module)
                 import_module(_REGISTRATIONS[name])
 
-            spec.loader.exec_module = execute_and_register
+            vars(spec.loader)["exec_module"] = execute_and_register
         return spec
 
 
 def register_with_torch() -> None:
-    """Import the modules that register with those that are loaded already, and the others when theirs are loaded."""
-    sys.meta_path.insert(0, _RegistrationFollowsImport)
+    """Register with torch's tools: now if they are already imported, otherwise when they are imported."""
+    sys.meta_path.insert(0, _RegisterAfterImport)
     for name, registration in _REGISTRATIONS.items():
         if sys.modules.get(name):
             import_module(registration)

@@ -1,6 +1,6 @@
-"""Per-sample gradients: importing this module tells torch's expanded weights how to handle :func:`layer_norm`.
+"""Per-sample gradients: importing this module teaches torch's expanded weights about :func:`layer_norm`.
 
-``torch.nn.utils._per_sample_grad.call_for_per_sample_grads`` then computes them as it does for torch's function.
+``torch.nn.utils._per_sample_grad.call_for_per_sample_grads`` then handles it like torch's function.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ _TorchLayerNorm = HANDLED_FUNCTIONS[torch.nn.functional.layer_norm]
 
 @implements_per_sample_grads(layer_norm)
 class _LayerNorm:
-    """Calls the autograd function for torch's layer norm, which has none of our options."""
+    """Calls the autograd function of torch's layer norm, which knows none of this package's options."""
 
     @staticmethod
     def apply(names: tuple[str, ...], function: object, *arguments: object) -> Tensor:
         if "zero_centered_weight" in names:
-            raise RuntimeError(
-                "Expected a layer_norm without zero_centered_weight and memory_efficient for per-sample gradients"
-            )
+            raise RuntimeError("Per-sample gradients do not support zero_centered_weight and memory_efficient")
         return _TorchLayerNorm.apply(names, function, *arguments)

@@ -1,4 +1,4 @@
-"""Eager static quantization: importing this module has torch replace :class:`LayerNorm` as it replaces its own."""
+"""Eager static quantization: importing this module makes torch quantize :class:`LayerNorm` like its own layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .modules import LayerNorm
 
 
 class _QuantizedLayerNorm(torch.ao.nn.quantized.LayerNorm):
-    """Makes torch's quantized layer, with a weight that is not zero-centred."""
+    """Creates torch's quantized layer, which multiplies by the weight itself instead of ``weight + 1``."""
 
     @classmethod
     def from_float(cls, mod: LayerNorm, use_precomputed_fake_quant: bool = False) -> torch.ao.nn.quantized.LayerNorm:

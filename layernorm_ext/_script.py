@@ -1,6 +1,6 @@
-"""The functions as torch.jit.script compiles them, which knows neither keyword-only arguments nor overrides.
+"""Counterparts of the public functions that torch.jit.script compiles in their place.
 
-Each function names its counterpart here by ``__prepare_scriptable__``, for which torch.jit.script asks.
+TorchScript supports neither keyword-only arguments nor ``__torch_function__``.
 """
 
 import torch
@@ -16,7 +16,7 @@ def layer_norm(
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Do what :func:`layernorm_ext.layer_norm` does."""
+    """Compute :func:`layernorm_ext.layer_norm`."""
     return torch.ops.layernorm.norm_forward(
         input,
         None,
@@ -36,7 +36,7 @@ def rms_norm(
     eps: float | None = None,
     zero_centered_weight: bool = False,
 ) -> Tensor:
-    """Do what :func:`layernorm_ext.rms_norm` does."""
+    """Compute :func:`layernorm_ext.rms_norm`."""
     return torch.ops.layernorm.norm_forward(
         input,
         None,
@@ -59,7 +59,7 @@ def add_layer_norm(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`layernorm_ext.add_layer_norm` does."""
+    """Compute :func:`layernorm_ext.add_layer_norm`."""
     return _add_norm(input, residual, normalized_shape, weight, bias, eps, False, zero_centered_weight, inplace)
 
 
@@ -72,7 +72,7 @@ def add_rms_norm(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`layernorm_ext.add_rms_norm` does."""
+    """Compute :func:`layernorm_ext.add_rms_norm`."""
     eps = rms_eps(input, eps)
     return _add_norm(input, residual, normalized_shape, weight, None, eps, True, zero_centered_weight, inplace)
 
@@ -107,14 +107,14 @@ def _add_norm(
 
 
 def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Do what :func:`layernorm_ext.layer_norm_2d` does."""
+    """Compute :func:`layernorm_ext.layer_norm_2d`."""
     if input.dim() != 4:
         raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
     return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
 
 
 def rms_eps(input: Tensor, eps: float | None) -> float:
-    """Return the eps of an RMSNorm: as in torch, by default torch.finfo(dtype).eps of the dtype of the sums."""
+    """Return eps, by default torch.finfo(dtype).eps of the accumulation dtype, as in torch."""
     if eps is None:
         return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
     return eps

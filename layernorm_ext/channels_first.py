@@ -19,31 +19,31 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
-    Mean and (biased) variance are taken over the dimension ``C``: the result is that of
-    :func:`layernorm_ext.layer_norm` on ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton,
+    Mean and (biased) variance are taken over the dimension ``C``. The result equals :func:`layernorm_ext.layer_norm`
+    of ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton,
     `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
-        input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Channels may lie
-            anywhere, if the pixels of each lie next to each other; or channels last; other layouts are copied.
+        input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Channels may have any
+            stride if the pixels of a channel are contiguous; ``channels_last`` is read in place, and other layouts are
+            copied.
         weight: Tensor of shape ``[C]`` and any of these dtypes. Ones if ``None``.
         bias: Like ``weight``. Zeros if ``None``.
         eps: Added to the variance.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``: ``torch.channels_last`` if its strides are in that
-        order (a slice of such a tensor too), else contiguous. So is the gradient of ``input``.
+        A tensor of the shape, dtype and memory format of ``input``: ``torch.channels_last`` if the strides of ``input``
+        have that order (as in a slice of a ``channels_last`` tensor), else contiguous. The gradient of ``input`` has
+        the same memory format.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: ``input`` is of an unsupported dtype.
+        NotImplementedError: The dtype of ``input`` is not supported.
 
     Note:
-        Precision, determinism, derivatives and dtypes of gradients are those of :func:`layernorm_ext.layer_norm`: sums
-        are kept in float32 (float64 for float64 input), the error in float32 is at most ``5e-7 * (1 + |weight *
-        normalized input| + |bias|)``, and a pixel's result depends on nothing but the pixel and, in its last bits, on
-        the memory format.
+        Precision, determinism, derivatives and dtypes of gradients are those of :func:`layernorm_ext.layer_norm`. The
+        last bits also depend on the memory format.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4)
@@ -63,7 +63,7 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
     return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
 
 
-layer_norm_2d.__prepare_scriptable__ = lambda: _script.layer_norm_2d
+vars(layer_norm_2d)["__prepare_scriptable__"] = lambda: _script.layer_norm_2d  # torch.jit.script compiles this instead
 
 
 class LayerNorm2d(LayerNorm):
@@ -72,22 +72,16 @@ class LayerNorm2d(LayerNorm):
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
-    Parameters and ``state_dict`` are those of ``LayerNorm(num_channels)``. See :func:`layernorm_ext.layer_norm_2d` for
-    what is computed, and with what precision. Sources: Ba, Kiros and Hinton, `Layer Normalization
+    :func:`layernorm_ext.layer_norm_2d` describes results, precision and errors. Parameters, ``state_dict`` and the
+    arguments not listed here are those of :class:`LayerNorm`. Sources: Ba, Kiros and Hinton, `Layer Normalization
     <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
-        num_channels: ``C``, over which to normalize.
-        eps: Added to the variance.
-        elementwise_affine: Whether there are parameters at all.
-        bias: Whether there is a bias beside the weight.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters: float64, float32, float16 or bfloat16.
+        num_channels: The number of channels ``C``.
 
     Shape:
-        Input and output: ``[N, C, H, W]``, of one memory format. ``weight`` (ones at first) and ``bias`` (zeros):
-        ``[C]``.
+        Input and output: ``[N, C, H, W]``. ``weight`` (initially ones) and ``bias`` (initially zeros): ``[C]``.
 
     Example:
         >>> norm = LayerNorm2d(8)
@@ -104,12 +98,12 @@ class LayerNorm2d(LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Make the parameters."""
+        """Create the parameters."""
         super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        # torch.fx calls this with a proxy, on which no control flow may depend.
+        # torch.fx passes a proxy, which control flow must not depend on.
         if isinstance(input, Tensor) and input.dim() == 4 and input.size(1) != self.normalized_shape[0]:
             raise RuntimeError(
                 f"Expected input of shape [N, {self.normalized_shape[0]}, H, W], but got input of size"

@@ -1,4 +1,4 @@
-"""Replaces the normalization layers of a model by those of this package, and puts them back."""
+"""Replaces the normalization layers of a model with this package's, and undoes that."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,14 @@ __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "r
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` has replaced, and what it has not; ``print`` it.
+    """The result of :func:`convert`, for ``print``.
 
     Attributes:
-        replaced: The names of the modules that were replaced, and of what by what. Of a module in several places it is
-            the first name.
-        skipped: The names of the normalization layers that were left as they are, and why.
-        fast_paths: The names of the transformer modules whose fast path was switched off, and by which attribute.
+        replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
+            the first.
+        skipped: Each skipped normalization layer's name, with its class and the reason.
+        fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
+            it.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -44,34 +46,33 @@ class ConversionReport:
 
 
 def convert(model: Module) -> ConversionReport:
-    r"""Replace the normalization layers of a model by layernorm_ext's, in place.
+    r"""Replace the normalization layers of a model with layernorm_ext's, in place.
 
-    A module is replaced if its exact type is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, as
-    timm's, torchvision's and Hugging Face's are (:func:`register_conversion` for others), and if it computes what its
-    replacement does: both are given the same random rows and parameters, in float64 on the CPU, and their outputs and
-    gradients, of size 1, may differ by 1e-5. Every pair of floating dtypes of input and parameters that the module
-    accepts is then compared, too: outputs may differ by a few roundings, and the replacement returns the dtype that the
-    module does. Other normalization layers are skipped and named, with the reason.
+    A module is replaced if its class is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, and if it
+    computes the same as its replacement. The layers of timm, torchvision, Hugging Face, diffusers and x-transformers
+    are registered; :func:`register_conversion` adds others. To compare them, both layers get the same random rows and
+    parameters. In float64 on the CPU, outputs and gradients of size 1 may differ by 1e-5. For every pair of floating
+    dtypes of input and parameters that the module accepts, the outputs may differ by a few roundings, and the
+    replacement returns the module's output dtype. Other normalization layers are skipped and reported with the reason.
 
-    The module stays the object that it is and changes its class, as torch's lazy modules do. So its parameters, hooks,
-    dtype, device and mode, its name in the ``state_dict``, and all references to it are kept.
+    The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
+    device, mode, name in the ``state_dict`` and all references to it.
 
-    In inference, :class:`torch.nn.TransformerEncoderLayer` may call one operator for all that it does, which reads the
-    parameters of its normalization layers but never calls them. Where one of them has been replaced, this fast path is
-    switched off, by ``activation_relu_or_gelu = 0``, and so are the nested tensors that
-    :class:`torch.nn.TransformerEncoder` makes for it of padded input, by ``use_nested_tensor = False``; its outputs at
-    padding are then no longer zeros.
+    In inference, :class:`torch.nn.TransformerEncoderLayer` may call a single operator, which reads the parameters of
+    its normalization layers but never calls the layers. If a layer in it was replaced, this fast path is disabled by
+    ``activation_relu_or_gelu = 0``. :class:`torch.nn.TransformerEncoder` converts padded input to nested tensors for
+    the fast path, which ``use_nested_tensor = False`` disables; its outputs at padding are then no longer zeros.
 
     Args:
         model: Any module; it may itself be a normalization layer.
 
     Returns:
-        What was replaced, what was skipped and why, and which fast paths were switched off.
+        The replaced and skipped layers, and the disabled fast paths.
 
     Note:
-        The replacement's output is rounded once. Hugging Face's ``LlamaRMSNorm`` and its kin round a 16-bit normalized
-        input before they multiply by the weight. Under autocast, torch's layers may return float32 for 16-bit input;
-        the replacement returns what it does without autocast.
+        The replacement rounds its output once. Hugging Face's ``LlamaRMSNorm`` and similar layers also round a 16-bit
+        normalized input before they multiply by the weight. Under autocast, torch's layers may return float32 for
+        16-bit input; the output dtype of a replacement does not depend on autocast.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
@@ -87,14 +88,14 @@ def convert(model: Module) -> ConversionReport:
     replacements = []
     for name, module in modules:
         if _is_normalization(module):
-            was = _name(type(module))
+            cls = _name(type(module))
             try:
                 ours = _replacement(module)
                 replacements.append((module, ours))
-                report.replaced[name] = f"{was} by {ours!r}"
+                report.replaced[name] = f"{cls} by {ours!r}"
             except _SkippedError as reason:
-                report.skipped[name] = f"{was}: {reason}"
-    for module, ours in replacements:  # once all are known, so that an error leaves the model as it was
+                report.skipped[name] = f"{cls}: {reason}"
+    for module, ours in replacements:  # after the loop, so that an error leaves the model unchanged
         _become(module, ours)
     for name, module in modules:
         if isinstance(module, TransformerEncoderLayer) and _calls_ours(module) and module.activation_relu_or_gelu:
@@ -105,24 +106,24 @@ def convert(model: Module) -> ConversionReport:
 
 
 def revert(model: Module) -> None:
-    """Undo :func:`convert`: give each module of a model its class and attributes back.
+    """Undo :func:`convert`: restore the classes and attributes of all modules.
 
     Args:
-        model: A model that was converted, a part of it, or a copy.
+        model: A converted model, a part of one, or a copy.
 
     Raises:
         RuntimeError: The class of a module was changed again after its conversion, as parametrizations and FSDP do.
-            Nothing is undone then.
+            In this case nothing is undone.
     """
     _restore((name, module) for name, module in model.named_modules() if _is_changed(module))
 
 
 @contextmanager
 def converted(model: Module) -> Iterator[ConversionReport]:
-    """Convert a model for a trial, and undo that at the end.
+    """Convert a model within a ``with`` statement, and undo that at its end.
 
     Args:
-        model: See :func:`convert`. What was converted before stays so.
+        model: See :func:`convert`. Modules that were already converted stay converted.
 
     Yields:
         The report of :func:`convert`.
@@ -143,20 +144,18 @@ def converted(model: Module) -> Iterator[ConversionReport]:
 
 
 def register_conversion(cls: type[Module] | str, build: Callable[[Module], Module] | None = None) -> None:
-    """Have :func:`convert` consider the modules of another class.
-
-    Each is compared with its replacement before it is replaced, and its ``forward`` must take the input alone.
+    """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
-        cls: The class, or the name of one that need not be imported, ``"package.module.Class"``, in which ``*`` stands
-            for anything. Subclasses are registered by themselves.
-        build: A function from a module of the class to the ``LayerNorm``, ``LayerNorm2d`` or ``RMSNorm`` that may take
-            its place, with parameters of the same names; they are not used, and best made on the device "meta". If
-            ``None``, all three are tried, also with a zero-centred weight; ``normalized_shape`` (or else the shape of
-            ``weight``) and ``eps`` (or else ``variance_epsilon``) are read from the module.
+        cls: A class whose ``forward`` takes only the input, or a class name ``"package.module.Class"``, in which ``*``
+            matches anything. Subclasses are not included.
+        build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d`` or ``RMSNorm``
+            that should replace it. Its parameters must have the same names; their values are not used, so the device
+            can be "meta". If ``None``, all three layers are tried, also with a zero-centered weight; the attributes
+            ``normalized_shape`` (or else the shape of ``weight``) and ``eps`` (or else ``variance_epsilon``) are used.
 
     Raises:
-        TypeError: ``cls`` is neither; or, from :func:`convert`, ``build`` returned something else.
+        TypeError: ``cls`` is neither a class nor a name. Or, from :func:`convert`, ``build`` returned another type.
 
     Example:
         >>> class MyNorm(torch.nn.Module):
@@ -178,7 +177,7 @@ def register_conversion(cls: type[Module] | str, build: Callable[[Module], Modul
 
 _REGISTRY: dict[type[Module] | str, Callable[[Module], Module] | None] = {}
 
-# These names propose; the comparison decides.
+# Classes that may be replaced; a comparison of results decides.
 for _cls in (
     torch.nn.LayerNorm,
     torch.nn.RMSNorm,
@@ -200,17 +199,17 @@ for _cls in (
     register_conversion(_cls)
 
 
-# Replacements for layers whose output dtype or parameter names differ from ours
+# Replacements whose output dtype or parameter names differ from ours
 
-
-# Where the output does not have the input's dtype: its dtype, by those of input and weight.
+# The output dtype for the dtypes of input and weight, if it is not that of the input.
 _OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 
 
-class _KeepsOutputDtypes:
-    """A layer that returns the dtype which the original returns."""
+class _KeepsOutputDtypes(Module):
+    """A layer that returns the output dtype of the original."""
 
     _output_dtypes: _OutputDtypes = {}
+    weight: Any
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(_widen(input, self.weight, self._output_dtypes))
@@ -222,14 +221,13 @@ class _KeepsOutputDtypes:
 
 @torch.fx.wrap  # symbolic tracing knows no dtypes
 def _widen(input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
-    """Convert an input to the wider of its own dtype and the output's."""
+    """Convert the input to the wider of its own dtype and the output's."""
     dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
     return input if dtype is None else input.to(torch.promote_types(input.dtype, dtype))
 
 
 @torch.fx.wrap
 def _round(output: Tensor, input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
-    """Convert an output to its dtype."""
     dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
     return output if dtype is None else output.to(dtype)
 
@@ -247,7 +245,7 @@ class _RMSNorm(_KeepsOutputDtypes, RMSNorm):
 
 
 class _RMSNormWithGain(_KeepsOutputDtypes, RMSNorm):
-    """A layer whose weight has the name ``g``."""
+    """A layer whose weight is called ``g``."""
 
     weight = property(lambda self: self.g)
 
@@ -255,11 +253,11 @@ class _RMSNormWithGain(_KeepsOutputDtypes, RMSNorm):
 _KEEPS_OUTPUT_DTYPES = {LayerNorm: _LayerNorm, LayerNorm2d: _LayerNorm2d, RMSNorm: _RMSNorm}
 
 
-def _diffusers_rms_norm(module: Module) -> Module:
+def _diffusers_rms_norm(module: Any) -> Module:
     return RMSNorm(module.dim, module.eps, module.weight is not None, device="meta")
 
 
-def _x_transformers_rms_norm(module: Module) -> Module:
+def _x_transformers_rms_norm(module: Any) -> Module:
     # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
     # and gradient for zero rows, and for rows with a norm of at least 1e-9.
     width = module.g.numel()
@@ -272,13 +270,13 @@ register_conversion("diffusers.models.normalization.RMSNorm", _diffusers_rms_nor
 register_conversion("x_transformers.x_transformers.RMSNorm", _x_transformers_rms_norm)
 
 
-# What is replaced
+# The choice of a replacement
 
 _DEVICES = {"cpu", "meta", "cuda"} if _build_info.with_cuda else {"cpu", "meta"}
 
 
 class _SkippedError(Exception):
-    """Says why a module is not replaced."""
+    """The reason why a module is not replaced."""
 
 
 def _name(cls: type) -> str:
@@ -286,7 +284,7 @@ def _name(cls: type) -> str:
 
 
 def _key(cls: type) -> type | str | None:
-    """Return what a class is registered as: itself, or the last of the names that fit."""
+    """Return the key of a class in the registry: the class, or else the last name that matches."""
     if cls in _REGISTRY:
         return cls
     names = [key for key in _REGISTRY if isinstance(key, str) and fnmatchcase(_name(cls), key)]
@@ -294,19 +292,19 @@ def _key(cls: type) -> type | str | None:
 
 
 def _is_normalization(module: Module) -> bool:
-    """Say whether a module is to be replaced or named: it, or what it is derived from, is registered or called so."""
+    """Return whether to replace or report a module: its class or a base is registered, or its name says so."""
     if isinstance(module, (LayerNorm, RMSNorm)):
         return False
     if isinstance(module, tuple(key for key in _REGISTRY if isinstance(key, type))):
         return True
-    if list(module.children()):  # a block called after the layer in it
+    if list(module.children()):  # a block that is named after the layer in it
         return False
     cls = type(module)
     return any(map(_key, cls.__mro__)) or re.search("(layer|rms)_?norm", cls.__name__, re.IGNORECASE) is not None
 
 
-def _replacement(module: Module) -> Module:
-    """Return a module of ours that computes the same."""
+def _replacement(module: Module) -> LayerNorm | RMSNorm:
+    """Return a layer of this package that computes the same as a module."""
     cls = type(module)
     key = _key(cls)
     if key is None:
@@ -321,21 +319,22 @@ def _replacement(module: Module) -> Module:
         raise _SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
     build = _REGISTRY[key]
     differences = []
-    for ours in _likely(module) if build is None else [build(module)]:
+    for ours in _candidates(module) if build is None else [build(module)]:
         if not isinstance(ours, (LayerNorm, RMSNorm)):
             raise TypeError(
                 f"Expected build to return a LayerNorm, LayerNorm2d or RMSNorm of layernorm_ext for a {_name(cls)}, "
                 f"but got {ours!r}"
             )
-        difference = _difference(module, ours)
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            difference = _difference(module, ours)
         if difference is None:
             return ours
         differences.append(f"not {ours!r}: {difference}")
     raise _SkippedError("; ".join(differences))
 
 
-def _likely(module: Module) -> Iterator[Module]:
-    """Build all that a layer with the usual attributes may be."""
+def _candidates(module: Any) -> Iterator[Module]:
+    """Yield all layers that a module with the common attributes may be."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     shape = getattr(module, "normalized_shape", None if weight is None else weight.shape)
     if shape is None:
@@ -344,7 +343,7 @@ def _likely(module: Module) -> Iterator[Module]:
         raise _SkippedError("it has neither eps nor variance_epsilon")
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    options = {"eps": eps, "elementwise_affine": weight is not None, "device": "meta"}
+    options: dict[str, Any] = {"eps": eps, "elementwise_affine": weight is not None, "device": "meta"}
     for zero_centered in (False,) if weight is None else (False, True):
         if bias is None:
             yield RMSNorm(shape, zero_centered_weight=zero_centered, **options)
@@ -354,24 +353,21 @@ def _likely(module: Module) -> Iterator[Module]:
         yield LayerNorm2d(shape[0], bias=bias is not None, **options)
 
 
-# Of outputs and gradients of size 1. A layer that normalizes in float32, whatever its input is, loses some 1e-6; a
-# deviation from N - 1 instead of N numbers is off by 1 / (2 N).
+# The tolerance for outputs and gradients of size 1. Layers that always normalize in float32 lose about 1e-6; a standard
+# deviation over N - 1 instead of N elements is off by 1 / (2 N).
 _TOLERANCE = 1e-5
 
-# Outputs in narrower dtypes may differ by this many times torch.finfo.eps, of the value or of 1. That is eight
+# The tolerance for outputs in narrower dtypes, in units of torch.finfo.eps of the value or of 1. Four units are eight
 # roundings; layers that compute in 16 bits round about four times.
 _ROUNDINGS = 4
 
-# The smallest scale of the rows for which eps matters. x-transformers clamps the norm of smaller rows, to which its
-# replacement adds an eps instead.
+# The smallest scale of rows for which eps matters. x-transformers clamps the norm of smaller rows, where its
+# replacement adds an eps.
 _SMALLEST_SCALE = 1e-8
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
-@torch.autocast("cpu", enabled=False)
-def _difference(module: Module, ours: Module) -> str | None:
-    """Return how two modules differ for the same random numbers; make ours return the output dtypes of the other."""
+def _difference(module: Module, ours: Any) -> str | None:
+    """Return how the results differ, if they do; set the output dtypes of ``ours``."""
     unknown = [name for name, _ in module.named_parameters() if name not in ours._parameters]
     if unknown:
         return f"it has a parameter {unknown[0]}"
@@ -381,7 +377,7 @@ def _difference(module: Module, ours: Module) -> str | None:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     parameters = {name: random(*p.shape).requires_grad_() for name, p in module._parameters.items() if p is not None}
-    theirs = object.__new__(type(module))  # a copy, without what it would take to copy the tensors
+    theirs: Any = object.__new__(type(module))  # a copy of the module, but not of its tensors
     vars(theirs).update(vars(module), _parameters=module._parameters | parameters)
     ours._parameters.update(parameters)
     names = ("output", "gradient of input", *(f"gradient of {name}" for name in parameters))
@@ -390,43 +386,43 @@ def _difference(module: Module, ours: Module) -> str | None:
         try:
             y = type(module).forward(module, x)  # without hooks
             gradients = torch.autograd.grad(y, (x, *parameters.values()), dy, materialize_grads=True)
-        except Exception as error:  # of somebody else's code
+        except Exception as error:  # foreign code may raise anything
             return error
         return dict(zip(names, (y, *gradients), strict=True))
 
     accepted = None
     shape = tuple(ours.normalized_shape)
     width = 2 if shape[-1] != 2 else 3
-    for size in ((3, *shape), (2, 3, *shape), (2, 3, 2, *shape), (2, *shape, 3, width)):  # the last for channels
+    for size in ((3, *shape), (2, 3, *shape), (2, 3, 2, *shape), (2, *shape, 3, width)):  # the last has channels first
         dy, scale = random(*size), torch.ones(size, dtype=torch.float64, device="cpu")
         eps = torch.finfo(torch.float64).eps if ours.eps is None else ours.eps
-        scale[0] = max(eps**0.5, _SMALLEST_SCALE)  # so small that eps counts
+        scale[0] = max(eps**0.5, _SMALLEST_SCALE)  # so small that eps matters
         x = ((random(*size) + 1) * scale).requires_grad_()
         expected, actual = results(theirs, x, dy), results(ours, x, dy)
         if isinstance(expected, Exception):
-            if not isinstance(actual, Exception):  # what both refuse tells nothing
+            if not isinstance(actual, Exception):  # an error of both layers proves nothing
                 return f"{type(expected).__name__} for input of size{list(size)}: {str(expected).partition(chr(10))[0]}"
         elif isinstance(actual, Exception):
             return f"it takes input of size{list(size)}"
         else:
             for name, value in expected.items():
-                error = (actual[name] - value).abs() * (scale if name == "gradient of input" else 1)
-                if not (error <= _TOLERANCE).all():
-                    return f"{name} differs by {error.max():.2g}"
+                distance = (actual[name] - value).abs() * (scale if name == "gradient of input" else 1)
+                if not (distance <= _TOLERANCE).all():
+                    return f"{name} differs by {distance.max():.2g}"
             accepted = (x / scale).detach()
     if accepted is None:
         return "it refuses every input"
     return _difference_by_dtype(theirs, ours, parameters, accepted)
 
 
-def _difference_by_dtype(theirs: Module, ours: Module, parameters: dict[str, Tensor], x: Tensor) -> str | None:
-    """Return for which dtypes the outputs of two modules differ; make ours return the output dtypes of the other."""
+def _difference_by_dtype(theirs: Any, ours: Any, parameters: dict[str, Tensor], x: Tensor) -> str | None:
+    """Return how the results differ for pairs of dtypes, if they do; set the output dtypes of ``ours``."""
     outputs = {}
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for dtypes in itertools.product(floats, floats if parameters else (None,)):
         typed = {name: parameter.detach().to(dtypes[1]) for name, parameter in parameters.items()}
         theirs._parameters.update(typed)
-        with warnings.catch_warnings(), suppress(Exception):  # an original may refuse any pair in any way
+        with warnings.catch_warnings(), suppress(Exception):  # pairs that it refuses
             warnings.simplefilter("ignore")  # torch's RMSNorm warns about pairs without a fused kernel
             outputs[dtypes] = type(theirs).forward(theirs, x.to(dtypes[0])), typed
     others = {dtypes: output.dtype for dtypes, (output, _) in outputs.items() if output.dtype != dtypes[0]}
@@ -438,79 +434,79 @@ def _difference_by_dtype(theirs: Module, ours: Module, parameters: dict[str, Ten
         names = " and ".join(str(dtype) for dtype in dtypes if dtype)
         try:
             actual = ours.forward(x.to(dtypes[0]))
-        except Exception as error:  # in a user's subclass of ours
+        except Exception as error:  # from a user's subclass of ours
             return f"it takes {names}: {error}"
         if actual.dtype != expected.dtype:
             return f"output of {names} is {expected.dtype}"
         roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
         expected, actual = expected.double(), actual.double()
-        error = (actual - expected).abs() / expected.abs().clamp_min(1)
-        if not (error <= max(_TOLERANCE, roundings)).all():
-            return f"output of {names} differs by {error.max():.2g}"
+        distance = (actual - expected).abs() / expected.abs().clamp_min(1)
+        if not (distance <= max(_TOLERANCE, roundings)).all():
+            return f"output of {names} differs by {distance.max():.2g}"
     return None
 
 
-# Changes of a module
+# Changes to a module
 
 
 @dataclass(frozen=True)
-class _Before:
-    """What a changed module was, and what it has become."""
+class _Change:
+    """What revert() needs to undo a change."""
 
-    cls: type[Module]
-    attributes: dict[str, object]  # those that were there
-    added: list[str]  # those that were not
-    parameters: list[str]  # likewise
-    became: type[Module]
+    old_cls: type[Module]
+    new_cls: type[Module]
+    old_attributes: dict[str, object]
+    added_attributes: list[str]
+    added_parameters: list[str]
 
 
-_BEFORE = "_before_conversion"  # the attribute of a changed module that holds it, so that copies have it too
+_CHANGE = "_before_conversion"  # an attribute of the changed module, so that copies of the module have it
 
 
 def _is_changed(module: Module) -> bool:
-    return _BEFORE in vars(module)
+    return _CHANGE in vars(module)
 
 
 def _become(module: Module, ours: Module) -> None:
-    """Give a module the class of one of ours, and the attributes that this has and every module has not."""
+    """Give a module the class of ``ours``, and the attributes that not every module has."""
     attributes = {name: value for name, value in vars(ours).items() if name not in vars(Module())}
     _change(module, type(ours), attributes, [name for name in ours._parameters if not hasattr(module, name)])
 
 
 def _set(module: Module, name: str, value: object) -> str:
-    """Set an attribute, and say so."""
+    """Set an attribute and describe this for the report."""
     _change(module, type(module), {name: value}, [])
     return f"{_name(type(module))}.{name} = {value}"
 
 
 def _change(module: Module, cls: type[Module], attributes: dict[str, object], parameters: list[str]) -> None:
     state = vars(module)
-    before = {name: state[name] for name in attributes if name in state}
+    old = {name: state[name] for name in attributes if name in state}
     added = [name for name in attributes if name not in state]
     state.update(attributes)
-    state[_BEFORE] = _Before(module.__class__, before, added, parameters, cls)
+    state[_CHANGE] = _Change(module.__class__, cls, old, added, parameters)
     for name in parameters:
         module.register_parameter(name, None)
     module.__class__ = cls
 
 
-def _restore(changed: Iterable[tuple[str, Module]]) -> None:
-    changed = list(changed)
-    for name, module in changed:
-        became = vars(module)[_BEFORE].became
-        if type(module) is not became:
+def _restore(modules: Iterable[tuple[str, Module]]) -> None:
+    modules = list(modules)
+    for name, module in modules:
+        expected = vars(module)[_CHANGE].new_cls
+        if type(module) is not expected:
             raise RuntimeError(
-                f"Expected {name or 'the model'} to be a {_name(became)}, as which it was converted, but got a "
-                f"{_name(type(module))}; undo that first"
+                f"Expected {name or 'the model'} to be a {_name(expected)}, as convert has left it, but got a "
+                f"{_name(type(module))}; undo that change first"
             )
-    for _, module in changed:
+    for _, module in modules:
         state = vars(module)
-        before = state.pop(_BEFORE)
-        module.__class__ = before.cls
-        for name in before.added:
+        change = state.pop(_CHANGE)
+        module.__class__ = change.old_cls
+        for name in change.added_attributes:
             del state[name]
-        state.update(before.attributes)
-        for name in before.parameters:
+        state.update(change.old_attributes)
+        for name in change.added_parameters:
             del module._parameters[name]
 
 

@@ -1,10 +1,10 @@
-"""The operators that torch's tracers record for a call: this package's, or aten's."""
+"""The operators that torch's tracers record: this package's or aten's."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,14 +16,17 @@ __all__ = ["trace_as"]
 
 _operators: Literal["kernel", "aten"] | None = None
 
+# The output, and the sum or None; Any spares callers that pass a residual the check for None.
+Results = tuple[Tensor, Any]
+
 
 class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_enabled
     """Choose the operators that tracers record for this package's functions and modules.
 
     With ``"kernel"``, a graph calls this package's kernels and needs the package to run. With ``"aten"``, it calls
-    :func:`torch.nn.functional.layer_norm` or :func:`torch.nn.functional.rms_norm`, between additions, permutations and
-    conversions of dtype where the arguments ask for them: it runs anywhere, compilers may fuse it with its
-    neighbours, and its results are torch's, with torch's precision. ``None`` restores the default of each tool:
+    :func:`torch.nn.functional.layer_norm` or :func:`torch.nn.functional.rms_norm`, with additions, permutations and
+    dtype conversions as the arguments require. Such a graph runs without this package, compilers may fuse the norm with
+    its neighbours, and the results have torch's precision. ``None`` restores the default of each tool:
 
     ============================================================ ============
     tool                                                         default
@@ -32,18 +35,18 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     :func:`torch.export.export`, :func:`torch.onnx.export`       ``"aten"``
     ============================================================ ============
 
-    A call sets the choice for the whole process; in a ``with`` statement, the previous choice returns at the end.
+    A call sets the choice for the whole process. A ``with`` statement restores the previous choice at its end.
 
     Args:
         operators: ``"kernel"``, ``"aten"`` or ``None``.
 
     Raises:
-        ValueError: ``operators`` is something else.
+        ValueError: ``operators`` is none of these.
 
     Note:
-        Eager calls always run the kernels. Code that :func:`torch.compile` has compiled is compiled again when the
-        choice changes. :func:`torch.jit.script` and calls of ``torch.ops.layernorm`` always record the operators of
-        this package. With ``"aten"``, ``memory_efficient=True`` has no effect.
+        Eager calls always run the kernels. :func:`torch.compile` recompiles when the choice changes.
+        :func:`torch.jit.script` and calls of ``torch.ops.layernorm`` always record this package's operators. With
+        ``"aten"``, ``memory_efficient=True`` has no effect.
 
     Example:
         >>> norm, x = torch.nn.RMSNorm(8), torch.randn(2, 8)
@@ -59,7 +62,7 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     """
 
     def __init__(self, operators: Literal["kernel", "aten"] | None):
-        """Make the choice."""
+        """Set the choice."""
         global _operators
         if operators not in ("kernel", "aten", None):
             raise ValueError(f'Expected operators to be "kernel", "aten" or None, but got {operators!r}')
@@ -67,35 +70,36 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
         _operators = operators
 
     def __enter__(self) -> None:
-        """Enter the ``with`` statement; the constructor has set the choice."""
+        """Do nothing: the constructor has set the choice."""
 
     def __exit__(self, *exception: object) -> None:
-        """Return to the previous choice."""
+        """Restore the previous choice."""
         global _operators
         _operators = self._previous
 
 
 def records_aten() -> bool:
-    """Return whether a tracer is active that is to record aten's operators."""
+    """Return whether an active tracer should record aten's operators."""
     if _operators is not None:
         return _operators == "aten" and (torch.compiler.is_compiling() or torch.jit.is_tracing())
     return _is_exporting() or _is_in_torchscript_exporter()
 
 
 def _is_exporting() -> bool:
-    return torch.compiler._is_exporting_flag  # is_exporting() is True under torch.compile, too, in some torch versions
+    return torch.compiler._is_exporting_flag  # in some versions, is_exporting() is also True under torch.compile
 
 
 def _is_in_torchscript_exporter() -> bool:
-    """Return whether ``torch.onnx.export(..., dynamo=False)`` traces. The other exporter is one of torch.export."""
+    """Return whether ``torch.onnx.export(..., dynamo=False)`` is tracing; ``dynamo=True`` uses torch.export."""
     return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
 
 
 def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
-    """Return sizes that an operator takes: torch.jit.trace gives those of tensors as tensors."""
+    """Convert the sizes, which torch.jit.trace represents as tensors, to integers."""
     if not torch.jit.is_tracing():
         return sizes
-    with warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
         return [int(size) for size in sizes]
 
 
@@ -110,22 +114,23 @@ def norm(
     rms: bool = False,
     zero_centered_weight: bool = False,
     inplace: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the output and, if there is a residual, the sum, of any member of the family by torch's functions."""
+) -> Results:
+    """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
     _check(torch.ops.layernorm.check_forward, _C.check_forward, input, residual, normalized_shape, weight, bias)
-    accumulate_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    accumulate_dtype = _accumulate_dtype(input)
     x, total = input, None
     if residual is not None:
-        # In 16 bits this is one rounding, as torch's addition; onnxruntime has no addition of bfloat16.
-        x = total = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), input.dtype)
-        if inplace:
-            total = residual.copy_(total)
+        # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
+        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), input.dtype)
+        total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = _cast(weight, accumulate_dtype) + 1
-    # On some devices torch's kernels need one dtype for all. With these conversions the output is rounded once.
+    # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
     mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
-    x, weight, bias = (_cast(t, accumulate_dtype if mixed else input.dtype) for t in (x, weight, bias))
-    if rms and _is_in_torchscript_exporter():  # which does not know aten::rms_norm
+    dtype = accumulate_dtype if mixed else input.dtype
+    x = _cast(x, dtype)
+    weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
+    if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
         output = wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)
@@ -141,23 +146,19 @@ def norm_over_ragged(
     values: Tensor,
     residual: Tensor | None,
     normalized_shape: Sequence[int],
-    weight: None,
-    bias: None,
     eps: float,
-    *,
     offsets: Tensor,
     ragged_dim: int,
+    *,
     rms: bool,
     inplace: bool,
-    **_: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the output and the sum of a jagged tensor's values, normalized over the ragged dimension and others."""
+) -> Results:
+    """Normalize the values of a jagged tensor over dimensions that include the ragged one, like :func:`norm`."""
     x, total = values, None
     if residual is not None:
-        x = total = values + residual
-        if inplace:
-            total = residual.copy_(total)
-    x = _cast(x, torch.float64 if values.dtype == torch.float64 else torch.float32)
+        x = values + residual
+        total = residual.copy_(x) if inplace else x
+    x = _cast(x, _accumulate_dtype(values))
     dims = range(x.dim() - len(normalized_shape), x.dim())
     lengths = offsets.diff()
     components = torch.arange(lengths.size(0), device=values.device)
@@ -177,7 +178,7 @@ def norm_over_ragged(
 
 
 def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize over the channels by torch's function; the output has the memory format of the input."""
+    """Normalize over the channels by torch's function, and keep the input's memory format."""
     _check(torch.ops.layernorm.channels_first_check_forward, _C.check_images, input, weight, bias)
     rows = input.permute(0, 2, 3, 1)
     output = norm(rows, None, constant_sizes(rows.shape[-1:]), weight, bias, eps)[0].permute(0, 3, 1, 2)
@@ -185,13 +186,17 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     return output if is_channels_last else output.contiguous()
 
 
-def _check(operator: Callable, function: Callable, *arguments: object) -> None:
-    """Refuse the arguments that the kernels refuse, without a trace in the graph."""
+def _check(operator: Callable[..., None], function: Callable[..., None], *arguments: object) -> None:
+    """Raise the errors that the kernels raise, without adding a node to the graph."""
     if not torch.compiler.is_dynamo_compiling():
         function(*arguments)
-    elif not _is_exporting():  # an exported program would keep the operator; torch's functions have checks of their own
+    elif not _is_exporting():  # an exported program would keep the operator, and torch's functions check as well
         operator(*arguments)
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
+def _accumulate_dtype(input: Tensor) -> torch.dtype:
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

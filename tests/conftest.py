@@ -1,4 +1,4 @@
-"""What the tests run on, and how."""
+"""Backends under test, fixtures, and options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,47 +13,37 @@ from layernorm_ext import _C, _build_info
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of the operators. Tests reach them through this alone."""
+    """One implementation of the operators. A test with the argument `backend` runs on each of them."""
 
     name: str
     device: str
     ops: object  # the namespace of torch.ops
-    forward: Callable  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
-    backward: Callable  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask)
     layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
+
+    @property
+    def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
+        return self.ops.forward
+
+    @property
+    def backward(self):  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask) -> gradients
+        return self.ops.backward
 
     def __str__(self):
         return self.name
 
 
 def installed(device):
-    """The package as it is installed."""
-    return Backend(
-        name=device,
-        device=device,
-        ops=torch.ops.layernorm,
-        forward=torch.ops.layernorm.forward,
-        backward=torch.ops.layernorm.backward,
-        layer_norm=layernorm_ext.layer_norm,
-    )
+    """Return the installed package."""
+    return Backend(device, device, torch.ops.layernorm, layernorm_ext.layer_norm)
 
 
 def emulated():
-    """The CUDA kernels, run on CPU tensors; tests/emulator runs fewer examples, and checks every access."""
-    import emulated_build  # of tests/emulator; needs CUDA's headers
+    """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
+    import emulated_build  # in tests/emulator
     import emulated_ops
 
     ops = emulated_ops.library(emulated_build.PLAIN).ops
-    return Backend(
-        name="emulated",
-        device="cpu",
-        ops=ops,
-        forward=ops.forward,
-        backward=ops.backward,
-        layer_norm=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: ops.forward(
-            input, normalized_shape, weight, bias, eps
-        )[0],
-    )
+    return Backend("emulated", "cpu", ops, lambda *args, **kwargs: ops.forward(*args, **kwargs)[0])
 
 
 BACKENDS = {"cpu": lambda: installed("cpu"), "cuda": lambda: installed("cuda"), "emulated": emulated}
@@ -75,13 +65,13 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(items):
-    def has_meaning(item):
+    def applies(item):
         backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
-        if backend == "emulated":  # some 10^7 elements a second
+        if backend == "emulated":  # it processes only about 10^7 elements per second
             return not item.get_closest_marker("large")
-        return backend != "cuda" or "use_threads" not in item.fixturenames  # of the CPU
+        return backend != "cuda" or "use_threads" not in item.fixturenames  # CPU threads
 
-    items[:] = [item for item in items if has_meaning(item)]
+    items[:] = [item for item in items if applies(item)]
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +86,9 @@ def seed():
 
 @pytest.fixture
 def poisoned_memory():
-    """Fill the memory of every new tensor, outputs and workspaces too, with NaN (with 255 if they are bytes).
+    """Fill every new floating-point tensor, including outputs and workspaces, with NaN.
 
-    What a kernel reads without having written it, or leaves unwritten, then shows up in the results.
+    Elements that a kernel reads before writing them, or never writes, then show up in the results.
     """
     torch.use_deterministic_algorithms(True)
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
@@ -117,20 +107,20 @@ def use_threads():
 
 @pytest.fixture
 def one_thread(use_threads):
-    """For models so small that threads would only wait for each other."""
+    """One thread, for models so small that threads would only wait for each other."""
     use_threads(1)
 
 
 def pytest_report_header():
-    return f"layernorm_ext: {layernorm_ext.__file__}, CPU kernels {_C.cpu_capability()}, torch {torch.__version__}"
+    return f"layernorm_ext: {_C.__file__}, CPU kernels {_C.cpu_capability()}, torch {torch.__version__}"
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "large: takes gigabytes or seconds; runs for one instruction set only")
+    config.addinivalue_line("markers", "large: takes gigabytes or seconds; skipped for further instruction sets")
     config.addinivalue_line("markers", "integration: needs the extra test-all; runs with -m integration")
 
 
-# The same examples every time, so that a failure is due to the change under test; for a search that takes hours,
-# HYPOTHESIS_PROFILE=thorough or --hypothesis-profile=thorough.
+# "quick" always draws the same examples, so that a failure is due to the change under test. HYPOTHESIS_PROFILE=thorough
+# searches for hours.
 hypothesis.settings.register_profile("quick", max_examples=100, deadline=None, database=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=100_000, deadline=None, database=None)

@@ -1,10 +1,8 @@
-"""Layer normalization with its formulas written out, in numbers wide enough to be called exact; what may be lost.
+"""LayerNorm and RMSNorm in wider arithmetic, and the error bounds that the kernels must meet.
 
-Rows and columns stand for the batch and the normalized dimensions. fp64 is checked in numpy's long double: 64 bits of
-mantissa on x86, 113 on Arm, and an exponent in which no square of a double overflows. All else is checked in float64.
+float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-bit on Arm). Its exponent range also
+holds the square of every double. All other results are checked in float64. All arrays are [rows, cols].
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,8 +10,9 @@ import torch
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 NAMES = {F64: "fp64", F32: "fp32", F16: "fp16", BF16: "bf16"}
 
-# Dtypes of the data and of the parameters: all pairs that have kernels.
+# (data dtype, parameter dtype): all pairs that have kernels of their own.
 DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
+DTYPES_16_BIT = DTYPES[2:]
 
 
 def dtype_id(dtype):
@@ -21,7 +20,7 @@ def dtype_id(dtype):
 
 
 def dtypes_id(dtypes):
-    return NAMES[dtypes[0]] if dtypes[0] == dtypes[1] else f"{NAMES[dtypes[0]]}-{NAMES[dtypes[1]]}"
+    return "-".join(dict.fromkeys(NAMES[dtype] for dtype in dtypes))
 
 
 def statistics_dtype(dtype):
@@ -29,32 +28,25 @@ def statistics_dtype(dtype):
 
 
 def exact(tensor):
-    """Return a tensor as a numpy array of wide numbers."""
+    """Return a tensor as a numpy array of the wider type."""
     array = tensor.detach().cpu().double().resolve_neg().numpy()
     return array.astype(np.longdouble) if tensor.dtype == F64 else array
 
 
-@dataclass
 class Forward:
-    """Of rows x [rows, cols]: everything but the parameters. RMSNorm has a mean of 0."""
-
-    mean: np.ndarray  # [rows, 1]
-    rstd: np.ndarray  # [rows, 1]
-    xhat: np.ndarray  # [rows, cols]
+    """Statistics and normalized values of the rows of x. RMSNorm has a mean of 0."""
 
     def __init__(self, x, eps=1e-5, rms=False):
         if rms:
             self.mean = np.zeros_like(x[:, :1])
-            self.rstd = 1 / np.sqrt((x**2).mean(1, keepdims=True) + eps)
-            self.xhat = x * self.rstd
-            return
-        first = x.mean(1, keepdims=True)
-        deviation = x - first
-        correction = deviation.mean(1, keepdims=True)  # what the first mean is off by, for it is rounded too
-        self.mean = first + correction
-        deviation = deviation - correction
-        variance = (deviation**2).mean(1, keepdims=True)
-        self.rstd = (variance + eps) ** -0.5
+            deviation = x
+        else:
+            rounded_mean = x.mean(1, keepdims=True)
+            deviation = x - rounded_mean
+            correction = deviation.mean(1, keepdims=True)
+            self.mean = rounded_mean + correction
+            deviation = deviation - correction
+        self.rstd = 1 / np.sqrt((deviation**2).mean(1, keepdims=True) + eps)
         self.xhat = deviation * self.rstd
 
     def output(self, weight, bias):
@@ -63,7 +55,7 @@ class Forward:
 
 
 class Backward:
-    """The gradients, and for each the magnitude of what it is a sum of: no sum can be better than its terms."""
+    """The gradients. Each comes with the sum of the magnitudes of its terms, to which its error is proportional."""
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
         xhat, rstd = forward.xhat, forward.rstd
@@ -80,25 +72,26 @@ class Backward:
         self.grad_bias_terms = abs_dy.sum(0)
 
 
-# What the arithmetic of the output may lose, in parts of its terms. 5e-7 is the package's promise for sums in fp32,
-# whatever the number of columns and the mean of the row: 8 roundings of 2^-24. Random rows reach half of it, rows of a
-# few outliers 0.9: adding equal numbers to a large one errs in the same direction every time. For fp64 the bound is
-# three times as many roundings, 24 of 2^-53, of which the same rows reach 0.75: half as many lanes, and no wider type
-# for the sums of the chunks.
+# Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms.
+# 5e-7 is the package's promise for float32 arithmetic at any number of columns and any mean. It equals 8 roundings of
+# 2^-24. Random rows reach half of it, and rows with few outliers 0.9 of it, because adding equal values to a large one
+# rounds in the same direction every time.
+# float64 gets 24 roundings of 2^-53, of which the same rows reach 0.75. It needs more of them because a vector has half
+# as many lanes, and because the sums of the chunks are not added in a wider type.
 OUTPUT = {F64: 24 * 2.0**-53, F32: 5e-7, F16: 5e-7, BF16: 5e-7}
 
-# Of rstd itself: the output, at |xhat| = 1, has two parts of the above for one of rstd.
-RSTD = {dtype: 2 * part for dtype, part in OUTPUT.items()}
+# Largest relative error of rstd. At |xhat| = 1 the output has two terms, so that it may be off by twice OUTPUT.
+RSTD = {dtype: 2 * error for dtype, error in OUTPUT.items()}
 
-# Of the gradients: rstd's error, and that of their own sums. Random rows reach a third of it, rows of few values half.
+# Largest error of the gradients relative to their terms: the error of rstd and that of the gradients' own sums.
+# Random rows reach a third of it, and rows that hold few different values half.
 GRADIENT = RSTD
 
 
 def rounding(dtype, value, error, arithmetic=F32):
-    """Return what the conversion from the dtype of the arithmetic to `dtype` may add to an error.
+    """Return the error that converting `value` from `arithmetic` to `dtype` adds.
 
-    That is half a unit in the last place if it rounds, and one subnormal number, the least by which any result can be
-    off.
+    It is half a unit in the last place if `dtype` is narrower, and in any case the smallest subnormal number.
     """
     info = torch.finfo(dtype)
     half_unit = info.eps / 2 * (np.abs(value) + error) if info.eps > torch.finfo(arithmetic).eps else 0
@@ -106,14 +99,14 @@ def rounding(dtype, value, error, arithmetic=F32):
 
 
 def output_bound(dtype, forward, weight, bias):
+    """Return the largest error of the output: 5e-7 * (1 + |weight * xhat| + |bias|) and one rounding to `dtype`."""
     product = forward.xhat if weight is None else forward.xhat * weight
-    terms = 1 + np.abs(product) + (0 if bias is None else np.abs(bias))
-    error = OUTPUT[dtype] * terms
+    error = OUTPUT[dtype] * (1 + np.abs(product) + (0 if bias is None else np.abs(bias)))
     return error + rounding(dtype, forward.output(weight, bias), error)
 
 
 def assert_within(actual, expected, bounds, *context):
-    """Fail with the worst element unless abs(actual - expected) <= bounds; NaN fails."""
+    """Fail unless abs(actual - expected) <= bounds for all elements, and show the worst. NaN fails."""
     actual = exact(actual).reshape(expected.shape)
     bounds = np.broadcast_to(bounds, expected.shape)
     with np.errstate(invalid="ignore"):
@@ -121,58 +114,50 @@ def assert_within(actual, expected, bounds, *context):
     if wrong.any():
         ratio = np.where(wrong, np.nan_to_num(np.abs(actual - expected) / bounds, nan=np.inf), 0)
         worst = np.unravel_index(ratio.argmax(), ratio.shape)
-        place = ", ".join(map(str, worst))
         raise AssertionError(
-            f"{wrong.sum()} of {wrong.size} wrong; at [{place}] {actual[worst]} instead of {expected[worst]}, off by "
-            f"{ratio[worst]:.3g} times the {bounds[worst]:.3g} allowed; {', '.join(map(str, context))}"
+            f"{wrong.sum()} of {wrong.size} elements are wrong. The worst is {actual[worst]} at {list(map(int, worst))}"
+            f", expected {expected[worst]}: {ratio[worst]:.3g} times the bound {bounds[worst]:.3g}. {context}"
         )
 
 
 def factor(weight, zero_centered_weight):
-    """Return what xhat is multiplied by."""
+    """Return the factor of xhat in the output."""
     return None if weight is None else exact(weight) + int(zero_centered_weight)
 
 
 def check_forward(results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False):
-    """Check output, mean and rstd of rows `x`, all of them 2-d tensors; return the exact result."""
+    """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward."""
     y, mean, rstd = results
     expected = Forward(exact(x), eps, rms)
     w, b = factor(weight, zero_centered_weight), None if bias is None else exact(bias)
     assert y.dtype == x.dtype and y.is_contiguous(), context
     assert_within(y, expected.output(w, b), output_bound(x.dtype, expected, w, b), "output", *context)
+
     if rms:
         assert mean is None, context
         mean = torch.zeros_like(rstd)
-    check_statistics(mean, rstd, x.dtype, expected, context)
+    kind = statistics_dtype(x.dtype)
+    assert mean.dtype == rstd.dtype == kind, context
+    smallest = rounding(kind, expected.mean, 0)
+    # The mean is rounded once. The remaining error is relative to the standard deviation.
+    mean_bound = torch.finfo(kind).eps / 2 * np.abs(expected.mean) + OUTPUT[x.dtype] / expected.rstd + smallest
+    assert_within(mean, expected.mean, mean_bound, "mean", *context)
+    assert_within(rstd, expected.rstd, RSTD[x.dtype] * expected.rstd + smallest, "rstd", *context)
     return expected
 
 
-def check_statistics(mean, rstd, dtype, expected, context=()):
-    """Check that both are rounded once, the mean beside what the arithmetic loses relative to the deviations."""
-    kind = statistics_dtype(dtype)
-    assert mean.dtype == rstd.dtype == kind, context
-    least = rounding(kind, expected.mean, 0)
-    mean_bound = torch.finfo(kind).eps / 2 * np.abs(expected.mean) + OUTPUT[dtype] / expected.rstd + least
-    assert_within(mean, expected.mean, mean_bound, "mean", *context)
-    assert_within(rstd, expected.rstd, RSTD[dtype] * expected.rstd + least, "rstd", *context)
-
-
-# Half a unit in the last place of 1.
-ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (F64, F32, F16, BF16)}
-
-
 def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=False):
-    """Return how far from xhat what backward recovers from the output may be, as LayerNorm's docstring has it.
+    """Return the largest error of the xhat that memory-efficient backward recovers, as LayerNorm's docstring states it.
 
-    The output is off by what its arithmetic loses, is rounded, and divided by the weight; fp16 has subnormal numbers.
+    The output has the error of its arithmetic and of its rounding, and both are divided by the weight.
     """
     forward, w = Forward(exact(x), rms=rms), factor(weight, zero_centered_weight)
     divisor, shift = 1 if w is None else np.abs(w), 0 if bias is None else np.abs(exact(bias))
-    abs_xhat = np.abs(forward.xhat)
-    error = ROUNDOFF[x.dtype] * (abs_xhat + shift / divisor) + 2 * OUTPUT[x.dtype] * (abs_xhat + (1 + shift) / divisor)
+    abs_xhat, roundoff = np.abs(forward.xhat), torch.finfo(x.dtype).eps / 2
+    error = roundoff * (abs_xhat + shift / divisor) + 2 * OUTPUT[x.dtype] * (abs_xhat + (1 + shift) / divisor)
     if x.dtype == F16:
-        error = error + 2.0**-25 / divisor
-    return error if rms else error + error.mean(1, keepdims=True)  # the average of xhat is taken off
+        error = error + 2.0**-25 / divisor  # half of the smallest subnormal output
+    return error if rms else error + error.mean(1, keepdims=True)  # backward subtracts the average of xhat
 
 
 def check_backward(
@@ -189,9 +174,9 @@ def check_backward(
     grad_sum=None,
     xhat_error=0,
 ):
-    """Check those of grad_input, grad_weight and grad_bias that are not None.
+    """Check grad_input, grad_weight and grad_bias, except those that are None, and return the exact Backward.
 
-    `xhat_error` is that of what backward takes for xhat, beside that of the arithmetic.
+    `xhat_error` is the error of the xhat that backward starts from.
     """
     forward, w = Forward(exact(x), eps, rms), factor(weight, zero_centered_weight)
     expected = Backward(exact(dy), forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
@@ -200,16 +185,16 @@ def check_backward(
     abs_dy, abs_xhat = np.abs(exact(dy)), np.abs(forward.xhat)
     abs_g = abs_dy if w is None else abs_dy * np.abs(w)
     mean_error, mean_abs_gx = (abs_g * xhat_error).mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-    more = {
+    from_xhat = {
         "grad_input": forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx),
         "grad_weight": (abs_dy * xhat_error).sum(0),
         "grad_bias": 0,
     }
-    for name, dtype, actual in zip(more, (x.dtype, parameter_dtype, parameter_dtype), results, strict=True):
+    for name, dtype, actual in zip(from_xhat, (x.dtype, parameter_dtype, parameter_dtype), results, strict=True):
         if actual is None:
             continue
         assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
-        value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms") + more[name]
+        value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms") + from_xhat[name]
         bounds = error + rounding(dtype, value, error, statistics_dtype(x.dtype))
         assert_within(actual, value, bounds, name, *context)
     return expected

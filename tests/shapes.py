@@ -1,31 +1,39 @@
-"""What the operators are called with: numbers of rows and columns, ordinary and hard numbers, layouts in memory."""
+"""Inputs for the kernels: sizes, ordinary and extreme values, memory layouts."""
 
+import itertools
 import math
 import mmap
 
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, dtype_id, dtypes_id
+from reference import BF16, DTYPES, F16, F32, F64, check_backward, check_forward, dtype_id, dtypes_id
+
+ALL = [True, True, True]  # output_mask: all gradients
+MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtype_id)
 
-# What the numbers of columns are for, and the numbers.
+# Numbers of columns by the code path that they cover. A CPU pack has 4 to 32 elements; narrow rows have up to 4096
+# bytes, and long rows are summed in chunks of 128 to 1024 elements.
 COLUMNS = {
-    "every tail of every pack (4 to 32 numbers)": [*range(1, 132)],
-    "the last narrow row (4096 bytes) of fp64": [511, 512, 513],
-    "widths of transformers, and the last narrow row of fp32": [767, 768, 769, 1023, 1024, 1025, 1535, 1536, 1537],
-    "the last narrow row of fp16 and bf16": [2047, 2048],
-    "every tail of wide rows, of two packs in flight": [*range(2049, 2113)],
-    "chunks of the sums, four and eight": [4095, 4096, 4097, 8191, 8192, 8193],
-    "many chunks, and nothing round": [20001],
+    "tails of one pack": [*range(1, 132)],
+    "fp64 row limit": [511, 512, 513],
+    "transformer widths and fp32 row limit": [767, 768, 769, 1023, 1024, 1025, 1535, 1536, 1537],
+    "16-bit row limit": [2047, 2048],
+    "tails of two packs": [*range(2049, 2113)],
+    "chunk limits": [4095, 4096, 4097, 8191, 8192, 8193],
+    "many chunks": [20001],
 }
+columns = pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 
-# Narrow rows are swept four at a time in forward and two in backward, the rest one by one.
-ROWS = [1, 2, 3, 4, 5, 9]
 
-# Offsets of the rows from zero, in standard deviations, as far as the dtype goes. At 1e6 the mean in fp32 is off by up
-# to 0.03.
+def rows_for(cols):
+    """Return numbers of rows to test. Short rows are processed four at a time, then two, and the last one singly."""
+    return [1, 2, 3, 4, 5, 9] if cols <= 131 else [1, 7] if cols <= 2048 else [3] if cols < 4095 else [1, 3]
+
+
+# Means of the input, in standard deviations. float32 rounds a mean of 1e6 by up to 0.03. fp16 ends at 65504.
 OFFSETS = [0, 1e2, 1e4, 1e6]
 dtypes_and_offsets = pytest.mark.parametrize(
     "dtypes, offset",
@@ -34,45 +42,82 @@ dtypes_and_offsets = pytest.mark.parametrize(
 )
 
 
-def rows_for(cols):
-    """Return the numbers of rows worth testing: of long rows few, for the time they take."""
-    return ROWS if cols <= 1025 else [1, 5] if cols < 4095 else [1, 3]
-
-
 def randn(shape, dtype, device="cpu", offset=0):
-    """Return normal numbers about `offset`, drawn in float64."""
+    """Return normal values plus `offset`, drawn in float64."""
     return (torch.randn(shape, dtype=F64) + offset).to(dtype).to(device)
 
 
+def random_args(backend, dtypes, rows, cols, offset=0):
+    """Return input, grad_output, weight and bias. A mean of 0.5 in grad_output makes all its sums count."""
+    x, dy = (randn((rows, cols), dtypes[0], backend.device, mean) for mean in (offset, 0.5))
+    return x, dy, *(randn(cols, dtypes[1], backend.device) for _ in range(2))
+
+
+def run(backend, x, dy, weight=None, bias=None, eps=1e-5, normalized_shape=None, mask=ALL):
+    """Return output, mean, rstd, grad_input, grad_weight and grad_bias."""
+    shape = normalized_shape or x.shape[-1:]
+    output, mean, rstd = backend.ops.forward(x, shape, weight, bias, eps)
+    return output, mean, rstd, *backend.ops.backward(dy, x, shape, mean, rstd, weight, bias, mask)
+
+
+def run_images(backend, x, dy, weight=None, bias=None, eps=1e-5, mask=ALL):
+    """Return the results of `run` for images [N, C, *]."""
+    output, mean, rstd = backend.ops.channels_first_forward(x, weight, bias, eps)
+    return output, mean, rstd, *backend.ops.channels_first_backward(dy, x, mean, rstd, weight, bias, mask)
+
+
+def as_rows(images):
+    """Return images [N, C, *] as contiguous rows [N * pixels, C]."""
+    return images if images is None else images.movedim(1, -1).flatten(0, -2).contiguous()
+
+
+def check(results, x, dy, weight=None, bias=None, eps=1e-5, context=()):
+    """Check the results of `run` for 2-d input against float64."""
+    parameter = weight if weight is not None else bias if bias is not None else x
+    check_forward(results[:3], x, weight, bias, eps, context)
+    check_backward(results[3:], dy, x, weight, parameter.dtype, eps, context)
+
+
+def check_images(results, x, dy, *args, **kwargs):
+    """Check the results of `run_images` against float64."""
+    output, mean, rstd, grad_input, *parameter_gradients = results
+    rows = [as_rows(t) for t in (output, mean, rstd, grad_input)]
+    check((*rows, *parameter_gradients), as_rows(x), as_rows(dy), *args, **kwargs)
+
+
+def bits(tensor):
+    """Return the tensor's bytes. Unlike values, they distinguish -0 from 0, and a NaN equals itself."""
+    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def assert_same_bits(results, expected, *context):
+    """Compare two lists of tensors or None."""
+    for i, (actual, right) in enumerate(zip(results, expected, strict=True)):
+        same = actual is right is None or (actual.dtype == right.dtype and torch.equal(bits(actual), bits(right)))
+        assert same, (f"result {i}", *context)
+
+
 def amid_nans(tensor, gap=3, offset=1):
-    """Return rows [rows, cols] as a view into a buffer of NaN, with `gap` NaN between rows and at least 70 around.
+    """Return a view of a buffer of NaN, with `gap` NaNs after each row and at least 70 on both sides.
 
-    What a kernel reads outside a row then shows up in its results. The view is aligned to its element size only.
+    Elements that a kernel reads outside a row make its results NaN. The view is aligned to its element size only.
     """
-    rows, cols = tensor.shape
-    margin = 70 + offset  # more than two packs
+    *batch, cols = tensor.shape
+    rows, margin = math.prod(batch), 70 + offset  # more than two packs
     buffer = torch.full((2 * margin + rows * (cols + gap),), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    view = buffer.as_strided((rows, cols), (cols + gap, 1), margin)
-    view.copy_(tensor)
-    return view
+    return buffer.as_strided((rows, cols), (cols + gap, 1), margin).view(tensor.shape).copy_(tensor)
 
 
-def amid_nans_1d(tensor):
-    """Return a vector as a view into a buffer of NaN."""
-    return amid_nans(tensor[None])[0]
-
-
-# The dtype and how large the numbers get: the first powers that overflow when squared, and the very largest.
-HUGE = [(F32, 1e20), (F32, 1e30), (F32, 1e38), (F32, "max"), (BF16, 1e20), (BF16, 1e38), (BF16, "max")]
-HUGE += [(F64, 1e155), (F64, 1e200), (F64, 1e307), (F64, "max")]
+# Dtype and magnitude: the first powers of ten whose squares overflow, and the largest finite number.
+HUGE = [(F32, 1e20), (F32, 1e38), (F32, "max"), (BF16, 1e20), (BF16, "max"), (F64, 1e155), (F64, 1e307), (F64, "max")]
 huge = pytest.mark.parametrize("dtype, magnitude", HUGE, ids=lambda v: f"{v}".removeprefix("torch."))
 
 
 def huge_rows(dtype, magnitude, cols, device):
-    """Return 9 rows of numbers up to `magnitude`; the fourth holds ordinary ones."""
+    """Return 9 rows of values up to `magnitude`. Row 3 holds ordinary values."""
     x = torch.rand(9, cols, dtype=F64) * 2 - 1
     x[0] = x[0].sign()
-    x[1] = 0.5 + 0.5 * x[1].abs()  # whose sum overflows
+    x[1] = 0.5 + 0.5 * x[1].abs()  # its sum overflows
     x[2, 1:] = 0
     x[4, ::2] = x[4, ::2].sign()
     x *= torch.finfo(dtype).max if magnitude == "max" else magnitude
@@ -81,39 +126,45 @@ def huge_rows(dtype, magnitude, cols, device):
 
 
 def lazy_zeros(shape, dtype, device):
-    """Return zeros; on a CPU they take memory only where they are written."""
+    """Return zeros. On a CPU, only pages that are written to take memory."""
     if device != "cpu":
-        bytes_of_it = math.prod(shape) * dtype.itemsize
-        if torch.cuda.mem_get_info()[0] < 5 * bytes_of_it:  # input, grad_output and grad_input, and room to spare
-            pytest.skip(f"needs a GPU with {5 * bytes_of_it / 1e9:.0f} GB of free memory")
+        size = math.prod(shape) * dtype.itemsize
+        if torch.cuda.mem_get_info()[0] < 5 * size:  # input, grad_output, grad_input and some room
+            pytest.skip(f"needs a GPU with {5 * size / 1e9:.0f} GB of free memory")
         return torch.zeros(shape, dtype=dtype, device=device)
-    rows, cols = shape
-    memory = mmap.mmap(-1, rows * cols * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def bits(tensor):
-    """Return a copy of the tensor's bytes: unlike numbers, they tell -0 from 0, and NaN equals itself."""
-    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+# Each of these functions returns the values of a tensor in another memory layout. NaN fills the memory around them.
 
 
-def layouts(x):
-    """Yield name and view of the numbers of x [2, 6, 4, 10], the last dimension normalized, for each kind of layout."""
-    yield "contiguous", x
-    yield "transposed batch", x.transpose(0, 1).contiguous().transpose(0, 1)
-    yield "transposed columns", x.transpose(2, 3).contiguous().transpose(2, 3)
-    yield "channels_last", x.to(memory_format=torch.channels_last)
-    wide = torch.full((2, 6, 4, 20), torch.nan, dtype=x.dtype, device=x.device)
-    wide[..., ::2] = x
-    yield "columns [::2]", wide[..., ::2]
-    wide = torch.full((2, 6, 8, 10), torch.nan, dtype=x.dtype, device=x.device)
-    wide[:, :, ::2] = x
-    yield "rows [::2]", wide[:, :, ::2]
-    wide = torch.full((2, 6, 4, 17), torch.nan, dtype=x.dtype, device=x.device)
-    wide[..., 3:13] = x
-    yield "sliced columns", wide[..., 3:13]
-    for offset in (1, 2, 3, 5):
-        buffer = torch.full((x.numel() + offset + 9,), torch.nan, dtype=x.dtype, device=x.device)
-        view = buffer[offset : offset + x.numel()].view_as(x)
-        yield f"storage offset {offset}", view.copy_(x)
-    yield "negative bit", torch._neg_view(-x)
+def contiguous(t):
+    return t
+
+
+def transposed(t):
+    return t.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def every_second_column(t):
+    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan, dtype=t.dtype, device=t.device)
+    return wide[..., ::2].copy_(t)
+
+
+def with_gaps(t):
+    """Leave gaps in every dimension."""
+    wide = torch.full([n + 3 for n in t.shape], torch.nan, dtype=t.dtype, device=t.device)
+    return wide[tuple(slice(1, n + 1) for n in t.shape)].copy_(t)
+
+
+def misaligned(t):
+    buffer = torch.full((t.numel() + 6,), torch.nan, dtype=t.dtype, device=t.device)
+    return buffer[3:-3].view(t.shape).copy_(t)
+
+
+def negative(t):
+    return torch._neg_view(-t)
+
+
+LAYOUTS = [contiguous, transposed, every_second_column, with_gaps, misaligned, negative]

@@ -1,12 +1,9 @@
-"""The build: which torch, CUDA or not, what ended up in the binary, and which package is imported."""
+"""The build: which torch, CUDA or not, the contents of the compiled module, and which package is imported."""
 
-import importlib.machinery
 import importlib.metadata
 import os
-import platform
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from collections import defaultdict
@@ -16,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from build_support import cuda, extension, target_torch
-from build_support.errors import BuildError
-from layernorm_ext import _C, _build_info, _locate
+from build_support import BuildError, cuda, extension, target_torch
+from layernorm_ext import _C, _build_info, _compatibility
 
 ROOT = Path(__file__).resolve().parents[1]
+MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def run(*command, **options):
@@ -31,7 +28,7 @@ def run(*command, **options):
 
 
 def test_finds_torch_outside_the_isolation(tmp_path):
-    """As pip does, hide site-packages from the build by a sitecustomize.py on PYTHONPATH."""
+    """Like pip, hide site-packages from the build by a sitecustomize.py on PYTHONPATH."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.path[:] = [entry for entry in sys.path if not entry.endswith('-packages')]\n"
     )
@@ -40,17 +37,14 @@ def test_finds_torch_outside_the_isolation(tmp_path):
     assert run(sys.executable, "-P", "-c", code, env=environment).split() == ["False", "True", "True"]
 
 
-def test_refuses_an_old_torch(monkeypatch):
+def test_old_torch_is_an_error(monkeypatch):
     monkeypatch.setattr(extension, "torch", SimpleNamespace(__version__="2.10.1+cu128"))
     with pytest.raises(BuildError, match=r"torch 2\.10\.1\+cu128 is installed and torch>=2\.11 is needed"):
         extension.setup_arguments()
-
-
-def test_oldest_torch_is_stated_once():
     assert f"torch>={'.'.join(map(str, target_torch.OLDEST))}" == target_torch.REQUIREMENT
 
 
-def test_refuses_to_build_without_a_compiler(monkeypatch):
+def test_missing_compiler_is_an_error(monkeypatch):
     monkeypatch.setenv("CXX", "env no-such-compiler -m64")
     with pytest.raises(BuildError, match="the C\\+\\+ compiler 'no-such-compiler' is not on PATH; install g\\+\\+"):
         extension.setup_arguments()
@@ -59,227 +53,166 @@ def test_refuses_to_build_without_a_compiler(monkeypatch):
 # CUDA or not
 
 
-class Machine:
-    """A made-up machine: its torch, its GPUs and its toolkits."""
-
-    def __init__(self, monkeypatch, folder):
-        self.monkeypatch = monkeypatch
-        self.folder = folder
-        for name in ("FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"):
-            monkeypatch.delenv(name, raising=False)
-        self.homes = []
-        monkeypatch.setattr(cuda, "_likely_homes", lambda: self.homes)
-        self.use_torch("13.0")
-
-    def use_torch(self, cuda_version, gpus=()):
-        version = f"2.13.0+cu{cuda_version.replace('.', '')}" if cuda_version else "2.13.0+cpu"
-        gpu = SimpleNamespace(
-            is_available=lambda: bool(gpus),
-            device_count=lambda: len(gpus),
-            get_device_capability=gpus.__getitem__,
-        )
-        fake = SimpleNamespace(__version__=version, version=SimpleNamespace(cuda=cuda_version), cuda=gpu)
-        self.monkeypatch.setattr(cuda, "torch", fake)
-
-    def install_toolkit(self, version="13.0", known="sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", header=True):
-        home = self.folder / f"cuda-{version}"
-        nvcc = home / "bin" / "nvcc"
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release {version}, V{version}.1" || echo {known}\n')
-        nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
-        if header:
-            (home / "include").mkdir()
-            (home / "include" / "cuda_runtime.h").touch()
-        self.homes.append(home)
-        return home
-
-    def set(self, **variables):
-        for name, value in variables.items():
-            self.monkeypatch.setenv(name, str(value))
+def install_toolkit(home, version, known="sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", header="cuda_runtime.h"):
+    """Create the files that the build looks for; nvcc answers --version and --list-gpu-code."""
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include" / header).touch()
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release {version}, V{version}.1" || echo {known}\n')
+    nvcc.chmod(0o755)
+    return home
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    return Machine(monkeypatch, tmp_path)
+    """A function that simulates a machine with a torch, GPUs, CUDA toolkits and environment variables."""
 
+    def simulate(torch_cuda="13.0", gpus=(), toolkits=("13.0",), header="cuda_runtime.h", **environment):
+        version = f"2.13.0+cu{torch_cuda.replace('.', '')}" if torch_cuda else "2.13.0+cpu"
+        gpu = SimpleNamespace(
+            is_available=lambda: bool(gpus), device_count=lambda: len(gpus), get_device_capability=gpus.__getitem__
+        )
+        fake = SimpleNamespace(__version__=version, version=SimpleNamespace(cuda=torch_cuda), cuda=gpu)
+        monkeypatch.setattr(cuda, "torch", fake)
+        homes = [install_toolkit(tmp_path / f"cuda-{toolkit}", toolkit, header=header) for toolkit in toolkits]
+        monkeypatch.setattr(cuda, "_likely_homes", lambda: homes)
+        for name in ("FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return homes
 
-def test_cuda_is_built_where_it_can_be(machine):
-    home = machine.install_toolkit()
-    plan = cuda.plan(has_kernels=True)
-    assert plan.toolkit == cuda.Toolkit(home, "13.0")
-    assert plan.architectures == "8.0;9.0;10.0+PTX"
-    assert plan.reason == f"torch 2.13.0+cu130 and the CUDA 13.0 toolkit in {home}"
-
-
-@pytest.mark.parametrize(
-    ("torch_cuda", "has_kernels", "reason"),
-    [
-        (None, True, "torch 2.13.0+cpu was built without CUDA"),
-        ("13.0", False, "this version has no CUDA kernels"),
-        ("13.0", True, "no CUDA toolkit was found"),
-    ],
-)
-def test_cpu_alone_has_a_reason_and_forcing_cuda_makes_it_an_error(machine, torch_cuda, has_kernels, reason):
-    machine.use_torch(torch_cuda)
-    assert cuda.plan(has_kernels) == cuda.Plan(reason)
-    machine.set(FORCE_CUDA=1)
-    with pytest.raises(BuildError, match=f"FORCE_CUDA=1, but {re.escape(reason)}; .+"):
-        cuda.plan(has_kernels)
-
-
-def test_force_cuda_0_asks_no_further(machine):
-    machine.install_toolkit(version="12.4")
-    machine.set(FORCE_CUDA=0)
-    assert cuda.plan(has_kernels=True) == cuda.Plan("FORCE_CUDA=0")
-
-
-def test_force_cuda_must_be_0_or_1(machine):
-    machine.set(FORCE_CUDA="yes")
-    with pytest.raises(BuildError, match="FORCE_CUDA is 'yes', neither 0 nor 1"):
-        cuda.plan(has_kernels=True)
-
-
-def test_a_visible_gpu_without_a_toolkit_is_an_error(machine):
-    machine.use_torch("13.0", gpus=[(9, 0)])
-    with pytest.raises(BuildError, match="a GPU is visible, but no CUDA toolkit was found; install the CUDA 13.0"):
-        cuda.plan(has_kernels=True)
-
-
-def test_another_major_version_of_cuda_is_an_error(machine):
-    home = machine.install_toolkit(version="12.8")
-    message = f"torch 2.13.0+cu130 uses CUDA 13.0, but the toolkit in {home} is CUDA 12.8; install the CUDA 13.0"
-    with pytest.raises(BuildError, match=re.escape(message)):
-        cuda.plan(has_kernels=True)
-
-
-def test_a_toolkit_that_fits_is_preferred(machine):
-    machine.install_toolkit(version="12.8")
-    machine.install_toolkit(version="13.0")
-    assert cuda.plan(has_kernels=True).toolkit.version == "13.0"
-
-
-def test_another_minor_version_of_cuda_fits(machine):
-    machine.install_toolkit(version="13.2")
-    assert cuda.plan(has_kernels=True).toolkit.version == "13.2"
-
-
-def test_missing_headers_are_an_error(machine):
-    home = machine.install_toolkit(header=False)
-    with pytest.raises(BuildError, match=re.escape(f"include/cuda_runtime.h not found in {home}; install")):
-        cuda.plan(has_kernels=True)
-
-
-def test_cuda_home_comes_first_and_must_be_a_toolkit(machine):
-    machine.install_toolkit(version="13.0")
-    chosen = machine.install_toolkit(version="13.1")
-    machine.set(CUDA_HOME=chosen)
-    assert cuda.find_toolkit().home == chosen
-    machine.set(CUDA_HOME="/nowhere")
-    with pytest.raises(BuildError, match=r"bin/nvcc and include/cuda_runtime\.h not found in /nowhere; install"):
-        cuda.find_toolkit()
-
-
-def test_nvcc_on_path_may_be_a_wrapper(monkeypatch, tmp_path):
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text('#!/bin/sh\necho "#$ TOP=/real/toolkit/bin/.." >&2\n')
-    nvcc.chmod(0o755)
-    monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
-    monkeypatch.setattr(
-        cuda, "torch", SimpleNamespace(__file__="/x/torch/__init__.py", version=SimpleNamespace(cuda="13.0"))
-    )
-    homes = list(cuda._likely_homes())
-    assert homes[0] == tmp_path
-    assert homes[2] == Path("/real/toolkit")
-    assert homes[-1] == Path("/x/nvidia/cu13")
-
-
-def test_architectures(machine):
-    machine.install_toolkit(known="sm_75 sm_80 sm_86 sm_90")
-    assert cuda.plan(has_kernels=True).architectures == "8.0;9.0+PTX"
-    machine.use_torch("13.0", gpus=[(9, 0), (8, 6), (9, 0)])
-    assert cuda.plan(has_kernels=True).architectures == "8.6;9.0+PTX"
-    machine.set(TORCH_CUDA_ARCH_LIST="8.9")
-    assert cuda.plan(has_kernels=True).architectures == "8.9"
+    return simulate
 
 
 @pytest.mark.parametrize(
-    ("gpus", "message"),
+    ("simulated", "toolkit", "architectures"),
     [
-        (
-            [(9, 0), (7, 0)],
-            "a visible GPU is sm_70 and the kernels need sm_80 or newer; hide it with CUDA_VISIBLE_",
-        ),
-        (
-            [(12, 1)],
-            "a visible GPU is sm_121, unknown to the CUDA 13.0 toolkit in .*; set CUDA_HOME to a newer",
-        ),
+        ({"toolkits": ["12.8", "13.2"]}, "13.2", "8.0;9.0;10.0+PTX"),
+        ({"gpus": [(9, 0), (8, 6), (9, 0)]}, "13.0", "8.6;9.0+PTX"),
+        ({"gpus": [(9, 0)], "TORCH_CUDA_ARCH_LIST": "8.9"}, "13.0", "8.9"),
     ],
 )
-def test_gpus_that_cannot_be_served_are_an_error(machine, gpus, message):
-    machine.install_toolkit()
-    machine.use_torch("13.0", gpus)
+def test_toolkit_that_matches_torch_enables_cuda(machine, simulated, toolkit, architectures):
+    home = machine(**simulated)[-1]
+    reason = f"torch 2.13.0+cu130 and the CUDA {toolkit} toolkit in {home}"
+    assert cuda.plan() == cuda.Plan(reason, cuda.Toolkit(home, toolkit), architectures)
+
+
+def test_cuda_home_is_preferred(machine, tmp_path):
+    chosen = install_toolkit(tmp_path / "chosen", "13.1", known="sm_75 sm_80 sm_86 sm_90")
+    machine(CUDA_HOME=str(chosen))
+    plan = cuda.plan()
+    assert plan.toolkit.home == chosen and plan.architectures == "8.0;9.0+PTX"
+
+
+@pytest.mark.parametrize(
+    ("simulated", "reason"),
+    [
+        ({"torch_cuda": None}, "torch 2.13.0+cpu was built without CUDA"),
+        ({"toolkits": []}, "no CUDA toolkit was found"),
+        ({"toolkits": ["12.4"], "FORCE_CUDA": "0"}, "FORCE_CUDA=0"),
+    ],
+)
+def test_without_cuda_only_the_cpu_kernels_are_built(machine, simulated, reason):
+    machine(**simulated)
+    assert cuda.plan() == cuda.Plan(reason)
+
+
+@pytest.mark.parametrize(
+    ("simulated", "message"),
+    [
+        ({"FORCE_CUDA": "yes"}, "FORCE_CUDA is 'yes', neither 0 nor 1"),
+        ({"FORCE_CUDA": "1", "torch_cuda": None}, r"FORCE_CUDA=1, but torch 2\.13\.0\+cpu was built without CUDA; .+"),
+        ({"FORCE_CUDA": "1", "toolkits": []}, "FORCE_CUDA=1, but no CUDA toolkit was found; install"),
+        ({"gpus": [(9, 0)], "toolkits": []}, "a GPU is visible, but no CUDA toolkit was found; install the CUDA 13.0"),
+        (
+            {"toolkits": ["12.8"]},
+            r"torch 2\.13\.0\+cu130 uses CUDA 13.0, but the toolkit in .*cuda-12.8 is CUDA 12.8; install the CUDA 13.0",
+        ),
+        ({"header": "other.h"}, r"include/cuda_runtime\.h not found in .*cuda-13\.0; install"),
+        ({"CUDA_HOME": "/nowhere"}, r"bin/nvcc and include/cuda_runtime\.h not found in /nowhere; install"),
+        ({"gpus": [(9, 0), (7, 0)]}, "GPU is sm_70 and the kernels need sm_80 or newer; hide it with CUDA_VISIBLE_"),
+        ({"gpus": [(12, 1)]}, "GPU is sm_121, unknown to the CUDA 13.0 toolkit in .*; set CUDA_HOME to a newer"),
+    ],
+)
+def test_impossible_builds_are_errors(machine, simulated, message):
+    machine(**simulated)
     with pytest.raises(BuildError, match=message):
-        cuda.plan(has_kernels=True)
+        cuda.plan()
 
 
-# What is in the binary
+def test_toolkit_is_found_behind_a_wrapper_of_nvcc(monkeypatch, tmp_path):
+    nvcc = install_toolkit(tmp_path, "13.0") / "bin" / "nvcc"
+    nvcc.write_text('#!/bin/sh\necho "#$ TOP=/real/toolkit/bin/.." >&2\n')
+    monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
+    fake = SimpleNamespace(__file__="/x/torch/__init__.py", version=SimpleNamespace(cuda="13.0"))
+    monkeypatch.setattr(cuda, "torch", fake)
+    homes = list(cuda._likely_homes())
+    assert (homes[0], homes[2], homes[-1]) == (tmp_path, Path("/real/toolkit"), Path("/x/nvidia/cu13"))
 
 
-def test_debug(monkeypatch):
-    monkeypatch.setenv("DEBUG", "1")
-    debug = extension.compile_flags()
-    assert {"-O0", "-g", "-UNDEBUG"} <= set(debug["cxx"])
-    assert "-G" in debug["nvcc"]
-    monkeypatch.setenv("DEBUG", "0")
-    assert "-O3" in extension.compile_flags()["cxx"]
+# The compiled module
 
 
-def test_no_fast_math():
-    flags = [*extension.compile_flags()["cxx"], *extension.compile_flags()["nvcc"], *extension.KERNEL_FLAGS]
-    assert not [flag for flag in flags if re.search("fast|unsafe|finite", flag)]
+def test_unchanged_build_is_reused(monkeypatch, tmp_path):
+    """The compiled module of the last build is copied if nothing but the folder of torch has changed."""
+    plan = cuda.Plan("FORCE_CUDA=0")
+    library = tmp_path / "lib" / "_C.so"
+    command = SimpleNamespace(build_temp=str(tmp_path), get_ext_fullpath=lambda name: str(library))
+    (tmp_path / "csrc").mkdir()
+    source = tmp_path / "csrc" / "ops.cpp"
+    source.write_text("int x;")
+    monkeypatch.chdir(tmp_path)
+    fingerprint = extension.fingerprint(plan)
+    (tmp_path / f"{fingerprint}.so").write_text("compiled")
+    monkeypatch.setattr(torch, "__file__", "/elsewhere/torch/__init__.py")
+    extension.BuildExtension.build_extension(command, SimpleNamespace(name=extension.NAME, plan=plan))
+    assert library.read_text() == "compiled"
+
+    changed = [extension.fingerprint(cuda.Plan("no CUDA toolkit was found"))]
+    for name, value in (("CXXFLAGS", "-O1"), ("DEBUG", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            changed.append(extension.fingerprint(plan))
+    source.write_text("int y;")
+    changed.append(extension.fingerprint(plan))
+    assert len({fingerprint, *changed}) == 5
 
 
-@pytest.fixture(scope="module")
-def functions():
-    """The instructions of every function of the compiled module, by its C++ name."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("only on x86-64 is there more than one instruction set")
-    if _build_info.debug:
-        pytest.skip("built with DEBUG=1, without optimisation")
-    instructions = defaultdict(list)
+@pytest.mark.parametrize(
+    ("debug", "cxx", "nvcc"),
+    [("0", {"-O3", "-g0"}, {"-O3", "-fmad=false"}), ("1", {"-O0", "-g", "-UNDEBUG"}, {"-O0", "-G", "-fmad=false"})],
+)
+def test_flags_keep_precision_and_obey_debug(monkeypatch, debug, cxx, nvcc):
+    monkeypatch.setenv("DEBUG", debug)
+    flags = extension.compile_flags()
+    assert cxx <= set(flags["cxx"]) and nvcc <= set(flags["nvcc"])
+    assert not re.search("fast|unsafe|finite", " ".join([*flags["cxx"], *flags["nvcc"], *extension.KERNEL_FLAGS]))
+
+
+@pytest.mark.skipif(not extension.IS_X86 or _build_info.debug, reason="needs an optimised build with vector kernels")
+def test_vector_instructions_are_used_in_the_kernels_only():
+    """Elsewhere they crash older CPUs, for example if the linker keeps the AVX-512 copy of an inline function."""
+    functions = defaultdict(list)
     for line in run("objdump", "-d", "-C", "--no-show-raw-insn", _C.__file__).splitlines():
         if start := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
-            function = instructions[start[1]]
+            function = functions[start[1]]
         elif "\t" in line:
             function.append(line.split("\t", 1)[1])
-    return instructions
-
-
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-@pytest.mark.parametrize(("capability", "register"), [("AVX2", "%ymm"), ("AVX512", "%zmm")])
-def test_kernels_use_vectors(functions, kernel, capability, register):
-    bodies = [body for name, body in functions.items() if capability in name and kernel in name.lower()]
-    fused = [i for body in bodies for i in body if re.match("vfn?m(add|sub)", i) and register in i]
-    assert len(fused) >= 10
-
-
-def test_vector_instructions_stay_in_the_kernels(functions):
-    """Elsewhere they crash older CPUs, as when the linker keeps one instruction set's std::max for all.
-
-    What is in an anonymous namespace, the linker does not share.
-    """
+    for capability, register in (("AVX2", "%ymm"), ("AVX512", "%zmm")):
+        for kernel in ("forward", "backward"):
+            bodies = [body for name, body in functions.items() if capability in name and kernel in name.lower()]
+            fused = [i for body in bodies for i in body if re.match("vfn?m(add|sub)", i) and register in i]
+            assert len(fused) >= 10, (capability, kernel)
     for name, body in functions.items():
-        if not re.search(r"AVX|\(anonymous namespace\)", name):
+        if not re.search(r"AVX|\(anonymous namespace\)", name):  # anonymous namespaces are not shared by the linker
             assert not [i for i in body if i.startswith("v") or "%zmm" in i], name
 
 
-def test_the_torch_built_against_is_required():
-    minor = ".".join(torch.__version__.split(".")[:2])
-    assert f"torch=={minor}.*" in importlib.metadata.requires("layernorm-ext")
-
-
-def test_build_info_describes_the_build():
+def test_metadata_describes_the_build():
+    assert f"torch=={MINOR}.*" in importlib.metadata.requires("layernorm-ext")
     assert _build_info.torch_version == torch.__version__
     assert _build_info.cuda_reason
     assert _build_info.with_cuda == bool(_build_info.cuda_architectures)
@@ -291,58 +224,54 @@ def test_build_info_describes_the_build():
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the Python sources without a compiled module, as in a fresh clone."""
-    shutil.copytree(
-        ROOT / "layernorm_ext", tmp_path / "layernorm_ext", ignore=shutil.ignore_patterns("*.so", "_build*")
-    )
+    ignore = shutil.ignore_patterns("*.so", "_build_info.py")
+    shutil.copytree(ROOT / "layernorm_ext", tmp_path / "layernorm_ext", ignore=ignore)
     return tmp_path
 
 
-@pytest.mark.parametrize("where", [["-m", "layernorm_ext"], ["-c", "import layernorm_ext"]])
-def test_the_installed_package_is_found_from_a_checkout(checkout, where):
-    run(sys.executable, *where, cwd=checkout)
-
-
-def test_every_module_is_the_installed_one(checkout):
+def test_checkout_without_compiled_module_uses_the_installed_package(checkout):
     code = (
-        "import layernorm_ext, pathlib, sys; "
-        "modules = [module for name, module in sys.modules.items() if name.startswith('layernorm_ext')]; "
-        "print(*{pathlib.Path(module.__file__).parent for module in modules})"
+        "import layernorm_ext, layernorm_ext.__main__, sys; "
+        "print(*{module.__file__ for name, module in sys.modules.items() if name.startswith('layernorm_ext')})"
     )
-    assert run(sys.executable, "-c", code, cwd=checkout).strip() == str(Path(_C.__file__).parent)
+    files = {Path(file) for file in run(sys.executable, "-c", code, cwd=checkout).split()}
+    files.remove(checkout / "layernorm_ext" / "__init__.py")
+    assert {file.parent for file in files} == {Path(_C.__file__).parent}
 
 
-def test_without_an_installed_package_the_checkout_says_what_to_do(checkout):
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", "import layernorm_ext"], cwd=checkout, capture_output=True, text=True
+def failed_import(folder, *options):
+    command = [sys.executable, *options, "-c", "import layernorm_ext"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 1
+    return result.stderr.splitlines()[-1]
+
+
+def test_checkout_without_installed_package_says_what_to_do(checkout):
+    message = (
+        f"{checkout}/layernorm_ext has no compiled module and .* has no installed layernorm_ext; run `pip install .`"
     )
-    message = f"not installed in .*, and {checkout}/layernorm_ext is only its source; run `pip install .`"
-    assert re.search(message, result.stderr)
+    assert re.search(message, failed_import(checkout, "-S"))
 
 
-def test_a_package_built_in_place_is_left_alone(tmp_path):
-    (tmp_path / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
-    spec = importlib.machinery.ModuleSpec("layernorm_ext", None, origin=str(tmp_path / "__init__.py"), is_package=True)
-    spec.submodule_search_locations.append(str(tmp_path))
-    before = dict(sys.modules)
-    _locate.use_installed_package(spec)
-    assert sys.modules == before
-
-
-@pytest.mark.parametrize(
-    ("built", "cuda_version"), [("2.12.1+cpu", None), (f"{torch.__version__}", "99.0")], ids=["torch", "CUDA"]
-)
-def test_a_torch_that_does_not_fit_is_refused(monkeypatch, built, cuda_version):
-    monkeypatch.setattr(_build_info, "torch_version", built)
-    monkeypatch.setattr(_build_info, "torch_cuda_version", cuda_version)
-    monkeypatch.setattr(_build_info, "with_cuda", cuda_version is not None)
-    message = f"compiled for torch {built} (CUDA {cuda_version}) and does not fit torch {torch.__version__}"
-    with pytest.raises(ImportError, match=re.escape(message)):
-        _locate.check_torch()
+def test_compiled_module_in_the_checkout_is_preferred(checkout):
+    name = Path(_C.__file__).name
+    (checkout / "layernorm_ext" / name).write_text("broken")
+    shutil.copy(_build_info.__file__, checkout / "layernorm_ext")
+    assert f"{checkout}/layernorm_ext/{name}" in failed_import(checkout)
 
 
 @pytest.mark.parametrize("local", ["", "+cpu", "+cu126", "a0+git1234"])
-def test_another_build_of_the_same_minor_version_fits(monkeypatch, local):
-    minor = ".".join(torch.__version__.split(".")[:2])
-    monkeypatch.setattr(_build_info, "torch_version", f"{minor}.9{local}")
+def test_another_build_of_the_same_minor_version_is_compatible(monkeypatch, local):
+    monkeypatch.setattr(_build_info, "torch_version", f"{MINOR}.9{local}")
     monkeypatch.setattr(_build_info, "with_cuda", False)
-    _locate.check_torch()
+    _compatibility.check_torch()
+
+
+@pytest.mark.parametrize(("version", "cuda_version"), [("2.12.1+cpu", None), (torch.__version__, "99.0")])
+def test_incompatible_torch_is_an_error(monkeypatch, version, cuda_version):
+    monkeypatch.setattr(_build_info, "torch_version", version)
+    monkeypatch.setattr(_build_info, "torch_cuda_version", cuda_version)
+    monkeypatch.setattr(_build_info, "with_cuda", cuda_version is not None)
+    message = f"for torch {version} (CUDA {cuda_version}) and does not fit the installed torch {torch.__version__}"
+    with pytest.raises(ImportError, match=re.escape(message)):
+        _compatibility.check_torch()

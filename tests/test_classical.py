@@ -1,7 +1,4 @@
-"""Five ways in which people write this layer, each replaced by ours in one line (docs/classical.md).
-
-Every class is written out from the description of its kind, as tutorials and papers have it.
-"""
+"""Five common ways to write layer normalization by hand, and the line that replaces each (docs/classical.md)."""
 
 import re
 from pathlib import Path
@@ -16,7 +13,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "classical.md").read_text()
 
 
 class LastDimension(nn.Module):
-    """(n_features, eps): the last dimension alone, in elementary operations."""
+    """Normalizes the last dimension."""
 
     def __init__(self, n_features, eps=1e-5):
         super().__init__()
@@ -30,25 +27,24 @@ class LastDimension(nn.Module):
 
 
 class SquaresLessSquare(nn.Module):
-    """(normalized_shape, eps, elementwise_affine), with the variance as E[x^2] - E[x]^2."""
+    """Computes the variance as E[x^2] - E[x]^2."""
 
     def __init__(self, normalized_shape, *, eps=1e-5, elementwise_affine=True):
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.shape, self.eps = torch.Size(shape), eps
+        self.dims, self.eps = tuple(range(-len(shape), 0)), eps
         self.gain = nn.Parameter(torch.ones(shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(shape)) if elementwise_affine else None
 
     def forward(self, x):
-        dims = tuple(range(-len(self.shape), 0))
-        mean = x.mean(dims, keepdim=True)
-        variance = (x**2).mean(dims, keepdim=True) - mean**2
+        mean = x.mean(self.dims, keepdim=True)
+        variance = (x**2).mean(self.dims, keepdim=True) - mean**2
         y = (x - mean) / torch.sqrt(variance + self.eps)
         return y if self.gain is None else self.gain * y + self.bias
 
 
 class LastTwoDimensions(nn.Module):
-    """(batch, features): parameters of the shape of the last two dimensions of (sequence, batch, features)."""
+    """Normalizes batch and features of [sequence, batch, features] together."""
 
     def __init__(self, batch, features, eps=1e-5):
         super().__init__()
@@ -62,7 +58,7 @@ class LastTwoDimensions(nn.Module):
 
 
 class EpsBesideDeviation(nn.Module):
-    """(features, eps): eps is added to the standard deviation, not to the variance."""
+    """Adds eps to the standard deviation instead of the variance."""
 
     def __init__(self, features, eps=1e-5):
         super().__init__()
@@ -75,7 +71,7 @@ class EpsBesideDeviation(nn.Module):
 
 
 class TrailingDimensions(nn.Module):
-    """(dim, eps): given only the number of trailing dimensions, the parameters are made at the first call."""
+    """Takes the number of dimensions, and makes the parameters in the first call."""
 
     def __init__(self, dim=1, eps=1e-5):
         super().__init__()
@@ -86,86 +82,63 @@ class TrailingDimensions(nn.Module):
             self.weight = nn.Parameter(x.new_ones(x.shape[-self.dim :]))
             self.bias = nn.Parameter(x.new_zeros(x.shape[-self.dim :]))
         dims = tuple(range(-self.dim, 0))
-        centred = x - x.mean(dims, keepdim=True)
-        return centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + self.eps) * self.weight + self.bias
+        centered = x - x.mean(dims, keepdim=True)
+        return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + self.eps) * self.weight + self.bias
 
 
-def randomize(module):
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    return module
-
-
-def replaced(classical, ours):
-    """Ours, with the parameters of the classical one, whatever it calls them."""
-    ours.load_state_dict(classical.state_dict())
-    return ours
-
-
-TEXT, WORDS, IMAGES = (6, 20), (7, 6, 20), (4, 3, 5, 8)  # (B, C), (L, B, C), (N, C, H, W)
-CASES = {
-    "last dimension": [(LastDimension(x[-1], 1e-6), LayerNorm(x[-1], 1e-6), x) for x in (TEXT, WORDS, IMAGES)],
-    "E[x^2] - E[x]^2": [
+TEXT, WORDS, IMAGES = (6, 20), (7, 6, 20), (4, 3, 5, 8)  # [B, C], [L, B, C], [N, C, H, W]
+REPLACEMENTS = [
+    *((LastDimension(x[-1], 1e-6), LayerNorm(x[-1], 1e-6), x) for x in (TEXT, WORDS, IMAGES)),
+    *(
         (SquaresLessSquare(shape, eps=1e-3, elementwise_affine=affine), LayerNorm(shape, 1e-3, affine), x)
         for shape, x in ((20, TEXT), ([6, 20], WORDS), (torch.Size([3, 5, 8]), IMAGES))
         for affine in (True, False)
-    ],
-    "[batch, features]": [(LastTwoDimensions(6, 20), LayerNorm((6, 20)), WORDS)],
-    "eps beside the deviation": [(EpsBesideDeviation(x[-1], 1e-6), LayerNorm(x[-1], 2e-6), x) for x in (TEXT, WORDS)],
-    "trailing dimensions": [
-        (TrailingDimensions(k), LazyLayerNorm(k), x) for k, x in ((1, TEXT), (2, WORDS), (3, IMAGES), (1, IMAGES))
-    ],
-}
+    ),
+    (LastTwoDimensions(6, 20), LayerNorm((6, 20)), WORDS),
+    *((EpsBesideDeviation(x[-1], 1e-6), LayerNorm(x[-1], 2e-6), x) for x in (TEXT, WORDS)),
+    *((TrailingDimensions(k), LazyLayerNorm(k), x) for k, x in ((1, TEXT), (2, WORDS), (3, IMAGES), (1, IMAGES))),
+]
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_one_line_replaces_it(kind):
-    """Output and gradients, of float64, in which neither rounds where it can be seen."""
-    for classical, ours, shape in CASES[kind]:
-        classical, x = classical.double(), torch.randn(shape, dtype=torch.float64)
-        if kind == "trailing dimensions":
-            classical(x)
-        ours = replaced(randomize(classical), ours.double())
-        # Where the deviation is not 1 but s, 1e-6 beside it and 2e-6 under the root differ by 1e-6 * (1 / s - 1 / s^2)
-        # of the output; s is 0.6 to 1.4, and parameters and outputs are a few times 1.
-        tolerance = 1e-4 if kind == "eps beside the deviation" else 1e-11
-        results = []
-        for module in (classical, ours):
-            leaf = x.clone().requires_grad_()
-            y = module(leaf)
-            results.append([y, *torch.autograd.grad(y.sin().sum(), [leaf, *module.parameters()])])
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize(
+    ("by_hand", "replacement", "shape"), REPLACEMENTS, ids=[f"{type(r[0]).__name__}-{r[2]}" for r in REPLACEMENTS]
+)
+def test_replacement_has_the_same_output_and_gradients(by_hand, replacement, shape):
+    """In float64. The replacement loads the state_dict with the other parameter names."""
+    by_hand, replacement = by_hand.double(), replacement.double()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    by_hand(x)  # makes the parameters of TrailingDimensions
+    for parameter in by_hand.parameters():
+        nn.init.normal_(parameter)
+    replacement.load_state_dict(by_hand.state_dict())
+    results = []
+    for module in (replacement, by_hand):
+        y = module(x)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *module.parameters()])])
+    # A row of deviation s, here 0.6 to 1.4, is divided by s + 1e-6 or by the root of s^2 + 2e-6: the outputs differ by
+    # 1e-6 * (1 / s - 1 / s^2) of some units. All others differ by roundings of 1e-16 in sums of some hundred terms.
+    tolerance = 1e-4 if isinstance(by_hand, EpsBesideDeviation) else 1e-11
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
-def error(module, x):
-    """The largest error of a module's output against float64."""
-    exact = torch.nn.functional.layer_norm(x.double(), x.shape[-1:], eps=module.eps)
-    return (module(x).double() - exact).abs().max().item()
-
-
-@pytest.mark.parametrize(("offset", "least"), [(1e3, 1e-2), (1e4, 1e-1)])
-def test_where_the_difference_of_squares_breaks(offset, least):
-    """In float32, E[x^2] and E[x]^2 agree in all digits but the last few once the mean is a thousand deviations."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("offset", "least_error"), [(1e3, 1e-2), (1e4, 1e-1)])
+def test_difference_of_squares_loses_all_digits(offset, least_error):
+    """In float32, E[x^2] and E[x]^2 differ only in the last digits if the mean is a thousand deviations."""
     x = torch.randn(16, 1024) + offset
-    wrong, ours = error(SquaresLessSquare(1024), x), error(LayerNorm(1024), x)
-    assert not wrong <= least and ours <= 3e-6  # NaN where the difference is negative
+    exact = nn.functional.layer_norm(x.double(), (1024,))
+    by_hand, ours = ((module(x) - exact).abs().max() for module in (SquaresLessSquare(1024), LayerNorm(1024)))
+    assert not by_hand <= least_error  # NaN if the difference is negative
+    assert ours <= 3e-6  # 5e-7 * (1 + |y|), with outputs up to 5
 
 
-def largest_difference(features):
-    torch.manual_seed(0)
-    x = torch.randn(4096, features, dtype=torch.float64)
-    beside, below = EpsBesideDeviation(features).double(), LayerNorm(features).double()
-    return (beside(x) - below(x)).abs().max().item()
-
-
-def test_eps_beside_the_deviation():
-    """What remains of the difference when eps is the same number in both places; the page quotes it."""
+def test_page_quotes_the_effect_of_eps_beside_the_deviation():
+    """With the same eps in both places."""
+    x = torch.randn(4096, 20, dtype=torch.float64)
+    difference = (EpsBesideDeviation(20).double()(x) - LayerNorm(20).double()(x)).abs().max().item()
     quoted = float(re.search(r"differ by up to (\S+) at 20 features", PAGE)[1])
-    assert largest_difference(20) == pytest.approx(quoted, rel=0.05)
+    assert difference == pytest.approx(quoted, rel=0.05)
 
 
-def test_the_page_shows_every_replacement():
-    for name in ("LastDimension", "SquaresLessSquare", "LastTwoDimensions", "EpsBesideDeviation", "TrailingDimensions"):
-        assert f"`{name}" in PAGE
+def test_page_shows_every_replacement():
+    for cls in {type(by_hand) for by_hand, _, _ in REPLACEMENTS}:
+        assert f"`{cls.__name__}" in PAGE

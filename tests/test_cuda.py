@@ -1,23 +1,21 @@
-"""What is CUDA's alone: the binary and the host code, of which much can be tested without a GPU."""
+"""CUDA code that can be tested without a GPU: shape functions, error handling, and the size of the binary."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from reference import statistics_dtype
-from shapes import all_dtypes
+from shapes import ALL, all_dtypes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layernorm_ext import _C, _build_info
-
-ALL = [True, True, True]
 
 built_with_cuda = pytest.mark.skipif(not _build_info.with_cuda, reason="the package was built without CUDA")
 
 
 @all_dtypes
 def test_shape_functions(dtypes):
-    """What torch.compile knows of the operators' results; no GPU is needed to trace for one."""
+    """torch.compile traces with fake CUDA tensors, which need no GPU."""
     with FakeTensorMode():
         x = torch.empty(3, 4, 8, dtype=dtypes[0], device="cuda")
         w = torch.empty(8, dtype=dtypes[1], device="cuda")
@@ -31,9 +29,9 @@ def test_shape_functions(dtypes):
 
 
 @built_with_cuda
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launches them")
-def test_a_failure_of_the_cuda_runtime_is_a_runtime_error():
-    """Without a GPU every call fails. The operators are called by the dispatch key, because no CUDA tensor exists."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the calls succeed")
+def test_cuda_runtime_failure_is_a_runtime_error():
+    """Without a GPU every call fails. The test calls by dispatch key, because no CUDA tensor exists."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     x, statistics = torch.ones(2, 3), torch.ones(2, 1)
     message = r"^layernorm: [\w ]+: (CUDA driver|no CUDA-capable device)"
@@ -45,6 +43,6 @@ def test_a_failure_of_the_cuda_runtime_is_a_runtime_error():
 
 @built_with_cuda
 @pytest.mark.skipif(_build_info.debug, reason="built with DEBUG=1")
-def test_size_of_the_module():
-    """A limit that this project sets itself: 10 MB for three architectures."""
+def test_binary_size():
+    """This project allows 10 MB for three architectures, and as much more for each further one."""
     assert Path(_C.__file__).stat().st_size < 10e6 / 3 * max(3, len(_build_info.cuda_architectures.split(";")))

@@ -1,11 +1,12 @@
-"""What only a GPU can show: every kernel on it, streams, graphs, threads, another GPU, autocast and the compiler."""
+"""Promises that need a GPU: every kernel, streams, CUDA graphs, threads, several GPUs, autocast and torch.compile."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from reference import F32, check_backward, check_forward
-from shapes import all_dtypes, bits, randn
+from conftest import installed
+from reference import F32
+from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
 
 from layernorm_ext import LayerNorm, _build_info
 
@@ -13,97 +14,87 @@ pytestmark = pytest.mark.skipif(
     not (_build_info.with_cuda and torch.cuda.is_available()), reason="needs a GPU, and the package built with CUDA"
 )
 
-ALL = [True, True, True]
+CUDA = installed("cuda")
 
-# (rows, columns) that are taken by a tile of a few threads, by one of many, by a cluster, and by two launches; and by a
-# single launch for all gradients.
+# Rows and columns for each path: a tile of a few threads or of many, a cluster, two launches, and one launch for all
+# gradients.
 SHAPES = [(300, 64), (70, 4096), (9, 40000), (3, 400000), (20, 768)]
-# Images [N, C, P] whose channels fit into shared memory, in forward alone, and not at all.
+# Images [N, C, P] whose channels fit into shared memory in both passes, in forward alone, and in neither.
 IMAGES = [(3, 64, 300), (2, 500, 70), (2, 1000, 50)]
+all_shapes = pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
 
 
-def tensors(*shape):
-    return [randn(size, F32, "cuda") for size in (shape, shape, shape[1:2], shape[1:2])]
+def arguments_of(shape, dtypes=(F32, F32)):
+    """Return input, grad_output, weight and bias for rows or images."""
+    if len(shape) == 2:
+        return random_args(CUDA, dtypes, *shape)
+    images, channels, pixels = shape
+    x, dy, w, b = random_args(CUDA, dtypes, images * pixels, channels)
+    return *(t.view(images, pixels, channels).movedim(-1, 1).contiguous() for t in (x, dy)), w, b
 
 
-def everything(x, dy, w, b):
-    """Return output, statistics and gradients of rows or of images."""
-    if x.dim() == 2:
-        output, mean, rstd = torch.ops.layernorm.forward(x, w.shape, w, b)
-        return output, mean, rstd, *torch.ops.layernorm.backward(dy, x, w.shape, mean, rstd, w, b, ALL)
-    output, mean, rstd = torch.ops.layernorm.channels_first_forward(x, w, b, 1e-5)
-    return output, mean, rstd, *torch.ops.layernorm.channels_first_backward(dy, x, mean, rstd, w, b, ALL)
-
-
-def assert_same(actual, expected):
-    assert all(torch.equal(bits(a), bits(e)) for a, e in zip(actual, expected, strict=True))
+def run_kernels(x, dy, w, b):
+    """Return the results and gradients of rows or images."""
+    return (run if x.dim() == 2 else run_images)(CUDA, x, dy, w, b)
 
 
 @all_dtypes
 def test_every_path(dtypes):
-    """Every kernel, at the longest row of each tile and one more, aligned and not; what compute-sanitizer looks at."""
+    """The longest row of each tile, and one more element, which makes rows unaligned. compute-sanitizer runs this."""
     vector = 16 // dtypes[0].itemsize
     for limit in (1, 8, 16, 32, 64, 128, 1024, 2048, 2049, 80 * 1024):
         for cols in (limit * vector, limit * vector + 1):
-            x, dy = (randn((5, cols), dtypes[0], "cuda") for _ in range(2))
-            w, b = (randn(cols, dtypes[1], "cuda") for _ in range(2))
-            results = everything(x, dy, w, b)
-            check_forward(results[:3], x, w, b, context=(cols,))
-            check_backward(results[3:], dy, x, w, context=(cols,))
+            x, dy, w, b = arguments_of((5, cols), dtypes)
+            check(run_kernels(x, dy, w, b), x, dy, w, b, context=(cols,))
 
 
 @all_dtypes
 def test_every_path_of_images(dtypes):
-    """Fewer pixels than lanes, of several images in a warp, and more; staged in shared memory and not."""
+    """Images with fewer pixels than a warp has lanes, and with more, staged in shared memory or not."""
     for shape in [(3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
-        x, dy = (randn(shape, dtypes[0], "cuda") for _ in range(2))
-        w, b = (randn(shape[1], dtypes[1], "cuda") for _ in range(2))
-        results = everything(x, dy, w, b)
-        rows = [t.movedim(1, -1).reshape(-1, t.size(1)).contiguous() for t in (x, dy, *results[:4])]
-        check_forward(rows[2:5], rows[0], w, b, context=shape)
-        check_backward((rows[5], *results[4:]), rows[1], rows[0], w, context=shape)
+        x, dy, w, b = arguments_of(shape, dtypes)
+        check_images(run_kernels(x, dy, w, b), x, dy, w, b, context=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_current_stream_is_used(shape):
-    """What is written late on a stream is read there, and on no other."""
-    arguments = tensors(*shape)
-    expected = everything(*arguments)
+def test_current_stream_is_used(shape):
+    """The arguments are written late on a stream. Kernels on another stream would read zeros."""
+    arguments = arguments_of(shape)
+    expected = run_kernels(*arguments)
     late = [torch.zeros_like(t) for t in arguments]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(50_000_000)  # cycles: some 30 ms
+        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms
         for to, source in zip(late, arguments, strict=True):
             to.copy_(source)
-        actual = everything(*late)
+        actual = run_kernels(*late)
     torch.cuda.synchronize()
-    assert_same(actual, expected)
+    assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
+@all_shapes
 def test_cuda_graph(shape):
-    """Captured, and replayed with other numbers: bit by bit what eager calls give."""
-    arguments = tensors(*shape)
-    warm_up = torch.cuda.Stream()
-    with torch.cuda.stream(warm_up):
-        everything(*arguments)
+    """A replay with other numbers gives the bits of eager calls."""
+    arguments = arguments_of(shape)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run_kernels(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = everything(*arguments)
+        captured = run_kernels(*arguments)
     for _ in range(2):
         for tensor in arguments:
             tensor.normal_()
         for result in captured:
             result.fill_(torch.nan)
         graph.replay()
-        assert_same(captured, everything(*arguments))
+        assert_same_bits(captured, run_kernels(*arguments))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cuda_graph_of_a_training_step(shape):
-    """Forward, backward and the optimizer's step, captured as one: replays give the parameters of eager steps."""
-    x, dy, *_ = tensors(*shape)
+    """Forward, backward and the optimizer's step in one graph give the parameters of eager steps."""
+    x, dy, *_ = arguments_of(shape)
     modules = [LayerNorm(shape[1], device="cuda") for _ in range(2)]
     optimizers = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in modules]
 
@@ -123,50 +114,46 @@ def test_cuda_graph_of_a_training_step(shape):
         x.normal_()
         graph.replay()
         step(modules[1], optimizers[1])
-        assert_same(modules[0].parameters(), modules[1].parameters())
+        assert_same_bits(modules[0].parameters(), modules[1].parameters())
 
 
 def test_two_python_threads_on_two_streams():
-    """The first calls of a kernel too, which fill the caches of its properties."""
-    arguments = [tensors(*shape) for shape in SHAPES[:2]]
-    expected = [everything(*a) for a in arguments]
+    calls = [arguments_of(shape) for shape in SHAPES[:2]]
+    expected = [run_kernels(*arguments) for arguments in calls]
     torch.cuda.synchronize()
 
-    def work(a, e):
+    def work(arguments, expected):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(50):
-                actual = everything(*a)
+                actual = run_kernels(*arguments)
                 torch.cuda.current_stream().synchronize()
-                assert_same(actual, e)
+                assert_same_bits(actual, expected)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, arguments, expected))
+        list(pool.map(work, calls, expected))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
-def test_another_gpu_than_the_current_one(shape):
-    arguments = tensors(*shape)
-    expected = everything(*arguments)
-    with torch.cuda.device(1):
-        on_second = [t.to("cuda:1") for t in arguments]
-    assert torch.cuda.current_device() == 0
-    actual = everything(*on_second)
+@all_shapes
+def test_tensors_on_another_gpu_than_the_current_one(shape):
+    arguments = arguments_of(shape)
+    expected = run_kernels(*arguments)
+    actual = run_kernels(*(t.to("cuda:1") for t in arguments))
     assert torch.cuda.current_device() == 0 and {t.device for t in actual} == {torch.device("cuda:1")}
     torch.testing.assert_close([t.cpu() for t in actual], [t.cpu() for t in expected], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_keeps_the_dtype_of_the_input(dtype):
-    """torch's own layer norm gives float32."""
+    """torch's own layer norm returns float32."""
     module = LayerNorm(64, device="cuda")
     with torch.autocast("cuda", dtype):
         assert module(torch.randn(3, 64, device="cuda", dtype=dtype)).dtype == dtype
         assert module(torch.randn(3, 64, device="cuda")).dtype == torch.float32
 
 
-def test_compiled():
-    """By inductor: the operator's own bits, and gradients through what stands around it."""
+def test_compiled_module():
+    """Inductor calls the operator, so that the output has its bits."""
     torch._dynamo.reset()
     module = LayerNorm(64, device="cuda")
     compiled = torch.compile(module, fullgraph=True)
@@ -181,9 +168,9 @@ def test_compiled():
 
 
 def test_no_memory_is_kept():
-    arguments = tensors(300, 4096)
-    everything(*arguments)
+    arguments = arguments_of((300, 4096))
+    run_kernels(*arguments)
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        everything(*arguments)
+        run_kernels(*arguments)
     assert torch.cuda.memory_allocated() == before

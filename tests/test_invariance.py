@@ -1,149 +1,187 @@
-"""What must not change a single bit of the results: the other rows, places in memory, and threads."""
+"""What must not change a single bit of the results: memory layout, the other rows, threads, and repetition."""
 
 import threading
 
 import pytest
 import torch
 from reference import BF16, F32, F64, dtypes_id
-from shapes import all_dtypes, amid_nans, bits, randn
+from shapes import ALL, LAYOUTS, all_dtypes, amid_nans, assert_same_bits, data_dtypes, randn, random_args, run
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ALL = [True, True, True]
 
-# One for each way through the kernels, with their reason; 8 threads are more than most have slots.
-PATHS = [
-    pytest.param(4099, 64, id="narrow rows, many slots"),
-    pytest.param(37, 96, id="narrow rows, a few slots"),
-    pytest.param(300, 1100, id="wide rows, many slots"),
-    pytest.param(20, 5000, id="fewer slots than threads: columns are shared out in tiles"),
-    pytest.param(5, 20001, id="fewer rows than threads: a row is shared, chunk by chunk"),
-    pytest.param(1, 300_001, id="one long row"),
-    pytest.param(2, (1 << 20) + 5000, id="groups of chunks"),
-]
+# Layout
 
 
-def everything(backend, x, dy, w, b):
-    """Return output, mean, rstd, grad_input, grad_weight and grad_bias."""
-    shape = x.shape[-1:]
-    output, mean, rstd = backend.forward(x, shape, w, b, 1e-5)
-    return output, mean, rstd, *backend.backward(dy, x, shape, mean, rstd, w, b, ALL)
+def transposed_batch(t):
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def arguments(backend, dtypes, rows, cols):
-    x, dy = (randn((rows, cols), dtypes[0], backend.device, offset=10) for _ in range(2))
-    w, b = (randn(cols, dtypes[1], backend.device) for _ in range(2))
-    return x, dy, w, b
+def channels_last(t):
+    return t.to(memory_format=torch.channels_last)
 
 
-def assert_same(results, expected, *context):
-    for name, result, right in zip(
-        ("output", "mean", "rstd", "grad_input", "grad_weight", "grad_bias"), results, expected, strict=False
-    ):
-        assert torch.equal(bits(result), bits(right)), (name, *context)
+@data_dtypes
+@pytest.mark.parametrize("normalized_shape", [(10,), (4, 10)], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, transposed_batch, channels_last])
+def test_layout(backend, dtype, normalized_shape, layout):
+    """Of the input, grad_output, or both. The output and grad_input are contiguous."""
+    x, dy = (randn((2, 6, 4, 10), dtype, backend.device) for _ in range(2))
+    w, b = (randn(normalized_shape, dtype, backend.device) for _ in range(2))
+    expected = run(backend, x, dy, w, b, normalized_shape=normalized_shape)
+    for views in ((layout(x), dy), (x, layout(dy)), (layout(x), layout(dy))):
+        results = run(backend, *views, w, b, normalized_shape=normalized_shape)
+        assert_same_bits(results, expected)
+        assert all(r.is_contiguous() and not r.is_neg() for r in results)
 
 
 @all_dtypes
-@pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
-def test_beyond_the_caches(backend, dtypes, odd):
-    """An output of 64 MB and more may be written past the caches, and gets the same numbers."""
-    cols = 8192 // dtypes[0].itemsize + odd
-    x = randn((7, cols), dtypes[0], backend.device, offset=10).repeat(1200, 1)
-    w, b = (randn(cols, dtypes[1], backend.device) for _ in range(2))
-    expected = backend.forward(x[:7], (cols,), w, b, 1e-5)
-    results = backend.forward(x, (cols,), w, b, 1e-5)
-    assert_same([r.view(1200, -1) for r in results], [e.view(1, -1).expand(1200, -1) for e in expected])
+@pytest.mark.parametrize("shape", [(1, 40), (6, 1), (1, 1)], ids=str)
+def test_expanded_tensors(backend, dtypes, shape):
+    """Strides of 0 over rows or columns, as `sum()` gives them to grad_output, and in the parameters."""
+    x, dy = (randn(shape, dtypes[0], backend.device).expand(6, 40) for _ in range(2))
+    w, b = (randn(1, dtypes[1], backend.device).expand(40) for _ in range(2))
+    expected = run(backend, *(t.contiguous() for t in (x, dy, w, b)))
+    assert_same_bits(run(backend, x, dy, w, b), expected)
 
 
 @all_dtypes
-@pytest.mark.parametrize("cols", [1, 5, 33, 64, 100, 129, 256, 257, 511, 513, 1024, 1100, 5000, 9001])
-def test_batch_and_position(backend, dtypes, cols):
-    """A row gives the same alone, among others, and wherever it stands among them."""
-    x, dy, w, b = arguments(backend, dtypes, 21, cols)
-    expected = everything(backend, x, dy, w, b)[:4]
-    for rows in [(r, r + 1) for r in range(21)] + [(0, 2), (1, 4), (2, 6), (3, 8), (7, 20), (0, 20), (16, 21)]:
-        part = slice(*rows)
-        results = everything(backend, x[part], dy[part], w, b)[:4]
-        assert_same(results, [right[part] for right in expected], cols, rows)
-    order = torch.randperm(21)
-    results = everything(backend, x[order], dy[order], w, b)[:4]
-    assert_same(results, [right[order] for right in expected], cols, "shuffled")
+def test_layout_of_parameters(backend, dtypes):
+    x, dy, w, b = random_args(backend, dtypes, 3, 40)
+    expected = run(backend, x, dy, w, b)
+    spread = torch.full((40, 3), torch.nan, dtype=dtypes[1], device=backend.device)
+    spread[:, 0], spread[:, 2] = w, b
+    assert_same_bits(run(backend, x, dy, spread[:, 0], spread[:, 2]), expected, "strided")
+    assert_same_bits(run(backend, x, dy, torch._neg_view(-w), torch._neg_view(-b)), expected, "negative bit")
+
+
+def test_layout_of_statistics(backend):
+    """Between convolutions, torch.compile makes them channels_last."""
+    x, dy = (randn((2, 3, 5, 10), F32, backend.device) for _ in range(2))
+    _, mean, rstd, *expected = run(backend, x, dy)
+    mean, rstd = (t.to(memory_format=torch.channels_last) for t in (mean, rstd))
+    assert not mean.is_contiguous()
+    assert_same_bits(backend.backward(dy, x, (10,), mean, rstd, None, None, ALL), expected)
+
+
+@all_dtypes
+@pytest.mark.parametrize("cols", [5, 64, 257, 1100, 5000])
+def test_alignment_and_row_stride(backend, dtypes, cols):
+    """All four arguments are views at several offsets, with gaps between the rows and without."""
+    arguments = random_args(backend, dtypes, 9, cols, offset=10)
+    expected = run(backend, *arguments)
+    for offset in (0, 1, 3, 8, 13):
+        for gap in (0, 1, 7):
+            views = [amid_nans(t, gap, offset) for t in arguments[:2]]
+            views += [amid_nans(t[None], gap, offset + 1)[0] for t in arguments[2:]]
+            assert_same_bits(run(backend, *views), expected, offset, gap)
+
+
+@all_dtypes
+@pytest.mark.parametrize(
+    "shape, normalized_shape",
+    [((2, 3, 4, 5), (4, 5)), ((2, 3, 4, 5), (2, 3, 4, 5)), ((7, 1, 1), (1, 1)), ((4,), (4,))],
+    ids=str,
+)
+def test_dimensions_are_flattened(backend, dtypes, shape, normalized_shape):
+    """Several batch or normalized dimensions give the results of [rows, cols], in their own shapes."""
+    batch, cols = shape[: -len(normalized_shape)], torch.Size(normalized_shape).numel()
+    x, dy, w, b = random_args(backend, dtypes, torch.Size(batch).numel(), cols)
+    expected = run(backend, x, dy, w, b)
+    w, b = (t.view(normalized_shape) for t in (w, b))
+    results = run(backend, x.view(shape), dy.view(shape), w, b, normalized_shape=normalized_shape)
+    statistics = batch + (1,) * len(normalized_shape)
+    assert [r.shape for r in results] == [shape, statistics, statistics, shape, normalized_shape, normalized_shape]
+    assert_same_bits(results, expected)
+
+
+# Other rows
+
+
+@all_dtypes
+@pytest.mark.parametrize("cols", [1, 5, 33, 64, 129, 256, 257, 513, 1024, 1100, 5000, 9001])
+def test_batch_and_position_of_a_row(backend, dtypes, cols):
+    """A row gives the same bits alone, in any batch, and at any position."""
+    x, dy, w, b = random_args(backend, dtypes, 13, cols, offset=10)
+    expected = run(backend, x, dy, w, b)[:4]
+    selections = [slice(r, r + 1) for r in range(13)] + [slice(*s) for s in ((0, 2), (1, 4), (2, 6), (3, 8), (7, 13))]
+    for rows in (*selections, torch.randperm(13)):
+        assert_same_bits(run(backend, x[rows], dy[rows], w, b)[:4], [right[rows] for right in expected], rows)
 
 
 @all_dtypes
 @pytest.mark.parametrize("cols", [5, 64, 257, 1100])
-def test_row_among_huge_ones(backend, dtypes, cols):
-    """A row that goes the slow way takes none of those along that are swept with it."""
-    x, dy, w, b = arguments(backend, dtypes, 8, cols)
-    expected = everything(backend, x, dy, w, b)[:4]
+def test_row_beside_an_overflowing_one(backend, dtypes, cols):
+    """A row that overflows takes a slower path, alone among the rows that are processed together."""
+    x, dy, w, b = random_args(backend, dtypes, 8, cols, offset=10)
+    expected = run(backend, x, dy, w, b)[:4]
     for row in range(8):
         changed = x.clone()
         changed[row] = torch.finfo(dtypes[0]).max
         changed[row, ::2] *= -1
         others = torch.arange(8) != row
-        results = everything(backend, changed, dy, w, b)[:4]
-        assert_same([result[others] for result in results], [right[others] for right in expected], cols, row)
+        results = run(backend, changed, dy, w, b)[:4]
+        assert_same_bits([r[others] for r in results], [r[others] for r in expected], row)
 
 
-@all_dtypes
-@pytest.mark.parametrize("cols", [5, 64, 257, 1100, 5000])
-def test_alignment(backend, dtypes, cols):
-    """Of input, grad_output and parameters; with gaps between the rows and without."""
-    x, dy, w, b = arguments(backend, dtypes, 9, cols)
-    expected = everything(backend, x, dy, w, b)
-    for offset in (0, 1, 3, 8, 13):
-        for gap in (0, 1, 7):
-            views = [amid_nans(t, gap, offset) for t in (x, dy)]
-            views += [amid_nans(t[None], gap, offset + 1)[0] for t in (w, b)]
-            assert_same(everything(backend, *views), expected, offset, gap)
+# Threads
 
 
-@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
-@pytest.mark.parametrize("rows, cols", PATHS)
-def test_threads(backend, use_threads, dtypes, rows, cols):
-    """The whole results, weight gradients too, which torch's own depend on."""
-    values = arguments(backend, dtypes, rows, cols)
+# Rows and columns for each way in which the CPU kernels divide their work.
+WORK = {
+    "narrow rows, many slots": (4099, 64),
+    "narrow rows, a few slots": (37, 96),
+    "wide rows, many slots": (300, 1100),
+    "fewer slots than threads: tiles of columns": (20, 5000),
+    "fewer rows than threads: chunks of a row": (5, 20001),
+    "one long row": (1, 300_001),
+    "groups of chunks": (2, (1 << 20) + 5000),
+}
+
+
+@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
+@pytest.mark.parametrize("rows, cols", WORK.values(), ids=WORK)
+def test_number_of_threads(backend, use_threads, dtypes, rows, cols):
+    """It changes torch's weight gradients."""
+    arguments = random_args(backend, dtypes, rows, cols, offset=10)
     use_threads(1)
-    expected = everything(backend, *values)
+    expected = run(backend, *arguments)
     for threads in (2, 3, 8):
         use_threads(threads)
-        assert_same(everything(backend, *values), expected, threads)
+        assert_same_bits(run(backend, *arguments), expected, threads)
 
 
-def test_two_python_threads_at_once(backend):
-    values = [arguments(backend, (F32, F32), *shape) for shape in ((500, 64), (5, 20001))]
-    expected = [everything(backend, *v) for v in values]
-    failures = []
+def test_calls_from_two_python_threads(backend):
+    calls = [random_args(backend, (F32, F32), *shape, offset=10) for shape in ((500, 64), (5, 20001))]
+    expected = [run(backend, *arguments) for arguments in calls]
+    results = [[], []]
 
-    def work(value, right):
-        try:
-            for _ in range(20):
-                assert_same(everything(backend, *value), right)
-        except BaseException as failure:
-            failures.append(failure)
+    def work(i):
+        for _ in range(10):
+            results[i].append(run(backend, *calls[i]))
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(values, expected, strict=True)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures
+    for i in range(2):
+        assert len(results[i]) == 10
+        for result in results[i]:
+            assert_same_bits(result, expected[i])
+
+
+# Repetition and modes
 
 
 @all_dtypes
-def test_again(backend, dtypes):
-    values = arguments(backend, dtypes, 40, 300)
-    expected = everything(backend, *values)
+def test_repetition_and_inference_mode(backend, dtypes):
+    x, dy, w, b = random_args(backend, dtypes, 40, 300)
+    expected = run(backend, x, dy, w, b)
     for _ in range(3):
-        assert_same(everything(backend, *values), expected)
-
-
-@all_dtypes
-def test_inference_mode(backend, dtypes):
-    x, dy, w, b = arguments(backend, dtypes, 9, 100)
-    expected = everything(backend, x, dy, w, b)
+        assert_same_bits(run(backend, x, dy, w, b), expected)
     with torch.inference_mode():
-        assert_same(everything(backend, x, dy, w, b), expected)
-        assert_same([backend.layer_norm(x, (100,), w, b)], expected[:1])
+        assert_same_bits(run(backend, x, dy, w, b), expected)
+        assert_same_bits([backend.layer_norm(x, (300,), w, b)], expected[:1])
     with torch.no_grad():
-        assert_same([backend.layer_norm(x.requires_grad_(), (100,), w, b)], expected[:1])
+        assert_same_bits([backend.layer_norm(x.requires_grad_(), (300,), w, b)], expected[:1])

@@ -1,4 +1,4 @@
-"""Tests of both ONNX exporters of torch, with their default options; onnxruntime computes the results."""
+"""Both ONNX exporters of torch, with their default options; onnxruntime runs the exported programs."""
 
 import io
 import warnings
@@ -6,8 +6,7 @@ import warnings
 import pytest
 import torch
 
-import layernorm_ext
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, layer_norm, rms_norm, trace_as
+from layernorm_ext import LayerNorm, RMSNorm, add_layer_norm, convert, layer_norm, layer_norm_2d, rms_norm, trace_as
 
 pytestmark = pytest.mark.integration
 onnx = pytest.importorskip("onnx")
@@ -16,29 +15,15 @@ pytest.importorskip("onnxscript")
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
-# Values are about 1. onnxruntime adds in another order, which in float32 is some roundings of 6e-8, and may round the
-# result to the other neighbour in float16 and bfloat16. In float64 its eps is the float32 nearest to 1e-5, whose
-# error of 3e-13 counts more than the arithmetic.
+# Values are about 1. onnxruntime adds in another order, some roundings of 6e-8 in float32, and may round the result to
+# the other neighbor in 16 bits. In float64 its eps is the float32 nearest to 1e-5, which is off by 3e-13.
 TOLERANCE = {F64: 1e-11, F32: 2e-6, F16: torch.finfo(F16).eps, BF16: torch.finfo(BF16).eps}
 
 exporters = pytest.mark.parametrize("dynamo", [True, False], ids=["torch.export", "TorchScript"])
 
 
-class Norm(torch.nn.Module):
-    """With any combination of parameters, which torch.nn.LayerNorm has not."""
-
-    def __init__(self, normalized_shape, dtype, weight, bias, eps):
-        super().__init__()
-        self.normalized_shape, self.eps = normalized_shape, eps
-        self.weight = torch.nn.Parameter(torch.randn(normalized_shape).to(dtype)) if weight else None
-        self.bias = torch.nn.Parameter(torch.randn(normalized_shape).to(dtype)) if bias else None
-
-    def forward(self, x):
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
 def export(model, x, dynamo, **options):
-    """Export a model that takes any batch."""
+    """Export a model for any batch size."""
     if dynamo:
         shapes = ({0: torch.export.Dim("batch")},)
         options |= {"dynamic_shapes": shapes, "verbose": False}
@@ -46,7 +31,7 @@ def export(model, x, dynamo, **options):
     else:
         buffer = io.BytesIO()
         options |= {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
-        with warnings.catch_warnings(action="ignore"):  # the exporter warns that it is the older one
+        with warnings.catch_warnings(action="ignore"):  # the exporter is deprecated
             torch.onnx.export(model.eval(), (x,), buffer, dynamo=False, **options)
         program = onnx.load_from_string(buffer.getvalue())
     onnx.checker.check_model(program, full_check=True)
@@ -54,127 +39,101 @@ def export(model, x, dynamo, **options):
 
 
 def run(program, x):
-    """The outputs of the program; numpy has no bfloat16, so that it travels as its bits."""
     session = onnxruntime.InferenceSession(program.SerializeToString(), providers=["CPUExecutionProvider"])
-    if x.dtype == BF16:
+    if x.dtype == BF16:  # numpy has no bfloat16
         bits = x.view(torch.uint16).numpy()
         value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)
     else:
         value = onnxruntime.OrtValue.ortvalue_from_numpy(x.numpy())
     (name,) = (value.name for value in session.get_inputs())
-    return [torch.from_dlpack(output._ortvalue) for output in session.run_with_ort_values(None, {name: value})]
+    return tuple(torch.from_dlpack(o._ortvalue) for o in session.run_with_ort_values(None, {name: value}))
 
 
-def nodes(program):
-    return [node.op_type for node in program.graph.node]
+def assert_exports(model, x, dynamo, tolerance):
+    """Compare the program, for a batch of another size, with the model, and return its operators."""
+    program = export(model, torch.cat([x, x]), dynamo)
+    expected = model(x)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    torch.testing.assert_close(run(program, x), expected, rtol=tolerance, atol=tolerance)  # compares dtypes too
+    return [node for node in program.graph.node if node.op_type not in ("Constant", "Identity")]
 
 
-def attributes(program):
-    (node,) = (node for node in program.graph.node if node.op_type == "LayerNormalization")
-    return {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+def types(nodes):
+    return [node.op_type for node in nodes]
+
+
+class Norm(torch.nn.Module):
+    """Calls a function with a weight and a bias, which may be None."""
+
+    def __init__(self, function, normalized_shape, dtype, weight=True, bias=True):
+        super().__init__()
+        self.function = function
+        self.weight, self.bias = (
+            torch.nn.Parameter(torch.randn(normalized_shape).to(dtype)) if present else None
+            for present in (weight, bias)
+        )
+
+    def forward(self, x):
+        return self.function(x, self.weight, self.bias)
 
 
 @exporters
 @pytest.mark.parametrize("normalized_shape", [(8,), (5, 8)], ids=str)
 @pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)])
-def test_parameters_and_dimensions(dynamo, normalized_shape, weight, bias):
-    """The batch is another than the exported one; the axis counts from the end."""
-    model = Norm(normalized_shape, F32, weight, bias, eps=0.5)
-    program = export(model, torch.randn(3, 5, 8), dynamo)
-    assert set(nodes(program)) <= {"LayerNormalization", "Constant", "Identity"}
-    assert attributes(program)["axis"] == -len(normalized_shape)
-    assert attributes(program)["epsilon"] == 0.5
-    x = torch.randn(7, 5, 8)
-    torch.testing.assert_close(run(program, x)[0], model(x), rtol=TOLERANCE[F32], atol=TOLERANCE[F32])
+def test_layer_norm_is_one_operator(dynamo, normalized_shape, weight, bias):
+    model = Norm(lambda x, w, b: layer_norm(x, normalized_shape, w, b, 0.5), normalized_shape, F32, weight, bias)
+    (node,) = assert_exports(model, torch.randn(3, 5, 8), dynamo, TOLERANCE[F32])
+    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    assert node.op_type == "LayerNormalization"
+    assert attributes["axis"] == -len(normalized_shape)  # so that the program takes any number of dimensions
+    assert attributes["epsilon"] == 0.5
 
 
-PAIRS = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
-
-
-@exporters
-@pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
-@pytest.mark.parametrize("weight", [True, False])
-def test_dtypes(dynamo, dtype, param_dtype, weight):
-    """Input and output keep their dtype; float32 parameters are not rounded to it."""
-    model = Norm((8,), param_dtype, weight, bias=True, eps=1e-5)
-    program = export(model, torch.randn(3, 8).to(dtype), dynamo)
-    expected = ["LayerNormalization"] if dtype == param_dtype else ["Cast", "LayerNormalization", "Cast"]
-    assert [node for node in nodes(program) if node not in ("Constant", "Identity")] == expected
-    x = torch.randn(64, 8).to(dtype)
-    # assert_close compares the dtypes too
-    torch.testing.assert_close(run(program, x)[0], model(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+FAMILY = {
+    "layer_norm": lambda x, w, b: layer_norm(x, (8,), w, b),
+    "layer_norm without weight": lambda x, w, b: layer_norm(x, (8,), None, b),
+    "zero-centered layer_norm": lambda x, w, b: layer_norm(x, (8,), w, b, zero_centered_weight=True),
+    "rms_norm": lambda x, w, b: rms_norm(x, (8,), w),
+    "zero-centered rms_norm": lambda x, w, b: rms_norm(x, (8,), w, zero_centered_weight=True),
+    "add_layer_norm": lambda x, w, b: add_layer_norm(x, x, (8,), w, b),
+    "layer_norm_2d": lambda x, w, b: layer_norm_2d(x.transpose(1, 2).unsqueeze(3), w, b),
+}
 
 
 @exporters
-def test_model(dynamo):
-    """One node for each normalization, between operators of torch's."""
-    model = torch.nn.Sequential(LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.ReLU(), LayerNorm(16, bias=False))
-    program = export(model, torch.randn(3, 8), dynamo)
-    assert nodes(program).count("LayerNormalization") == 2
-    x = torch.randn(7, 8)
-    torch.testing.assert_close(run(program, x)[0], model(x), rtol=1e-5, atol=1e-5)  # a matrix product between
+@pytest.mark.parametrize("function", FAMILY.values(), ids=FAMILY.keys())
+@pytest.mark.parametrize(
+    ("dtype", "parameter_dtype"), [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
+)
+def test_family_keeps_dtypes(dynamo, function, dtype, parameter_dtype):
+    """The output has the dtype of the input, and float32 parameters are not rounded to it."""
+    model = Norm(function, (8,), parameter_dtype)
+    nodes = assert_exports(model, torch.randn(16, 5, 8).to(dtype), dynamo, TOLERANCE[dtype])
+    if function is FAMILY["layer_norm"]:
+        casts = ["Cast"] if dtype != parameter_dtype else []
+        assert types(nodes) == [*casts, "LayerNormalization", *casts]
+
+
+@exporters
+def test_images_take_two_transpositions(dynamo):
+    nodes = assert_exports(Norm(layer_norm_2d, (8,), F32), torch.randn(5, 8, 4, 4), dynamo, TOLERANCE[F32])
+    assert types(nodes) == ["Transpose", "LayerNormalization", "Transpose"]
 
 
 @exporters
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_converted_layers(dynamo, cls):
-    """A converted layer gives the nodes of the original, if torch can export the original."""
+def test_converted_layers_give_the_operators_of_the_original(dynamo, cls):
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), cls(8)), torch.randn(3, 8)
-    exportable = dynamo or cls is torch.nn.LayerNorm
-    expected = nodes(export(model, x, dynamo)) if exportable else None
+    is_exportable = dynamo or cls is torch.nn.LayerNorm  # torch's older exporter cannot export torch's RMSNorm
+    expected = assert_exports(model, x, dynamo, 1e-5) if is_exportable else None
     convert(model)
-    program = export(model, x, dynamo)
-    assert expected in (None, nodes(program))
-    torch.testing.assert_close(run(program, x)[0], model(x), rtol=1e-5, atol=1e-5)  # a matrix product before
+    actual = assert_exports(model, x, dynamo, 1e-5)  # with some roundings of 6e-8 in the matrix product
+    assert expected is None or types(actual) == types(expected)
 
 
-def test_rms_norm_is_a_standard_operator():
-    """The standard has RMSNormalization from opset 23 on."""
+def test_rms_norm_is_one_operator_from_opset_23_on():
     program = export(RMSNorm(8), torch.randn(3, 8), dynamo=True, opset_version=23)
-    assert nodes(program) == ["RMSNormalization"]
-
-
-@exporters
-@pytest.mark.parametrize(("dtype", "param_dtype"), PAIRS)
-@pytest.mark.parametrize("member", ["centred", "rms", "rms centred", "add", "images"])
-def test_family(dynamo, member, dtype, param_dtype):
-    """The other members of the family use several nodes, and keep the dtypes of input and parameters."""
-
-    class Member(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.b = (torch.nn.Parameter(torch.randn(8).to(param_dtype)) for _ in range(2))
-
-        def forward(self, x):
-            w, b = self.w, self.b
-            if member == "images":
-                return layernorm_ext.layer_norm_2d(x, w, b)
-            if member == "add":
-                return layernorm_ext.add_layer_norm(x, x, (8,), w, b)
-            centred = "centred" in member
-            if "rms" in member:
-                return rms_norm(x, (8,), w, zero_centered_weight=centred)
-            return layer_norm(x, (8,), w, b, zero_centered_weight=centred)
-
-    shape = (8, 2, 3) if member == "images" else (5, 8)
-    model = Member()
-    program = export(model, torch.randn(3, *shape).to(dtype), dynamo)
-    x = torch.randn(7, *shape).to(dtype)
-    expected = model(x)
-    expected = expected if isinstance(expected, tuple) else (expected,)
-    tolerance = TOLERANCE[dtype]
-    for actual, e in zip(run(program, x), expected, strict=True):
-        torch.testing.assert_close(actual, e, rtol=tolerance, atol=tolerance)
-
-
-@exporters
-def test_images(dynamo):
-    """Images become the standard operator between two transpositions."""
-    model = LayerNorm2d(8)
-    program = export(model, torch.randn(2, 8, 4, 4), dynamo)
-    assert [node for node in nodes(program) if node != "Constant"] == ["Transpose", "LayerNormalization", "Transpose"]
-    x = torch.randn(5, 8, 4, 4)
-    torch.testing.assert_close(run(program, x)[0], model(x), rtol=TOLERANCE[F32], atol=TOLERANCE[F32])
+    assert types(program.graph.node) == ["RMSNormalization"]
 
 
 @exporters

@@ -1,7 +1,6 @@
-"""The cases that torch ships for its own layer norm, put to ours."""
+"""The sample, reference and error inputs that torch's own tests use for layer norm."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -11,82 +10,73 @@ from torch.testing._internal.common_modules import module_db
 
 import layernorm_ext
 
-OPERATORS = {op.name: op for op in op_db}
-FUNCTION = OPERATORS["nn.functional.layer_norm"]
-OPERATOR = OPERATORS["native_layer_norm"]
+(FUNCTION,) = (op for op in op_db if op.name == "nn.functional.layer_norm")
+(OPERATOR,) = (op for op in op_db if op.name == "native_layer_norm")
 (MODULE,) = (info for info in module_db if info.module_cls is torch.nn.LayerNorm)
 
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtype_id)
 
-# Torch's results in float64 are the reference. What is left is a rounding to the dtype of the result, and what float32
-# loses in between, relative to the largest value.
+# The reference is torch in float64. Each result is rounded to its dtype, and sums lose some roundings of float32;
+# both are relative to the largest value.
 TOLERANCE = {F64: 1e-12, F32: 1e-6, F16: 2**-10, BF16: 2**-7}
 
 
 def assert_near(actual, expected, dtype):
+    assert actual.dtype == dtype
     finite = expected[expected.isfinite()]
     atol = TOLERANCE[dtype] * (finite.abs().max().item() if finite.numel() else 1)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol, equal_nan=True)
 
 
-def wide(arguments):
-    return [a.detach().double().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments]
+def as_float64(arguments):
+    return [a.detach().double() if torch.is_tensor(a) else a for a in arguments]
 
 
 @data_dtypes
-def test_samples(backend, dtype):
-    """Forward and backward of the functional form; the samples hold a negative eps, for which the root is NaN."""
-    count = 0
-    for sample in FUNCTION.sample_inputs(backend.device, dtype, requires_grad=True):
+def test_function_matches_torch_in_float64(backend, dtype):
+    """Some samples have a negative eps, which makes all results NaN."""
+    samples = list(FUNCTION.sample_inputs(backend.device, dtype, requires_grad=True))
+    assert len(samples) >= 6
+    for sample in samples:
         arguments = [sample.input, *sample.args]
         actual = backend.layer_norm(*arguments, **sample.kwargs)
-        exact_arguments = wide(arguments)
-        expected = torch.nn.functional.layer_norm(*exact_arguments, **sample.kwargs)
-        assert actual.dtype == dtype
+        expected = torch.nn.functional.layer_norm(*as_float64(arguments), **sample.kwargs)
         assert_near(actual, expected, dtype)
-        count += 1
         if expected.isnan().any():
             continue
         x, sizes, *parameters = arguments
         dy = torch.randn_like(actual)
         gradients = torch.autograd.grad(actual, (x, *parameters), dy)
         assert [g.shape for g in gradients] == [t.shape for t in (x, *parameters)]
-        if actual.numel() > 0:  # by the formulas: torch's own gradients of few columns are off by more than is promised
-            cols = math.prod(sizes)
-            rows = [t.detach().reshape(-1, cols) for t in (dy, x)]
-            weight = parameters[0].detach().reshape(cols) if parameters else None
-            results = [gradients[0].reshape(-1, cols), *(g.reshape(cols) for g in gradients[1:]), None, None][:3]
-            check_backward(results, *rows, weight, eps=sample.kwargs.get("eps", 1e-5))
-    assert count >= 6
+        if actual.numel() > 0:  # torch's own gradients are not exact enough for rows of few columns
+            rows = (-1, torch.Size(sizes).numel())
+            weight = parameters[0].detach().flatten() if parameters else None
+            results = [gradients[0].reshape(rows), *(g.flatten() for g in gradients[1:]), None, None][:3]
+            eps = sample.kwargs.get("eps", 1e-5)
+            check_backward(results, dy.reshape(rows), x.detach().reshape(rows), weight, eps=eps)
 
 
 @data_dtypes
-def test_operator_samples(backend, dtype):
-    """Output, mean and rstd of the operator; each combination of absent parameters is among the samples."""
-    count = 0
-    for sample in OPERATOR.sample_inputs(backend.device, dtype):
+def test_operator_matches_torch_in_float64(backend, dtype):
+    """The samples contain all combinations of missing parameters."""
+    samples = list(OPERATOR.sample_inputs(backend.device, dtype))
+    assert len(samples) >= 16
+    statistics_dtype = F64 if dtype == F64 else F32
+    for sample in samples:
         arguments = [sample.input, *sample.args]
-        actual = backend.forward(*arguments)
-        expected = torch.native_layer_norm(*wide(arguments))
-        statistics_dtype = F64 if dtype == F64 else F32
-        for a, e, result_dtype in zip(actual, expected, (dtype, statistics_dtype, statistics_dtype), strict=True):
-            assert a.dtype == result_dtype
-            assert_near(a, e, result_dtype)
-        count += 1
-    assert count >= 16
+        results = zip(backend.forward(*arguments), torch.native_layer_norm(*as_float64(arguments)), strict=True)
+        for (actual, expected), result_dtype in zip(results, (dtype, statistics_dtype, statistics_dtype), strict=True):
+            assert_near(actual, expected, result_dtype)
 
 
-def test_reference_inputs(backend):
-    """Against the formula in numpy that torch keeps for its own tests."""
+def test_function_matches_the_numpy_reference_of_torch(backend):
     for sample in FUNCTION.reference_inputs(backend.device, F64):
         arguments = [sample.input, *sample.args]
         expected = FUNCTION.ref(*(a.cpu().numpy() if torch.is_tensor(a) else a for a in arguments), **sample.kwargs)
-        actual = backend.layer_norm(*arguments, **sample.kwargs)
-        torch.testing.assert_close(actual.cpu(), torch.from_numpy(expected), rtol=1e-12, atol=1e-12, equal_nan=True)
+        assert_near(backend.layer_norm(*arguments, **sample.kwargs).cpu(), torch.from_numpy(expected), F64)
 
 
-def test_errors(backend):
-    """The same exceptions with the same words."""
+def test_errors_are_those_of_torch(backend):
     errors = list(OPERATOR.error_inputs(backend.device))
     assert len(errors) >= 4
     for error in errors:
@@ -95,8 +85,8 @@ def test_errors(backend):
             backend.forward(sample.input, *sample.args, **sample.kwargs)
 
 
-def test_gradcheck(backend):
-    """In reverse and forward mode, and batched; the second derivative too."""
+def test_gradcheck_accepts_all_derivatives(backend):
+    """First and second derivatives, in reverse and forward mode, also batched."""
     for sample in itertools.islice(FUNCTION.sample_inputs(backend.device, F64, requires_grad=True), 12):
         arguments = [sample.input, *sample.args]
         if sample.kwargs.get("eps", 1) < 0 or sample.input.numel() == 0:
@@ -116,16 +106,15 @@ def test_gradcheck(backend):
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=dtype_id)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_modules(dtype, training):
-    inputs = MODULE.module_inputs_func(MODULE, device="cpu", dtype=dtype, requires_grad=True, training=training)
-    assert len(inputs) >= 6
-    for case in inputs:
-        constructor, forward = case.constructor_input, case.forward_input
+def test_module_matches_torch_in_float64(dtype, training):
+    cases = MODULE.module_inputs_func(MODULE, device="cpu", dtype=dtype, requires_grad=True, training=training)
+    assert len(cases) >= 6
+    for case in cases:
+        constructor, call = case.constructor_input, case.forward_input
         module = layernorm_ext.LayerNorm(*constructor.args, **constructor.kwargs).to(dtype).train(training)
-        theirs = torch.nn.LayerNorm(*constructor.args, **constructor.kwargs).to(dtype).train(training)
-        actual = module(*forward.args, **forward.kwargs)
-        expected = theirs.double()(*(a.double() for a in forward.args), **forward.kwargs)
-        assert_near(actual, expected, dtype)
+        theirs = torch.nn.LayerNorm(*constructor.args, **constructor.kwargs).double().train(training)
+        actual = module(*call.args, **call.kwargs)
+        assert_near(actual, theirs(*as_float64(call.args), **call.kwargs), dtype)
         if case.reference_fn is not None:
-            reference = case.reference_fn(module, list(module.parameters()), *forward.args, **forward.kwargs)
-            torch.testing.assert_close(actual, reference)
+            expected = case.reference_fn(module, list(module.parameters()), *call.args, **call.kwargs)
+            torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""Torch's own tools accept our layers: strides, kinds of eps, quantization, per-sample gradients."""
+"""torch's conventions and tools: channels-last strides, types of eps, quantization, per-sample gradients."""
 
 import copy
 import subprocess
@@ -7,21 +7,18 @@ import sys
 import numpy as np
 import pytest
 import torch
-from reference import F16, F64
-from torch.ao.quantization import (
-    DeQuantStub,
-    QuantStub,
-    convert,
-    get_default_qconfig,
-    get_default_qconfig_mapping,
-    prepare,
-    quantize_fx,
-)
+from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import layernorm_ext
 
-# ---- strides --------------------------------------------------------------------------------------------------------
+F64 = torch.float64
+
+# torch.ao.quantization is deprecated and warns in every function.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+# Strides of rms_norm
 
 IMAGES = {
     "contiguous": lambda: torch.randn(2, 3, 4, 5),
@@ -36,46 +33,45 @@ IMAGES = {
 }
 
 
-def strides(x):
-    """Return the strides that decide where elements are."""
+def relevant_strides(x):
+    """Return the strides of dimensions with more than one element; the others address nothing."""
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()]
 
 
-def rms_norm(x, dims, function=layernorm_ext.rms_norm, weight=None):
-    return function(x, x.shape[-dims:], weight, 1e-5)
-
-
-@pytest.mark.parametrize("image", IMAGES)
-@pytest.mark.parametrize("dims", [1, 3])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_rms_norm_keeps_channels_last(image, dims, compiled):
-    """The strides are those of torch's: forward, compiled and on the meta device."""
+@pytest.mark.parametrize(
+    ("image", "dims", "is_compiled"),
+    [(image, dims, False) for image in IMAGES for dims in (1, 3)]
+    + [(image, 1, True) for image in ("channels_last", "sliced channels_last", "transposed batch")],
+)
+def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
     torch._dynamo.reset()
     x = IMAGES[image]().double().requires_grad_()
     weight = torch.randn(x.shape[-dims:], dtype=F64)
-    ours = torch.compile(rms_norm, backend="aot_eager", fullgraph=True) if compiled else rms_norm
-    actual, expected = ours(x, dims, weight=weight), rms_norm(x, dims, torch.nn.functional.rms_norm, weight)
-    assert strides(actual) == strides(expected)
-    # Some roundings of float64.
-    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)
+    ours = layernorm_ext.rms_norm
+    if is_compiled:
+        ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    actual = ours(x, x.shape[-dims:], weight, 1e-5)
+    expected = torch.nn.functional.rms_norm(x, x.shape[-dims:], weight, 1e-5)
+    assert relevant_strides(actual) == relevant_strides(expected)
+    assert layernorm_ext.rms_norm(x.detach().to("meta"), x.shape[-dims:]).stride() == actual.stride()
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)  # a few roundings of float64
     dy = torch.randn_like(expected)
     gradients = [torch.autograd.grad(y, x, dy)[0] for y in (actual, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)  # of sums of up to 60 products
-    assert rms_norm(x.detach().to("meta"), dims).stride() == actual.stride()
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)  # sums of up to 60 products
 
 
-def test_channels_last_operators_are_what_torch_expects(backend):
+def test_opcheck_accepts_channels_last_rms_norm(backend):
     x = torch.randn(2, 3, 4, 5, device=backend.device).to(memory_format=torch.channels_last).requires_grad_()
     torch.library.opcheck(backend.ops.norm_forward.default, (x, None, (5,), None), {"rms": True})
 
 
-# ---- eps ------------------------------------------------------------------------------------------------------------
+# Types of eps
 
 FUNCTIONS = {
     "layer_norm": (layernorm_ext.layer_norm, torch.nn.functional.layer_norm),
     "rms_norm": (layernorm_ext.rms_norm, torch.nn.functional.rms_norm),
     "add_rms_norm": (lambda x, *args, eps: layernorm_ext.add_rms_norm(x, x, *args, eps=eps), torch.rms_norm),
-    "layer_norm, zero-centred": (
+    "zero_centered_weight": (
         lambda *args, eps: layernorm_ext.layer_norm(*args, eps=eps, zero_centered_weight=True),
         torch.nn.functional.layer_norm,
     ),
@@ -86,10 +82,8 @@ EPS += [torch.tensor(1e-5, requires_grad=True)]
 
 
 @pytest.mark.parametrize("eps", EPS, ids=repr)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_eps_as_torch_takes_it(name, eps):
-    """ours raises the exception that torch's raises, and computes with the number that torch's takes."""
-    ours, torchs = FUNCTIONS[name]
+@pytest.mark.parametrize(("ours", "torchs"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_eps_is_accepted_or_refused_like_torch(ours, torchs, eps):
     x = torch.randn(2, 3)
     try:
         torchs(x, (3,), eps=eps)
@@ -97,84 +91,78 @@ def test_eps_as_torch_takes_it(name, eps):
         with pytest.raises(TypeError, match="norm"):
             ours(x, (3,), eps=eps)
     else:
-        actual, expected = ours(x, (3,), eps=eps), ours(x, (3,), eps=float(eps))
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        torch.testing.assert_close(ours(x, (3,), eps=eps), ours(x, (3,), eps=float(eps)), rtol=0, atol=0)
 
 
-def test_eps_out_of_range():
+def test_eps_beyond_float64_raises_overflow_error():
     with pytest.raises(OverflowError):
         layernorm_ext.layer_norm(torch.randn(2, 3), (3,), eps=10**400)
 
 
-# ---- quantization ---------------------------------------------------------------------------------------------------
+# Quantization
 
 
 class Quantizable(torch.nn.Module):
     def __init__(self, norm):
         super().__init__()
-        self.quantize, self.dequantize = QuantStub(), DeQuantStub()
+        self.quantize, self.dequantize = quantization.QuantStub(), quantization.DeQuantStub()
         self.before, self.norm, self.after = torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8)
 
     def forward(self, x):
         return self.dequantize(self.after(self.norm(self.before(self.quantize(x)))))
 
 
-def quantized_eagerly(model, x):
+def quantize_eagerly(model, x):
     model = copy.deepcopy(model).eval()
-    model.qconfig = get_default_qconfig("x86")
-    model = prepare(model)
+    model.qconfig = quantization.get_default_qconfig("x86")
+    model = quantization.prepare(model)
     model(x)
-    return convert(model)
+    return quantization.convert(model)
 
 
-def quantized_by_fx(model, x):
-    model = quantize_fx.prepare_fx(copy.deepcopy(model).eval(), get_default_qconfig_mapping("x86"), (x,))
+def quantize_by_fx(model, x):
+    mapping = quantization.get_default_qconfig_mapping("x86")
+    model = quantize_fx.prepare_fx(copy.deepcopy(model).eval(), mapping, (x,))
     model(x)
     return quantize_fx.convert_fx(model)
 
 
 @pytest.fixture
-def quantized_kernels(monkeypatch):
+def x86_engine(monkeypatch):
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "x86"
     yield
     torch.backends.quantized.engine = engine
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
-def test_eager_quantization(quantized_kernels, bias, centred):
-    """torch's quantized layer replaces ours as it replaces torch's."""
-    ours = Quantizable(layernorm_ext.LayerNorm(8, bias=bias, zero_centered_weight=centred))
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero_centered"])
+def test_eager_quantization_uses_torchs_quantized_layer(x86_engine, bias, zero_centered):
+    ours = Quantizable(layernorm_ext.LayerNorm(8, bias=bias, zero_centered_weight=zero_centered))
     ours.norm.weight.data.normal_()
     theirs = copy.deepcopy(ours)
     theirs.norm = torch.nn.LayerNorm(8, bias=bias)
     theirs.norm.load_state_dict(ours.norm.state_dict())
-    theirs.norm.weight.data += centred
+    theirs.norm.weight.data += zero_centered
     x = torch.randn(50, 8)
-    quantized = quantized_eagerly(ours, x)
+    quantized = quantize_eagerly(ours, x)
     assert type(quantized.norm) is torch.ao.nn.quantized.LayerNorm
-    # The observers of the two models see outputs that differ by roundings, which may change the result by a step.
+    # The observers of the two models see outputs that differ by roundings, which may change a result by one step.
     step = (quantized(x).max() - quantized(x).min()) / 127
-    torch.testing.assert_close(quantized(x), quantized_eagerly(theirs, x)(x), rtol=0, atol=step.item())
+    torch.testing.assert_close(quantized(x), quantize_eagerly(theirs, x)(x), rtol=0, atol=step.item())
 
 
 @pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm(8), layernorm_ext.RMSNorm(8)], ids=["layer", "rms"])
-def test_fx_quantization(quantized_kernels, norm):
-    """The layers around ours are quantized, and ours computes in float."""
+def test_fx_quantization_keeps_our_layers_in_float(x86_engine, norm):
     model, x = Quantizable(norm), torch.randn(50, 8)
-    quantized = quantized_by_fx(model, x)
+    quantized = quantize_by_fx(model, x)
     assert isinstance(quantized.before, torch.ao.nn.quantized.Linear)
     # Three layers quantize numbers up to 4 in steps of 2^-5.
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
 
 
-@pytest.mark.parametrize("quantize", [quantized_eagerly, quantized_by_fx])
-def test_quantization_after_revert(quantized_kernels, quantize):
-    """A converted model that is reverted first is quantized to the same bits as the original."""
+@pytest.mark.parametrize("quantize", [quantize_eagerly, quantize_by_fx])
+def test_reverted_models_quantize_to_the_same_bits(x86_engine, quantize):
     model, x = Quantizable(torch.nn.LayerNorm(8)), torch.randn(50, 8)
     expected = quantize(model, x)(x)
     layernorm_ext.convert(model)
@@ -182,48 +170,42 @@ def test_quantization_after_revert(quantized_kernels, quantize):
     assert torch.equal(quantize(model, x)(x), expected)
 
 
-# ---- per-sample gradients -------------------------------------------------------------------------------------------
+def test_only_layer_norm_has_a_quantized_layer():
+    mapping = quantization.get_default_static_quant_module_mappings()
+    assert layernorm_ext.LayerNorm in mapping and layernorm_ext.AddLayerNorm not in mapping
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_per_sample_gradients(bias):
-    """Each sample's gradients are those of the sample alone."""
+# Per-sample gradients
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+def test_per_sample_gradients_match_those_of_single_samples(bias):
     norm = layernorm_ext.LayerNorm((3, 8), bias=bias, dtype=F64)
     norm.weight.data.normal_()
     x, dy = torch.randn(4, 5, 3, 8, dtype=F64, requires_grad=True), torch.randn(4, 5, 3, 8, dtype=F64)
     call_for_per_sample_grads(norm, loss_reduction="sum")(x).backward(dy)
     (dx,) = torch.autograd.grad(norm(x), x, dy)
-    # Some roundings of float64.
-    torch.testing.assert_close(x.grad, dx, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, dx, rtol=1e-12, atol=1e-12)  # a few roundings of float64
     for sample in range(4):
         expected = torch.autograd.grad(norm(x[sample]), list(norm.parameters()), dy[sample])
         for parameter, gradient in zip(norm.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad_sample[sample], gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_per_sample_gradients_in_a_model():
-    """Either of the two packages may be imported first."""
-    program = """
+def test_per_sample_gradients_work_if_torchs_module_is_imported_first():
+    """The other tests import layernorm_ext first, in conftest.py."""
+    program = """if True:
     import torch
-    {}
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+    import layernorm_ext
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), layernorm_ext.LayerNorm(8))
     call_for_per_sample_grads(model)(torch.randn(4, 8)).sum().backward()
     assert model[1].weight.grad_sample.shape == (4, 8)
     """
-    imports = ["import layernorm_ext", "from torch.nn.utils._per_sample_grad import call_for_per_sample_grads"]
-    for order in (imports, imports[::-1]):
-        code = "\n".join(line.strip() for line in program.format("\n".join(order)).splitlines())
-        subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_per_sample_gradients_of_zero_centred_weights_are_refused():
+def test_per_sample_gradients_refuse_zero_centered_weights():
     norm = layernorm_ext.LayerNorm(8, zero_centered_weight=True)
     with pytest.raises(RuntimeError, match="zero_centered_weight"):
         call_for_per_sample_grads(norm)(torch.randn(4, 8))
-
-
-def test_half_modules_in_quantizable_models_stay_float():
-    """The table that is extended names exact classes: others keep their own way."""
-    mapping = torch.ao.quantization.get_default_static_quant_module_mappings()
-    assert layernorm_ext.LayerNorm in mapping and layernorm_ext.AddLayerNorm not in mapping
-    assert layernorm_ext.LayerNorm(8, dtype=F16)(torch.randn(2, 8)).dtype == torch.float32

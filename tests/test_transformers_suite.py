@@ -1,6 +1,6 @@
-"""The generic model tests of transformers, of models that are converted as soon as they are constructed.
+"""The generic model tests of transformers, run on models that are converted by the end of their constructor.
 
-They are in transformers' source distribution, of which TRANSFORMERS_SDIST names the unpacked folder:
+transformers' source distribution contains the tests. TRANSFORMERS_SDIST names its unpacked folder:
 
     pip install '.[test-all]'
     pip download --no-binary :all: --no-deps transformers==$(pip show transformers | awk '/^Version/ {print $2}')
@@ -34,30 +34,29 @@ pytest.importorskip("parameterized")
 
 
 def import_common_tests():
-    """Import tests/test_modeling_common.py, with empty mixins for the two of its modules that the sdist lacks."""
-    name = "transformers_sdist_tests"
-    package = types.ModuleType(name)
-    package.__path__ = [str(Path(SDIST) / "tests")]
-    sys.modules[name] = package
-    for module, mixin in (
-        ("exporters.test_export", "ExportTesterMixin"),
-        ("generation.test_utils", "GenerationTesterMixin"),
-    ):
-        parent = module.partition(".")[0]
-        sys.modules[f"{name}.{parent}"] = types.ModuleType(f"{name}.{parent}")
-        sys.modules[f"{name}.{module}"] = types.ModuleType(f"{name}.{module}")
-        setattr(sys.modules[f"{name}.{module}"], mixin, type(mixin, (), {}))
+    """Import tests/test_modeling_common.py, with empty stand-ins for two mixins that the distribution lacks."""
+
+    def add_module(name, **attributes):
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
+
+    package = "transformers_sdist_tests"
+    add_module(package, __path__=[str(Path(SDIST) / "tests")])
+    add_module(f"{package}.exporters")
+    add_module(f"{package}.exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
+    add_module(f"{package}.generation")
+    add_module(f"{package}.generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pytest.mark, "_config", None)  # else pytest refuses markers that are not ours
-        return importlib.import_module(f"{name}.test_modeling_common")
+        patch.setattr(pytest.mark, "_config", None)  # lets transformers use its own markers
+        return importlib.import_module(f"{package}.test_modeling_common")
 
 
 common = import_common_tests()
 
 
 @contextlib.contextmanager
-def converting():
-    """Convert every model at the end of its constructor; yield the number of layers that were replaced so far."""
+def convert_new_models():
+    """Convert every model at the end of its constructor; yield the list of the layers replaced so far."""
     replaced = []
     post_init = transformers.PreTrainedModel.post_init
 
@@ -72,12 +71,12 @@ def converting():
 
 
 def with_conversion(test):
-    """Run a test of a converted model; skip it if it fails for the original, too."""
+    """Run a test with converted models; skip it if it fails with the original models as well."""
 
     @functools.wraps(test)
     def run(self, *args, **kwargs):
         try:
-            with converting():
+            with convert_new_models():
                 return test(self, *args, **kwargs)
         except unittest.SkipTest:
             raise
@@ -85,136 +84,93 @@ def with_conversion(test):
             self.setUp()
             try:
                 test(self, *args, **kwargs)
-            except Exception as original:
-                raise unittest.SkipTest(f"fails without conversion, too: {original}"[:200]) from None
+            except Exception as error:
+                raise unittest.SkipTest(f"fails without conversion, too: {error}"[:200]) from None
             raise
 
     return run
 
 
-class Tester:
-    """The facts that the generic tests ask for: a model's configuration, its inputs and their sizes."""
-
-    batch_size = 3
-    seq_length = encoder_seq_length = decoder_seq_length = key_length = 7
-    hidden_size = 16
-    num_hidden_layers = 2
-    num_attention_heads = 2
-    num_choices = 4
-    pad_token_id = 0
-    num_masks = 2
-    is_training = True
-
-    def __init__(self, config, inputs):
-        self.get_config, self.inputs = config, inputs
-        if hasattr(config(), "image_size"):
-            self.image_size, self.patch_size = config().image_size, config().patch_size
-            self.mask_length = (self.image_size // self.patch_size) ** 2
-            self.seq_length = self.encoder_seq_length = self.key_length = 1 + self.mask_length
-
-    def prepare_config_and_inputs_for_common(self):
-        torch.manual_seed(0)
-        return self.get_config(), self.inputs(self)
-
-    def prepare_config_and_inputs_for_model_class(self, model_class):
-        return self.prepare_config_and_inputs_for_common()
-
-    def tokens(self):
-        return torch.randint(3, 50, (self.batch_size, self.seq_length))
-
-
+BATCH, TOKENS = 3, 7
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-VOCABULARY = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def masked(tester):
-    return {"input_ids": tester.tokens(), "attention_mask": torch.ones(tester.batch_size, tester.seq_length).long()}
-
-
-def unmasked(tester):
-    return {"input_ids": tester.tokens()}
-
-
-def both(tester):
-    return {**masked(tester), "decoder_input_ids": tester.tokens()}
-
-
-def pictures(tester):
-    return {"pixel_values": torch.randn(tester.batch_size, 3, 16, 16)}
-
-
-# The class of the configuration and its options; the inputs; the classes; what else the generic tests ask for.
+TEXT = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0} | TEXT
+MAMBA = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | TEXT
+BERT = {"max_position_embeddings": 32} | SIZES | TEXT
+LLAMA = {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32} | SIZES | TEXT
+VIT = {"image_size": 16, "patch_size": 8, "encoder_stride": 8} | SIZES
+IDS, MASKED, BOTH = ["input_ids"], ["input_ids", "attention_mask"], ["input_ids", "attention_mask", "decoder_input_ids"]
+NO_EMBEDDINGS = {"test_resize_embeddings": False, "test_model_get_set_embeddings": None}  # images have no tokens
+# Name -> options of the configuration, inputs, suffixes of the model classes, attributes of the test class.
 MODELS = {
-    "T5": (
-        "T5Config",
-        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-        | VOCABULARY,
-        both,
-        ["T5Model", "T5ForConditionalGeneration"],
-        {"is_encoder_decoder": True},
-    ),
-    "Mamba": (
-        "MambaConfig",
-        {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | VOCABULARY,
-        unmasked,
-        ["MambaModel", "MambaForCausalLM"],
-        {"has_attentions": False},
-    ),
-    "Bert": (
-        "BertConfig",
-        {"max_position_embeddings": 32} | SIZES | VOCABULARY,
-        masked,
-        ["BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification"],
-        {},
-    ),
-    "Llama": (
-        "LlamaConfig",
-        {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32} | SIZES | VOCABULARY,
-        masked,
-        ["LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification"],
-        {},
-    ),
-    "ViT": (
-        "ViTConfig",
-        {"image_size": 16, "patch_size": 8, "encoder_stride": 8} | SIZES,
-        pictures,
-        ["ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"],
-        {"test_resize_embeddings": False, "test_model_get_set_embeddings": None},  # of images, which have none
-    ),
+    "T5": (T5, BOTH, ["Model", "ForConditionalGeneration"], {"is_encoder_decoder": True}),
+    "Mamba": (MAMBA, IDS, ["Model", "ForCausalLM"], {"has_attentions": False}),
+    "Bert": (BERT, MASKED, ["Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"], {}),
+    "Llama": (LLAMA, MASKED, ["Model", "ForCausalLM", "ForSequenceClassification"], {}),
+    "ViT": (VIT, ["pixel_values"], ["Model", "ForImageClassification", "ForMaskedImageModeling"], NO_EMBEDDINGS),
 }
 
 
-def suite(name):
-    """Return the generic tests of a model as a class."""
-    config, options, inputs, classes, attributes = MODELS[name]
+def make_config(name):
+    return getattr(transformers, f"{name}Config")(**MODELS[name][0])
+
+
+def model_tester(name):
+    """Return the object from which the generic tests read configuration, inputs and sizes."""
+
+    def prepare_config_and_inputs_for_common():
+        torch.manual_seed(0)
+        inputs = {
+            "input_ids": torch.randint(3, 50, (BATCH, TOKENS)),
+            "attention_mask": torch.ones(BATCH, TOKENS, dtype=torch.long),
+            "decoder_input_ids": torch.randint(3, 50, (BATCH, TOKENS)),
+            "pixel_values": torch.randn(BATCH, 3, 16, 16),
+        }
+        return make_config(name), {key: inputs[key] for key in MODELS[name][1]}
+
+    tester = types.SimpleNamespace(
+        batch_size=BATCH,
+        seq_length=TOKENS,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_choices=4,
+        pad_token_id=0,
+        is_training=True,
+        get_config=lambda: make_config(name),
+        prepare_config_and_inputs_for_common=prepare_config_and_inputs_for_common,
+    )
+    if name == "ViT":  # four patches and a class token
+        vars(tester).update(image_size=16, patch_size=8, seq_length=5, num_masks=2, mask_length=4)
+    return tester
+
+
+def generic_tests(name):
+    """Return a test class with the generic tests of a model."""
 
     @contextlib.contextmanager
-    def sub_test(self, *args, **kwargs):  # pytest's keeps failures to itself
+    def sub_test(self, *args, **kwargs):  # pytest's subTest would hide failures from with_conversion
         with contextlib.suppress(unittest.SkipTest):
             yield
 
-    def set_up(self):
-        self.model_tester = Tester(lambda: getattr(transformers, config)(**options), inputs)
-
-    attributes = {"all_model_classes": tuple(getattr(transformers, each) for each in classes), **attributes}
-    cls = type(
-        f"Test{name}",
-        (common.ModelTesterMixin, unittest.TestCase),
-        {"setUp": set_up, "subTest": sub_test, **attributes},
-    )
-    for test in [each for each in dir(cls) if each.startswith("test_") and callable(getattr(cls, each))]:
-        setattr(cls, test, with_conversion(getattr(cls, test)))
+    attributes = MODELS[name][3] | {
+        "all_model_classes": tuple(getattr(transformers, name + suffix) for suffix in MODELS[name][2]),
+        "setUp": lambda self: setattr(self, "model_tester", model_tester(name)),
+        "subTest": sub_test,
+    }
+    cls = type(f"Test{name}", (common.ModelTesterMixin, unittest.TestCase), attributes)
+    for test in dir(cls):
+        if test.startswith("test_") and callable(getattr(cls, test)):
+            setattr(cls, test, with_conversion(getattr(cls, test)))
     return cls
 
 
-for _name in MODELS:
-    globals()[f"Test{_name}"] = suite(_name)
+TestT5, TestMamba, TestBert, TestLlama, TestViT = map(generic_tests, MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_are_converted(name):
-    """Else the tests above would show nothing."""
-    config, options, _, classes, _ = MODELS[name]
-    with converting() as replaced:
-        getattr(transformers, classes[0])(getattr(transformers, config)(**options))
+def test_new_models_are_converted(name):
+    """Without this, the generic tests might pass on models that were never converted."""
+    with convert_new_models() as replaced:
+        getattr(transformers, f"{name}Model")(make_config(name))
     assert len(replaced) >= 3

@@ -1,58 +1,56 @@
-// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols], on a GPU. RMSNorm's mean is 0.
+// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols] on a GPU. RMSNorm's mean is 0.
 //
-// A tile is what a few threads, or a block, hold in registers. Most rows are tiles, and read and written once:
-// 2 * rows * cols * sizeof(T) bytes are moved, the least there is. Longer rows are cut into chunks of that size, and
-// these are shared out in parts to blocks. From compute capability 9.0 on, up to 8 blocks of a cluster keep their parts
-// in shared memory and exchange their moments there; still longer rows, and those on older GPUs, are read twice, by
-// one kernel for the moments of the parts and one for the output.
+// Most rows fit into a tile, which a few threads or a block hold in registers. They are read and written once:
+// 2 * rows * cols * sizeof(T) bytes are moved, the minimum. Longer rows are divided into chunks of a tile's size, and
+// the chunks into parts, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks keeps its
+// parts in shared memory and exchanges their moments. Still longer rows, and those on older GPUs, are read twice: by
+// one kernel for the moments of the parts and by another for the output.
 //
-// Exactness is that of the CPU kernels (cpu/forward.cpp): the mean as first computed is off by its rounding; the
-// average of x - mean is that error to full precision, and corrects the mean, the variance and the output. Each warp
-// has a mean of its own, and their moments are merged by the formula of Chan, Golub and LeVeque, which takes one
-// exchange. How a row is cut depends on the dtype and the number of columns alone, and so do its results.
+// The numerical method is that of the CPU kernels (cpu/forward.cpp): the mean is rounded, the average of x - mean is
+// its error to full precision, and this correction enters the mean, the variance and the output. Each warp has its own
+// mean; the formula of Chan, Golub and LeVeque merges the moments of the warps with one exchange. The division of a row
+// depends only on the dtype and the number of columns, and so do the results.
 //
-// A residual is added to a row as it is loaded; another look at the row is one at the sum.
+// A residual is added when a row is loaded. A row that is read again is read as the sum.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
 // Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "image.cuh"
+#include "staged_row.cuh"
 
 namespace layernorm::cuda {
 
-// How rows of more than a tile are cut: into chunks of so many columns, and parts of so many chunks.
-struct Cut {
-  int chunk, chunks_of_part;
-  unsigned parts;
-  unsigned first_row;  // of a launch: 2^32 rows that are cut would be 128 TiB
+// The division of a row that is longer than a tile.
+struct ChunkLayout {
+  int chunk_cols, chunks_per_part;
+  unsigned num_parts;
+  unsigned first_row;  // of a launch; 32 bits suffice, because 2^32 such rows would be 128 TiB
 };
 
-// Division by a whole number.
 template <class Acc>
 struct Divisor {
-  Acc number, reciprocal;
+  Acc value, reciprocal;
 
-  // To the nearest, which makes a sum of equal numbers that number again; NaN for infinity.
-  __device__ __forceinline__ Acc divide(Acc x) const { return average(x, number, reciprocal); }
+  // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite.
+  __device__ __forceinline__ Acc divide(Acc x) const { return divide_by_count(x, value, reciprocal); }
 };
 
-// What the kernels ask of ForwardParams, as it takes fewest instructions: a bit takes one, a pointer three.
+// ForwardParams packed for the kernel: testing a flag takes one instruction, testing a pointer three.
 template <class Acc>
-struct Known {
+struct PackedParams {
   static constexpr unsigned kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32;
   unsigned flags;
   Acc eps;
   Divisor<Acc> cols;
 
-  Known(const ForwardParams& p, bool aligned)
+  PackedParams(const ForwardParams& p, bool aligned)
       : flags((aligned ? kAligned : 0) | (p.residual ? kResidual : 0) | (p.weight ? kWeight : 0) |
               (p.bias ? kBias : 0) | (p.zero_centered_weight ? kZeroCentered : 0) | (p.rms ? kRms : 0)),
         eps(static_cast<Acc>(p.eps)),
         cols{static_cast<Acc>(p.cols), 1 / static_cast<Acc>(p.cols)} {}
-  __device__ __forceinline__ bool is(unsigned flag) const { return flags & flag; }
-  __device__ __forceinline__ bool aligned() const { return is(kAligned); }
+  __device__ __forceinline__ bool has(unsigned flag) const { return flags & flag; }
 };
 
 namespace {
@@ -60,579 +58,572 @@ namespace {
 // ---- moments --------------------------------------------------------------------------------------------------------
 
 template <class Acc>
-__device__ __forceinline__ Divisor<Acc> divisor_of(Acc number) {
-  const Acc near = approximate_reciprocal(number);
-  return {number, fma(fma(-number, near, Acc(1)), near, near)};
+__device__ __forceinline__ Divisor<Acc> make_divisor(Acc value) {
+  const Acc approximation = approximate_reciprocal(value);
+  return {value, fma(fma(-value, approximation, Acc(1)), approximation, approximation)};
 }
 
-// Of `count` numbers x * scale: their mean is pivot + shift, where the pivot is one number of Acc and the shift what
-// its rounding has left out; the sum of the squares of their distances from it. For RMSNorm, of those from 0.
+// The moments of `count` numbers x * scale. Their mean is pivot + correction, where the correction is the rounding
+// error of the pivot. m2 is the sum of the squares of their differences from the mean; for RMSNorm the mean is 0.
 template <class Acc>
 struct Moments {
-  Acc pivot, shift, squares, count, scale;
+  Acc pivot, correction, m2, count, scale;
 };
 
-// Those of `total` numbers from those that kLanes lanes have of disjoint parts; a lane of none has zeros. Of one scale.
+// Merges the moments of kLanes lanes, which must have the same scale; a lane without columns holds zeros.
 template <int kLanes, class Acc>
 __device__ __forceinline__ Moments<Acc> merge_lanes(const Moments<Acc>& own, const Divisor<Acc>& total) {
-  const Acc pivot = __shfl_sync(kAllLanes, own.pivot, 0), shift = __shfl_sync(kAllLanes, own.shift, 0);
-  const Acc distance = ((own.pivot - pivot) + own.shift) - shift;  // of the means
-  const Acc correction = total.divide(sum_lanes<kLanes>(own.count * distance));
-  const Acc rest = distance - correction;
-  return {pivot, shift + correction, sum_lanes<kLanes>(fma(own.count * rest, rest, own.squares)), total.number,
+  const Acc pivot = __shfl_sync(kAllLanes, own.pivot, 0), correction = __shfl_sync(kAllLanes, own.correction, 0);
+  const Acc mean_diff = ((own.pivot - pivot) + own.correction) - correction;
+  const Acc mean_shift = total.divide(sum_lanes<kLanes>(own.count * mean_diff));
+  const Acc rest = mean_diff - mean_shift;
+  return {pivot, correction + mean_shift, sum_lanes<kLanes>(fma(own.count * rest, rest, own.m2)), total.value,
           own.scale};
 }
 
-// Of a row, or of a warp's part of one, which the threads of a tile have in `v`, with zeros beyond its end: this one
-// has `valid` columns from its first one on. What is left in `x` is x * scale - pivot for a row; for a chunk of one,
-// whose other chunks have other pivots, x.
-template <class Tile, class T, int kCount, class Acc>
-__device__ __forceinline__ Moments<Acc> moments_of_warp(Acc (&x)[Tile::kVectors][kCount],
-                                                        const Vector<T, kCount> (&v)[Tile::kVectors], Acc scale,
-                                                        const Place<Tile>& place, int cols, int valid,
-                                                        const Known<Acc>& known) {
-  const bool rms = known.is(known.kRms);
+// The moments of a row, or of a warp's part of one, from the vectors `v`, which hold zeros after the end of the row.
+// `remaining` is the number of columns from this thread's first one on. `x` becomes x * scale - pivot, or x if the tile
+// is a chunk, whose row has another pivot.
+template <class Tile, class T, int kVec, class Acc>
+__device__ __forceinline__ Moments<Acc> compute_warp_moments(Acc (&x)[Tile::kVectors][kVec],
+                                                             const Vector<T, kVec> (&v)[Tile::kVectors], Acc scale,
+                                                             const Position<Tile>& position, int cols, int remaining,
+                                                             const PackedParams<Acc>& packed) {
+  const bool rms = packed.has(packed.kRms);
   Acc sums[2] = {};
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
-    if (!place.template has_columns<kCount>(i, cols)) break;
+    if (!position.template warp_has_vector<kVec>(i, cols)) break;
     widen(x[i], v[i]);
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) sums[e % 2] = fma(x[i][e], scale, sums[e % 2]);
+    for (int e = 0; e < kVec; ++e) sums[e % 2] = fma(x[i][e], scale, sums[e % 2]);
   }
-  const int count = place.template columns_of_warp<kCount>(cols);
-  const Divisor<Acc> divisor = Tile::kWarps > 1 ? divisor_of<Acc>(Tile::kIsRow ? count : max(count, 1)) : known.cols;
+  const int count = position.template warp_columns<kVec>(cols);
+  const Divisor<Acc> divisor =
+      Tile::kWarps > 1 ? make_divisor<Acc>(Tile::kAllWarpsActive ? count : max(count, 1)) : packed.cols;
   Moments<Acc> own = {};
   if (!rms) own.pivot = sum_lanes<Tile::kLanes>(sums[0] + sums[1]) * divisor.reciprocal;
 
-  Acc distances[2] = {}, squares[2] = {};
-  const auto subtract = [&](auto is_whole) {
+  Acc diff_sums[2] = {}, m2[2] = {};
+  with_constant(packed.has(packed.kAligned), [&](auto is_whole) {
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      if (!place.template has_columns<kCount>(i, cols)) break;
-      const int at = i * place.kDistance * kCount;
-      const Acc pivot = valid > at ? own.pivot : 0;  // so that numbers that are not there stay 0
+      if (!position.template warp_has_vector<kVec>(i, cols)) break;
+      const int first = i * Tile::kLanes * kVec;
+      const Acc pivot = remaining > first ? own.pivot : 0;  // the zeros after the end of the row stay zeros
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        const Acc d = fma(x[i][e], scale, is_whole || at + e < valid ? -pivot : 0);
-        if (Tile::kIsRow) x[i][e] = d;
-        distances[e % 2] = i == 0 && e < 2 ? d : distances[e % 2] + d;  // 0 + d would take an instruction
-        squares[e % 2] = fma(d, d, squares[e % 2]);
+      for (int e = 0; e < kVec; ++e) {
+        const Acc d = fma(x[i][e], scale, is_whole || first + e < remaining ? -pivot : 0);
+        if (Tile::kAllWarpsActive) x[i][e] = d;
+        diff_sums[e % 2] = i == 0 && e < 2 ? d : diff_sums[e % 2] + d;  // adding d to 0 would take an instruction
+        m2[e % 2] = fma(d, d, m2[e % 2]);
       }
     }
-  };
-  if (known.aligned()) {
-    subtract(std::true_type{});
-  } else {
-    subtract(std::false_type{});
-  }
-  if (!rms) own.shift = divisor.divide(sum_lanes<Tile::kLanes>(distances[0] + distances[1]));
-  own.count = Tile::kWarps > 1 ? count : divisor.number;
-  own.squares = fma(-own.count * own.shift, own.shift, sum_lanes<Tile::kLanes>(squares[0] + squares[1]));
-  if (own.squares < 0) own.squares = 0;  // written so that NaN stays NaN
+  });
+  if (!rms) own.correction = divisor.divide(sum_lanes<Tile::kLanes>(diff_sums[0] + diff_sums[1]));
+  own.count = Tile::kWarps > 1 ? count : divisor.value;
+  own.m2 = fma(-own.count * own.correction, own.correction, sum_lanes<Tile::kLanes>(m2[0] + m2[1]));
+  if (own.m2 < 0) own.m2 = 0;  // this comparison keeps NaN
   own.scale = scale;
   return own;
 }
 
-// Those of the warps of a block, each of which leaves them in shared memory: lanes stand for warps, or for none.
+// Returns to lane i the moments of warp i % kWarps, or empty moments if the block has fewer warps.
 template <class Tile, class Acc>
-__device__ __forceinline__ Moments<Acc> exchange(const Moments<Acc>& own, const Place<Tile>& place) {
-  LAYERNORM_SHARED(of_warps, Moments<Acc>[Tile::kWarps]);
-  if (place.lane == 0) of_warps[place.warp] = own;
+__device__ __forceinline__ Moments<Acc> exchange_warps(const Moments<Acc>& own, const Position<Tile>& position) {
+  __shared__ Moments<Acc> warp_moments[Tile::kWarps];
+  if (position.lane == 0) warp_moments[position.warp] = own;
   __syncthreads();
-  const unsigned warp = static_cast<unsigned>(place.lane) % Tile::kWarps;
-  return warp * kWarpSize < blockDim.x ? of_warps[warp] : Moments<Acc>{0, 0, 0, 0, 1};
+  const unsigned warp = static_cast<unsigned>(position.lane) % Tile::kWarps;
+  return warp * kWarpSize < blockDim.x ? warp_moments[warp] : Moments<Acc>{0, 0, 0, 0, 1};
 }
 
-// The moments of a row, or of a warp's part of a chunk, with the scale at which nothing overflows; get_again(v) is for
-// that. (A row that holds NaN or infinity gives NaN again.) Each warp has its own pivot.
-template <class Tile, class T, int kCount, class Acc, class F>
-__device__ __forceinline__ Moments<Acc> scaled_moments(Acc (&x)[Tile::kVectors][kCount],
-                                                       Vector<T, kCount> (&v)[Tile::kVectors], Acc& pivot,
-                                                       const Place<Tile>& place, int cols, int valid,
-                                                       const Known<Acc>& known, const F& get_again) {
-  constexpr bool kTogether = Tile::kIsRow && Tile::kWarps > 1;
+// The moments of a row, or of a warp's part of a chunk. If they overflow, reload(v) reads the vectors again, and the
+// moments are computed with kScale. A row that holds NaN or infinity still gives NaN. `pivot` is this warp's pivot.
+template <class Tile, class T, int kVec, class Acc, class F>
+__device__ __forceinline__ Moments<Acc> compute_moments(Acc (&x)[Tile::kVectors][kVec],
+                                                        Vector<T, kVec> (&v)[Tile::kVectors], Acc& pivot,
+                                                        const Position<Tile>& position, int cols, int remaining,
+                                                        const PackedParams<Acc>& packed, const F& reload) {
+  constexpr bool kMergesWarps = Tile::kAllWarpsActive && Tile::kWarps > 1;
   Acc scale = 1;
   for (;;) {
-    Moments<Acc> result = moments_of_warp<Tile>(x, v, scale, place, cols, valid, known);
+    Moments<Acc> result = compute_warp_moments<Tile>(x, v, scale, position, cols, remaining, packed);
     pivot = result.pivot;
-    if constexpr (kTogether) {
-      result = exchange(result, place);
+    if constexpr (kMergesWarps) {
+      result = exchange_warps(result, position);
       result.scale = scale;
-      result = merge_lanes<Tile::kWarps>(result, known.cols);
+      result = merge_lanes<Tile::kWarps>(result, packed.cols);
     }
-    const bool again = !(result.squares < kInfinity<Acc>) && scale == 1;
-    if (!__any_sync(kAllLanes, again)) return result;
-    if (again) scale = kScale<Acc>;  // a warp's other rows get what they had before
-    if constexpr (kTogether) {
+    const bool overflows = !(result.m2 < kInfinity<Acc>) && scale == 1;
+    if (!__any_sync(kAllLanes, overflows)) return result;
+    if (overflows) scale = kScale<Acc>;  // the warp's other rows are computed again with the same result
+    if constexpr (kMergesWarps) {
       __syncthreads();
     } else {
-      __syncwarp();  // for the compiler: a branch that costs others nothing
+      __syncwarp();  // only for the compiler: the branch costs nothing if it is not taken
     }
-    get_again(v);
+    reload(v);
   }
 }
 
-// Multiplies numbers by kScale, unless they have been.
+// Multiplies the numbers by kScale, unless they are scaled already.
 template <class Acc>
 __device__ __forceinline__ void rescale(Moments<Acc>& m) {
   if (m.scale != 1) return;
   m.scale = kScale<Acc>;
   m.pivot *= m.scale;
-  m.shift *= m.scale;
-  m.squares = m.squares * m.scale * m.scale;
+  m.correction *= m.scale;
+  m.m2 = m.m2 * m.scale * m.scale;
 }
 
-// The moments of two disjoint sets of numbers, of which the first is not empty.
+// Merges the moments of two disjoint sets of numbers. The first set is not empty.
 template <class Acc>
 __device__ __forceinline__ Moments<Acc> merge(Moments<Acc> a, Moments<Acc> b) {
   if (a.scale != b.scale) rescale(a), rescale(b);
   for (;;) {
-    const Acc count = a.count + b.count, weight = divisor_of(count).divide(b.count);
-    const Acc distance = ((b.pivot - a.pivot) + b.shift) - a.shift;  // of the means
-    const Acc squares = fma(distance * distance, a.count * weight, a.squares + b.squares);
-    if (squares < kInfinity<Acc> || a.scale != 1) {
-      return {a.pivot, fma(distance, weight, a.shift), squares, count, a.scale};
+    const Acc count = a.count + b.count, weight = make_divisor(count).divide(b.count);
+    const Acc mean_diff = ((b.pivot - a.pivot) + b.correction) - a.correction;
+    const Acc m2 = fma(mean_diff * mean_diff, a.count * weight, a.m2 + b.m2);
+    if (m2 < kInfinity<Acc> || a.scale != 1) {
+      return {a.pivot, fma(mean_diff, weight, a.correction), m2, count, a.scale};
     }
     rescale(a), rescale(b);
   }
 }
 
-// The same as merge_lanes, of any scales.
+// merge_lanes() for any scales.
 template <int kLanes, class Acc>
 __device__ __forceinline__ Moments<Acc> merge_scaled_lanes(Moments<Acc> own, const Divisor<Acc>& total) {
   if (__any_sync(kAllLanes, own.scale != 1)) rescale(own);
   const Moments<Acc> merged = merge_lanes<kLanes>(own, total);
-  if (merged.squares < kInfinity<Acc> || own.scale != 1) return merged;
+  if (merged.m2 < kInfinity<Acc> || own.scale != 1) return merged;
   rescale(own);
   return merge_lanes<kLanes>(own, total);
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// Shared memory for the images of a tile: of the input, whose place its sum with the residual takes, and of that.
+// The input and the residual of a tile in shared memory. The sum replaces the input.
 template <class T, class Tile>
-struct Images {
-  Image<T, Tile> x, residual;
+struct StagedInput {
+  StagedRow<T, Tile> x, residual;
 
-  __device__ __forceinline__ Images(void* x, void* residual, const Place<Tile>& place, bool aligned)
-      : x(x, place, aligned), residual(residual, place, aligned) {}
+  __device__ __forceinline__ StagedInput(void* x, void* residual, const Position<Tile>& position, bool aligned)
+      : x(x, position, aligned), residual(residual, position, aligned) {}
 
-  // Starts to load `cols` columns of a row, from column `begin` on.
+  // Starts to load columns [begin, begin + cols) of a row.
   template <class Acc>
-  __device__ __forceinline__ void fetch(const ForwardParams& p, const Known<Acc>& known, int64_t row, int64_t begin,
-                                        int cols) {
+  __device__ __forceinline__ void fetch(const ForwardParams& p, const PackedParams<Acc>& packed, int64_t row,
+                                        int64_t begin, int cols) {
     x.fetch(static_cast<const T*>(p.input) + row * p.input_stride + begin, cols);
-    if (known.is(known.kResidual)) {
+    if (packed.has(packed.kResidual)) {
       residual.fetch(static_cast<const T*>(p.residual) + row * p.residual_stride + begin, cols);
     }
   }
 
-  // Reads them, so that x.get() gets them again; stores their sum.
+  // Reads the fetched columns so that x.read() can read them again. Adds the residual and stores the sum.
   template <class Acc>
-  __device__ __forceinline__ void read(typename Image<T, Tile>::Vectors& v, const ForwardParams& p,
-                                       const Known<Acc>& known, int64_t row, int64_t begin, int cols) {
+  __device__ __forceinline__ void read(typename StagedRow<T, Tile>::Vectors& v, const ForwardParams& p,
+                                       const PackedParams<Acc>& packed, int64_t row, int64_t begin, int cols) {
     x.wait();
-    x.read(v, cols);
-    const bool has_residual = known.is(known.kResidual);
+    x.read_fetched(v, cols);
+    const bool has_residual = packed.has(packed.kResidual);
     if (has_residual) {
-      typename Image<T, Tile>::Vectors r;
-      residual.read(r, cols);
+      typename StagedRow<T, Tile>::Vectors r;
+      residual.read_fetched(r, cols);
 #pragma unroll
       for (int i = 0; i < Tile::kVectors; ++i) v[i] = sum(v[i], r[i]);
       residual.store(static_cast<T*>(p.sum) + row * p.cols + begin, v, cols);
     }
     if (x.is_aligned() && !has_residual) return;
     x.release();
-    x.put(v);
+    x.write(v);
   }
 
  private:
-  static constexpr int kCount = kVectorSize<T>;
-  __device__ __forceinline__ static Vector<T, kCount> sum(const Vector<T, kCount>& a, const Vector<T, kCount>& b) {
-    AccOf<T> wide_a[kCount], wide_b[kCount];
+  static constexpr int kVec = kVectorSize<T>;
+  __device__ __forceinline__ static Vector<T, kVec> sum(const Vector<T, kVec>& a, const Vector<T, kVec>& b) {
+    AccOf<T> wide_a[kVec], wide_b[kVec];
     widen(wide_a, a);
     widen(wide_b, b);
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) wide_a[e] += wide_b[e];
-    return rounded<T>(wide_a);
+    for (int e = 0; e < kVec; ++e) wide_a[e] += wide_b[e];
+    return round_to<T>(wide_a);
   }
 };
 
-// The weight or the bias of this thread's columns, if there is one.
+// The weight or the bias of this thread's columns.
 template <class T, class W, class Tile>
 struct Parameter {
-  static constexpr int kCount = kVectorSize<T>;
-  Vector<W, kCount> of[Tile::kVectors];
+  static constexpr int kVec = kVectorSize<T>;
+  Vector<W, kVec> vectors[Tile::kVectors];
 
-  __device__ __forceinline__ void load(const void* parameter, bool exists, int64_t begin, const Place<Tile>& place,
-                                       int cols, bool aligned) {
+  __device__ __forceinline__ void load(const void* parameter, bool exists, int64_t begin,
+                                       const Position<Tile>& position, int cols, bool aligned) {
     if (!exists) return;
-    const W* const from = static_cast<const W*>(parameter) + begin + place.vector(0) * kCount;
-    const int valid = place.template valid<kCount>(0, cols);
+    const W* const src = static_cast<const W*>(parameter) + begin + position.vector_index(0) * kVec;
+    const int remaining = position.template remaining<kVec>(0, cols);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      const int at = i * place.kDistance * kCount;
+      const int first = i * Tile::kLanes * kVec;
       if (aligned) {
-        if (valid > at) of[i] = *reinterpret_cast<const Vector<W, kCount>*>(from + at);
+        if (remaining > first) vectors[i] = *reinterpret_cast<const Vector<W, kVec>*>(src + first);
       } else {
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-          if (at + e < valid) of[i].of[e] = from[at + e];
+        for (int e = 0; e < kVec; ++e) {
+          if (first + e < remaining) vectors[i].values[e] = src[first + e];
         }
       }
     }
   }
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void set_zero() {
 #pragma unroll
-    for (int i = 0; i < Tile::kVectors; ++i) of[i] = {};
+    for (int i = 0; i < Tile::kVectors; ++i) vectors[i] = {};
   }
 };
 
-// Registers hold no wide bias beside the row: that is loaded later.
+// A bias that is wider than the row does not fit into the registers beside it, and is loaded after the moments.
 template <class T, class W>
-constexpr bool kBiasLater = (sizeof(W) > sizeof(T));
+constexpr bool kLoadsBiasLate = (sizeof(W) > sizeof(T));
 
 template <class Acc>
-__device__ __forceinline__ Acc rstd_of(const Moments<Acc>& row, const Known<Acc>& known) {
-  return reciprocal_deviation(row.squares * known.cols.reciprocal, known.eps, row.scale);
+__device__ __forceinline__ Acc compute_rstd(const Moments<Acc>& row, const PackedParams<Acc>& packed) {
+  return scaled_rstd(row.m2 * packed.cols.reciprocal, packed.eps, row.scale);
 }
 
 template <class Acc>
-__device__ __forceinline__ void store_statistics(const ForwardParams& p, const Known<Acc>& known, int64_t row,
-                                                 const Moments<Acc>& of_row, Acc rstd) {
-  if (!known.is(known.kRms)) {
-    static_cast<Acc*>(p.mean)[row] = (of_row.pivot + of_row.shift) * (of_row.scale == 1 ? 1 : 1 / kScale<Acc>);
+__device__ __forceinline__ void store_statistics(const ForwardParams& p, const PackedParams<Acc>& packed, int64_t row,
+                                                 const Moments<Acc>& moments, Acc rstd) {
+  if (!packed.has(packed.kRms)) {
+    static_cast<Acc*>(p.mean)[row] = (moments.pivot + moments.correction) * (moments.scale == 1 ? 1 : 1 / kScale<Acc>);
   }
-  static_cast<Acc*>(p.rstd)[row] = rstd * of_row.scale;
+  static_cast<Acc*>(p.rstd)[row] = rstd * moments.scale;
 }
 
-// x * scale - pivot of x, for a chunk of a row.
-template <class Tile, int kCount, class Acc>
-__device__ __forceinline__ void subtract_pivot(Acc (&x)[Tile::kVectors][kCount], const Moments<Acc>& row,
-                                               const Place<Tile>& place, int cols) {
+// Turns the x of a chunk into x * scale - pivot.
+template <class Tile, int kVec, class Acc>
+__device__ __forceinline__ void subtract_pivot(Acc (&x)[Tile::kVectors][kVec], const Moments<Acc>& row,
+                                               const Position<Tile>& position, int cols) {
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
-    if (!place.template has_columns<kCount>(i, cols)) break;
+    if (!position.template warp_has_vector<kVec>(i, cols)) break;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) x[i][e] = fma(x[i][e], row.scale, -row.pivot);
+    for (int e = 0; e < kVec; ++e) x[i][e] = fma(x[i][e], row.scale, -row.pivot);
   }
 }
 
-// y from d = x * scale - pivot. The correction is added before anything is multiplied: for a constant row the sum is
-// exactly 0.
-template <class T, class W, class Tile, int kCount, class Acc>
-__device__ __forceinline__ void transform(Vector<T, kCount> (&y)[Tile::kVectors],
-                                          const Acc (&d)[Tile::kVectors][kCount], const Known<Acc>& known,
-                                          const Place<Tile>& place, int cols, Acc correction, Acc rstd,
-                                          Parameter<T, W, Tile>& weight, Parameter<T, W, Tile>& bias) {
-  const auto scale_and_shift = [&](auto has_bias, auto centre) {
+// Computes y from d = x * scale - pivot, where d + offset is x * scale - mean. The offset is added before any
+// multiplication, so that the sum is exactly 0 for a constant row.
+template <class T, class W, class Tile, int kVec, class Acc>
+__device__ __forceinline__ void transform(Vector<T, kVec> (&y)[Tile::kVectors], const Acc (&d)[Tile::kVectors][kVec],
+                                          const PackedParams<Acc>& packed, const Position<Tile>& position, int cols,
+                                          Acc offset, Acc rstd, Parameter<T, W, Tile>& weight,
+                                          Parameter<T, W, Tile>& bias) {
+  const auto scale_and_shift = [&](auto has_bias, auto zero_centered) {
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
-      if (!place.template has_columns<kCount>(i, cols)) break;
-      Acc w[kCount], b[kCount], result[kCount];
-      widen(w, weight.of[i]);
-      if (has_bias) widen(b, bias.of[i]);
+      if (!position.template warp_has_vector<kVec>(i, cols)) break;
+      Acc w[kVec], b[kVec], result[kVec];
+      widen(w, weight.vectors[i]);
+      if (has_bias) widen(b, bias.vectors[i]);
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        const Acc xhat = (d[i][e] + correction) * rstd;
-        result[e] = fma(xhat, centre ? w[e] + 1 : w[e], has_bias ? b[e] : 0);
+      for (int e = 0; e < kVec; ++e) {
+        const Acc xhat = (d[i][e] + offset) * rstd;
+        result[e] = fma(xhat, zero_centered ? w[e] + 1 : w[e], has_bias ? b[e] : 0);
       }
-      y[i] = rounded<T>(result);
+      y[i] = round_to<T>(result);
     }
   };
-  constexpr unsigned kBoth = known.kWeight | known.kBias;
-  const unsigned which = known.flags & (kBoth | known.kZeroCentered);
-  if (which == kBoth) {
+  constexpr unsigned kBoth = packed.kWeight | packed.kBias;
+  const unsigned mode = packed.flags & (kBoth | packed.kZeroCentered);
+  if (mode == kBoth) {
     scale_and_shift(std::true_type{}, std::false_type{});
-  } else if (which == known.kWeight) {
+  } else if (mode == packed.kWeight) {
     scale_and_shift(std::false_type{}, std::false_type{});
-  } else {  // what is missing is 0: a weight less one
-    if (!known.is(known.kWeight)) weight.clear();
-    if (!known.is(known.kBias)) bias.clear();
+  } else {  // a missing weight is a zero-centered weight of 0
+    if (!packed.has(packed.kWeight)) weight.set_zero();
+    if (!packed.has(packed.kBias)) bias.set_zero();
     scale_and_shift(std::true_type{}, std::true_type{});
   }
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// y of a row that is one tile, or of a chunk of one: `cols` columns from column `begin` on, of which `existing_cols`
-// exist. row_from(own) is to return the row's moments from those of the tile.
+// Computes y of a row that is one tile, or of columns [begin, begin + cols) of a row that are one chunk.
+// `existing_cols` is 0 for a row that does not exist. row_moments(own) returns the row's moments from the tile's.
 template <class T, class W, class Tile, class F>
-__device__ __forceinline__ void forward_tile(const ForwardParams& p, const Known<AccOf<T>>& known,
-                                             const Place<Tile>& place, void* of_x, void* of_residual, int64_t row,
-                                             int64_t begin, int cols, int existing_cols, const F& row_from) {
+__device__ __forceinline__ void forward_tile(const ForwardParams& p, const PackedParams<AccOf<T>>& packed,
+                                             const Position<Tile>& position, void* shared_x, void* shared_residual,
+                                             int64_t row, int64_t begin, int cols, int existing_cols,
+                                             const F& row_moments) {
   using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>;
-  typename Image<T, Tile>::Vectors v;
+  constexpr int kVec = kVectorSize<T>;
+  typename StagedRow<T, Tile>::Vectors v;
   Parameter<T, W, Tile> weight, bias;
-  const auto load = [&](auto aligned) {
-    Images<T, Tile> images(of_x, of_residual, place, aligned);
-    images.fetch(p, known, row, begin, existing_cols);
-    weight.load(p.weight, known.is(known.kWeight), begin, place, existing_cols, aligned);
-    if (!kBiasLater<T, W>) bias.load(p.bias, known.is(known.kBias), begin, place, existing_cols, aligned);
-    images.read(v, p, known, row, begin, existing_cols);
-  };
-  if (known.aligned()) {
-    load(std::true_type{});
-  } else {
-    load(std::false_type{});
-  }
+  with_constant(packed.has(packed.kAligned), [&](auto aligned) {
+    StagedInput<T, Tile> input(shared_x, shared_residual, position, aligned);
+    input.fetch(p, packed, row, begin, existing_cols);
+    weight.load(p.weight, packed.has(packed.kWeight), begin, position, existing_cols, aligned);
+    if (!kLoadsBiasLate<T, W>) bias.load(p.bias, packed.has(packed.kBias), begin, position, existing_cols, aligned);
+    input.read(v, p, packed, row, begin, existing_cols);
+  });
 
-  Image<T, Tile> image(of_x, place, known.aligned());
-  Acc x[Tile::kVectors][kCount], pivot;
-  const auto own = scaled_moments<Tile>(x, v, pivot, place, cols, place.template valid<kCount>(0, existing_cols), known,
-                                        [&](auto& again) { image.get(again); });
-  const auto of_row = row_from(own);
-  const Acc rstd = rstd_of(of_row, known);
-  if (begin == 0 && place.thread == 0 && (Tile::kRows == 1 || existing_cols > 0)) {
-    store_statistics(p, known, row, of_row, rstd);
+  StagedRow<T, Tile> staged(shared_x, position, packed.has(packed.kAligned));
+  Acc x[Tile::kVectors][kVec], pivot;
+  const int remaining = position.template remaining<kVec>(0, existing_cols);
+  const auto own =
+      compute_moments<Tile>(x, v, pivot, position, cols, remaining, packed, [&](auto& v) { staged.read(v); });
+  const auto moments = row_moments(own);
+  const Acc rstd = compute_rstd(moments, packed);
+  if (begin == 0 && position.thread == 0 && (Tile::kRows == 1 || existing_cols > 0)) {
+    store_statistics(p, packed, row, moments, rstd);
   }
-  if (kBiasLater<T, W>) {
-    bias.load(p.bias, known.is(known.kBias), begin, place, existing_cols, known.aligned());
+  if (kLoadsBiasLate<T, W>) {
+    bias.load(p.bias, packed.has(packed.kBias), begin, position, existing_cols, packed.has(packed.kAligned));
   }
-  if constexpr (!Tile::kIsRow) subtract_pivot<Tile>(x, of_row, place, cols);
-  const Acc correction = Tile::kIsRow && Tile::kWarps > 1 ? (pivot - of_row.pivot) - of_row.shift : -of_row.shift;
-  transform(v, x, known, place, cols, correction, rstd, weight, bias);
-  image.store(static_cast<T*>(p.output) + row * p.cols + begin, v, existing_cols);
+  if constexpr (!Tile::kAllWarpsActive) subtract_pivot<Tile>(x, moments, position, cols);
+  const Acc offset =
+      Tile::kAllWarpsActive && Tile::kWarps > 1 ? (pivot - moments.pivot) - moments.correction : -moments.correction;
+  transform(v, x, packed, position, cols, offset, rstd, weight, bias);
+  staged.store(static_cast<T*>(p.output) + row * p.cols + begin, v, existing_cols);
 }
 
-// Rows of one tile.
+// Rows that fit into a tile.
 template <class T, class W, class Tile>
-__global__ void __launch_bounds__(Tile::kBlock, 1) forward_rows(const ForwardParams p, const Known<AccOf<T>> known) {
-  const Place<Tile> place;
-  // A block's last rows may not exist. They have no columns, and are zeros.
-  const int64_t row = int64_t{blockIdx.x} * Tile::kRows + place.row;
+__global__ void __launch_bounds__(Tile::kBlockThreads, 1)
+    forward_rows(const ForwardParams p, const PackedParams<AccOf<T>> packed) {
+  const Position<Tile> position;
+  // The last block may have rows that do not exist. They have no columns, and their vectors are zeros.
+  const int64_t row = int64_t{blockIdx.x} * Tile::kRows + position.row;
   const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  const size_t bytes = Image<T, Tile>::bytes(place.threads());
-  unsigned char* const of_x = shared + place.row * bytes;
-  forward_tile<T, W>(p, known, place, of_x, of_x + Tile::kRows * bytes, row, 0, cols, existing_cols,
+  extern __shared__ __align__(16) unsigned char shared[];
+  const size_t bytes = StagedRow<T, Tile>::bytes(position.threads_per_row());
+  unsigned char* const shared_x = shared + position.row * bytes;
+  forward_tile<T, W>(p, packed, position, shared_x, shared_x + Tile::kRows * bytes, row, 0, cols, existing_cols,
                      [](const auto& own) { return own; });
 }
 
-// Rows of up to 512 threads are one tile; longer ones are cut into chunks of tiles of which two fit a multiprocessor.
+// The tile of a chunk is smaller than the largest tile of a row, so that two blocks fit on a multiprocessor; one block
+// alone would have too few bytes in flight. Each warp keeps moments of its own over all chunks.
 struct ChunkTile : Tile<256> {
-  static constexpr int kResident = 2;    // blocks of a multiprocessor; with one, few bytes would be on their way
-  static constexpr bool kIsRow = false;  // its warps have moments of their own; a row's last chunk may leave some none
+  static constexpr int kMinBlocksPerSM = 2;
+  static constexpr bool kAllWarpsActive = false;  // some warps have no columns in the last chunk of a row
 };
-constexpr int kLargestCluster = 8, kMostParts = 256;
-// Chunks that a block of a cluster keeps in shared memory, where there is room for them.
-constexpr int kMostChunksKept = 10;
+// The number of chunks that a block of a cluster keeps in shared memory, if they fit.
+constexpr int kMaxStagedChunks = 10;
 
-// The same of blocks that loop over chunks, where wider parameters take more registers.
+// For kernels that loop over chunks; parameters that are wider than the row take more registers.
 template <class T, class W>
-constexpr int kResidentParts = sizeof(W) > sizeof(T) ? 1 : ChunkTile::kResident;
+constexpr int kMinBlocksPerSM = sizeof(W) > sizeof(T) ? 1 : ChunkTile::kMinBlocksPerSM;
 
-// A block's part of a row: `cols` columns, which are less than 2^31, from column `begin` on.
+// A block's part of a row: columns [begin, begin + cols).
 struct Part {
   int64_t row, begin;
   int cols;
 
-  __device__ __forceinline__ Part(const Cut& cut, int64_t cols_of_row)
-      : row(int64_t{cut.first_row + blockIdx.y}), begin(int64_t{cut.chunk * cut.chunks_of_part} * blockIdx.x) {
-    cols = static_cast<int>(min(cols_of_row - begin, int64_t{cut.chunk * cut.chunks_of_part}));
+  __device__ __forceinline__ Part(const ChunkLayout& layout, int64_t row_cols)
+      : row(int64_t{layout.first_row + blockIdx.y}),
+        begin(int64_t{layout.chunk_cols * layout.chunks_per_part} * blockIdx.x) {
+    cols = static_cast<int>(min(row_cols - begin, int64_t{layout.chunk_cols * layout.chunks_per_part}));
   }
 
-  // Calls f(begin, cols, index) for each chunk, of so many columns from column `begin` of the part on.
+  // Calls f(first column of the chunk in the part, number of columns, index of the chunk) for each chunk.
   template <class F>
-  __device__ __forceinline__ void for_each_chunk(const Cut& cut, const F& f) const {
+  __device__ __forceinline__ void for_each_chunk(const ChunkLayout& layout, const F& f) const {
     int index = 0;
-    for (int at = 0; at < cols; at += cut.chunk) f(at, min(cols - at, cut.chunk), index++);
+    for (int begin = 0; begin < cols; begin += layout.chunk_cols)
+      f(begin, min(cols - begin, layout.chunk_cols), index++);
   }
 };
 
-// The moments of a row from those of its parts, kMost at most, merged in an order that depends on their number alone.
-template <int kMost, class Acc>
-__device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* of_parts, unsigned parts,
+// Merges the moments of up to kMax parts of a row, in an order that depends only on their number.
+template <int kMax, class Acc>
+__device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* part_moments, unsigned num_parts,
                                                     const Divisor<Acc>& cols) {
   const unsigned lane = threadIdx.x % kWarpSize;
   Moments<Acc> own = {0, 0, 0, 0, 1};
-  if (lane < parts) own = of_parts[lane];
-  if constexpr (kMost > kWarpSize) {
-    for (unsigned i = lane + kWarpSize; i < parts; i += kWarpSize) own = merge(own, of_parts[i]);
+  if (lane < num_parts) own = part_moments[lane];
+  if constexpr (kMax > kWarpSize) {
+    for (unsigned i = lane + kWarpSize; i < num_parts; i += kWarpSize) own = merge(own, part_moments[i]);
   }
   return merge_scaled_lanes<kWarpSize>(own, cols);
 }
 
-// The moments of a part from those of the block's warps.
+// Merges the moments of the block's warps.
 template <class Acc>
-__device__ __forceinline__ Moments<Acc> merge_warps(const Moments<Acc>& own, const Place<ChunkTile>& place, int cols) {
-  return merge_scaled_lanes<ChunkTile::kWarps>(exchange(own, place), divisor_of(static_cast<Acc>(cols)));
+__device__ __forceinline__ Moments<Acc> merge_warps(const Moments<Acc>& own, const Position<ChunkTile>& position,
+                                                    int cols) {
+  return merge_scaled_lanes<ChunkTile::kWarps>(exchange_warps(own, position), make_divisor(static_cast<Acc>(cols)));
 }
 
-// A chunk's place in shared memory, after that of the residuals.
+// A chunk in shared memory. The residual comes first, and all chunks share it.
 template <class T>
-__device__ __forceinline__ Images<T, ChunkTile> images_of_chunk(unsigned char* shared, int index, bool aligned) {
-  const Place<ChunkTile> place;
-  return {shared + (1 + index) * Image<T, ChunkTile>::bytes(place.threads()), shared, place, aligned};
+__device__ __forceinline__ StagedInput<T, ChunkTile> staged_chunk(unsigned char* shared, int index, bool aligned) {
+  const Position<ChunkTile> position;
+  const size_t bytes = StagedRow<T, ChunkTile>::bytes(position.threads_per_row());
+  return {shared + (1 + index) * bytes, shared, position, aligned};
 }
 
-// The moments of a part, whose chunks are left in shared memory, or the last of them, if they are not `kept`.
+// The moments of a part. If `keep` is true, its chunks stay in shared memory, else each chunk overwrites the previous.
 template <class T>
-__device__ __forceinline__ Moments<AccOf<T>> moments_of_part(const ForwardParams& p, const Known<AccOf<T>>& known,
-                                                             const Cut& cut, const Part& part, unsigned char* shared,
-                                                             bool kept) {
+__device__ __forceinline__ Moments<AccOf<T>> compute_part_moments(const ForwardParams& p,
+                                                                  const PackedParams<AccOf<T>>& packed,
+                                                                  const ChunkLayout& layout, const Part& part,
+                                                                  unsigned char* shared, bool keep) {
   using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>;
-  const Place<ChunkTile> place;
-  Moments<Acc> own;  // of this warp's columns of all chunks: warps do not wait for each other
-  part.for_each_chunk(cut, [&](int begin, int cols, int index) {
-    typename Image<T, ChunkTile>::Vectors v;
-    const auto load = [&](auto aligned) {
-      auto images = images_of_chunk<T>(shared, kept ? index : 0, aligned);
-      images.fetch(p, known, part.row, part.begin + begin, cols);
-      images.read(v, p, known, part.row, part.begin + begin, cols);
-    };
-    if (known.aligned()) {
-      load(std::true_type{});
-    } else {
-      load(std::false_type{});
-    }
-    const auto image = images_of_chunk<T>(shared, kept ? index : 0, known.aligned()).x;
-    Acc x[ChunkTile::kVectors][kCount], pivot;
-    const auto of_chunk = scaled_moments<ChunkTile>(x, v, pivot, place, cols, place.template valid<kCount>(0, cols),
-                                                    known, [&](auto& again) { image.get(again); });
+  constexpr int kVec = kVectorSize<T>;
+  const Position<ChunkTile> position;
+  Moments<Acc> own;  // of this warp's columns in all chunks: the warps do not wait for each other
+  part.for_each_chunk(layout, [&](int begin, int cols, int index) {
+    typename StagedRow<T, ChunkTile>::Vectors v;
+    with_constant(packed.has(packed.kAligned), [&](auto aligned) {
+      auto input = staged_chunk<T>(shared, keep ? index : 0, aligned);
+      input.fetch(p, packed, part.row, part.begin + begin, cols);
+      input.read(v, p, packed, part.row, part.begin + begin, cols);
+    });
+    const auto staged = staged_chunk<T>(shared, keep ? index : 0, packed.has(packed.kAligned)).x;
+    Acc x[ChunkTile::kVectors][kVec], pivot;
+    const int remaining = position.template remaining<kVec>(0, cols);
+    const auto chunk_moments =
+        compute_moments<ChunkTile>(x, v, pivot, position, cols, remaining, packed, [&](auto& v) { staged.read(v); });
     if (index == 0) {
-      own = of_chunk;
-    } else if (place.template has_columns<kCount>(0, cols)) {
-      own = merge(own, of_chunk);
+      own = chunk_moments;
+    } else if (position.template warp_has_vector<kVec>(0, cols)) {
+      own = merge(own, chunk_moments);
     }
-    image.release();  // before the next chunk
+    staged.release();
   });
-  return merge_warps(own, place, part.cols);
+  return merge_warps(own, position, part.cols);
 }
 
-// Stores a part of the output from chunks that are `kept`, or loads them again.
+// Stores a part of the output, from the chunks in shared memory if `kept` is true, else from the input.
 template <class T, class W>
-__device__ __forceinline__ void store_part(const ForwardParams& p, const Known<AccOf<T>>& known, const Cut& cut,
-                                           const Part& part, const Moments<AccOf<T>>& of_row, unsigned char* shared,
-                                           bool kept) {
+__device__ __forceinline__ void store_part(const ForwardParams& p, const PackedParams<AccOf<T>>& packed,
+                                           const ChunkLayout& layout, const Part& part,
+                                           const Moments<AccOf<T>>& moments, unsigned char* shared, bool kept) {
   using Acc = AccOf<T>;
-  constexpr int kCount = kVectorSize<T>;
-  const Place<ChunkTile> place;
-  const Acc rstd = rstd_of(of_row, known);
-  if (part.begin == 0 && place.thread == 0) store_statistics(p, known, part.row, of_row, rstd);
+  constexpr int kVec = kVectorSize<T>;
+  const Position<ChunkTile> position;
+  const Acc rstd = compute_rstd(moments, packed);
+  if (part.begin == 0 && position.thread == 0) store_statistics(p, packed, part.row, moments, rstd);
   const T* const input = static_cast<const T*>(p.input) + part.row * p.input_stride + part.begin;
   T* const output = static_cast<T*>(p.output) + part.row * p.cols + part.begin;
-  part.for_each_chunk(cut, [&](int begin, int cols, int index) {
+  part.for_each_chunk(layout, [&](int begin, int cols, int index) {
     Parameter<T, W, ChunkTile> weight, bias;
-    typename Image<T, ChunkTile>::Vectors v;
-    const auto load = [&](auto aligned) {
-      auto image = images_of_chunk<T>(shared, kept ? index : 0, aligned).x;
-      if (!kept) image.fetch(input + begin, cols);
-      weight.load(p.weight, known.is(known.kWeight), part.begin + begin, place, cols, aligned);
-      bias.load(p.bias, known.is(known.kBias), part.begin + begin, place, cols, aligned);
+    typename StagedRow<T, ChunkTile>::Vectors v;
+    with_constant(packed.has(packed.kAligned), [&](auto aligned) {
+      auto staged = staged_chunk<T>(shared, kept ? index : 0, aligned).x;
+      if (!kept) staged.fetch(input + begin, cols);
+      weight.load(p.weight, packed.has(packed.kWeight), part.begin + begin, position, cols, aligned);
+      bias.load(p.bias, packed.has(packed.kBias), part.begin + begin, position, cols, aligned);
       if (kept) {
-        image.get(v);
+        staged.read(v);
       } else {
-        image.wait();
-        image.read(v, cols);
+        staged.wait();
+        staged.read_fetched(v, cols);
       }
-    };
-    if (known.aligned()) {
-      load(std::true_type{});
-    } else {
-      load(std::false_type{});
-    }
-    Acc x[ChunkTile::kVectors][kCount];
+    });
+    Acc x[ChunkTile::kVectors][kVec];
 #pragma unroll
     for (int i = 0; i < ChunkTile::kVectors; ++i) widen(x[i], v[i]);
-    subtract_pivot<ChunkTile>(x, of_row, place, cols);
-    transform(v, x, known, place, cols, -of_row.shift, rstd, weight, bias);
-    auto image = images_of_chunk<T>(shared, kept ? index : 0, known.aligned()).x;
-    image.store(output + begin, v, cols);
-    if (!kept) image.release();  // before the next chunk
+    subtract_pivot<ChunkTile>(x, moments, position, cols);
+    transform(v, x, packed, position, cols, -moments.correction, rstd, weight, bias);
+    auto staged = staged_chunk<T>(shared, kept ? index : 0, packed.has(packed.kAligned)).x;
+    staged.store(output + begin, v, cols);
+    if (!kept) staged.release();
   });
 }
 
-// The moments of a row from those of its parts, which the blocks of a cluster have. cluster_arrive() comes first.
+// Merges the moments of the parts that the blocks of a cluster hold. The kernel must have called cluster_arrive().
 template <class Acc>
-__device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, const Cut& cut,
-                                                       const Known<Acc>& known) {
-  LAYERNORM_SHARED(of_parts, Moments<Acc>[kLargestCluster]);
-  cluster_wait();  // all blocks have begun
-  if (threadIdx.x < cut.parts) *cluster_peer(&of_parts[cluster_rank()], threadIdx.x) = own;
+__device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, const ChunkLayout& layout,
+                                                       const PackedParams<Acc>& packed) {
+  __shared__ Moments<Acc> part_moments[kMaxClusterSize];
+  cluster_wait();  // all blocks have started
+  if (threadIdx.x < layout.num_parts) *cluster_peer(&part_moments[cluster_rank()], threadIdx.x) = own;
   cluster_arrive();
   cluster_wait();
-  return merge_parts<kLargestCluster>(of_parts, cut.parts, known.cols);
+  return merge_parts<kMaxClusterSize>(part_moments, layout.num_parts, packed.cols);
 }
 
-// Each part of a row, which is one chunk, to a block of a cluster, which keeps it in registers.
+// Each block of a cluster keeps a part of one chunk in registers.
 template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
-    forward_chunk_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
-  const Part part(cut, p.cols);
-  const Place<ChunkTile> place;
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+__global__ void __launch_bounds__(ChunkTile::kBlockThreads, ChunkTile::kMinBlocksPerSM)
+    forward_chunk_in_cluster(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
+  const Part part(layout, p.cols);
+  const Position<ChunkTile> position;
+  extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
-  forward_tile<T, W>(p, known, place, shared + Image<T, ChunkTile>::bytes(place.threads()), shared, part.row,
-                     part.begin, part.cols, part.cols,
-                     [&](const auto& own) { return exchange_parts(merge_warps(own, place, part.cols), cut, known); });
+  forward_tile<T, W>(p, packed, position, shared + StagedRow<T, ChunkTile>::bytes(position.threads_per_row()), shared,
+                     part.row, part.begin, part.cols, part.cols, [&](const auto& own) {
+                       return exchange_parts(merge_warps(own, position, part.cols), layout, packed);
+                     });
 }
 
-// Each part of a row to a block of a cluster, which keeps it in shared memory.
+// Each block of a cluster keeps a part of several chunks in shared memory.
 template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
-    forward_in_cluster(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
-  const Part part(cut, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+__global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W>)
+    forward_in_cluster(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
+  const Part part(layout, p.cols);
+  extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
-  const auto own = moments_of_part<T>(p, known, cut, part, shared, true);
-  const auto of_row = exchange_parts(own, cut, known);
-  store_part<T, W>(p, known, cut, part, of_row, shared, true);
+  const auto own = compute_part_moments<T>(p, packed, layout, part, shared, true);
+  const auto moments = exchange_parts(own, layout, packed);
+  store_part<T, W>(p, packed, layout, part, moments, shared, true);
 }
 
-// Each part of a row to a block: its moments, in the workspace [rows, parts].
+// Each block writes the moments of a part to the workspace [rows, num_parts].
 template <class T>
-__global__ void __launch_bounds__(ChunkTile::kBlock, ChunkTile::kResident)
-    forward_moments(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
-  const Part part(cut, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
-  const auto own = moments_of_part<T>(p, known, cut, part, shared, false);
-  if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * cut.parts + blockIdx.x] = own;
+__global__ void __launch_bounds__(ChunkTile::kBlockThreads, ChunkTile::kMinBlocksPerSM)
+    forward_moments(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
+  const Part part(layout, p.cols);
+  extern __shared__ __align__(16) unsigned char shared[];
+  const auto own = compute_part_moments<T>(p, packed, layout, part, shared, false);
+  if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * layout.num_parts + blockIdx.x] = own;
   let_next_grid_start();
 }
 
-// And its output, from those.
+// Each block computes a part of the output from the moments in the workspace.
 template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlock, kResidentParts<T, W>)
-    forward_output(const ForwardParams p, const Cut cut, const Known<AccOf<T>> known) {
-  const Part part(cut, p.cols);
-  LAYERNORM_DYNAMIC_SHARED(shared, unsigned char);
+__global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W>)
+    forward_output(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
+  const Part part(layout, p.cols);
+  extern __shared__ __align__(16) unsigned char shared[];
   wait_for_previous_grid();
-  const auto* const of_parts = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * cut.parts;
-  store_part<T, W>(p, known, cut, part, merge_parts<kMostParts>(of_parts, cut.parts, known.cols), shared, false);
+  const auto* const part_moments = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * layout.num_parts;
+  const auto moments = merge_parts<kMaxParts>(part_moments, layout.num_parts, packed.cols);
+  store_part<T, W>(p, packed, layout, part, moments, shared, false);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
 template <class T>
-Cut cut(int64_t cols) {
+ChunkLayout make_chunk_layout(int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVectorSize<T>);
-  const int64_t most = std::max(path_limit(ChunkTile::kThreads * ChunkTile::kVectors), int64_t{kWarpSize});
-  const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, most)), kWarpSize) * kWarpSize;
-  const int64_t chunks = ceil_div(vectors, chunk);
-  const int64_t of_part = ceil_div(chunks, chunks <= kLargestCluster * kMostChunksKept ? kLargestCluster : kMostParts);
-  return {static_cast<int>(chunk * kVectorSize<T>), static_cast<int>(of_part),
-          static_cast<unsigned>(ceil_div(chunks, of_part)), 0};
+  const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, kMaxChunkVectors)), kWarpSize) * kWarpSize;
+  const int64_t num_chunks = ceil_div(vectors, chunk);
+  const int64_t num_parts = num_chunks <= kMaxClusterSize * kMaxStagedChunks ? kMaxClusterSize : kMaxParts;
+  const int64_t chunks_per_part = ceil_div(num_chunks, num_parts);
+  return {static_cast<int>(chunk * kVectorSize<T>), static_cast<int>(chunks_per_part),
+          static_cast<unsigned>(ceil_div(num_chunks, chunks_per_part)), 0};
 }
 
-// Dynamic shared memory of a block that has so many chunks at a time, and a residual's.
+// The dynamic shared memory of a block that holds so many chunks, and one chunk of a residual.
 template <class T>
-size_t bytes_of_chunks(const Cut& cut, int chunks) {
-  return (1 + chunks) * Image<T, ChunkTile>::bytes(threads_of<ChunkTile, T>(cut.chunk));
+size_t chunk_bytes(const ChunkLayout& layout, int chunks) {
+  return (1 + chunks) * StagedRow<T, ChunkTile>::bytes(block_threads<ChunkTile, T>(layout.chunk_cols));
 }
 
 template <class T, class W>
-bool is_for_cluster(const Cut& cut) {
+bool fits_cluster(const ChunkLayout& layout) {
   if constexpr (sizeof(T) == 8) {
     return false;
   } else {
-    constexpr size_t kStatic = (kLargestCluster + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
-    return cut.parts <= kLargestCluster && has_clusters(forward_in_cluster<T, W>) &&
-           bytes_of_chunks<T>(cut, cut.chunks_of_part) + kStatic <= max_shared_memory();
+    constexpr size_t kStaticBytes = (kMaxClusterSize + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
+    return layout.num_parts <= kMaxClusterSize && has_clusters(forward_in_cluster<T, W>) &&
+           chunk_bytes<T>(layout, layout.chunks_per_part) + kStaticBytes <= max_shared_memory();
   }
 }
 
@@ -643,10 +634,10 @@ int64_t forward_workspace(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
-    if (with_tile<T>(p.cols, [](auto) {})) return;
-    const Cut parts = cut<T>(p.cols);
-    if (is_for_cluster<T, W>(parts)) return;
-    bytes = p.rows * parts.parts * static_cast<int64_t>(sizeof(Moments<AccOf<T>>));
+    if (dispatch_tile<T>(p.cols, [](auto) {})) return;
+    const ChunkLayout layout = make_chunk_layout<T>(p.cols);
+    if (fits_cluster<T, W>(layout)) return;
+    bytes = p.rows * layout.num_parts * static_cast<int64_t>(sizeof(Moments<AccOf<T>>));
   });
   return bytes;
 }
@@ -655,39 +646,40 @@ void forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
     using T = typename decltype(pair)::T;
     using W = typename decltype(pair)::W;
-    // The sum is new, or it is the residual. Rows of the output are aligned only if they are whole vectors.
+    // The rows of the output are aligned only if they are whole vectors. So are those of the sum, unless it is the
+    // residual.
     const bool aligned = is_aligned<T>(p.input, p.input_stride) && is_aligned<T>(p.residual, p.residual_stride) &&
                          is_aligned<T>(p.output, p.cols) && is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
-    const Known<AccOf<T>> known(p, aligned);
+    const PackedParams<AccOf<T>> packed(p, aligned);
     const auto stream = static_cast<Stream>(p.stream);
-    const bool is_tile = with_tile<T>(p.cols, [&](auto tile) {
+    const bool is_tile = dispatch_tile<T>(p.cols, [&](auto tile) {
       using Tile = decltype(tile);
-      const unsigned threads = threads_of<Tile, T>(p.cols);
+      const unsigned threads = block_threads<Tile, T>(p.cols);
       const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, Tile::kRows));
-      const size_t bytes = (p.residual ? 2 : 1) * Tile::kRows * Image<T, Tile>::bytes(threads / Tile::kRows);
-      launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, known);
+      const size_t bytes = (p.residual ? 2 : 1) * Tile::kRows * StagedRow<T, Tile>::bytes(threads / Tile::kRows);
+      launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, packed);
     });
     if (is_tile) return;
-    Cut parts = cut<T>(p.cols);
-    const bool in_cluster = is_for_cluster<T, W>(parts);
-    const size_t bytes = bytes_of_chunks<T>(parts, in_cluster ? parts.chunks_of_part : 1);
-    for (; parts.first_row < p.rows; parts.first_row += static_cast<unsigned>(largest_grid_y())) {
-      const int64_t rows = std::min(p.rows - parts.first_row, largest_grid_y());
-      const dim3 grid(parts.parts, static_cast<unsigned>(rows));
-      LaunchConfig config = {grid, threads_of<ChunkTile, T>(parts.chunk), bytes, stream};
+    ChunkLayout layout = make_chunk_layout<T>(p.cols);
+    const bool in_cluster = fits_cluster<T, W>(layout);
+    const size_t bytes = chunk_bytes<T>(layout, in_cluster ? layout.chunks_per_part : 1);
+    for (; layout.first_row < p.rows; layout.first_row += static_cast<unsigned>(kMaxGridY)) {
+      const int64_t rows = std::min(p.rows - layout.first_row, kMaxGridY);
+      const dim3 grid(layout.num_parts, static_cast<unsigned>(rows));
+      LaunchConfig config = {grid, block_threads<ChunkTile, T>(layout.chunk_cols), bytes, stream};
       if constexpr (sizeof(T) < 8) {
         if (in_cluster) {
-          config.cluster = parts.parts;
-          const bool is_chunk = parts.chunks_of_part == 1;
-          launch(config, is_chunk ? forward_chunk_in_cluster<T, W> : forward_in_cluster<T, W>, p, parts, known);
+          config.cluster = layout.num_parts;
+          const bool is_chunk = layout.chunks_per_part == 1;
+          launch(config, is_chunk ? forward_chunk_in_cluster<T, W> : forward_in_cluster<T, W>, p, layout, packed);
           continue;
         }
       }
-      launch(config, forward_moments<T>, p, parts, known);
-      ForwardParams again = p;
-      if (p.residual) again.input = p.sum, again.input_stride = p.cols, again.residual = nullptr;
+      launch(config, forward_moments<T>, p, layout, packed);
+      ForwardParams second = p;
+      if (p.residual) second.input = p.sum, second.input_stride = p.cols, second.residual = nullptr;
       config.overlaps_previous = true;
-      launch(config, forward_output<T, W>, again, parts, Known<AccOf<T>>(again, aligned));
+      launch(config, forward_output<T, W>, second, layout, PackedParams<AccOf<T>>(second, aligned));
     }
   });
 }

@@ -1,4 +1,4 @@
-// The gradients of the weight and of the bias from partial sums that blocks have left in the workspace.
+// The gradients of the weight and the bias from the partial sums in the workspace.
 #pragma once
 
 #include "row.cuh"
@@ -6,39 +6,39 @@
 namespace layernorm::cuda {
 namespace {
 
-constexpr int kAdders = 8;  // threads that share a column of add_partials
+constexpr int kThreadsPerColumn = 8;  // of add_partials
 
-// The second stage: adds up the rows of the workspace in a fixed order. blockIdx.y: of dweight, or of dbias.
+// Adds the rows of the workspace in a fixed order: of the first gradient if blockIdx.y is 0, else of the second.
 template <class Acc, class W>
-__global__ void __launch_bounds__(kAdders* kWarpSize)
-    add_partials(const Acc* const workspace, const int64_t partials, const int64_t pitch, const int64_t cols,
-                 W* const first, W* const second) {
-  LAYERNORM_SHARED(sums, double[kAdders][kWarpSize]);
-  const int lane = threadIdx.x % kWarpSize, adder = threadIdx.x / kWarpSize;
+__global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
+    add_partials(const Acc* const workspace, const int64_t num_partials, const int64_t pitch, const int64_t cols,
+                 W* const first_grad, W* const second_grad) {
+  __shared__ double sums[kThreadsPerColumn][kWarpSize];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
-  const Acc* const partial = workspace + blockIdx.y * partials * pitch + column;
+  const Acc* const partials = workspace + blockIdx.y * num_partials * pitch + column;
   double sum = 0;
   wait_for_previous_grid();
   if (column < cols) {
-    for (int64_t r = adder; r < partials; r += kAdders) sum += partial[r * pitch];
+    for (int64_t i = warp; i < num_partials; i += kThreadsPerColumn) sum += partials[i * pitch];
   }
-  sums[adder][lane] = sum;
+  sums[warp][lane] = sum;
   __syncthreads();
-  if (adder > 0 || column >= cols) return;
-  for (int a = 1; a < kAdders; ++a) sum += sums[a][lane];
-  (blockIdx.y == 0 ? first : second)[column] = W(static_cast<Acc>(sum));
+  if (warp > 0 || column >= cols) return;
+  for (int w = 1; w < kThreadsPerColumn; ++w) sum += sums[w][lane];
+  (blockIdx.y == 0 ? first_grad : second_grad)[column] = W(static_cast<Acc>(sum));
 }
 
-// Of partial sums of those gradients that are not null: the weight's [partials, cols], after them the bias's, with
-// `pitch` numbers from row to row. The kernel that leaves them has been launched last.
+// The workspace has the partial sums [num_partials, pitch] of each gradient that is not null, first the weight's. The
+// kernel that computes them must be the stream's previous launch.
 template <class Acc, class W>
-void launch_add_partials(const Acc* workspace, int64_t partials, int64_t pitch, int64_t cols, W* grad_weight,
+void launch_add_partials(const Acc* workspace, int64_t num_partials, int64_t pitch, int64_t cols, W* grad_weight,
                          W* grad_bias, Stream stream) {
   if (!grad_weight && !grad_bias) return;
   LaunchConfig config = {dim3(static_cast<unsigned>(ceil_div(cols, kWarpSize)), grad_weight && grad_bias ? 2 : 1),
-                         kAdders * kWarpSize, 0, stream};
+                         kThreadsPerColumn * kWarpSize, 0, stream};
   config.overlaps_previous = true;
-  launch(config, add_partials<Acc, W>, workspace, partials, pitch, cols, grad_weight ? grad_weight : grad_bias,
+  launch(config, add_partials<Acc, W>, workspace, num_partials, pitch, cols, grad_weight ? grad_weight : grad_bias,
          grad_bias);
 }
 

@@ -1,75 +1,87 @@
-// How threads share rows, and add up what they found. Shared by forward and backward.
+// The mapping of rows to threads, and the arithmetic that forward and backward share.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 
 #include "../layer_norm.h"
+#include "launch_limits.h"
 #include "vec.cuh"
 
 namespace layernorm::cuda {
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxClusterSize = 8;
+constexpr int kMaxParts = 256;  // of a row that is read twice
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr bool is_power_of_2(int n) { return (n & (n - 1)) == 0; }
+
+// Calls f with the flag as a compile-time constant.
+template <class F>
+__device__ __forceinline__ void with_constant(bool flag, const F& f) {
+  if (flag) {
+    f(std::true_type{});
+  } else {
+    f(std::false_type{});
+  }
+}
 
 // ---- tiles: rows, or chunks of rows, in registers -------------------------------------------------------------------
 
-// kThreads threads share a row, each with up to kVectors vectors of it; those next to each other have vectors next
-// to each other. A block has several rows, or one row and as many warps as it takes, kWarps at most.
+// kThreads threads share a row, and each holds up to kVectors vectors. Neighbouring threads hold neighbouring vectors.
+// A block handles several rows, or one row with as many warps as the row needs, up to kWarps.
 template <int kThreads_, int kVectors_ = 4>
 struct Tile {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_;
-  static constexpr int kBlock = std::max(kThreads, 128);
-  static constexpr int kRows = kBlock / kThreads;
+  static constexpr int kBlockThreads = std::max(kThreads, 128);
+  static constexpr int kRows = kBlockThreads / kThreads;
   static constexpr int kLanes = std::min(kThreads, kWarpSize);
   static constexpr int kWarps = kThreads / kLanes;
-  static constexpr bool kIsRow = true;  // so that each warp has columns, if there are as many as threads_of() says
-  static_assert(is_power_of_2(kThreads) && kWarps <= kLanes && (kWarps == 1 || kRows == 1));
+  static constexpr bool kAllWarpsActive = true;  // each warp has columns if the block has block_threads() threads
+  static_assert((kThreads & (kThreads - 1)) == 0 && kWarps <= kLanes && (kWarps == 1 || kRows == 1));
 };
 
-// How many threads a block has for rows of so many columns.
+// The number of threads of a block for rows of `cols` columns.
 template <class Tile, class T>
-unsigned threads_of(int64_t cols) {
+unsigned block_threads(int64_t cols) {
   const int64_t warps = ceil_div(ceil_div(cols, kVectorSize<T>), kWarpSize * Tile::kVectors);
-  return Tile::kWarps == 1 ? Tile::kBlock : static_cast<unsigned>(warps) * kWarpSize;
+  return Tile::kWarps == 1 ? Tile::kBlockThreads : static_cast<unsigned>(warps) * kWarpSize;
 }
 
-// Calls f(Tile{}) with the smallest tile for rows of so many columns, or returns false for those that none can hold. It
-// looks at nothing else, so that the order of summation is a function of the dtype and the number of columns. For
-// rows of two vectors, lanes with room for one issue 30.9 instructions per element of bfloat16, with room for
-// four 34.9.
+// Calls f(Tile{}) with the smallest tile that holds a row, or returns false if none does. The choice depends on nothing
+// but the dtype and the number of columns, and so does the order of summation. Rows of two vectors take 30.9
+// instructions per bfloat16 element in Tile<2, 1>, and 34.9 in Tile<2, 4>.
 template <class T, class F>
-bool with_tile(int64_t cols, const F& f) {
-  const auto is_for = [&](auto tile) {
-    if (ceil_div(cols, kVectorSize<T>) > path_limit(tile.kThreads * tile.kVectors)) return false;
+bool dispatch_tile(int64_t cols, const F& f) {
+  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
+  if (vectors > kMaxTileVectors) return false;
+  const auto try_tile = [&](auto tile) {
+    if (vectors > tile.kThreads * tile.kVectors) return false;
     f(tile);
     return true;
   };
-  return is_for(Tile<1, 1>{}) || is_for(Tile<2, 1>{}) || is_for(Tile<2>{}) || is_for(Tile<4>{}) || is_for(Tile<8>{}) ||
-         is_for(Tile<16>{}) || is_for(Tile<32>{}) || is_for(Tile<512>{});
+  return try_tile(Tile<1, 1>{}) || try_tile(Tile<2, 1>{}) || try_tile(Tile<2>{}) || try_tile(Tile<4>{}) ||
+         try_tile(Tile<8>{}) || try_tile(Tile<16>{}) || try_tile(Tile<32>{}) || try_tile(Tile<512>{});
 }
 
-// This thread's place in its tile.
+// This thread's position in its tile.
 template <class Tile>
-struct Place {
-  int row, thread, lane, warp;  // row: in the block; the others: in the row
+struct Position {
+  int row;                 // in the block
+  int thread, lane, warp;  // in the row
 
-  __device__ __forceinline__ explicit Place(unsigned thread_of_block = threadIdx.x, int = 0)
-      : row(Tile::kWarps == 1 ? thread_of_block / Tile::kThreads : 0),
-        thread(Tile::kWarps == 1 ? thread_of_block % Tile::kThreads : thread_of_block),
-        lane(thread_of_block % Tile::kLanes),
-        warp(Tile::kWarps == 1 ? 0 : thread_of_block / Tile::kLanes) {}
+  __device__ __forceinline__ explicit Position(unsigned thread_in_block = threadIdx.x, int = 0)
+      : row(Tile::kWarps == 1 ? thread_in_block / Tile::kThreads : 0),
+        thread(Tile::kWarps == 1 ? thread_in_block % Tile::kThreads : thread_in_block),
+        lane(thread_in_block % Tile::kLanes),
+        warp(Tile::kWarps == 1 ? 0 : thread_in_block / Tile::kLanes) {}
 
-  // That share the row.
-  __device__ __forceinline__ static int threads() { return Tile::kWarps == 1 ? Tile::kThreads : blockDim.x; }
+  __device__ __forceinline__ static int threads_per_row() { return Tile::kWarps == 1 ? Tile::kThreads : blockDim.x; }
+  __device__ __forceinline__ static int rows_per_block() { return Tile::kRows; }
 
-  __device__ __forceinline__ static int rows() { return Tile::kRows; }  // of the block
-
-  // Of the threads of the tile, at least.
-  __device__ __forceinline__ static void barrier() {
+  // Synchronizes at least the threads of the row.
+  __device__ __forceinline__ static void sync() {
     if constexpr (Tile::kWarps > 1) {
       __syncthreads();
     } else {
@@ -77,164 +89,152 @@ struct Place {
     }
   }
 
-  // This thread's vector of index i: its index in the row, and its first column, if it has kCount. Each warp has
-  // vectors next to each other, so that their distances are constants.
-  static constexpr int kDistance = Tile::kLanes;
-  __device__ __forceinline__ static constexpr int distance() { return kDistance; }
-  __device__ __forceinline__ int vector(int i) const {
-    return (Tile::kWarps == 1 ? thread : warp * Tile::kVectors * kDistance + lane) + i * kDistance;
+  // The index in the row of this thread's vector i. A warp's vectors are contiguous, so that their stride is a
+  // constant.
+  __device__ __forceinline__ static constexpr int vector_stride() { return Tile::kLanes; }
+  __device__ __forceinline__ int vector_index(int i) const {
+    return (Tile::kWarps == 1 ? thread : warp * Tile::kVectors * Tile::kLanes + lane) + i * Tile::kLanes;
   }
-  // How many columns there are from its first one on: less than 1, if it has none.
-  template <int kCount>
-  __device__ __forceinline__ int valid(int i, int cols) const {
-    return cols - vector(0) * kCount - i * kDistance * kCount;
+  // The number of columns from this thread's vector i to the end of the row; not positive if the vector is past the
+  // end.
+  template <int kVec>
+  __device__ __forceinline__ int remaining(int i, int cols) const {
+    return cols - vector_index(0) * kVec - i * Tile::kLanes * kVec;
   }
 
-  // How many columns this warp has of a row, and whether any of these are in its vectors of index i: if not, then none
-  // are in its next ones.
-  template <int kCount>
-  __device__ __forceinline__ int columns_of_warp(int cols) const {
+  // The number of columns of a row that this warp holds.
+  template <int kVec>
+  __device__ __forceinline__ int warp_columns(int cols) const {
     if (Tile::kWarps == 1) return cols;
-    constexpr int kMost = Tile::kVectors * kDistance * kCount;
-    const int columns = min(cols - warp * kMost, kMost);
-    return Tile::kIsRow ? columns : max(columns, 0);
+    constexpr int kMaxColumns = Tile::kVectors * Tile::kLanes * kVec;
+    const int columns = min(cols - warp * kMaxColumns, kMaxColumns);
+    return Tile::kAllWarpsActive ? columns : max(columns, 0);
   }
-  template <int kCount>
-  __device__ __forceinline__ bool has_columns(int i, int cols) const {
-    return (i == 0 && Tile::kIsRow) || columns_of_warp<kCount>(cols) > i * kDistance * kCount;
+  // Whether vector i of any lane of this warp has columns. If not, the later vectors have none either.
+  template <int kVec>
+  __device__ __forceinline__ bool warp_has_vector(int i, int cols) const {
+    return (i == 0 && Tile::kAllWarpsActive) || warp_columns<kVec>(cols) > i * Tile::kLanes * kVec;
   }
 };
 
-// The tile of rows that a warp, or some of its lanes, can hold: how many is known at run time.
+// The tile of rows that some lanes of a warp hold. The number of lanes is known at run time.
 struct WarpTile {
-  static constexpr int kThreads = kWarpSize, kVectors = 4, kBlock = 128, kWarps = 1;
+  static constexpr int kThreads = kWarpSize, kVectors = 4, kBlockThreads = 128, kWarps = 1;
 };
 
 template <>
-struct Place<WarpTile> {
+struct Position<WarpTile> {
   int lanes, row, thread;  // row: in the block; thread: in the row
 
-  // Of 2^log2_lanes lanes.
-  __device__ __forceinline__ Place(unsigned thread_of_block, int log2_lanes)
-      : lanes(1 << log2_lanes), row(thread_of_block >> log2_lanes), thread(thread_of_block & (lanes - 1)) {}
+  __device__ __forceinline__ Position(unsigned thread_in_block, int log2_lanes)
+      : lanes(1 << log2_lanes), row(thread_in_block >> log2_lanes), thread(thread_in_block & (lanes - 1)) {}
 
-  __device__ __forceinline__ int threads() const { return lanes; }
-  __device__ __forceinline__ int rows() const { return WarpTile::kBlock / lanes; }
-  __device__ __forceinline__ static void barrier() { __syncwarp(); }
-  __device__ __forceinline__ int distance() const { return lanes; }
-  __device__ __forceinline__ int vector(int i) const { return i * lanes + thread; }
-  template <int kCount>
-  __device__ __forceinline__ int valid(int i, int cols) const {
-    return cols - vector(i) * kCount;
+  __device__ __forceinline__ int threads_per_row() const { return lanes; }
+  __device__ __forceinline__ int rows_per_block() const { return WarpTile::kBlockThreads / lanes; }
+  __device__ __forceinline__ static void sync() { __syncwarp(); }
+  __device__ __forceinline__ int vector_stride() const { return lanes; }
+  __device__ __forceinline__ int vector_index(int i) const { return i * lanes + thread; }
+  template <int kVec>
+  __device__ __forceinline__ int remaining(int i, int cols) const {
+    return cols - vector_index(i) * kVec;
   }
-  template <int kCount>
-  __device__ __forceinline__ bool has_columns(int i, int cols) const {
-    return i == 0 || i * lanes * kCount < cols;
+  template <int kVec>
+  __device__ __forceinline__ bool warp_has_vector(int i, int cols) const {
+    return i == 0 || i * lanes * kVec < cols;
   }
 };
 
-// The tile of rows, or chunks of rows, that have a block to themselves. Some of its warps may have no columns.
-struct BlockTile : Tile<512> {
-  static constexpr bool kIsRow = false;
-};
-
-// The logarithm of the number of lanes that hold so many vectors: one holds one.
+// The number of lanes, as a logarithm, that hold a row of so many vectors. Only rows of one vector have one lane.
 inline int log2_lanes_for(int64_t vectors) {
   int log2_lanes = vectors > 1 ? 1 : 0;
   while (WarpTile::kVectors << log2_lanes < vectors) ++log2_lanes;
   return log2_lanes;
 }
 
-// The sum of the values of kLanes neighbouring lanes, in all of them; called by all lanes of a warp.
+// The tile of rows, or chunks of rows, that a whole block holds. Some of its warps may have no columns.
+struct BlockTile : Tile<512> {
+  static constexpr bool kAllWarpsActive = false;
+};
+
+// Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
 template <int kLanes, class Acc>
 __device__ __forceinline__ Acc sum_lanes(Acc value) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
-// As on the CPU: rows whose numbers are so large that sums of squares, or differences, overflow are scaled by a power
-// of two first, which rounds nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
+// As on the CPU, a row whose sums of squares or differences overflow is first scaled by a power of two, which rounds
+// nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
 template <class Acc>
 constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 template <class Acc>
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
-// 1 / sqrt(x), off by two roundings at most. In float, one step of Newton's method takes half as many instructions as a
-// root and a division; from 0 or infinity it goes nowhere.
-__device__ __forceinline__ double reciprocal_root(double x) { return 1 / sqrt(x); }
-__device__ __forceinline__ float reciprocal_root(float x) {
-  const float root = rsqrtf(x), rest = fma(-x * root, root, 1.0f);
-  return rest == rest ? fma(root / 2, rest, root) : root;
+// 1 / sqrt(x) with an error of at most two roundings. For float, one Newton step takes half as many instructions as a
+// square root and a division; it is skipped for 0 and infinity, where it would give NaN.
+__device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
+__device__ __forceinline__ float reciprocal_sqrt(float x) {
+  const float root = rsqrtf(x), residual = fma(-x * root, root, 1.0f);
+  return residual == residual ? fma(root / 2, residual, root) : root;
 }
 
-// 1 / sqrt(variance + eps) for the variance of x * scale; scaled, eps itself may be too small a number, but its root is
-// not.
+// 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not.
 template <class Acc>
-__device__ __forceinline__ Acc reciprocal_deviation(Acc variance, Acc eps, Acc scale) {
-  if (scale == 1) return reciprocal_root(variance + eps);
+__device__ __forceinline__ Acc scaled_rstd(Acc variance, Acc eps, Acc scale) {
+  if (scale == 1) return reciprocal_sqrt(variance + eps);
   return 1 / hypot(sqrt(variance), sqrt(eps) * scale);
 }
 
-// sum / count for a finite sum, to the nearest, with the nearest number to 1 / count (Markstein, Computation of
-// elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a subroutine, and cost its
-// registers.
+// sum / count rounded to nearest, from the reciprocal of count rounded to nearest, for a finite sum (Markstein,
+// Computation of elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a function call
+// that needs more registers.
 template <class Acc>
-__device__ __forceinline__ Acc average(Acc sum, Acc count, Acc reciprocal) {
+__device__ __forceinline__ Acc divide_by_count(Acc sum, Acc count, Acc reciprocal) {
   const Acc quotient = sum * reciprocal;
   return fma(fma(-quotient, count, sum), reciprocal, quotient);
 }
 
 // ---- backward of a row ----------------------------------------------------------------------------------------------
 
-// What forward has saved of a row.
+// The statistics that forward saved, for x * scale; zeros for a row that does not exist.
 template <class Acc>
-struct Saved {
-  Acc mean = 0, rstd = 0;
-
-  // Of a row that does not exist.
-  __device__ __forceinline__ Saved() {}
+struct Statistics {
+  Acc scale, mean = 0, rstd = 0;
 
   template <class Params>
-  __device__ __forceinline__ Saved(const Params& p, int64_t row) {
-    if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
-    rstd = static_cast<const Acc*>(p.rstd)[row];
+  __device__ __forceinline__ Statistics(const Params& p, int64_t row, bool exists = true) {
+    if (exists) {
+      if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
+      rstd = static_cast<const Acc*>(p.rstd)[row];
+    }
+    // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+    const bool is_huge = rstd < Acc(0x1p-60);
+    scale = is_huge ? kScale<Acc> : 1;
+    mean *= scale;
+    rstd *= is_huge ? 1 / kScale<Acc> : 1;
   }
-
-  // To the cache.
   template <class Params>
   __device__ __forceinline__ static void prefetch(const Params& p, int64_t row) {
     if (p.mean) layernorm::prefetch(static_cast<const Acc*>(p.mean) + row);
     layernorm::prefetch(static_cast<const Acc*>(p.rstd) + row);
   }
-};
-
-// The same, for numbers that are multiplied by `scale` first.
-template <class Acc>
-struct Statistics {
-  Acc scale, mean, rstd;
-
-  // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
-  __device__ __forceinline__ explicit Statistics(const Saved<Acc>& saved) {
-    const bool is_huge = saved.rstd < Acc(0x1p-60);
-    scale = is_huge ? kScale<Acc> : 1;
-    mean = saved.mean * scale;
-    rstd = saved.rstd * (is_huge ? 1 / kScale<Acc> : 1);
+  __device__ __forceinline__ Acc xhat(Acc x, Acc correction) const {
+    return fma(fma(x, scale, -mean), rstd, -correction);
   }
-  __device__ __forceinline__ Acc xhat(Acc x, Acc shift) const { return fma(fma(x, scale, -mean), rstd, -shift); }
 };
 
-// What the gradients need to know of a row besides.
+// The means over a row from which dx is computed.
 template <class Acc>
-struct Means {
-  Acc xhat;  // that of xhat as computed from the saved mean
+struct RowMeans {
+  Acc xhat;  // of xhat as computed from the saved mean: the correction
   Acc g;
-  Acc g_xhat;  // with xhat corrected
+  Acc g_xhat;  // of g times the corrected xhat
 
-  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Its first difference is exactly 0 if g is the same in the whole
-  // row, as it is for the sum of the outputs, or for one column.
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
+  // as for a row of one column or the gradient of the sum of the outputs.
   __device__ __forceinline__ Acc grad_input(Acc g_, Acc xhat_, const Statistics<Acc>& row) const {
     return fma(xhat_, -g_xhat, g_ - g) * (row.rstd * row.scale);
   }
@@ -242,7 +242,7 @@ struct Means {
 
 // ---- alignment ------------------------------------------------------------------------------------------------------
 
-// Whether rows of T at `base`, so many elements apart, all begin at a multiple of 16 bytes.
+// Whether every row of T at `base` starts at a multiple of 16 bytes.
 template <class T>
 bool is_aligned(const void* base, int64_t stride) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride * static_cast<int64_t>(sizeof(T)) % 16 == 0;

@@ -1,4 +1,4 @@
-// Elements and vectors of them: 16 bytes of a row, and as many of the parameters.
+// Vectors: 16 bytes of a row, and the parameters of the same columns.
 #pragma once
 
 #include <type_traits>
@@ -18,90 +18,88 @@ struct Elements {
 template <class T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Elements of T that a thread handles at a time.
 template <class T>
 constexpr int kVectorSize = 16 / sizeof(T);
 
-template <class E, int kCount>
+template <class E, int kSize>
 struct alignas(16) Vector {
-  E of[kCount];
+  E values[kSize];
 };
 
-// kPiece of the elements, from number `begin` on.
-template <int kPiece, class E, int kCount>
-__device__ __forceinline__ Vector<E, kPiece> piece(const Vector<E, kCount>& v, int begin) {
-  Vector<E, kPiece> result;
+// Elements [begin, begin + kSubSize) of v.
+template <int kSubSize, class E, int kSize>
+__device__ __forceinline__ Vector<E, kSubSize> sub_vector(const Vector<E, kSize>& v, int begin) {
+  Vector<E, kSubSize> result;
 #pragma unroll
-  for (int e = 0; e < kPiece; ++e) result.of[e] = v.of[begin + e];
+  for (int e = 0; e < kSubSize; ++e) result.values[e] = v.values[begin + e];
   return result;
 }
 
-// Loads `valid` elements, of which there may be more than a vector or less than one; zeros beyond. Full vectors by
-// accesses of 16 bytes, if those are aligned.
-template <class E, int kCount>
-__device__ __forceinline__ void load(Vector<E, kCount>& v, const E* from, int valid, bool aligned) {
-  if (aligned && valid >= kCount) {
-    v = *reinterpret_cast<const Vector<E, kCount>*>(from);
+// Loads the first `remaining` elements and sets the others to zero. `remaining` may exceed the vector or be negative.
+template <class E, int kSize>
+__device__ __forceinline__ void load(Vector<E, kSize>& v, const E* src, int remaining, bool aligned) {
+  if (aligned && remaining >= kSize) {
+    v = *reinterpret_cast<const Vector<E, kSize>*>(src);
     return;
   }
   v = {};
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    if (e < valid) v.of[e] = from[e];
+  for (int e = 0; e < kSize; ++e) {
+    if (e < remaining) v.values[e] = src[e];
   }
 }
 
-// With `otherwise` for an array that is not there.
-template <class E, int kCount>
-__device__ __forceinline__ void load_or(Vector<E, kCount>& v, const E* array, int64_t begin, int valid, bool aligned,
-                                        E otherwise) {
+// Loads from array + begin, or fills the vector with `default_value` if the array is null.
+template <class E, int kSize>
+__device__ __forceinline__ void load_or(Vector<E, kSize>& v, const E* array, int64_t begin, int remaining, bool aligned,
+                                        E default_value) {
   if (array) {
-    load(v, array + begin, valid, aligned);
+    load(v, array + begin, remaining, aligned);
   } else {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) v.of[e] = otherwise;
+    for (int e = 0; e < kSize; ++e) v.values[e] = default_value;
   }
 }
 
-// To the nearest, ties to even; subnormal numbers stay.
-template <class E, class Acc, int kCount>
-__device__ __forceinline__ Vector<E, kCount> rounded(const Acc (&v)[kCount]) {
-  Vector<E, kCount> result;
-  if constexpr (sizeof(E) == 2) {  // one instruction converts two
+// Rounds to nearest, ties to even. Subnormal numbers are kept.
+template <class E, class Acc, int kSize>
+__device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
+  Vector<E, kSize> result;
+  if constexpr (sizeof(E) == 2) {  // one instruction converts two elements
 #pragma unroll
-    for (int e = 0; e < kCount; e += 2) {
+    for (int e = 0; e < kSize; e += 2) {
       if constexpr (std::is_same_v<E, __half>) {
-        reinterpret_cast<__half2&>(result.of[e]) = __floats2half2_rn(v[e], v[e + 1]);
+        reinterpret_cast<__half2&>(result.values[e]) = __floats2half2_rn(v[e], v[e + 1]);
       } else {
-        reinterpret_cast<__nv_bfloat162&>(result.of[e]) = __floats2bfloat162_rn(v[e], v[e + 1]);
+        reinterpret_cast<__nv_bfloat162&>(result.values[e]) = __floats2bfloat162_rn(v[e], v[e + 1]);
       }
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) result.of[e] = static_cast<E>(v[e]);
+    for (int e = 0; e < kSize; ++e) result.values[e] = static_cast<E>(v[e]);
   }
   return result;
 }
 
-// All elements in Acc, by one instruction each: the bits of a bfloat16 are the upper half of those of a float.
-template <class E, class Acc, int kCount>
-__device__ __forceinline__ void widen(Acc (&to)[kCount], const Vector<E, kCount>& v) {
+// Converts to Acc with one instruction per element. The bits of a bfloat16 are the upper half of a float's.
+template <class E, class Acc, int kSize>
+__device__ __forceinline__ void widen(Acc (&result)[kSize], const Vector<E, kSize>& v) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
 #pragma unroll
-    for (int e = 0; e < kCount; e += 2) {
-      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.of[e]);
-      to[e] = __uint_as_float(pair << 16);
-      to[e + 1] = __uint_as_float(pair & 0xffff0000u);
+    for (int e = 0; e < kSize; e += 2) {
+      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.values[e]);
+      result[e] = __uint_as_float(pair << 16);
+      result[e + 1] = __uint_as_float(pair & 0xffff0000u);
     }
   } else if constexpr (std::is_same_v<E, __half>) {
 #pragma unroll
-    for (int e = 0; e < kCount; e += 2) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.of[e]));
-      to[e] = pair.x, to[e + 1] = pair.y;
+    for (int e = 0; e < kSize; e += 2) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[e]));
+      result[e] = pair.x, result[e + 1] = pair.y;
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) to[e] = static_cast<Acc>(v.of[e]);
+    for (int e = 0; e < kSize; ++e) result[e] = static_cast<Acc>(v.values[e]);
   }
 }
 

@@ -1,5 +1,5 @@
-// A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run on a
-// machine without a GPU: it answers for the driver of the chosen GPU, and records every launch that the GPU refuses.
+// A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run
+// without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -14,7 +14,7 @@ namespace {
 
 struct Kernel : gpu_models::Kernel {
   std::string name;
-  uint64_t allowed = 0;  // bytes of dynamic shared memory, by the device of this number:
+  uint64_t allowed = 0;  // bytes of dynamic shared memory, by cudaFuncSetAttribute on `device`
   int device = -1;
 };
 
@@ -58,8 +58,8 @@ gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
           find_attribute(config, cudaLaunchAttributeProgrammaticStreamSerialization) != nullptr};
 }
 
-// Whether a kernel's blocks take rows in turn until none is left, and are more than the `resident` ones of the GPU, so
-// that some would only start when others have finished. One group of grid.x blocks, which share a row, may be more.
+// Returns whether a launch of persistent blocks has more blocks than the GPU holds at once, so that some start only
+// after others end. One group of grid.x blocks, which share a row, is always allowed.
 bool has_second_wave(const std::string& name, const uint64_t (&grid)[3], uint64_t resident) {
   if (name.find("channels_first_backward") != std::string::npos) return grid[0] > resident;
   return name.find("backward_rows") != std::string::npos && grid[1] > std::max(resident / grid[0], uint64_t{1});
@@ -71,8 +71,8 @@ extern "C" {
 
 // ---- for launch_audit.py --------------------------------------------------------------------------------------------
 
-// Answers for a GPU that runs code for `architecture`. The file has a line "name registers static_shared" for each of
-// its kernels.
+// Chooses the GPU, and the architecture of the code that it runs. The file has a line "name registers static_shared"
+// for each kernel of that code.
 void audit_gpu(const char* name, int architecture, const char* file) {
   gpu = &gpu_models::find([&](const auto& model) { return std::string(model.name) == name; });
   kernels.clear();
@@ -82,14 +82,14 @@ void audit_gpu(const char* name, int architecture, const char* file) {
   while (lines >> kernel.name >> kernel.registers >> kernel.static_shared) kernels[kernel.name] = kernel;
 }
 
-// Starts a call that depends on no other: on a device that neither the runtime nor the caller has seen before.
+// Starts a call on a device with a new number, so that it does not depend on the opt-ins of earlier calls.
 void audit_next_call(bool one_wave) {
   ++current_device;
   expects_one_wave = one_wave;
   launches.clear();
 }
 
-// Returns the faults since the last call of this function, a line each.
+// Returns the faults since the last call of this function, one per line.
 const char* audit_faults() {
   static std::string result;
   result.swap(faults);
@@ -97,7 +97,7 @@ const char* audit_faults() {
   return result.c_str();
 }
 
-// "name blocks threads cluster dynamic_shared registers resident_blocks" of each launch of the current call.
+// Returns "name blocks threads cluster dynamic_shared registers resident_blocks" for each launch of the current call.
 const char* audit_launches() { return launches.c_str(); }
 
 // ---- the runtime ----------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, stub, threads, dynamic, 0);
 }
 
-// Approximate: a cluster also has to fit on one graphics processing cluster.
+// An approximation: a cluster must also fit on one graphics processing cluster.
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* stub, const cudaLaunchConfig_t* config) {
   const auto launch = describe(*config);
   int blocks = 0;
@@ -201,7 +201,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
     return cudaErrorInvalidValue;
   }
   const int per_multiprocessor = gpu_models::resident_blocks(*gpu, *kernel, launch.threads, launch.dynamic_shared);
-  const uint64_t resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
+  const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
   const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
   const auto text = [](auto number) { return " " + std::to_string(number); };
   if (expects_one_wave && has_second_wave(kernel->name, launch.grid, resident)) {

@@ -1,5 +1,4 @@
-// The global memory that kernels may touch: what the host code of an emulated library needs of the emulator.
-// Free of CUDA's headers, and so of their macros.
+// The global memory that kernels may access. Host code includes this header without CUDA's headers and macros.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +6,12 @@
 namespace emulator {
 
 enum class Contents {
-  kInput,   // filled; kernels only read it
-  kOutput,  // a kernel writes before one reads
-  kInOut,   // filled, and kernels write
+  kInput,   // initialized and read-only
+  kOutput,  // uninitialized
+  kInOut,   // initialized and writable
 };
 
-// `name` is what reports call it. A second registration of an address replaces the first.
+// Reports call the buffer `name`. A second registration of an address replaces the first.
 void register_buffer(const void* base, size_t bytes, const char* name, Contents contents);
 void clear_buffers();
 

@@ -1,14 +1,12 @@
 // Checks every load and store of a kernel.
 //
-// Kernels are compiled with -fsanitize=thread, which makes the compiler call __tsan_read4(address) and so on
-// before each access, and with -fsanitize=undefined. Neither libtsan nor libubsan is linked: the calls land
-// here. Found: accesses outside the registered buffers and the block's shared memory, writes to inputs, reads
-// of what nobody wrote, misaligned vectors, undefined behaviour, accesses to memory that an asynchronous copy
-// is filling, and data races - judged by CUDA's rules (which barrier orders which threads), not by what
-// happened to go wrong, so that every schedule finds them.
+// -fsanitize=thread makes the compiler call __tsan_read4(address) and so on before each access, and
+// -fsanitize=undefined adds its own calls. This file defines those functions instead of libtsan and libubsan. It finds
+// accesses outside the registered buffers and the block's shared memory, writes to inputs, reads of uninitialized
+// memory, misaligned vectors, undefined behavior, accesses to the target of a pending asynchronous copy, and data
+// races. Races are judged by CUDA's rules (which barrier orders which threads), so that every schedule finds them.
 //
-// Limits: atomics order memory as a fence would. Accesses are recorded in units of 2 bytes. A memcpy that the
-// compiler does not expand is not seen.
+// Limits: accesses are recorded in units of 2 bytes, and a memcpy that the compiler does not expand is not seen.
 #include <link.h>
 
 #include <algorithm>
@@ -27,25 +25,23 @@ constexpr size_t kUnit = 2;
 struct Record {
   Moment when;
   const void* pc = nullptr;
-  uint32_t serial = 0;  // of the region, when it happened
-  bool atomic = false;
+  uint32_t serial = 0;  // of the region, at that time
 };
 
 struct Unit {
   Record write;
-  std::vector<Record> reads;        // that are not ordered among each other
+  std::vector<Record> reads;        // not ordered with each other
   const void* in_flight = nullptr;  // the copy that fills it
-  uint32_t read_only_serial = 0;    // when it was last read through the read-only cache
 };
 
 struct Region {
   uintptr_t begin = 0, end = 0;
   std::string name;
-  bool writable = true, needs_write = true;  // before a read
-  const char* arena = nullptr;               // of the block whose shared memory it is, or null
+  bool writable = true, uninitialized = true;
+  const char* arena = nullptr;  // of the block, for shared memory
   bool active = true;
-  uint32_t serial = 1;        // grows with every launch, or every block: records of another serial are from before
-  uint32_t first_serial = 1;  // when it was registered
+  uint32_t serial = 1;        // of the launch, or of the block; records with another serial are older
+  uint32_t first_serial = 1;  // at the registration
   std::vector<Unit> units;
 };
 
@@ -53,14 +49,12 @@ bool checking = false;
 uint64_t clock = 0;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
-std::map<const void*, Knowledge> published;            // by atomic operations, per location
 std::vector<std::pair<uintptr_t, uintptr_t>> modules;  // code and constants
-// Launches before this one that may still run: a chain that overlaps_previous ties together.
-uint32_t chain = 0;
+uint32_t chain = 0;  // number of previous launches that may still run, because each later one overlaps_previous
 
 Region* find_region(uintptr_t a) {
   if (last_region && a >= last_region->begin && a < last_region->end && last_region->active) return last_region;
-  // One that begins later may lie within one that begins earlier.
+  // Regions may be nested.
   for (auto it = regions.upper_bound(a); it != regions.begin();) {
     Region* region = (--it)->second.get();
     if (region->active && a < region->end) return last_region = region;
@@ -68,13 +62,13 @@ Region* find_region(uintptr_t a) {
   return nullptr;
 }
 
-bool knows(const Knowledge& knowledge, const Moment& what) {
-  return std::any_of(knowledge.begin(), knowledge.end(), [&](const Moment& known) { return before(what, known); });
-}
-
 bool ordered(const Moment& what, const Thread& thread) {
-  return before(what, {clock, thread.id, thread.epochs}) || knows(thread.known, what) ||
-         knows(thread.block->known, what);
+  if (what.id.thread < kAgent) return before(what, {clock, thread.id, thread.epochs});
+  const auto knows = [&](const Knowledge& knowledge) {
+    const auto known = knowledge.find(what.id.thread);
+    return known != knowledge.end() && what.time <= known->second;
+  };
+  return knows(thread.known) || knows(thread.block->known);
 }
 
 std::string place(const Region& region, uintptr_t a) {
@@ -83,24 +77,18 @@ std::string place(const Region& region, uintptr_t a) {
 }
 
 [[noreturn]] void fail_outside(uintptr_t a, const std::string& what) {
-  const Region* near = nullptr;
-  uintptr_t distance = 1 << 20;
-  for (const auto& [begin, region] : regions) {
-    const uintptr_t d = a >= region->end ? a - region->end : a < begin ? begin - a : 0;
-    if (d < distance) distance = d, near = region.get();
-  }
-  if (near == nullptr) fail(what + " outside any buffer");
-  const std::string name = "'" + near->name + "'", far = std::to_string(distance) + " bytes ";
-  if (a >= near->end) fail(what + " outside any buffer, " + far + "after the end of " + name);
-  if (a < near->begin) fail(what + " outside any buffer, " + far + "before " + name);
-  fail(what + " to " + name + ", the shared memory of a block that has returned");
+  const auto next = regions.upper_bound(a);
+  if (next == regions.begin()) fail(what + " outside any buffer");
+  const Region& near = *std::prev(next)->second;
+  if (a < near.end) fail(what + " to '" + near.name + "', the shared memory of a block that has returned");
+  fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
 bool overlaps(const Region& region, uint32_t serial) {
   return serial < region.serial && serial + chain >= region.serial;
 }
 
-// What the previous grid may still be doing with this unit.
+// Fails if the previous grid may still access this unit.
 void check_previous_grid(const Region& region, const Unit& unit, bool write, const std::string& what, uintptr_t a) {
   const auto stop = [&](const char* why) {
     fail(what + " before the wait for the previous grid, " + why + " " + place(region, a));
@@ -117,7 +105,7 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   const Thread& thread = *current;
   const auto stack = reinterpret_cast<uintptr_t>(thread.stack), self = reinterpret_cast<uintptr_t>(&thread);
   if (a - stack < kStackBytes || a - self < sizeof(Thread)) return;
-  const bool write = access == Access::kWrite || access == Access::kAtomic, atomic = access == Access::kAtomic;
+  const bool write = access == Access::kWrite;
   const auto describe = [&] {
     return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " + who(thread.id) +
            " at " + at(pc);
@@ -137,7 +125,7 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   }
   const bool overlapping =
       !shared && chain != 0 && !thread.waited_for_previous_grid && !thread.block->waited_for_previous_grid;
-  const Record mine{now(), pc, region.serial, atomic};
+  const Record mine{now(), pc, region.serial};
   const auto race = [&](const char* kind, const Record& other) {
     fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.when.id) + " at " +
          at(other.pc) + ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
@@ -150,15 +138,7 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
     }
     if (overlapping) check_previous_grid(region, unit, write, describe(), a);
     const bool written = unit.write.serial == region.serial;
-    if (access == Access::kReadOnlyCache) {
-      if (written)
-        fail(describe() + " through the read-only cache of " + place(region, a) + ", written in this launch");
-      unit.read_only_serial = region.serial;
-    }
-    if (write && unit.read_only_serial == region.serial) {
-      fail(describe() + " to " + place(region, a) + ", which this launch reads through the read-only cache");
-    }
-    if (written && !(atomic && unit.write.atomic) && !ordered(unit.write.when, thread)) {
+    if (written && !ordered(unit.write.when, thread)) {
       race(write ? "write after write" : "read after write", unit.write);
     }
     if (!unit.reads.empty() && unit.reads[0].serial != region.serial) unit.reads.clear();
@@ -170,12 +150,11 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
       unit.reads.clear();
       if (transfer) unit.in_flight = transfer->pc;
     } else {
-      if (region.needs_write && (shared ? !written : unit.write.serial < region.first_serial)) {
-        fail(describe() + " of uninitialised " + place(region, a));
+      if (region.uninitialized && (shared ? !written : unit.write.serial < region.first_serial)) {
+        fail(describe() + " of uninitialized " + place(region, a));
       }
-      if (!region.writable || access == Access::kLook) continue;
-      // Reads of one block between two of its barriers are not ordered: look for ordered ones when the epoch
-      // changes.
+      if (!region.writable) continue;
+      // Reads of one block between two of its barriers are not ordered, so only a new epoch can supersede some.
       const Record* last = unit.reads.empty() ? nullptr : &unit.reads.back();
       if (last && (last->when.id.block != thread.id.block || last->when.epochs.block != thread.epochs.block)) {
         std::erase_if(unit.reads, [&](const Record& read) { return ordered(read.when, thread); });
@@ -195,7 +174,7 @@ void add_region(const void* base, size_t bytes, const char* name, Contents conte
   region->end = region->begin + bytes;
   region->name = name;
   region->writable = contents != Contents::kInput;
-  region->needs_write = contents == Contents::kOutput;
+  region->uninitialized = contents == Contents::kOutput;
   region->arena = arena;
   region->active = true;
   region->first_serial = ++region->serial;
@@ -213,34 +192,25 @@ int note_module(dl_phdr_info* info, size_t, void*) {
 
 }  // namespace
 
-// ---- order ------------------------------------------------------------------------------------------------
+// ---- order ----------------------------------------------------------------------------------------------------------
+
 bool before(const Moment& a, const Moment& b) {
   const bool same_block = a.id.block == b.id.block;
   if (same_block && a.id.thread == b.id.thread) return a.time <= b.time;
-  if ((a.id.thread | b.id.thread) & kAgent) return false;  // passes no barriers
   if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
   if (!same_block) return false;
   return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
 }
 
 void learn(Knowledge& mine, const Knowledge& other) {
-  if (other.empty()) return;
-  Knowledge all(mine.size() + other.size());
-  const auto latest_first = [](const Moment& a, const Moment& b) {
-    return std::tuple(a.id.block, a.id.thread, b.time) < std::tuple(b.id.block, b.id.thread, a.time);
-  };
-  const auto same_thread = [](const Moment& a, const Moment& b) {
-    return a.id.block == b.id.block && a.id.thread == b.id.thread;
-  };
-  std::merge(mine.begin(), mine.end(), other.begin(), other.end(), all.begin(), latest_first);
-  all.erase(std::unique(all.begin(), all.end(), same_thread), all.end());
-  mine = std::move(all);
+  for (const auto& [agent, time] : other) mine[agent] = std::max(mine[agent], time);
 }
 
 uint64_t tick() { return ++clock; }
 Moment now() { return {++clock, current->id, current->epochs}; }
 
-// ---- launches and memory ----------------------------------------------------------------------------------
+// ---- launches and memory --------------------------------------------------------------------------------------------
+
 void checker_begin_launch(bool overlaps_previous) {
   chain = overlaps_previous ? chain + 1 : 0;
   modules.clear();
@@ -249,7 +219,6 @@ void checker_begin_launch(bool overlaps_previous) {
 }
 void checker_end_launch() {
   last_region = nullptr;
-  published.clear();
   std::erase_if(regions, [](const auto& entry) { return entry.second->arena != nullptr; });
 }
 
@@ -261,13 +230,13 @@ void clear_buffers() {
   regions.clear();
 }
 
-void shared_memory_here(Block& block, char* base, size_t bytes, const char* name) {
+void add_shared_memory(Block& block, char* base, size_t bytes, const char* name) {
   add_region(base, bytes, name, Contents::kOutput, block.arena);
 }
-void shared_memory_gone(Block& block) {
+void remove_shared_memory(Block& block) {
   for (auto& [begin, region] : regions) region->active &= region->arena != block.arena;
 }
-void shared_memory_leaving(Block& block) {
+void check_block_may_return(Block& block) {
   const auto seen = [&](const Moment& what) {
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
       if (ordered(what, block.threads[i])) return true;
@@ -287,10 +256,11 @@ void shared_memory_leaving(Block& block) {
       for (const Record& read : unit.reads) check(read);
     }
   }
-  shared_memory_gone(block);
+  remove_shared_memory(block);
 }
 
-// ---- accesses ---------------------------------------------------------------------------------------------
+// ---- accesses -------------------------------------------------------------------------------------------------------
+
 void check_access(const void* address, size_t bytes, Access access, const void* pc) {
   if (checking && current) check(reinterpret_cast<uintptr_t>(address), bytes, access, pc);
 }
@@ -306,33 +276,14 @@ void end_transfer(const Transfer& transfer, const Moment& by) {
   Region& region = *find_region(a);
   for (size_t u = (a - region.begin) / kUnit; u <= (a + transfer.bytes - 1 - region.begin) / kUnit; ++u) {
     region.units[u].in_flight = nullptr;
-    region.units[u].write = {by, transfer.pc, region.serial, false};
+    region.units[u].write = {by, transfer.pc, region.serial};
   }
 }
-
-void read_only_load(const void* address, size_t bytes) {
-  check_access(address, bytes, Access::kReadOnlyCache, __builtin_return_address(0));
-}
-
-uint64_t atomic_begin(const void* address, size_t bytes) {
-  if (checking) {
-    check_access(address, bytes, Access::kAtomic, __builtin_return_address(0));
-    Knowledge& here = published[address];
-    Knowledge& mine = current->known;
-    learn(mine, here);
-    learn(here, mine);
-    learn(here, current->block->known);
-    learn(here, {now()});
-  }
-  uint64_t value = 0;
-  std::memcpy(&value, address, bytes);
-  return value;
-}
-void atomic_end(void* address, size_t bytes, uint64_t value) { std::memcpy(address, &value, bytes); }
 
 }  // namespace emulator
 
-// ---- what the compiler calls ------------------------------------------------------------------------------
+// ---- called by the compiled kernels ---------------------------------------------------------------------------------
+
 namespace {
 
 using emulator::Access;
@@ -348,15 +299,15 @@ void check_aligned(const void* address, size_t bytes, Access access, const void*
   emulator::check_access(address, bytes, access, pc);
 }
 
-struct UndefinedBehaviour {  // what every report of -fsanitize=undefined begins with
+struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undefined
   const char* file;
   uint32_t line, column;
 };
 
-[[noreturn]] void undefined_behaviour(const char* what, const void* data) {
-  const auto* where = static_cast<const UndefinedBehaviour*>(data);
+[[noreturn]] void undefined_behavior(const char* what, const void* data) {
+  const auto* where = static_cast<const UndefinedBehavior*>(data);
   const std::string file = where->file;
-  const std::string text = std::string("undefined behaviour (") + what + ") at " + file.substr(file.rfind('/') + 1) +
+  const std::string text = std::string("undefined behavior (") + what + ") at " + file.substr(file.rfind('/') + 1) +
                            ":" + std::to_string(where->line);
   if (current) emulator::fail(text + " by " + emulator::who(current->id));
   std::fprintf(stderr, "%s\n", text.c_str());
@@ -369,8 +320,6 @@ extern "C" {
 #define EMULATOR_ACCESS(n)                                                                                             \
   void __tsan_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }                    \
   void __tsan_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }                  \
-  void __tsan_volatile_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }           \
-  void __tsan_volatile_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }         \
   void __tsan_unaligned_read##n(void* a) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); } \
   void __tsan_unaligned_write##n(void* a) { emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0)); }
 EMULATOR_ACCESS(1)
@@ -387,7 +336,7 @@ void __tsan_func_exit() {}
 void __tsan_init() { emulator::checking = true; }  // at load, if anything was compiled with -fsanitize=thread
 
 #define EMULATOR_UNDEFINED(name) \
-  void __ubsan_handle_##name##_abort(const void* data) { undefined_behaviour(#name, data); }
+  void __ubsan_handle_##name##_abort(const void* data) { undefined_behavior(#name, data); }
 EMULATOR_UNDEFINED(add_overflow)
 EMULATOR_UNDEFINED(sub_overflow)
 EMULATOR_UNDEFINED(mul_overflow)
@@ -397,7 +346,7 @@ EMULATOR_UNDEFINED(shift_out_of_bounds)
 EMULATOR_UNDEFINED(out_of_bounds)
 EMULATOR_UNDEFINED(pointer_overflow)
 EMULATOR_UNDEFINED(load_invalid_value)
-void __ubsan_handle_type_mismatch_v1_abort(const void* data) { undefined_behaviour("misaligned address", data); }
-void __ubsan_handle_builtin_unreachable(const void* data) { undefined_behaviour("unreachable", data); }
-void __ubsan_handle_missing_return(const void* data) { undefined_behaviour("missing return", data); }
+void __ubsan_handle_type_mismatch_v1_abort(const void* data) { undefined_behavior("misaligned address", data); }
+void __ubsan_handle_builtin_unreachable(const void* data) { undefined_behavior("unreachable", data); }
+void __ubsan_handle_missing_return(const void* data) { undefined_behavior("missing return", data); }
 }

@@ -1,6 +1,6 @@
 """Compiles device code for the emulator: single programs, and the whole operator library.
 
-What is built is kept under build/emulator, named by a hash of everything it was made of.
+The results are kept under build/emulator, named by a hash of everything they were made of.
 """
 
 import concurrent.futures
@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import subprocess
 import sysconfig
 import tempfile
@@ -16,19 +17,19 @@ EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
 
-RUNTIME = sorted(path for path in EMULATOR.glob("*.cpp") if path.name != "audit_runtime.cpp")
+RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "transfers.cpp", "checker.cpp", "source_lines.cpp")]
+OWN_HEADERS = ("device.h", "launch_limits.h", "platform.h")  # replace those of csrc/cuda
 
-# How device code is compiled. -fsanitize only instruments: checker.cpp takes the place of the libraries.
+# Modes: flags for device code. checker.cpp implements the functions that -fsanitize calls.
 CHECKED = (
     "-O1",
     "-fno-omit-frame-pointer",
-    "-ftrivial-auto-var-init=pattern",  # an uninitialised local is a NaN
-    "-fsanitize=thread,undefined,bounds-strict",  # strict: of a Vector's elements, too
+    "-ftrivial-auto-var-init=pattern",  # an uninitialized local is a NaN
+    "-fsanitize=thread,undefined,bounds-strict",  # strict: also for the elements of a Vector
     "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
     "-fno-sanitize-recover=all",
 )
 PLAIN = ("-O1",)
-HASTY = ("-O0",)  # for what is run but once
 COVERAGE = ("-O0", "--coverage")
 
 COMMON = (
@@ -37,10 +38,10 @@ COMMON = (
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",  # unroll
-    "-fno-strict-aliasing",  # nvcc's rules
+    "-fno-strict-aliasing",  # like nvcc
     "-ffp-contract=off",
-    "-fno-gnu-unique",  # or statics would be shared with the extension in the same process
-    "-DLAYERNORM_EMULATE",
+    "-fno-gnu-unique",  # otherwise the installed extension would share its static variables
+    f"-I{EMULATOR}",
 )
 
 
@@ -50,16 +51,16 @@ class CompileError(Exception):
 
 @functools.cache
 def cuda_include():
-    """The toolkit's headers: CUDA_HOME's, or those of the packages nvidia-cuda-{runtime,crt,cccl}."""
+    """Return the toolkit's headers: those of CUDA_HOME, or of the packages nvidia-cuda-{runtime,crt,cccl}."""
     site = pathlib.Path(sysconfig.get_path("purelib"))
-    places = [
+    folders = [
         pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"),
         *site.glob("nvidia/*/include"),
     ]
-    for place in places:
-        if (place / "cuda_bf16.h").exists():
-            return place
-    raise CompileError(f"no CUDA headers in {', '.join(map(str, places))}")
+    for folder in folders:
+        if (folder / "cuda_bf16.h").exists():
+            return folder
+    raise CompileError(f"no CUDA headers in {', '.join(map(str, folders))}")
 
 
 def _run(command, **kwargs):
@@ -75,10 +76,7 @@ def _compiler():
 
 
 def _make(suffix, command, inputs, folder=None):
-    """Runs `command` with `-o` a new file, unless its result is in the cache already.
-
-    Where `folder` lies does not matter: copies of it share what is made of them.
-    """
+    """Run `command` with `-o` a new file, unless the cache has its result. The location of `folder` does not matter."""
     words = [word.replace(str(folder), "") for word in command]
     digest = hashlib.sha256(repr((words, _compiler())).encode())
     for path in inputs:
@@ -86,13 +84,46 @@ def _make(suffix, command, inputs, folder=None):
     made = CACHE / (digest.hexdigest()[:24] + suffix)
     if not made.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        # Another process may be making the same: whoever is last wins, with the same bytes.
+        # Another process may make the same file at the same time; both write the same bytes.
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-            # The names of coverage files are compiled in.
+            # The compiler stores the names of coverage files in the object.
             coverage = ["-dumpbase", str(made.with_suffix(""))] if {"-c", "--coverage"} <= set(command) else []
             _run([*command, *coverage, "-o", made.name], cwd=scratch)
             pathlib.Path(scratch, made.name).rename(made)
     return made
+
+
+SHARED = re.compile(r"(extern )?__shared__ (?:__align__\(\d+\) )?((?:[\w: ]|<[^;]*>)+) (\w+)((?:\[[^;]*\])?);")
+
+
+def _replace_shared(match):
+    """Return the emulator's macro for a declaration of shared memory."""
+    extern, element, name, extents = match.groups()
+    if extern:
+        return f"EMULATOR_DYNAMIC_SHARED({name}, {element});"
+    return f"EMULATOR_SHARED({name}, {element}{extents});"
+
+
+def _mirror(csrc):
+    """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros."""
+    suffixes = (".h", ".cuh", ".cpp", ".cu")
+    origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
+    origins |= {pathlib.Path("cuda", name): EMULATOR / name for name in OWN_HEADERS}
+    files = {}
+    for path, origin in origins.items():
+        text = SHARED.sub(_replace_shared, origin.read_text()) if path.suffix in (".cu", ".cuh") else origin.read_text()
+        if path.suffix in (".cu", ".cuh") and "__shared__" in text:
+            raise CompileError(f"{origin}: the emulator does not understand a declaration of shared memory")
+        files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:24]
+    folder = CACHE / f"{digest}.csrc"
+    for path, content in files.items():
+        if not (folder / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
+                scratch.write(content)
+            pathlib.Path(scratch.name).rename(folder / path)
+    return folder
 
 
 def _headers(folder):
@@ -100,18 +131,10 @@ def _headers(folder):
 
 
 def _object(source, flags, csrc):
-    command = [
-        _compiler()[0],
-        *COMMON,
-        *flags,
-        f"-I{csrc / 'cuda'}",
-        f"-I{EMULATOR}",
-        "-isystem",
-        str(cuda_include()),
-    ]
-    # nvcc takes host code of 2017 as well; the emulator itself needs std::source_location.
+    # nvcc and torch compile C++17; the emulator itself needs std::source_location.
+    command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", "-isystem", str(cuda_include())]
     command += ["-std=c++20", "-x", "c++", "-c", str(source)]
-    headers = [*_headers(csrc), *_headers(EMULATOR)]
+    headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h", EMULATOR / "buffers.h"]
     if source.suffix != ".cu":
         headers = [path for path in headers if path.suffix != ".cuh"]
     return _make(".o", command, [source, *headers], csrc)
@@ -122,63 +145,53 @@ def _objects(jobs):
         return list(pool.map(lambda job: _object(*job), jobs))
 
 
-def _link(suffix, flags, objects):
-    return _make(suffix, [_compiler()[0], *flags, *map(str, objects)], objects)
-
-
-def program(*sources, mode=CHECKED):
-    """Builds device code with a main() of its own, and returns the path of the executable."""
-    csrc = ROOT / "csrc"
-    objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(path, mode, csrc) for path in sources])
-    return _link("", (), objects)
+def program(source, mode=CHECKED):
+    """Build device code with a main() of its own, and return the path of the executable."""
+    csrc, own = _mirror(ROOT / "csrc"), _mirror(source.parent)
+    flags = (*mode, f"-I{own}")
+    objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(own / source.name, flags, csrc)])
+    return _make("", [_compiler()[0], *map(str, objects)], objects)
 
 
 def shared_library(source):
-    """Builds a file that includes CUDA's headers and gpu_models.h, and returns the path of the shared library."""
+    """Build a file that includes CUDA's headers and gpu_models.h, and return the path of the shared library."""
     flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", f"-I{EMULATOR}")
     command = [_compiler()[0], *flags, "-isystem", str(cuda_include()), str(source), "-ldl"]
     return _make(".so", command, [source, *_headers(EMULATOR)])
 
 
 def namespace(mode):
-    """That of a library's operators. What looks at every access has its own: a process may load another one, too."""
+    """Return the namespace of a library's operators: a process may load one that is checked and one that is not."""
     return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
 
 
-def library(mode=CHECKED, csrc=None):
-    """Builds the operators with the CUDA kernels, on another namespace's CPU key: for torch.ops.load_library.
-
-    The sources are those of `csrc`, of LAYERNORM_EMULATED_SOURCES (for mutants), or of this tree.
-    """
+def library(mode=CHECKED):
+    """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library."""
     import torch
 
-    csrc = pathlib.Path(csrc or os.environ.get("LAYERNORM_EMULATED_SOURCES", ROOT / "csrc"))
+    csrc = _mirror(ROOT / "csrc")
     torch_root = pathlib.Path(torch.__file__).parent
+    coverage = [flag for flag in mode if flag == "--coverage"]
     host_flags = (
         "-O1",
-        f"-DLAYERNORM_NAMESPACE={namespace(mode)}",
-        "-DLAYERNORM_CUDA_KEY=CPU",
+        *coverage,
+        "-DWITH_CUDA",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
         "-Wno-deprecated",
-        *(("--coverage",) if "--coverage" in mode else ()),
         "-isystem",
         str(torch_root / "include"),
         "-isystem",
         str(torch_root / "include/torch/csrc/api/include"),
     )
-    host = [path for path in sorted(csrc.glob("*.cpp")) if path.name != "bindings.cpp"]
-    device = sorted((csrc / "cuda").glob("*.cu"))
+    registration_flags = (*host_flags, f'-DEMULATOR_NAMESPACE="{namespace(mode)}"')
+    host = [csrc / "ops.cpp", csrc / "autograd.cpp", csrc / "channels_first.cpp"]
     objects = _objects(
         [(path, ("-O2",), csrc) for path in RUNTIME]
-        + [(path, mode, csrc) for path in device]
+        + [(path, mode, csrc) for path in sorted(csrc.glob("cuda/*.cu"))]
         + [(path, host_flags, csrc) for path in host]
+        + [(EMULATOR / "registration.cpp", registration_flags, csrc)]
     )
-    flags = [
-        "-shared",
-        "-Wl,-Bsymbolic",
-        "-Wl,--no-undefined",
-        *(("--coverage",) if "--coverage" in mode else ()),
-    ]
+    flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *coverage]
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     return _make(".so", [_compiler()[0], *flags, *map(str, objects), *libraries], objects)

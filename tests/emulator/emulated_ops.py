@@ -1,6 +1,6 @@
 """The operators with the CUDA kernels on the CPU, for tests.
 
-If the installed package was built with CUDA, each launch is held against the registers that nvcc gave its kernel.
+If the installed package was built with CUDA, each launch is checked against the registers that nvcc gave its kernel.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ UNLIMITED = 2**63 - 1
 
 
 class Library:
-    """torch.ops.<namespace>, and the order in which its threads run. One per namespace and process."""
+    """The operators (`ops`), and the schedule of their threads. One per namespace and process."""
 
     def __init__(self, mode):
         path = emulated_build.library(mode)
@@ -39,7 +39,7 @@ class Library:
                     self.set_resources(architecture, kernel.name, kernel.registers, kernel.static_shared)
 
     def set_resources(self, architecture, kernel, registers, static_shared):
-        """Hold launches of a kernel against the registers of a thread and the static shared memory of a block."""
+        """Set the registers per thread and the static shared memory per block of a kernel."""
         self._set_resources(architecture, kernel.encode(), registers, static_shared)
 
     @contextlib.contextmanager
@@ -52,24 +52,23 @@ class Library:
         path_limit=UNLIMITED,
         one_launch_limit=UNLIMITED,
     ):
-        """Within it, threads run in this order, for kernels of this compute capability.
+        """Run threads in this order, on a GPU of this compute capability, within the `with` block.
 
-        Kernels that take rows up to some number of vectors leave those of more than `path_limit` to the next. Backward
-        is one launch for what reads up to `one_launch_limit` bytes.
+        `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes), and
+        `one_launch_limit` the bytes up to which backward is one launch: see launch_limits.h.
         """
-        options = (concurrent_blocks, architecture, path_limit, one_launch_limit)
-        self._configure(ORDERS.index(order), seed, *options)
+        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit, one_launch_limit)
         try:
             yield
         finally:
             self._configure(0, 0, 1, 90, UNLIMITED, UNLIMITED)
 
     def launched(self):
-        """Return the names of the kernels that have been launched since the last call."""
+        """Return the names of the kernels that were launched since the last call."""
         return set(self._launched().decode().splitlines())
 
 
 @functools.cache
 def library(mode):
-    """Return the library of this process, built if need be; of LAYERNORM_EMULATED_MODE, if that is set (by mutants)."""
+    """Return this process's library for a mode; test_coverage.py overrides the mode by LAYERNORM_EMULATED_MODE."""
     return Library(mode=getattr(emulated_build, os.environ.get("LAYERNORM_EMULATED_MODE", ""), mode))

@@ -1,31 +1,50 @@
-// Faults of memory, barriers and collectives, planted one at a time, next to their right counterparts. A
-// comment "fault" marks the line that a report must name.
-#include "cases.h"
+// One kernel per fault that the emulator finds, beside correct counterparts. Prints one line per case and schedule for
+// test_emulator.py. A report must name a line with the comment "fault".
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "device.h"
 
 namespace {
 
 using namespace layernorm;
-using cases::Data;
-using cases::kN;
 
-constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kN = 256;
+constexpr unsigned kAllLanes = 0xffffffffu, kRowBytes = kN * sizeof(float);
 
-__device__ float warp_sum(float v) {
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(kAllLanes, v, offset);
-  return v;
-}
+struct Data {
+  const float* in;   // [kN], read-only
+  float* out;        // [kN]
+  float* workspace;  // [kN], uninitialized
+  float sum;         // of in
+};
 
-// ---- memory -----------------------------------------------------------------------------------------------
+// What a kernel omits or does wrong.
+enum class Fault {
+  kNone,
+  kNoWait,
+  kNoBarrier,
+  kNoFence,
+  kWrongPhase,
+  kWrongBytes,
+  kMisaligned,
+  kOddSize,
+  kTooEarly,
+  kReadByOthers,
+  kNotInitialized,
+  kPastEnd,
+};
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
 __global__ void read_past_end(const float* in, float* out) {
   const float v = in[threadIdx.x];  // fault
   __syncwarp();
   if (threadIdx.x < kN) out[threadIdx.x] = v;
-}
-__global__ void read_before_start(const float* in, float* out) {
-  out[threadIdx.x] = in[static_cast<int>(threadIdx.x) - 1];  // fault
-}
-__global__ void write_past_end(const float* in, float* out) {
-  if (threadIdx.x <= kN) out[threadIdx.x] = in[threadIdx.x % kN];  // fault
 }
 __global__ void write_input(const float* in, float* out) {
   out[threadIdx.x] = in[threadIdx.x];
@@ -37,30 +56,20 @@ __global__ void read_workspace(const float* workspace, float* out) {
 __global__ void fill_workspace(const float* in, float* workspace, int count) {
   if (static_cast<int>(threadIdx.x) < count) workspace[threadIdx.x] = in[threadIdx.x];
 }
-__global__ void static_overrun(const float* in, float* out) {
-  LAYERNORM_SHARED(tile, float[kN]);
-  tile[threadIdx.x + 1] = in[threadIdx.x];  // fault
-  __syncthreads();
-  out[threadIdx.x] = tile[threadIdx.x == 0 ? 1 : threadIdx.x];
-}
 __global__ void dynamic_overrun(const float* in, float* out) {
-  LAYERNORM_DYNAMIC_SHARED(tile, float);
+  extern __shared__ __align__(16) float tile[];
   tile[threadIdx.x + 1] = in[threadIdx.x];  // fault
   __syncthreads();
   out[threadIdx.x] = tile[threadIdx.x == 0 ? 1 : threadIdx.x];
 }
-__global__ void uninitialised_shared(const float* in, float* out) {
-  LAYERNORM_SHARED(tile, float[kN]);
+__global__ void uninitialized_shared(const float* in, float* out) {
+  __shared__ float tile[kN];
   if (threadIdx.x < kN - 1) tile[threadIdx.x] = in[threadIdx.x];
   __syncthreads();
   out[threadIdx.x] = tile[threadIdx.x];  // fault
 }
-__global__ void misaligned_global(const float* in, float* out) {
-  const float4 v = *reinterpret_cast<const float4*>(in + 1);  // fault
-  out[threadIdx.x] = v.x;
-}
 __global__ void misaligned_shared(const float* in, float* out) {
-  LAYERNORM_SHARED(tile, float[kN]);  // aligned to 4 bytes
+  __shared__ float tile[kN];  // aligned to 4 bytes
   tile[threadIdx.x] = in[threadIdx.x];
   __syncthreads();
   const float4 v = *reinterpret_cast<const float4*>(&tile[threadIdx.x / 4 * 4]);  // fault
@@ -70,11 +79,6 @@ __global__ void index_overflow(float* out, int rows, int cols) {
   const int offset = rows * cols;  // fault
   out[threadIdx.x] = offset < 0 ? -1.f : 1.f;
 }
-__global__ void array_overrun(const float* in, float* out, int n) {
-  float v[4] = {};
-  for (int i = 0; i <= n; ++i) v[i] = in[i];  // fault
-  out[threadIdx.x] = v[0];
-}
 __global__ void overrun_into_padding(const float* in, float* out, int n) {
   struct alignas(16) {
     float of[2];
@@ -83,11 +87,12 @@ __global__ void overrun_into_padding(const float* in, float* out, int n) {
   out[threadIdx.x] = v.of[0];
 }
 
-// ---- races within a block ---------------------------------------------------------------------------------
+// ---- races ----------------------------------------------------------------------------------------------------------
+
 template <bool kBarrierBefore, bool kBarrierAfter>
 __device__ float block_sum(float v) {
-  LAYERNORM_SHARED(partial, float[8]);
-  v = warp_sum(v);
+  __shared__ float partial[8];
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(kAllLanes, v, offset);
   if (kBarrierBefore) __syncthreads();
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;  // fault
   if (kBarrierAfter) __syncthreads();
@@ -102,43 +107,30 @@ __global__ void sums(const float* in, float* out) {
   out[threadIdx.x] = a + block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x] * 2.f);
 }
 __global__ void same_value(const float* in, float* out) {
-  LAYERNORM_SHARED(first, float);
+  __shared__ float first;
   first = in[0];  // fault
   __syncthreads();
   out[threadIdx.x] = first;
 }
+// A shuffle orders no accesses.
 template <bool kSync>
 __global__ void swap_in_warp(const float* in, float* out) {
-  LAYERNORM_SHARED(tile, float[kN]);
+  __shared__ float tile[kN];
   tile[threadIdx.x] = in[threadIdx.x];
+  const float v = __shfl_xor_sync(kAllLanes, in[threadIdx.x], 1);
   if (kSync) __syncwarp();
-  out[threadIdx.x] = tile[threadIdx.x ^ 1];  // fault
+  out[threadIdx.x] = tile[threadIdx.x ^ 1] + 0.f * v;  // fault
 }
-__global__ void shuffle_is_no_barrier(const float* in, float* out) {
-  LAYERNORM_SHARED(tile, float[kN]);
-  tile[threadIdx.x] = __shfl_xor_sync(kAllLanes, in[threadIdx.x], 1);
-  const float mine = __shfl_xor_sync(kAllLanes, in[threadIdx.x], 1);
-  out[threadIdx.x] = tile[threadIdx.x ^ 1] + 0.f * mine;  // fault
-}
-__global__ void early_return(const float* in, float* out) {  // right: the barrier counts those that remain
-  if (threadIdx.x >= 192) return;
-  LAYERNORM_SHARED(tile, float[kN]);
-  tile[threadIdx.x] = in[threadIdx.x];
-  __syncthreads();
-  out[threadIdx.x] = tile[threadIdx.x ^ 1];
+__global__ void blocks_overwrite(const float*, float* out) {
+  out[threadIdx.x] = static_cast<float>(blockIdx.x);  // fault
 }
 
-// ---- barriers and collectives -----------------------------------------------------------------------------
+// ---- barriers and collectives ---------------------------------------------------------------------------------------
+
 __global__ void barrier_in_branch(const float* in, float* out) {
   if (threadIdx.x < 128) __syncthreads();  // fault
   out[threadIdx.x] = in[threadIdx.x];
   if (threadIdx.x >= 128) __syncthreads();  // fault
-}
-__global__ void barrier_for_some(const float* in, float* out) {
-  out[threadIdx.x] = in[threadIdx.x];
-  if (threadIdx.x % 32 == 0) __syncthreads();  // fault
-  __syncwarp();                                // fault
-  __syncthreads();
 }
 __global__ void shuffle_in_branch(const float* in, float* out) {
   float v = in[threadIdx.x];
@@ -146,136 +138,355 @@ __global__ void shuffle_in_branch(const float* in, float* out) {
   __syncthreads();
   out[threadIdx.x] = v;
 }
-__global__ void shuffle_outside_mask(const float* in, float* out) {
+__global__ void shuffle_of_half_a_warp(const float* in, float* out) {
   out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, in[threadIdx.x], 1);  // fault
 }
 __global__ void shuffle_from_absent_lane(const float* in, float* out) {  // 48 threads: half a second warp
   out[threadIdx.x] = __shfl_xor_sync(kAllLanes, in[threadIdx.x], 16);    // fault
 }
-__global__ void shuffle_with_other_mask(const float* in, float* out) {
-  const unsigned mask = threadIdx.x % 32 < 8 ? kAllLanes : 0xffffff00u;
-  out[threadIdx.x] = __shfl_xor_sync(mask, in[threadIdx.x], 1);  // fault
-  __syncwarp();
-}
 
-// ---- between blocks ---------------------------------------------------------------------------------------
-template <bool kAtomic>
-__global__ void add(const float* in, float* out) {
-  if (kAtomic) {
-    atomicAdd(&out[threadIdx.x], in[threadIdx.x]);
-  } else {
-    out[threadIdx.x] += in[threadIdx.x];  // fault
-  }
+// Every collective, in 256 = 64 * 4 threads of a grid of 2 x 2 blocks; out[i] counts the correct results.
+__global__ void collectives(const float*, float* out) {
+  const int lane = threadIdx.x % 32;
+  int correct = __shfl_sync(kAllLanes, 100.0 + lane, 7) == 107.0;
+  for (int mask = 1; mask < 32; mask *= 2) correct += __shfl_xor_sync(kAllLanes, lane, mask) == (lane ^ mask);
+  correct += __any_sync(kAllLanes, lane == 31) && !__any_sync(kAllLanes, lane > 31);
+  correct += __syncthreads_or(threadIdx.x == 40) && !__syncthreads_or(0);
+  const __half2 pair = __shfl_xor_sync(kAllLanes, __floats2half2_rn(static_cast<float>(lane), -1.f), 1);
+  correct += __low2float(pair) == static_cast<float>(lane ^ 1);
+  correct += rsqrtf(4.f) == 0.5f + 0x1p-14f;  // see device.h
+  out[(blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x] = static_cast<float>(correct);
 }
-// Every block stores its part, and the one that draws the last ticket adds them up.
-template <bool kBarrier>
-__global__ void last_block(const float* in, float* workspace, unsigned* ticket, float* out) {
-  LAYERNORM_SHARED(is_last, bool);
-  workspace[blockIdx.x * kN + threadIdx.x] = in[threadIdx.x];
-  __threadfence();
-  if (kBarrier) __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+// Barriers and full masks count only the threads that remain; the last warp has 20 lanes.
+__global__ void early_return(const float* in, float* out) {
+  __shared__ float tile[kN];
+  if (threadIdx.x % 32 < 4) return;
+  tile[threadIdx.x] = in[threadIdx.x];
   __syncthreads();
-  if (!is_last) return;
-  float total = 0.f;
-  for (unsigned b = 0; b < gridDim.x; ++b) total += workspace[b * kN + threadIdx.x];  // fault
-  out[threadIdx.x] = total;
-}
-__global__ void wait_for_block(const float* in, float* out, unsigned* flag) {
-  if (blockIdx.x == 1) {
-    atomicExch(flag, 1u);
-  } else {
-    while (atomicAdd(flag, 0u) == 0) __nanosleep(100);
-    out[threadIdx.x] = in[threadIdx.x];
-  }
-}
-__global__ void other_block(const float*, float* out) {
-  out[threadIdx.x] = static_cast<float>(blockIdx.x);  // fault
-}
-__global__ void trapped(const float*, float*) {
-  __trap();  // fault
+  out[threadIdx.x] = __any_sync(kAllLanes, threadIdx.x % 32 < 4) ? -1.f : tile[threadIdx.x ^ 1];
 }
 
-// ---- the table --------------------------------------------------------------------------------------------
+// ---- cp.async -------------------------------------------------------------------------------------------------------
+
+// Two rows go through one buffer: the second is fetched after the block has read the first.
+template <Fault kFault>
+__global__ void fetch(const float* in, float* out) {
+  extern __shared__ __align__(16) float tile[];
+  for (int row = 0; row < 2; ++row) {
+    if (threadIdx.x < kN / 4) {
+      const int shift = kFault == Fault::kMisaligned;
+      async_copy16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x + shift);  // fault
+    }
+    async_commit();
+    if (kFault != Fault::kNoWait) async_wait<kFault == Fault::kWrongPhase>();
+    if (kFault != Fault::kReadByOthers) __syncthreads();
+    if (kFault == Fault::kTooEarly && row == 1) tile[threadIdx.x] = 1.f;
+    out[threadIdx.x] = tile[threadIdx.x ^ 1];  // fault
+    if (kFault != Fault::kNoBarrier) __syncthreads();
+  }
+  async_wait<0>();
+}
+// The older of two groups is complete while the newer one is pending; a copy of nothing writes zeros.
+__global__ void two_groups(const float* in, float* out) {
+  extern __shared__ __align__(16) float tile[];
+  float* const own = tile + 8 * threadIdx.x;
+  async_copy16(own, in + threadIdx.x / 4 * 4);
+  async_commit();
+  async_copy16_or_zeros(own + 4, nullptr, false);
+  async_commit();
+  async_wait<1>();
+  out[threadIdx.x] = own[threadIdx.x % 4];
+  async_wait<0>();
+  out[threadIdx.x] += own[4 + threadIdx.x % 4];
+}
+__global__ void leave_copy(const float* in, float*) {
+  extern __shared__ __align__(16) float tile[];
+  async_copy16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x);
+  async_commit();
+}
+
+// ---- bulk copies and mbarriers --------------------------------------------------------------------------------------
+
+// A ring of two stages over four rows, all of them `in`. Every thread reads what another one's copy brought.
+template <Fault kFault>
+__global__ void ring(const float* in, float* out) {
+  extern __shared__ __align__(16) float stages[];
+  __shared__ MBarrier full[2];
+  const auto fetch_row = [&](int row) {
+    MBarrier* barrier = &full[row % 2];
+    const int shift = kFault == Fault::kMisaligned ? 1 : kFault == Fault::kPastEnd ? 4 : 0;
+    const unsigned bytes = kFault == Fault::kOddSize ? kRowBytes - 4 : kRowBytes;
+    mbarrier_arrive(barrier, kFault == Fault::kWrongBytes ? bytes + 16 : bytes);  // fault
+    bulk_copy(stages + row % 2 * kN, in + shift, bytes, barrier);                 // fault
+  };
+  if (threadIdx.x == 0) {
+    if (kFault != Fault::kNotInitialized) {
+      mbarrier_init(&full[0], 1);  // fault, on sm_80
+      mbarrier_init(&full[1], 1);
+    }
+    if (kFault != Fault::kNoFence) mbarrier_fence_init();
+    fetch_row(0);
+    fetch_row(1);
+  }
+  if (kFault != Fault::kNoBarrier) __syncthreads();
+  float sum = 0.f;
+  for (int row = 0; row < 4; ++row) {
+    const unsigned parity = kFault == Fault::kWrongPhase ? 1 - row / 2 % 2 : row / 2 % 2;
+    if (kFault != Fault::kNoWait && (kFault != Fault::kReadByOthers || threadIdx.x < 32)) {
+      mbarrier_wait(&full[row % 2], parity);  // fault
+    }
+    sum += stages[row % 2 * kN + (threadIdx.x ^ 1)];  // fault
+    if (kFault != Fault::kTooEarly) __syncthreads();
+    if (threadIdx.x == 0 && row + 2 < 4) fetch_row(row + 2);
+  }
+  out[threadIdx.x] = sum / 4;
+}
+// One thread waits for the copy, and a barrier informs the others. The parity before the first phase is complete.
+__global__ void one_thread_waits(const float* in, float* out) {
+  extern __shared__ __align__(16) float tile[];
+  __shared__ MBarrier full;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&full, 1);
+    mbarrier_fence_init();
+    mbarrier_wait(&full, 1);
+    mbarrier_arrive(&full, kRowBytes);
+    bulk_copy(tile, in, kRowBytes, &full);  // fault, if the tile is smaller
+    mbarrier_wait(&full, 0);
+  }
+  __syncthreads();
+  out[threadIdx.x] = tile[threadIdx.x];
+}
+__global__ void leave_bulk_copy(const float* in, float*) {
+  extern __shared__ __align__(16) float tile[];
+  __shared__ MBarrier full;
+  if (threadIdx.x != 0) return;
+  mbarrier_init(&full, 1);
+  mbarrier_fence_init();
+  mbarrier_arrive(&full, kRowBytes);
+  bulk_copy(tile, in, kRowBytes, &full);  // fault
+}
+
+// ---- clusters -------------------------------------------------------------------------------------------------------
+
+__device__ void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
+// Each of two blocks reads the other's part.
+template <Fault kFault>
+__global__ void read_peers(const float* in, float* out) {
+  __shared__ float part[kN];
+  part[threadIdx.x] = in[threadIdx.x];  // fault
+  if (kFault != Fault::kNoBarrier) cluster_barrier();
+  const unsigned other = kFault == Fault::kWrongPhase ? 2 : 1 - cluster_rank();
+  const float v = *cluster_peer(&part[threadIdx.x ^ 1], other);  // fault
+  if (kFault != Fault::kTooEarly) cluster_barrier();
+  if (cluster_rank() == 0) out[threadIdx.x] = v;
+}
+// Each block writes its rank to both blocks, row after row. With two slots in turn, one barrier a row is enough.
+template <int kSlots>
+__global__ void write_peers(const float* in, float* out) {
+  __shared__ float ranks[2][2];
+  cluster_barrier();
+  float sum = in[threadIdx.x];
+  for (int row = 0; row < 4; ++row) {
+    if (threadIdx.x < 2) *cluster_peer(&ranks[row % kSlots][cluster_rank()], threadIdx.x) = cluster_rank();  // fault
+    cluster_barrier();
+    sum += ranks[row % kSlots][0] - ranks[row % kSlots][1] + 1.f;  // fault
+  }
+  if (cluster_rank() == 0) out[threadIdx.x] = sum;
+}
+__global__ void return_between(const float*, float*) { cluster_arrive(); }
+
+// ---- overlapping launches -------------------------------------------------------------------------------------------
+
+__global__ void fill(const float* in, float* workspace) {
+  workspace[threadIdx.x] = in[threadIdx.x];
+  let_next_grid_start();
+}
+__global__ void read_other_input(const float* in, const float* workspace, float* out) {
+  const float early = in[threadIdx.x];  // correct: the previous grid does not write it
+  out[threadIdx.x] = early;
+  wait_for_previous_grid();
+  out[threadIdx.x] = workspace[threadIdx.x ^ 1] - workspace[threadIdx.x] + early;
+}
+__global__ void read_before_wait(const float* workspace, float* out) {
+  const float v = workspace[threadIdx.x];  // fault
+  wait_for_previous_grid();
+  out[threadIdx.x] = v;
+}
+__global__ void overwrite_input(const float* in, float* workspace) {
+  workspace[threadIdx.x] = in[threadIdx.x];  // fault
+  wait_for_previous_grid();
+}
+__global__ void copy_workspace(const float* workspace, float* out) { out[threadIdx.x] = workspace[threadIdx.x]; }
+__global__ void one_waits(const float* workspace, float* out) {  // correct: the barrier comes after its wait
+  if (threadIdx.x == 0) wait_for_previous_grid();
+  __syncthreads();
+  out[threadIdx.x] = workspace[threadIdx.x];
+}
+__global__ void never_waits(const float*, float*) {}
+
+// ---- the table ------------------------------------------------------------------------------------------------------
+
+struct Case {
+  const char* name;
+  const char* report;  // part of the expected report, or alternatives separated by " or "; empty: out[i] must be
+                       // expected(data, i)
+  std::function<void(const Data&)> run;
+  std::function<float(const Data&, int)> expected = {};
+};
+
 float same(const Data& d, int i) { return d.in[i]; }
 float swapped(const Data& d, int i) { return d.in[i ^ 1]; }
-float three_sums(const Data& d, int) { return 3 * d.sum; }
-float four_times(const Data& d, int i) { return 4 * d.in[i]; }
 
-std::function<void(const Data&)> launch_in(LaunchConfig config, void (*kernel)(const float*, float*)) {
-  return [=](const Data& d) { launch(config, kernel, d.in, d.out); };
+const LaunchConfig kOne{1, kN}, kPair{2, kN, 0, nullptr, 2}, kOverlapping{1, kN, 0, nullptr, 1, true},
+    kWithRow{1, kN, kRowBytes}, kWithTwoRows{1, kN, 2 * kRowBytes};
+
+std::function<void(const Data&)> launch_in(LaunchConfig config, void (*kernel)(const float*, float*),
+                                           int architecture = 90) {
+  return [=](const Data& d) {
+    emulator::options().architecture = architecture;
+    launch(config, kernel, d.in, d.out);
+  };
+}
+std::function<void(const Data&)> fill_and_read(int count) {
+  return [=](const Data& d) {
+    launch(kOne, fill_workspace, d.in, d.workspace, count);
+    launch(kOne, read_workspace, d.workspace, d.out);
+  };
+}
+std::function<void(const Data&)> launch_after_fill(void (*kernel)(const float*, float*)) {
+  return [=](const Data& d) {
+    launch(kOne, fill, d.in, d.workspace);
+    launch(kOverlapping, kernel, d.workspace, d.out);
+  };
+}
+
+const std::vector<Case> kCases = {
+    {"read_past_end", "0 bytes after the end of 'in'", launch_in({1, kN + 1}, read_past_end)},
+    {"write_input", "read-only global memory 'in'", launch_in(kOne, write_input)},
+    {"read_workspace", "uninitialized global memory 'workspace'", fill_and_read(kN - 1)},
+    {"workspace", "", fill_and_read(kN), same},
+    {"dynamic_overrun", "0 bytes after the end of 'dynamic shared memory'", launch_in(kWithRow, dynamic_overrun)},
+    {"uninitialized_shared", "uninitialized shared memory 'tile'", launch_in(kOne, uninitialized_shared)},
+    {"misaligned_shared", "misaligned", launch_in(kOne, misaligned_shared)},
+    {"index_overflow", "undefined behavior (mul_overflow)",
+     [](const Data& d) { launch(kOne, index_overflow, d.out, 1 << 16, 1 << 15); }},
+    {"overrun_into_padding", "undefined behavior (out_of_bounds)",
+     [](const Data& d) { launch(kOne, overrun_into_padding, d.in, d.out, 2); }},
+    {"sums", "", launch_in(kOne, sums<true, true>), [](const Data& d, int) { return 3 * d.sum; }},
+    {"no_barrier_before_read", "shared memory 'partial'", launch_in(kOne, sums<true, false>)},
+    {"no_barrier_before_write", "data race (write after read) on shared memory 'partial'",
+     launch_in(kOne, sums<false, true>)},
+    {"same_value", "data race (write after write) on shared memory 'first'", launch_in(kOne, same_value)},
+    {"syncwarp", "", launch_in(kOne, swap_in_warp<true>), swapped},
+    {"no_syncwarp", "shared memory 'tile'", launch_in(kOne, swap_in_warp<false>)},
+    {"blocks_overwrite", "data race (write after write) on global memory 'out'", launch_in({2, kN}, blocks_overwrite)},
+    {"barrier_in_branch", "divergent block barrier", launch_in(kOne, barrier_in_branch)},
+    {"shuffle_in_branch", "deadlock", launch_in(kOne, shuffle_in_branch)},
+    {"shuffle_of_half_a_warp", "fewer than all lanes", launch_in(kOne, shuffle_of_half_a_warp)},
+    {"shuffle_from_absent_lane", "does not take part", launch_in({1, 48}, shuffle_from_absent_lane)},
+    {"collectives", "", launch_in({dim3(2, 2), 64}, collectives), [](const Data&, int) { return 10.f; }},
+    {"early_return", "", launch_in({1, kN - 12}, early_return),
+     [](const Data& d, int i) { return i % 32 < 4 || i >= kN - 12 ? 0 : d.in[i ^ 1]; }},
+    {"empty_grid", "invalid grid size", launch_in({0, kN}, same_value)},
+    {"block_too_large", "invalid block size", launch_in({1, 1056}, same_value)},
+    {"too_much_shared", "bytes of shared memory, 0 of them static, are more than 232448",
+     launch_in({1, kN, 300000}, same_value)},
+    {"cluster_does_not_divide", "invalid cluster size", launch_in({3, kN, 0, nullptr, 2}, same_value)},
+    {"fetch", "", launch_in(kWithRow, fetch<Fault::kNone>), swapped},
+    {"fetch_without_wait", "which the asynchronous copy", launch_in(kWithRow, fetch<Fault::kNoWait>)},
+    {"fetch_waits_for_older", "which the asynchronous copy", launch_in(kWithRow, fetch<Fault::kWrongPhase>)},
+    {"fetch_read_by_others", "shared memory", launch_in(kWithRow, fetch<Fault::kReadByOthers>)},
+    {"fetch_refilled_too_early", "data race or which the asynchronous copy",
+     launch_in(kWithRow, fetch<Fault::kNoBarrier>)},
+    {"fetch_misaligned", "a misaligned asynchronous copy", launch_in(kWithRow, fetch<Fault::kMisaligned>)},
+    {"two_groups", "", launch_in({1, kN, 8 * kRowBytes}, two_groups), same},
+    {"leave_copy", "before its asynchronous copies were complete", launch_in({1, 64, kRowBytes}, leave_copy)},
+    {"ring", "", launch_in(kWithTwoRows, ring<Fault::kNone>), swapped},
+    {"ring_without_wait", "which the asynchronous copy", launch_in(kWithTwoRows, ring<Fault::kNoWait>)},
+    {"ring_waits_for_wrong_phase", "which the asynchronous copy", launch_in(kWithTwoRows, ring<Fault::kWrongPhase>)},
+    {"ring_read_by_others", "shared memory", launch_in(kWithTwoRows, ring<Fault::kReadByOthers>)},
+    {"ring_initialized_without_barrier", "mbarrier or 'full'", launch_in(kWithTwoRows, ring<Fault::kNoBarrier>)},
+    {"ring_without_fence", "was not fenced", launch_in(kWithTwoRows, ring<Fault::kNoFence>)},
+    {"ring_not_initialized", "an mbarrier that was not initialized",
+     launch_in(kWithTwoRows, ring<Fault::kNotInitialized>)},
+    {"ring_misaligned", "not multiples of 16 bytes", launch_in(kWithTwoRows, ring<Fault::kMisaligned>)},
+    {"ring_odd_size", "not multiples of 16 bytes", launch_in(kWithTwoRows, ring<Fault::kOddSize>)},
+    {"ring_expects_more", "lacks 0 arrivals and 16 bytes", launch_in(kWithTwoRows, ring<Fault::kWrongBytes>)},
+    {"ring_past_end", "outside any buffer", launch_in(kWithTwoRows, ring<Fault::kPastEnd>)},
+    {"ring_refilled_too_early", "data race or which the asynchronous copy",
+     launch_in(kWithTwoRows, ring<Fault::kTooEarly>)},
+    {"ring_on_sm80", "compute capability 9.0", launch_in(kWithTwoRows, ring<Fault::kNone>, 80)},
+    {"one_thread_waits", "", launch_in(kWithRow, one_thread_waits), same},
+    {"leave_bulk_copy", "into its shared memory was complete", launch_in(kWithRow, leave_bulk_copy)},
+    {"read_peers", "", launch_in(kPair, read_peers<Fault::kNone>), swapped},
+    {"read_peers_without_barrier", "a block that may not have started or uninitialized shared memory 'part'",
+     launch_in(kPair, read_peers<Fault::kNoBarrier>)},
+    {"read_peers_and_return", "block", launch_in(kPair, read_peers<Fault::kTooEarly>)},
+    {"read_absent_peer", "a block that the cluster does not have", launch_in(kPair, read_peers<Fault::kWrongPhase>)},
+    {"write_peers", "", launch_in(kPair, write_peers<2>), same},
+    {"write_peers_too_early", "data race", launch_in(kPair, write_peers<1>)},
+    {"return_between", "returned between cluster_arrive and cluster_wait", launch_in(kPair, return_between)},
+    {"cluster_on_sm80", "clusters need compute capability 9.0", launch_in(kPair, read_peers<Fault::kNone>, 80)},
+    {"overlap", "",
+     [](const Data& d) {
+       launch(kOne, fill, d.in, d.workspace);
+       launch(kOverlapping, read_other_input, d.in, d.workspace, d.out);
+     },
+     swapped},
+    {"overlap_one_waits", "", launch_after_fill(one_waits), same},
+    {"overlap_read_before_wait", "before the wait for the previous grid, which writes",
+     launch_after_fill(read_before_wait)},
+    {"overlap_unknown_input", "before the wait for the previous grid, which may still write",
+     [](const Data& d) { launch(kOverlapping, read_before_wait, d.in, d.out); }},
+    {"overlap_overwrites", "before the wait for the previous grid, which reads",
+     [](const Data& d) {
+       launch(kOne, fill, d.in, d.workspace);
+       launch(kOne, copy_workspace, d.workspace, d.out);
+       launch(kOverlapping, overwrite_input, d.in, d.workspace);
+     }},
+    {"overlap_chain", "before the wait for the previous grid, which writes",
+     [](const Data& d) {  // the grid in between waits, but lets this one start before
+       launch(kOne, fill, d.in, d.workspace);
+       launch(kOverlapping, one_waits, d.in, d.out);
+       launch(kOverlapping, read_before_wait, d.workspace, d.out);
+     }},
+    {"overlap_never_waits", "returned without a wait for the previous grid", launch_after_fill(never_waits)},
+};
+
+std::string outcome(const Case& c) {
+  const std::unique_ptr<float[]> in(new float[kN]), out(new float[kN]()), workspace(new float[kN]);
+  for (int i = 0; i < kN; ++i) in[i] = static_cast<float>(i % 7);
+  const Data data{in.get(), out.get(), workspace.get(), std::accumulate(&in[0], &in[kN], 0.f)};
+  using emulator::Contents;
+  emulator::clear_buffers();
+  emulator::register_buffer(data.in, kRowBytes, "in", Contents::kInput);
+  emulator::register_buffer(data.out, kRowBytes, "out", Contents::kInOut);
+  emulator::register_buffer(data.workspace, kRowBytes, "workspace", Contents::kOutput);
+  try {
+    c.run(data);
+  } catch (const emulator::Fault& fault) {
+    return fault.what();
+  }
+  for (int i = 0; c.expected && i < kN; ++i) {
+    if (out[i] != c.expected(data, i)) return "wrong value " + std::to_string(out[i]) + " at " + std::to_string(i);
+  }
+  return "";
 }
 
 }  // namespace
 
 int main() {
-  const LaunchConfig one{1, kN}, larger{1, kN + 1}, two{2, kN}, four{4, kN}, with_row{1, kN, kN * sizeof(float)};
-  return cases::run({
-      {"read_past_end", "outside any buffer", launch_in(larger, read_past_end)},
-      {"read_before_start", "4 bytes before 'in'", launch_in(one, read_before_start)},
-      {"write_past_end", "outside any buffer", launch_in(larger, write_past_end)},
-      {"write_input", "read-only global memory 'in'", launch_in(one, write_input)},
-      {"read_workspace", "uninitialised global memory 'workspace'",
-       [=](const Data& d) {
-         launch(one, fill_workspace, d.in, d.workspace, kN - 1);
-         launch(one, read_workspace, d.workspace, d.out);
-       }},
-      {"workspace", "",
-       [=](const Data& d) {
-         launch(one, fill_workspace, d.in, d.workspace, kN);
-         launch(one, read_workspace, d.workspace, d.out);
-       },
-       same},
-      {"static_overrun", "undefined behaviour (out_of_bounds)", launch_in(one, static_overrun)},
-      {"dynamic_overrun", "0 bytes after the end of 'dynamic shared memory'", launch_in(with_row, dynamic_overrun)},
-      {"uninitialised_shared", "uninitialised shared memory 'tile'", launch_in(one, uninitialised_shared)},
-      {"misaligned_global", "misaligned", launch_in(one, misaligned_global)},
-      {"misaligned_shared", "misaligned", launch_in(one, misaligned_shared)},
-      {"index_overflow", "undefined behaviour (mul_overflow)",
-       [=](const Data& d) { launch(one, index_overflow, d.out, 1 << 16, 1 << 15); }},
-      {"array_overrun", "undefined behaviour (out_of_bounds)",
-       [=](const Data& d) { launch(one, array_overrun, d.in, d.out, 4); }},
-      {"overrun_into_padding", "undefined behaviour (out_of_bounds)",
-       [=](const Data& d) { launch(one, overrun_into_padding, d.in, d.out, 2); }},
-
-      {"sums", "", launch_in(one, sums<true, true>), three_sums},
-      {"no_barrier_before_read", "shared memory 'partial'", launch_in(one, sums<true, false>)},
-      {"no_barrier_before_write", "data race (write after read) on shared memory 'partial'",
-       launch_in(one, sums<false, true>)},
-      {"same_value", "data race (write after write) on shared memory 'first'", launch_in(one, same_value)},
-      {"syncwarp", "", launch_in(one, swap_in_warp<true>), swapped},
-      {"no_syncwarp", "shared memory 'tile'", launch_in(one, swap_in_warp<false>)},
-      {"shuffle_is_no_barrier", "data race (read after write) on shared memory 'tile'",
-       launch_in(one, shuffle_is_no_barrier)},
-      {"early_return", "", launch_in(one, early_return),
-       [](const Data& d, int i) { return i < 192 ? d.in[i ^ 1] : 0; }},
-
-      {"barrier_in_branch", "divergent block barrier", launch_in(one, barrier_in_branch)},
-      {"barrier_for_some", "deadlock", launch_in(one, barrier_for_some)},
-      {"shuffle_in_branch", "deadlock", launch_in(one, shuffle_in_branch)},
-      {"shuffle_outside_mask", "not in the mask", launch_in(one, shuffle_outside_mask)},
-      {"shuffle_from_absent_lane", "does not take part", launch_in({1, 48}, shuffle_from_absent_lane)},
-      {"shuffle_with_other_mask", "deadlock", launch_in(one, shuffle_with_other_mask)},
-
-      {"atomic_add", "", launch_in(four, add<true>), four_times},
-      {"plain_add", "data race", launch_in(four, add<false>)},
-      {"last_block", "", [=](const Data& d) { launch(four, last_block<true>, d.in, d.workspace, d.ticket, d.out); },
-       four_times},
-      {"last_block_without_barrier", "global memory 'workspace'",
-       [=](const Data& d) { launch(four, last_block<false>, d.in, d.workspace, d.ticket, d.out); }},
-      {"blocks_overwrite", "data race (write after write) on global memory 'out'", launch_in(two, other_block)},
-      {"wait_for_block", "a loop waits in vain",
-       [=](const Data& d) {
-         emulator::options().concurrent_blocks = 1;
-         emulator::options().max_switches = 1 << 16;
-         launch({3, kN}, wait_for_block, d.in, d.out, d.ticket);
-       }},
-      {"trap", "__trap()", launch_in(one, trapped)},
-
-      {"empty_grid", "invalid grid size", launch_in({0, kN}, sums<true, true>)},
-      {"block_too_large", "invalid block size", launch_in({1, 1056}, sums<true, true>)},
-      {"too_much_shared", "bytes of shared memory, 0 of them static, are more than 232448",
-       launch_in({1, kN, 300000}, sums<true, true>)},
-      {"cluster_does_not_divide", "invalid cluster size", launch_in({3, kN, 0, nullptr, 2}, sums<true, true>)},
-  });
+  for (const Case& c : kCases) {
+    for (unsigned schedule = 0; schedule < 8; ++schedule) {
+      using emulator::Order;
+      const Order order = schedule == 0 ? Order::kForward : schedule == 1 ? Order::kReverse : Order::kRandom;
+      emulator::options() = {order, schedule, order == Order::kRandom ? 4u : 1u};
+      std::string report = outcome(c);
+      for (char& letter : report) letter = letter == '\n' ? '|' : letter;
+      std::printf("%s\t%s\t%s\n", c.name, c.report, report.c_str());
+    }
+  }
 }

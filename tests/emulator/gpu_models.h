@@ -1,7 +1,7 @@
-// The limits that GPUs set to a launch, for the emulator and for the launch audit.
+// The limits of GPUs on a launch, for the emulator and the launch audit.
 //
 // Source: CUDA C++ Programming Guide, "Compute Capabilities" (limits of blocks and multiprocessors) and "Shared Memory"
-// (more than 48 KiB, static and dynamic together, only after cudaFuncSetAttribute).
+// (more than 48 KiB of static and dynamic memory needs cudaFuncSetAttribute).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct Gpu {
   int architecture;  // compute capability: 80, 90, ...
   int multiprocessors;
   int warps, blocks, shared_bytes;  // of a multiprocessor
-  int shared_bytes_of_block;        // after opting in
+  int shared_bytes_of_block;        // after cudaFuncSetAttribute
   int l2_bytes;
 };
 
@@ -29,7 +29,7 @@ constexpr Gpu kGpus[] = {
     {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10, 96 << 20},
 };
 constexpr int kWarpSize = 32, kRegisters = 64 << 10, kMaxThreads = 1024, kMaxCluster = 8;
-constexpr int kReservedShared = 1 << 10;  // bytes of each block that the system takes
+constexpr int kReservedShared = 1 << 10;  // bytes of each block, for the system
 constexpr int kSharedWithoutOptIn = 48 << 10;
 
 template <class Predicate>
@@ -39,11 +39,11 @@ const Gpu& find(const Predicate& is_wanted) {
   return *gpu;
 }
 
-// The resources that a kernel's code takes, as `cuobjdump -res-usage` prints them.
+// The resources of a kernel's code, as printed by `cuobjdump -res-usage`.
 struct Kernel {
-  int registers = 0;      // of a thread; 0: not known
+  int registers = 0;      // of a thread; 0: unknown
   int static_shared = 0;  // bytes
-  int architecture = 0;   // that the code was generated for
+  int architecture = 0;   // of the code
 };
 
 struct Launch {
@@ -54,19 +54,19 @@ struct Launch {
   bool overlaps_previous;  // programmatic stream serialization
 };
 
-// How many blocks of a kernel are resident on a multiprocessor; 0: it cannot be launched.
+// Returns how many blocks of a kernel are resident on a multiprocessor; 0 if the launch is invalid.
 inline int resident_blocks(const Gpu& gpu, const Kernel& kernel, uint64_t threads, uint64_t dynamic_shared) {
   const uint64_t shared = dynamic_shared + static_cast<uint64_t>(kernel.static_shared);
   if (threads == 0 || threads > kMaxThreads || shared > static_cast<uint64_t>(gpu.shared_bytes_of_block)) return 0;
   const int warps = static_cast<int>(threads + kWarpSize - 1) / kWarpSize;
   const int registers_of_warp = std::max((kernel.registers * kWarpSize + 255) / 256 * 256, 256);
-  const int warps_by_registers = kRegisters / registers_of_warp / 4 * 4;  // shared out to four schedulers
+  const int warps_by_registers = kRegisters / registers_of_warp / 4 * 4;  // for four schedulers
   return std::min({warps_by_registers / warps, gpu.warps / warps, gpu.blocks,
                    gpu.shared_bytes / (static_cast<int>(shared) + kReservedShared)});
 }
 
-// Why the GPU refuses a launch, or runs it wrongly; empty if it does neither. `allowed` is the dynamic shared memory
-// that cudaFuncSetAttribute has allowed the kernel.
+// Returns why the GPU refuses a launch, or runs it incorrectly; empty if it does neither. `allowed` is the dynamic
+// shared memory that cudaFuncSetAttribute allowed.
 inline std::string refusal(const Gpu& gpu, const Kernel& kernel, const Launch& launch, uint64_t allowed) {
   const auto text = [](auto number) { return std::to_string(number); };
   const uint64_t static_shared = static_cast<uint64_t>(kernel.static_shared);

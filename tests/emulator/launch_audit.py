@@ -1,12 +1,12 @@
-"""Runs the compiled CUDA host code without a GPU, and lists what each GPU would refuse to launch.
+"""Runs the compiled CUDA host code without a GPU, and lists the launches that each GPU would refuse.
 
 python tests/emulator/launch_audit.py           every GPU
 python tests/emulator/launch_audit.py H200      one GPU
-python tests/emulator/launch_audit.py --table   launches on an H200, by the length of rows
+python tests/emulator/launch_audit.py --table   prints the launches on an H200 by the number of columns
 
-It needs a package that was built with its CUDA kernels (FORCE_CUDA=1, no GPU needed), g++, and cuobjdump from the CUDA
-toolkit or from the package triton. The operators are called by the dispatch key CUDA on CPU tensors, and a preloaded
-runtime (audit_runtime.cpp) answers for the driver. Nothing is computed, so the tensors' memory is never touched.
+It needs a package that was built with CUDA (FORCE_CUDA=1, no GPU needed), g++, and cuobjdump from the CUDA toolkit or
+from the package triton. The operators are called with CPU tensors through the dispatch key CUDA, and the preloaded
+audit_runtime.cpp replaces the CUDA runtime. Nothing is computed, so the tensors' memory is never accessed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import emulated_build
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU, and the architecture of its code: its own, or an older one whose PTX the driver compiles."""
+    """A GPU, and the architecture of the code it runs: its own, or an older one whose PTX the driver compiles."""
 
     gpu: str
     code: int
@@ -37,15 +37,15 @@ class Target:
         return f"{self.gpu} with code for {self.code / 10}"
 
 
-# As built for 8.0, 9.0 and 10.0+PTX; then builds that have only older code than the device.
+# A build for 8.0, 9.0 and 10.0+PTX; then builds that only have code older than the device.
 TARGETS = [Target("A100", 80), Target("A10", 80), Target("L4", 80), Target("H200", 90), Target("B200", 100)]
 TARGETS += [Target("RTX 5090", 100), Target("H200", 80), Target("B200", 90), Target("RTX 5090", 80)]
 
 ROWS = (1, 2, 100, 128, 129, 1000, 4096, 65536, 1_000_000, 10_000_000)
-LONGEST = 4 << 20  # elements of a row
-MOST_BYTES = 4 << 30  # of a tensor: address space, not memory
-# Limits of the code in vectors of 16 bytes: lanes of a warp; warps of a block; chunks of a cluster of either pass, with
-# blocks of 227 and of 99 KiB of shared memory; parts of a row that is read twice.
+MAX_COLS = 4 << 20
+MAX_BYTES = 4 << 30  # of a tensor: address space, not memory
+# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, the chunks of a
+# cluster (for both passes, with 227 and with 99 KiB of shared memory per block), the parts of a row that is read twice.
 VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), *range(3072, 8193, 1024), 9216, 16384, 40960, 81920, 262144]
 
 
@@ -54,12 +54,12 @@ def write_resources(path, kernels):
 
 
 def lengths(itemsize):
-    """Return lengths of rows: around every limit of the code, and a sample of the rest."""
+    """Return numbers of columns: around every limit of the kernels, and a random sample."""
     count = 16 // itemsize
     around = {v * count + d for v in VECTORS for d in (-1, 0, 1, count)}
-    draw = random.Random(0)
-    sample = {round(LONGEST ** draw.random()) for _ in range(40)}
-    return sorted(n for n in around | sample | {LONGEST} if 1 <= n <= LONGEST)
+    generator = random.Random(0)
+    sample = {round(MAX_COLS ** generator.random()) for _ in range(40)}
+    return sorted(n for n in around | sample | {MAX_COLS} if 1 <= n <= MAX_COLS)
 
 
 def dtype_pairs(torch):
@@ -71,7 +71,7 @@ MASKS = [list(mask) for mask in itertools.product((True, False), repeat=3) if an
 
 
 class Calls:
-    """The operators, called by the dispatch key CUDA with CPU tensors."""
+    """Calls of the operators through the dispatch key CUDA, with CPU tensors."""
 
     def __init__(self, torch):
         self.torch = torch
@@ -86,7 +86,7 @@ class Calls:
         return torch.empty(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
 
     def rows(self, rows, cols, dtypes, aligned):
-        """Yield (description, function) of every call for rows of a shape."""
+        """Yield (description, function) for every kind of call on rows of this shape."""
         empty = self.torch.empty
         stride = cols if aligned else cols + 1
         offset = int(not aligned)
@@ -113,7 +113,7 @@ class Calls:
             )
 
     def images(self, shape, dtypes):
-        """Yield (description, function) of every call for images [N, C, H, W]."""
+        """Yield (description, function) for every kind of call on images [N, C, H, W]."""
         empty = self.torch.empty
         x = empty(shape, dtype=dtypes[0])
         w, b = (empty(shape[1], dtype=dtypes[1]) for _ in range(2))
@@ -127,29 +127,29 @@ class Calls:
 
 
 def all_calls(torch):
-    """Yield (description, function, whether persistent blocks must all be resident) of every call of the audit."""
+    """Yield (description, function, whether all persistent blocks must be resident) for every call of the audit."""
     calls = Calls(torch)
     for dtypes in dtype_pairs(torch):
         what = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         for cols, rows, aligned in itertools.product(lengths(dtypes[0].itemsize), ROWS, (True, False)):
-            if rows * (cols + 1) * dtypes[0].itemsize > MOST_BYTES:
+            if rows * (cols + 1) * dtypes[0].itemsize > MAX_BYTES:
                 continue
             shape = f"{rows} x {cols} {what}{'' if aligned else ', unaligned'}"
-            # Up to 128 rows, the same launch has blocks that take columns.
+            # With up to 128 rows, the same launch has blocks for columns, which need not be resident.
             for name, call in calls.rows(rows, cols, dtypes, aligned):
                 yield f"{name}: {shape}", call, rows > 128
-        # 96 and 93 KiB of shared memory hold 32 pixels of so many channels, in forward and in backward.
+        # The channels of which 96 or 93 KiB of shared memory hold 32 pixels, in forward and in backward.
         limits = {kib * 1024 // 32 // dtypes[0].itemsize // passes for kib in (93, 96) for passes in (1, 2)}
         channels = {1, 3, 16, 64, 100, 192, 384, 768, 1536, 4096, *(c + d for c in limits for d in (-1, 0, 1))}
         for c, (n, side) in itertools.product(sorted(channels), ((1, 2), (1, 7), (4, 14), (3, 56), (4096, 56))):
-            if n * c * side * side * dtypes[0].itemsize > MOST_BYTES:
+            if n * c * side * side * dtypes[0].itemsize > MAX_BYTES:
                 continue
             for name, call in calls.images((n, c, side, side), dtypes):
                 yield f"{name}: {n} x {c} x {side} x {side} {what}", call, True
 
 
 class Runtime:
-    """The preloaded runtime, which answers for a target."""
+    """The preloaded runtime, for one target."""
 
     def __init__(self, target):
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -165,7 +165,7 @@ class Runtime:
             self._library.audit_gpu(target.gpu.encode(), target.code, bytes(path))
 
     def run(self, call, one_wave):
-        """Return the faults of one call, as if it were the first of a process."""
+        """Return the faults of a call. The runtime treats each call as the first one of a process."""
         self._library.audit_next_call(one_wave)
         try:
             call()
@@ -179,15 +179,12 @@ class Runtime:
     def launches(self):
         """Return the launches of the last call."""
         fields = ("kernel", "blocks", "threads", "cluster", "dynamic_shared", "registers", "resident")
-        lines = self._library.audit_launches().decode().splitlines()
-        return [
-            dict(zip(fields, (int(word) if i else word for i, word in enumerate(line.split())), strict=True))
-            for line in lines
-        ]
+        lines = (line.split() for line in self._library.audit_launches().decode().splitlines())
+        return [dict(zip(fields, (name, *map(int, numbers)), strict=True)) for name, *numbers in lines]
 
 
 def audit(target):
-    """Print the calls that the target refuses; return whether there are any."""
+    """Print the calls that the target refuses, and return whether there are any."""
     import torch
 
     import layernorm_ext  # noqa: F401  # registers the operators
@@ -206,74 +203,67 @@ def audit(target):
 
 
 def unknown_symbols():
-    """Return what the compiled module wants of the CUDA runtime and audit_runtime.cpp does not answer."""
+    """Return the functions of the CUDA runtime that the compiled module calls and audit_runtime.cpp lacks."""
     wanted = subprocess.run(
         ["nm", "-D", "--undefined-only", cuda_binary.library()], capture_output=True, text=True, check=True
     )
     answered = set(re.findall(r"\b(cuda\w+)\(", (emulated_build.EMULATOR / "audit_runtime.cpp").read_text()))
-    # The first is a pure function; nvcc's own code uses the second to launch by <<<>>>, which nothing does.
+    # The first is a pure function. Code that nvcc generates for <<<>>> refers to the second, but nothing calls it.
     harmless = {"cudaGetErrorString", "cudaLaunchKernel"}
     return sorted(set(re.findall(r" U (cuda\w+)", wanted.stdout)) - answered - harmless)
 
 
-TABLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 655360)
+TABLE_COLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 655360)
 
 
-def short_name(kernel):
-    """Return the name of a kernel without namespaces and template arguments, from its mangled one."""
-    return re.findall(r"\d((?:forward|backward|channels_first|add)_[a-z_]+)I", kernel)[-1]
+def bytes_in_flight(kernel, launch, row_bytes):
+    """Return the bytes that the loads of a multiprocessor's blocks have in flight.
 
-
-def bytes_in_flight(launch, row_bytes):
-    """Return the bytes that the loads of a multiprocessor's blocks have under way.
-
-    A launch stages rows in shared memory, as images of 64 bytes a thread and 32 more (image.cuh). forward_rows and the
-    kernels of backward fetch all of their images before they wait for the first; the others fetch one chunk at a time.
+    Staged rows take 64 bytes per thread and 32 more (staged_row.cuh). forward_rows and the kernels of backward fetch
+    all of them before they wait for the first; the other kernels fetch one chunk at a time.
     """
     threads = launch["threads"]
     if row_bytes <= 32 * 64:  # lanes of a warp share a row
         threads = 2
         while threads * 64 < row_bytes:
             threads *= 2
-    fetches_all = short_name(launch["kernel"]) in ("forward_rows", "backward_rows", "backward_sums")
-    images = launch["dynamic_shared"] / (threads * 64 + 32) if fetches_all else 1
-    return round(launch["resident"] * images * min(row_bytes / launch["cluster"], threads * 64))
+    fetches_all = kernel in ("forward_rows", "backward_rows", "backward_sums")
+    staged = launch["dynamic_shared"] / (threads * 64 + 32) if fetches_all else 1
+    return round(launch["resident"] * staged * min(row_bytes / launch["cluster"], threads * 64))
 
 
 def table():
-    """Print how the kernels are launched on an H200, for 4096 rows or a gigabyte of them."""
+    """Print how the kernels are launched on an H200, for 4096 rows or at most a gigabyte of them."""
     import torch
 
     import layernorm_ext  # noqa: F401  # registers the operators
 
-    runtime = Runtime(Target("H200", 90))
-    calls = Calls(torch)
-    columns = ("pass", "dtype", "N", "kernel", "blocks", "threads", "cluster", "registers", "dynamic shared")
-    print(*columns, "blocks per SM", "warps per SM", "bytes in flight per SM", sep=",")
+    runtime, calls = Runtime(Target("H200", 90)), Calls(torch)
+    fields = ("blocks", "threads", "cluster", "registers", "dynamic_shared")
+    print("pass", "dtype", "cols", "kernel", *fields, "blocks per SM,warps per SM,bytes in flight per SM", sep=",")
     dtypes = (torch.float32, torch.bfloat16)
-    for which, dtype, cols in itertools.product(("forward", "backward"), dtypes, TABLE_LENGTHS):
+    for name, dtype, cols in itertools.product(("forward", f"backward {MASKS[0]}"), dtypes, TABLE_COLS):
         rows = min(4096, (1 << 30) // cols // dtype.itemsize)
-        of_shape = dict(calls.rows(rows, cols, (dtype, dtype), aligned=True))
-        faults = runtime.run(of_shape["forward" if which == "forward" else f"backward {MASKS[0]}"], one_wave=True)
-        if faults:
-            raise SystemExit(f"{which}, N = {cols}: {faults[0]}")
-        by_kernel = {short_name(launch["kernel"]): launch for launch in reversed(runtime.launches())}
+        if faults := runtime.run(dict(calls.rows(rows, cols, (dtype, dtype), aligned=True))[name], one_wave=True):
+            raise SystemExit(f"{name}, {cols} columns: {faults[0]}")
+        names = re.compile(r"\d((?:forward|backward|add)_[a-z_]+)I")
+        by_kernel = {names.findall(launch["kernel"])[-1]: launch for launch in reversed(runtime.launches())}
         for kernel, launch in by_kernel.items():
             if kernel == "add_partials":
                 continue
-            print(which, str(dtype).removeprefix("torch."), cols, kernel,
-                  *(launch[field] for field in ("blocks", "threads", "cluster", "registers", "dynamic_shared")),
-                  launch["resident"], launch["resident"] * launch["threads"] // 32,
-                  bytes_in_flight(launch, cols * dtype.itemsize), sep=",")  # fmt: skip
+            resident = launch["resident"]
+            in_flight = bytes_in_flight(kernel, launch, cols * dtype.itemsize)
+            shape = (name.split()[0], str(dtype).removeprefix("torch."), cols, kernel)
+            print(*shape, *map(launch.get, fields), resident, resident * launch["threads"] // 32, in_flight, sep=",")
 
 
 def build_runtime():
-    """Compile audit_runtime.cpp, unless that has been done, and return its path."""
+    """Return the path of the compiled audit_runtime.cpp."""
     return emulated_build.shared_library(emulated_build.EMULATOR / "audit_runtime.cpp")
 
 
 def preloaded(*arguments):
-    """Run this script with the runtime preloaded; return whether it failed, and what it printed."""
+    """Run this script with the runtime preloaded, and return whether it failed and its output."""
     environment = {**os.environ, "LD_PRELOAD": str(build_runtime())}
     command = [sys.executable, "-W", "ignore", __file__, *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
@@ -283,22 +273,20 @@ def preloaded(*arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"any of {', '.join({t.gpu: 0 for t in TARGETS})}")
-    parser.add_argument("--table", action="store_true", help="print the launches on an H200 by the length of rows")
-    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)  # index of the one for a preloaded process
+    parser.add_argument("--table", action="store_true", help="print the launches on an H200 by the number of columns")
+    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)  # index, for a preloaded process
     options = parser.parse_args()
     if "LD_PRELOAD" in os.environ:
         return table() if options.table else audit(TARGETS[options.target])
-    runs = [["--table"]]
-    if not options.table:
-        chosen = [i for i, target in enumerate(TARGETS) if not options.gpus or target.gpu in options.gpus]
-        runs = [["--target", str(i)] for i in chosen]
+    chosen = [i for i, target in enumerate(TARGETS) if not options.gpus or target.gpu in options.gpus]
+    runs = [["--table"]] if options.table else [["--target", str(i)] for i in chosen]
     failed = unknown_symbols()
     for symbol in failed:
-        print(f"{symbol} is not answered by audit_runtime.cpp")
+        print(f"audit_runtime.cpp lacks {symbol}")
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for run_failed, printed in pool.map(lambda arguments: preloaded(*arguments), runs):
+        for audit_failed, printed in pool.map(lambda arguments: preloaded(*arguments), runs):
             print(printed, end="", flush=True)
-            failed = failed or run_failed
+            failed = failed or audit_failed
     return bool(failed)
 
 

@@ -1,5 +1,5 @@
-// Launches that a GPU refuses, or runs wrongly, beside their right counterparts: what audit_runtime.cpp must find.
-// test_launch_audit.py compiles this with nvcc, links it with audit_runtime.cpp, and compares the printed lines.
+// Launches that a GPU refuses or runs incorrectly, beside correct ones, for audit_runtime.cpp to tell apart.
+// test_launch_audit.py compiles this file with nvcc, links it with audit_runtime.cpp, and checks the printed lines.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -11,7 +11,7 @@ void audit_next_call(bool one_wave);
 const char* audit_faults();
 }
 
-// Registers and static shared memory are those of the file that the test writes, not those of this code.
+// The test writes a file with the kernels' registers and static shared memory, which need not be those of this code.
 template <int>
 __global__ void small() {}
 template <int>
@@ -57,7 +57,7 @@ int resident_blocks(void (*kernel)(), int threads, size_t shared) {
 }
 
 struct Case {
-  const char *name, *expected;  // part of the fault; empty: there must be none
+  const char *name, *expected;  // part of the fault; empty: no fault
   const char* gpu;
   int code;
   void (*run)();
@@ -122,8 +122,7 @@ const Case kCases[] = {
 
 }  // namespace
 
-// Prints "name <tab> expected <tab> faults" of each case. The argument is the file of registers and static shared
-// memory.
+// Prints "name <tab> expected <tab> faults" for each case. The argument is the file with the kernels' resources.
 int main(int, char** arguments) {
   for (const Case& c : kCases) {
     audit_gpu(c.gpu, c.code, arguments[1]);

@@ -7,13 +7,12 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <set>
-#include <sstream>
 
 #include "gpu_models.h"
+#include "launch_limits.h"
 #include "machine.h"
 
 namespace emulator {
@@ -26,23 +25,22 @@ namespace {
 
 constexpr int kWarpSize = 32;
 constexpr size_t kGuardBytes = 4096;  // below every stack
-constexpr uint8_t kFresh = 0xff;      // fresh shared memory reads as NaN, -1, or a wild index
+constexpr uint8_t kFresh = 0xff;      // new shared memory holds NaN, -1, or a wild index
 
 Options current_options;
 std::mutex one_launch_at_a_time;
 void* host_stack_pointer = nullptr;
-// Kept from launch to launch.
-std::unique_ptr<Thread[]> threads;
-size_t thread_count = 0;
+// Reused by the next launch.
+std::vector<Thread> threads;
 std::vector<char*> arenas;
 std::set<const void*> launched;  // kernels
 
-// ---- fibers -----------------------------------------------------------------------------------------------
+// ---- fibers ---------------------------------------------------------------------------------------------------------
+
 #if !defined(__x86_64__)
-#error "the emulator switches stacks by hand, and knows x86-64 only"
+#error "the emulator switches stacks in assembly, for x86-64 only"
 #endif
-// Pushes the registers that a callee must keep, stores the stack pointer to *save, and continues on the other
-// stack.
+// Pushes the callee-saved registers, stores the stack pointer to *save, and continues on the other stack.
 extern "C" void emulator_switch_stack(void** save, void* load);
 asm(R"(
 .text
@@ -74,17 +72,14 @@ char* map_memory(size_t bytes) {
 }
 
 void need_threads(size_t count) {
-  if (count <= thread_count) return;
-  auto more = std::make_unique<Thread[]>(count);
-  for (size_t i = 0; i < thread_count; ++i) more[i].stack = threads[i].stack;
-  const size_t stride = kGuardBytes + kStackBytes;
-  char* memory = map_memory((count - thread_count) * stride);
-  for (size_t i = thread_count; i < count; ++i, memory += stride) {
+  const size_t first = threads.size(), stride = kGuardBytes + kStackBytes;
+  if (count <= first) return;
+  char* memory = map_memory((count - first) * stride);
+  threads.resize(count);
+  for (size_t i = first; i < count; ++i, memory += stride) {
     mprotect(memory, kGuardBytes, PROT_NONE);
-    more[i].stack = memory + kGuardBytes;
+    threads[i].stack = memory + kGuardBytes;
   }
-  threads = std::move(more);
-  thread_count = count;
 }
 
 void set_current(Thread* thread) {
@@ -111,41 +106,30 @@ Thread* pick() {
   return nullptr;
 }
 
-// ---- reports ----------------------------------------------------------------------------------------------
+// ---- reports --------------------------------------------------------------------------------------------------------
+
 std::string describe(const Place& place) {
   const std::string file = place.file_name();
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line());
 }
 
 std::string describe_wait(const Thread& thread) {
-  std::ostringstream s;
-  switch (thread.wait) {
-    case Wait::kBlock:
-      s << "at a block barrier, " << describe(thread.place);
-      break;
-    case Wait::kWarp:
-      s << "in a warp collective with mask 0x" << std::hex << thread.mask << ", " << describe(thread.place);
-      break;
-    case Wait::kCluster:
-      s << "at a cluster barrier, " << at(thread.pc);
-      break;
-    case Wait::kMBarrier:
-      s << "for phase " << thread.mbarrier->phase << " of an mbarrier that lacks " << thread.mbarrier->pending
-        << " arrivals and " << thread.mbarrier->bytes_left << " bytes, " << at(thread.pc);
-      break;
-    case Wait::kRunnable:
-    case Wait::kDone:
-      break;
-  }
-  return s.str();
+  if (thread.wait == Wait::kBlock) return "at a block barrier, " + describe(thread.place);
+  if (thread.wait == Wait::kWarp) return "in a warp collective, " + describe(thread.place);
+  if (thread.wait == Wait::kCluster) return "at a cluster barrier, " + at(thread.pc);
+  if (thread.wait != Wait::kMBarrier) return "";
+  const MBarrier& barrier = *thread.mbarrier;
+  return "for phase " + std::to_string(barrier.phase) + " of an mbarrier that lacks " +
+         std::to_string(barrier.arrived ? 0 : 1) + " arrivals and " + std::to_string(barrier.pending_bytes) +
+         " bytes, " + at(thread.pc);
 }
 
 std::string describe_deadlock() {
-  std::map<std::string, std::pair<unsigned, const Thread*>> groups;  // how many wait so, and the first
+  std::map<std::string, std::pair<unsigned, const Thread*>> groups;  // number of threads, and the first
   for (const Block& block : running->blocks) {
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
       const Thread& thread = block.threads[i];
-      auto& [count, first] = groups[thread.wait == Wait::kDone ? "" : describe_wait(thread)];
+      auto& [count, first] = groups[describe_wait(thread)];
       if (count++ == 0) first = &thread;
     }
   }
@@ -161,14 +145,14 @@ bool same_place(const Place& a, const Place& b) {
   return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
 }
 
-// ---- completing barriers and collectives ------------------------------------------------------------------
+// ---- completing barriers and collectives ----------------------------------------------------------------------------
+
 void try_finish_block_barrier(Block& block) {
   if (block.live == 0 || block.arrived != block.live) return;
   for (unsigned i = 0; i < running->threads_per_block; ++i) {
     Thread& thread = block.threads[i];
     if (thread.wait != Wait::kBlock) continue;
-    const int votes = block.votes, live = static_cast<int>(block.live);
-    thread.vote_result = thread.vote == Vote::kAnd ? votes == live : thread.vote == Vote::kOr ? votes != 0 : votes;
+    thread.predicate_result = block.any_predicate;
     thread.epochs.block++;
     learn(block.known, thread.known);
     thread.known.clear();
@@ -176,53 +160,40 @@ void try_finish_block_barrier(Block& block) {
     make_runnable(thread);
   }
   block.arrived = 0;
-  block.votes = 0;
+  block.any_predicate = false;
 }
 
-void try_finish_collective(Warp& warp, unsigned mask) {
-  const unsigned lanes = mask & warp.live;
-  if (lanes == 0 || (warp.waiting & lanes) != lanes) return;
+void try_finish_collective(Warp& warp) {
+  const unsigned lanes = warp.live;
+  if (lanes == 0 || warp.waiting != lanes) return;
   const Thread& leader = warp.lanes[std::countr_zero(lanes)];
   const auto for_each_lane = [&](auto f) {
     for (unsigned rest = lanes; rest != 0; rest &= rest - 1) f(warp.lanes[std::countr_zero(rest)]);
   };
   bool agree = true;
-  for_each_lane([&](const Thread& t) {
-    agree &= t.mask == mask && t.collective == leader.collective && same_place(t.place, leader.place);
-  });
-  if (!agree) return;  // ends as a deadlock, which tells who waits where
+  for_each_lane(
+      [&](const Thread& t) { agree &= t.collective == leader.collective && same_place(t.place, leader.place); });
+  if (!agree) return;  // ends in a deadlock, whose report tells who waits where
 
   uint64_t values[kWarpSize];
-  unsigned ballot = 0;
+  bool any = false;
   for_each_lane([&](const Thread& t) {
     values[t.lane] = t.value;
-    ballot |= static_cast<unsigned>(t.value & 1) << t.lane;
+    any |= t.value != 0;
   });
   for_each_lane([&](Thread& t) {
-    switch (t.collective) {
-      case Collective::kSync:
-        break;
-      case Collective::kBallot:
-        t.value = ballot;
-        break;
-      case Collective::kAny:
-        t.value = ballot != 0;
-        break;
-      case Collective::kAll:
-        t.value = ballot == lanes;
-        break;
-      case Collective::kShuffle:
-        if (t.source_lane < 0 || t.source_lane >= kWarpSize || !(lanes >> t.source_lane & 1)) {
-          fail("shuffle of " + who(t.id) + " at " + describe(t.place) + " reads lane " + std::to_string(t.source_lane) +
-               ", which does not take part");
-        }
-        t.value = values[t.source_lane];
+    if (t.collective == Collective::kAny) t.value = any;
+    if (t.collective == Collective::kShuffle) {
+      if (t.source_lane < 0 || t.source_lane >= kWarpSize || !(lanes >> t.source_lane & 1)) {
+        fail("shuffle of " + who(t.id) + " at " + describe(t.place) + " reads lane " + std::to_string(t.source_lane) +
+             ", which does not take part");
+      }
+      t.value = values[t.source_lane];
     }
-    // Of the collectives only __syncwarp orders memory accesses; here only that of all lanes does.
-    if (t.collective == Collective::kSync && lanes == warp.live) t.epochs.warp++;
+    if (t.collective == Collective::kSync) t.epochs.warp++;  // the others order no memory accesses
     make_runnable(t);
   });
-  warp.waiting &= ~lanes;
+  warp.waiting = 0;
 }
 
 void try_finish_cluster_barrier(Block& some_block) {
@@ -230,20 +201,16 @@ void try_finish_cluster_barrier(Block& some_block) {
   if (cluster.live == 0 || cluster.arrived != cluster.live) return;
   cluster.arrived = 0;
   cluster.phase++;
-  Knowledge known;
   for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
     Block& block = peer(some_block, rank);
-    learn(known, block.known);
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      Thread& thread = block.threads[i];
-      learn(known, thread.known);
-      if (thread.wait == Wait::kCluster) make_runnable(thread);
+      if (block.threads[i].wait == Wait::kCluster) make_runnable(block.threads[i]);
     }
   }
-  for (unsigned rank = 0; rank < running->launch.cluster; ++rank) peer(some_block, rank).known = known;
 }
 
-// ---- the life of a thread and of a launch -----------------------------------------------------------------
+// ---- the life of a thread and of a launch ---------------------------------------------------------------------------
+
 [[noreturn]] void finish_thread() {
   Thread& thread = *current;
   Block& block = *thread.block;
@@ -258,19 +225,15 @@ void try_finish_cluster_barrier(Block& some_block) {
   block.cluster->live--;
   if (--block.live == 0) {
     check_nothing_in_flight(block);
-    shared_memory_leaving(block);
+    check_block_may_return(block);
     if (running->launch.overlaps_previous && !block.waited_for_previous_grid) {
       fail("block " + std::to_string(thread.id.block) +
-           " returned without a wait for the previous grid: the next grid could start before that one has "
-           "ended");
+           " returned without a wait for the previous grid: the next grid could start before that one has ended");
     }
   }
-  // Those who wait for this thread wait no longer.
+  // Other threads no longer wait for this one.
   try_finish_block_barrier(block);
-  for (unsigned rest = thread.warp->waiting; rest != 0; rest &= rest - 1) {
-    const Thread& other = thread.warp->lanes[std::countr_zero(rest)];
-    if (other.wait == Wait::kWarp) try_finish_collective(*thread.warp, other.mask);
-  }
+  try_finish_collective(*thread.warp);
   try_finish_cluster_barrier(block);
   switch_away();
   std::abort();
@@ -300,8 +263,7 @@ void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_i
   if (thread.lane == 0) warp.lanes = &thread;
   warp.live |= 1u << thread.lane;
   make_runnable(thread);
-  // As emulator_switch_stack leaves a stack: six registers, where to return to, and what aligns as after a
-  // call.
+  // As emulator_switch_stack leaves a stack: six registers, the return address, and the alignment after a call.
   auto* top = reinterpret_cast<void**>(stack + kStackBytes);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&thread_main);
@@ -309,7 +271,7 @@ void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_i
   thread.stack_pointer = top;
 }
 
-// Makes blocks resident. Their clusters are complete.
+// Makes the blocks of complete clusters resident.
 void start_blocks(const std::vector<uint64_t>& ids) {
   Running& r = *running;
   r.blocks.assign(ids.size(), {});
@@ -325,7 +287,7 @@ void start_blocks(const std::vector<uint64_t>& ids) {
     block.cluster->live += r.threads_per_block;
     block.arena = arenas[k];
     block.threads = &threads[k * r.threads_per_block];
-    shared_memory_gone(block);
+    remove_shared_memory(block);
     for (unsigned i = 0; i < r.threads_per_block; ++i) start_thread(block.threads[i], block, i, ids[k]);
   }
   r.order.resize(r.warps.size());
@@ -347,15 +309,15 @@ void run_blocks() {
   set_current(nullptr);
 }
 
-// The GPU that is emulated: its limits are those of the launch audit.
+// The emulated GPU has the limits that the launch audit uses.
 const gpu_models::Gpu& gpu() {
   return gpu_models::find([](const auto& model) { return model.architecture == current_options.architecture; });
 }
 
-// By architecture and name. Empty unless emulator_resources() has been called: g++ allocates no registers of a GPU.
+// By architecture and name, as reported by emulator_resources().
 std::map<int, std::map<std::string, gpu_models::Kernel>> known_kernels;
 
-// The resources of a kernel's code for the emulated GPU, or of the newest code that this GPU can run.
+// Returns the resources of the kernel's newest code that the emulated GPU can run; zeros if unknown.
 gpu_models::Kernel find_kernel(const std::string& name) {
   const auto next = known_kernels.upper_bound(current_options.architecture);
   if (next == known_kernels.begin()) return {};
@@ -364,7 +326,7 @@ gpu_models::Kernel find_kernel(const std::string& name) {
   return kernel == kernels.end() ? gpu_models::Kernel() : kernel->second;
 }
 
-// Why the GPU would refuse a launch whose kernel has so many bytes of static shared memory.
+// Returns why the GPU would refuse a launch, or an empty string.
 std::string refusal(const Launch& l, gpu_models::Kernel kernel) {
   kernel.architecture = current_options.architecture;
   const gpu_models::Launch launch = {{l.grid.x, l.grid.y, l.grid.z},
@@ -372,20 +334,28 @@ std::string refusal(const Launch& l, gpu_models::Kernel kernel) {
                                      l.shared_bytes,
                                      l.cluster,
                                      l.overlaps_previous && current_options.architecture >= 90};
-  // launch() of device.h opts in to all of the device's shared memory.
+  // csrc/cuda/device.h opts in to all of the device's shared memory.
   const int allowed = gpu().shared_bytes_of_block - kernel.static_shared;
   return gpu_models::refusal(gpu(), kernel, launch, static_cast<uint64_t>(allowed));
 }
 
-// Static arrays are known when a thread comes to their declaration.
+// A static array becomes known when a thread reaches its declaration.
 void check_shared_memory() {
   const std::string why = refusal(running->launch, {0, static_cast<int>(running->static_bytes), 0});
   if (!why.empty()) fail(why);
 }
 
-void check_launch(const Launch& launch, const std::string& name) {
-  const std::string why = refusal(launch, find_kernel(name));
-  if (!why.empty()) throw Fault(why);
+// Another block of the cluster may access the memory before its own block reaches the declaration.
+void* shared_memory(size_t offset, size_t bytes, const char* name) {
+  Block& block = *current->block;
+  if (block.cluster->shared.insert(offset).second) {
+    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
+      Block& owner = peer(block, rank);
+      std::memset(owner.arena + offset, kFresh, bytes);
+      add_shared_memory(owner, owner.arena + offset, bytes, name);
+    }
+  }
+  return block.arena + offset;
 }
 
 void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
@@ -394,7 +364,7 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   r.threads_per_block = threads_per_block;
   r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
-  r.slots_end = kRedZone;
+  r.static_end = kRedZone;
 
   std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster);
   std::iota(order.begin(), order.end(), 0);
@@ -422,7 +392,8 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
 
 }  // namespace
 
-// ---- what the rest of the emulator uses -------------------------------------------------------------------
+// ---- for the other parts of the emulator ----------------------------------------------------------------------------
+
 std::string who(const ThreadId& id) {
   if (id.thread >= kAgent) return "an asynchronous copy";
   return "block " + std::to_string(id.block) + " thread " + std::to_string(id.thread);
@@ -434,7 +405,7 @@ void fail(std::string what) {
   std::abort();
 }
 
-void need(bool condition, const char* otherwise, const void* pc) {
+void require(bool condition, const char* otherwise, const void* pc) {
   if (!condition) fail(std::string(otherwise) + ", by " + who(current->id) + " at " + at(pc));
 }
 
@@ -443,15 +414,11 @@ void make_runnable(Thread& thread) {
   thread.warp->runnable |= 1u << thread.lane;
 }
 
-// Leaves the current thread for the next runnable one, or for the host, which then looks for the reason.
+// Switches to the next runnable thread. If none is left, the host continues and finds out why.
 void switch_away() {
   Thread* me = current;
   Thread* next = running->fault.empty() ? pick() : nullptr;
   if (next == me) return;
-  if (++running->switches == current_options.max_switches) {
-    running->fault = "the threads switched " + std::to_string(running->switches) + " times: a loop waits in vain";
-    next = nullptr;
-  }
   set_current(next);
   emulator_switch_stack(&me->stack_pointer, next ? next->stack_pointer : host_stack_pointer);
 }
@@ -463,7 +430,8 @@ bool in_shared(const Block& block, const void* address) {
   return a >= block.arena && a < block.arena + kArenaBytes;
 }
 
-// ---- what kernels use -------------------------------------------------------------------------------------
+// ---- for kernels ----------------------------------------------------------------------------------------------------
+
 Options& options() { return current_options; }
 
 size_t max_shared_memory() { return static_cast<size_t>(gpu().shared_bytes_of_block); }
@@ -472,16 +440,15 @@ void run(const Launch& launch, const void* kernel, void (*body)(void*), void* cl
   std::lock_guard lock(one_launch_at_a_time);
   launched.insert(kernel);
   try {
-    check_launch(launch, known_kernels.empty() ? "" : kernel_name(kernel));
+    const std::string why = refusal(launch, find_kernel(known_kernels.empty() ? "" : kernel_name(kernel)));
+    if (!why.empty()) throw Fault(why);
     run_checked(launch, body, closure);
   } catch (const Fault& fault) {
     throw Fault(kernel_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
   }
 }
 
-void trap() { fail("__trap() by " + who(current->id) + " at " + at(__builtin_return_address(0))); }
-
-int block_barrier(Vote vote, bool predicate, const Place& place) {
+bool block_barrier(bool predicate, const Place& place) {
   Block& block = *current->block;
   if (block.arrived == 0) {
     block.place = place;
@@ -491,47 +458,37 @@ int block_barrier(Vote vote, bool predicate, const Place& place) {
   }
   current->place = place;
   current->wait = Wait::kBlock;
-  current->vote = vote;
   block.arrived++;
-  block.votes += predicate;
+  block.any_predicate |= predicate;
   try_finish_block_barrier(block);
   switch_away();
-  return current->vote_result;
+  return current->predicate_result;
 }
 
 uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane, const Place& place) {
   Thread& thread = *current;
-  if (!(mask >> thread.lane & 1)) {
-    fail(who(thread.id) + " is not in the mask of its own warp collective at " + describe(place));
+  if (mask != 0xffffffffu) {
+    fail(who(thread.id) + " names fewer than all lanes in the mask of a warp collective at " + describe(place));
   }
   thread.collective = what;
-  thread.mask = mask;
   thread.value = value;
   thread.source_lane = source_lane;
   thread.place = place;
   thread.wait = Wait::kWarp;
   thread.warp->waiting |= 1u << thread.lane;
-  try_finish_collective(*thread.warp, mask);
+  try_finish_collective(*thread.warp);
   switch_away();
   return thread.value;
 }
 
 int lane() { return static_cast<int>(current->lane); }
 
-void yield() {
-  make_runnable(*current);
-  auto& order = running->order;
-  const auto mine = std::find(order.begin(), order.end(), static_cast<unsigned>(current->warp - running->warps.data()));
-  std::rotate(mine, mine + 1, order.end());  // last in the queue
-  switch_away();
-}
-
 unsigned cluster_rank() { return current->block->rank; }
 
 void cluster_arrive() {
   Thread& thread = *current;
   thread.pc = __builtin_return_address(0);
-  need(!thread.arrived_at_cluster, "a second arrival at one cluster barrier", thread.pc);
+  require(!thread.arrived_at_cluster, "a second arrival at one cluster barrier", thread.pc);
   thread.arrived_at_cluster = true;
   thread.epochs.cluster_arrived++;
   thread.cluster_phase = thread.block->cluster->phase;
@@ -542,7 +499,7 @@ void cluster_arrive() {
 void cluster_wait() {
   Thread& thread = *current;
   thread.pc = __builtin_return_address(0);
-  need(thread.arrived_at_cluster, "a wait at a cluster barrier without an arrival", thread.pc);
+  require(thread.arrived_at_cluster, "a wait at a cluster barrier without an arrival", thread.pc);
   while (thread.block->cluster->phase == thread.cluster_phase) {
     thread.wait = Wait::kCluster;
     switch_away();
@@ -554,81 +511,57 @@ void cluster_wait() {
 void* cluster_peer(const void* address, unsigned rank) {
   Block& block = *current->block;
   const void* pc = __builtin_return_address(0);
-  need(rank < running->launch.cluster, "a block that the cluster does not have", pc);
-  need(in_shared(block, address), "the peer of an address outside the block's shared memory", pc);
-  need(peer(block, rank).live != 0, "the shared memory of a block that has returned", pc);
+  require(rank < running->launch.cluster, "a block that the cluster does not have", pc);
+  require(in_shared(block, address), "the peer of an address outside the block's shared memory", pc);
+  require(peer(block, rank).live != 0, "the shared memory of a block that has returned", pc);
   return peer(block, rank).arena + (static_cast<const char*>(address) - block.arena);
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
   Running& r = *running;
-  Block& block = *current->block;
-  const auto slot = std::find_if(r.slots.begin(), r.slots.end(), [&](const SharedSlot& s) { return s.key == key; });
-  const size_t index = static_cast<size_t>(slot - r.slots.begin());
-  if (slot == r.slots.end()) {
-    r.static_bytes += bytes;
-    // Aligned as declared and no better, so that a wider access is misaligned.
+  const auto [slot, is_new] = r.static_offsets.try_emplace(key);
+  if (is_new) {
+    // Aligned exactly as declared, so that a wider access is misaligned.
     const size_t step = std::max<size_t>(alignment, 4);
-    const size_t offset = (r.slots_end / (2 * step) + 1) * (2 * step) + step;
-    r.slots_end = offset + bytes + kRedZone;
-    if (r.static_bytes > kMaxStatic || r.slots_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
+    slot->second = (r.static_end / (2 * step) + 1) * (2 * step) + step;
+    r.static_end = slot->second + bytes + kRedZone;
+    r.static_bytes += bytes;
+    if (r.static_bytes > kMaxStatic || r.static_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
     check_shared_memory();
-    r.slots.push_back({key, offset, bytes, name});
   }
-  if (block.slot_ready.size() <= index || !block.slot_ready[index]) {
-    for (unsigned rank = 0; rank < r.launch.cluster; ++rank) {  // all of a cluster: a remote block may come first
-      Block& owner = peer(block, rank);
-      owner.slot_ready.resize(r.slots.size());
-      owner.slot_ready[index] = true;
-      char* base = owner.arena + r.slots[index].offset;
-      std::memset(base, kFresh, bytes);
-      shared_memory_here(owner, base, bytes, name);
-    }
-  }
-  return block.arena + r.slots[index].offset;
+  return shared_memory(slot->second, bytes, name);
 }
 
 void* dynamic_shared(size_t alignment) {
-  Block& block = *current->block;
-  const size_t bytes = running->launch.shared_bytes,
-               offset = kDynamicBase + alignment;  // no better aligned than asked
   check_shared_memory();
-  if (!block.dynamic_ready) {
-    for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
-      Block& owner = peer(block, rank);
-      owner.dynamic_ready = true;
-      std::memset(owner.arena + offset, kFresh, bytes);
-      shared_memory_here(owner, owner.arena + offset, bytes, "dynamic shared memory");
-    }
-  }
-  return block.arena + offset;
+  return shared_memory(kDynamicBase + alignment, running->launch.shared_bytes, "dynamic shared memory");
 }
 
 void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 }  // namespace emulator
 
-// For tests that load the emulator as a library.
-extern "C" void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture,
-                                   int64_t path_limit, int64_t one_launch_limit) {
-  emulator::options().order = static_cast<emulator::Order>(order);
-  emulator::options().seed = seed;
-  emulator::options().concurrent_blocks = concurrent_blocks;
-  emulator::options().architecture = architecture;
-  emulator::options().path_limit = path_limit;
-  emulator::options().one_launch_limit = one_launch_limit;
+// ---- for emulated_ops.py --------------------------------------------------------------------------------------------
+
+extern "C" {
+
+void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture, int64_t path_limit,
+                        int64_t one_launch_limit) {
+  emulator::options() = {static_cast<emulator::Order>(order), seed, concurrent_blocks, architecture};
+  layernorm::cuda::lower_launch_limits(path_limit, one_launch_limit);
 }
 
-// How many registers and bytes of static shared memory nvcc gives a kernel's code for an architecture.
-extern "C" void emulator_resources(int architecture, const char* kernel, int registers, int static_shared) {
+// Sets the registers and static shared memory that nvcc gives a kernel's code for an architecture.
+void emulator_resources(int architecture, const char* kernel, int registers, int static_shared) {
   emulator::known_kernels[architecture][kernel] = {registers, static_shared, architecture};
 }
 
-// The kernels that have been launched since the last call, a line each.
-extern "C" const char* emulator_launched() {
+// Returns the kernels that were launched since the last call, one per line.
+const char* emulator_launched() {
   static std::string lines;
   lines.clear();
   for (const void* kernel : emulator::launched) lines += emulator::kernel_name(kernel) + "\n";
   emulator::launched.clear();
   return lines.c_str();
+}
 }

@@ -1,4 +1,4 @@
-// Turns code addresses in reports into lines, and kernels into names, with binutils' addr2line and nm.
+// Finds the source lines of code addresses and the names of kernels, with addr2line and nm of binutils.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -14,7 +14,6 @@
 namespace emulator {
 namespace {
 
-// The output of addr2line, line by line.
 std::vector<std::string> addr2line(uintptr_t pc) {
   Dl_info module{};
   if (!dladdr(reinterpret_cast<void*>(pc), &module)) return {};
@@ -33,8 +32,7 @@ std::vector<std::string> addr2line(uintptr_t pc) {
   return lines;
 }
 
-// "row.cuh:35 < forward.cu:147": where the access is, then where that was inlined. The spelling of the
-// language itself is left out.
+// Returns "row.cuh:35 < forward.cu:147": the line of the access, then the lines into which that was inlined.
 std::string source_lines(uintptr_t pc) {
   static std::map<uintptr_t, std::string> seen;
   std::string& text = seen[pc];
@@ -42,7 +40,7 @@ std::string source_lines(uintptr_t pc) {
   for (std::string frame : addr2line(pc)) {
     frame = frame.substr(0, frame.find(' '));  // no discriminator
     const std::string file = frame.substr(0, frame.find(':'));
-    if (file == "cuda_on_cpu.h" || file == "device.h") continue;
+    if (file == "device.h") continue;
     text += (text.empty() ? "" : " < ") + frame;
   }
   if (text.empty()) text = "an unknown line";
@@ -69,7 +67,7 @@ std::string explain(const std::string& text) {
   return out + text.substr(begin);
 }
 
-// What nm lists of a module is kept beside it: addr2line takes as long for each kernel.
+// The output of nm is kept beside the module, because it takes long.
 std::string kernel_name(const void* kernel) {
   static std::map<uintptr_t, std::string> names;
   Dl_info module{};

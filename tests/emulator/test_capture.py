@@ -1,6 +1,6 @@
-"""The host code asks the CUDA runtime for nothing that a CUDA graph cannot capture.
+"""The host code calls only functions of the CUDA runtime that a CUDA graph can capture.
 
-That nothing waits for the value of a tensor, which would go through torch, is in test_family.py.
+test_family.py checks that no call waits for the value of a tensor.
 """
 
 import re
@@ -11,7 +11,7 @@ import pytest
 
 from layernorm_ext import _build_info
 
-# Launches, and questions that neither wait for the device nor allocate on it.
+# Launches, and queries that neither synchronize with the device nor allocate memory on it.
 CAPTURABLE = {
     "cudaDeviceGetAttribute",
     "cudaFuncGetAttributes",
@@ -27,7 +27,7 @@ CAPTURABLE = {
 
 
 @pytest.mark.skipif(not _build_info.with_cuda, reason="the package was built without CUDA")
-def test_nothing_synchronises_or_allocates():
+def test_runtime_calls_neither_synchronize_nor_allocate():
     command = ["nm", "-D", "--undefined-only", cuda_binary.library()]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r" U (cuda\w+)", symbols)) == CAPTURABLE

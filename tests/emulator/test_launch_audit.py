@@ -1,5 +1,6 @@
-"""No GPU refuses a launch of the compiled package, and the runtime that says so finds what it should."""
+"""No GPU refuses a launch of the compiled package, and the audit reports planted launches that a GPU refuses."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -26,21 +27,18 @@ def test_no_gpu_refuses_a_launch():
 
 
 @needs_cuda_build
-def test_launches_table():
-    """Each line is a launch, with at least one resident block."""
-    done = subprocess.run(
-        [sys.executable, launch_audit.__file__, "--table"], capture_output=True, text=True, check=True
-    )
-    heading, *lines = (line.split(",") for line in done.stdout.splitlines())
-    assert len(lines) >= 4 * len(launch_audit.TABLE_LENGTHS)
-    for line in lines:
-        launch = dict(zip(heading, line, strict=True))
+def test_table_lists_launches_with_resident_blocks():
+    command = [sys.executable, launch_audit.__file__, "--table"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    launches = list(csv.DictReader(lines))
+    assert len(launches) >= 4 * len(launch_audit.TABLE_COLS)
+    for launch in launches:
         assert int(launch["blocks per SM"]) > 0 and int(launch["bytes in flight per SM"]) > 0, launch
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    """Return {case: (what is expected, what the runtime has found)}."""
+    """Return {case: (expected fault, reported faults)}."""
     folder = tmp_path_factory.mktemp("audit")
     runtime, program, kernels = launch_audit.build_runtime(), folder / "program", folder / "kernels"
     command = [cuda_binary.tool("nvcc"), "-std=c++17", "-cudart", "shared", "-arch=sm_90", PLANTED, runtime]
@@ -53,6 +51,6 @@ def faults(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_planted_launches(faults, case):
+def test_planted_launch_is_judged(faults, case):
     expected, found = faults[case]
     assert (expected in found) if expected else not found

@@ -1,188 +1,91 @@
-"""The rules of mutants.py: what it breaks, what it leaves alone, and that a broken program is so."""
+"""The rules of tests/mutants.py, and that it tells noticed mutants from surviving ones."""
 
+import dataclasses
+import json
 import os
 import subprocess
-import types
+import sys
 
-import emulated_build
 import mutants
 import pytest
 
-PROGRAM = """\
-#include <cstdio>
-#include "device.h"
-using namespace layernorm;
-constexpr int kThreads = 64;
+KERNEL = b"""\
+constexpr int kThreads = 64 + 1;
 template <int kStep>
 __global__ void __launch_bounds__(kThreads) sum(const int* in, int* out, int n, bool negative) {
-  LAYERNORM_SHARED(tile, int[kThreads]);
+  __shared__ int tile[kThreads + 1];
   int total = 0;
-  for (int i = threadIdx.x; i < n; i += kStep) total += negative ? -in[i] : in[i];
-  tile[threadIdx.x] = __shfl_xor_sync(0xffffffffu, total, 1);
+  for (int i = threadIdx.x; i < n; i += kStep) total += negative ? -in[i] : in[2 * i];
+  if constexpr (kStep > 1) total <<= 1;
+  prefetch(in + n);
+  __syncwarp();
   __syncthreads();
-  static_assert(kThreads % 32 == 0 && kStep > 0);
-  if (threadIdx.x == 0 && n != 1) *out = tile[1];
+  if (threadIdx.x == 0 && n != 1) *out = total;
 }
-int main() {
-  int in[65] = {}, out = 0;
-  for (int i = 0; i < 65; ++i) in[i] = i * i;
-  emulator::register_buffer(in, sizeof in, "in", emulator::Contents::kInput);
-  emulator::register_buffer(&out, sizeof out, "out", emulator::Contents::kOutput);
-  launch({1, kThreads}, sum<kThreads>, in, &out, 65, false);
-  std::printf("%d", out);
-}
+int blocks(int n) { return n / 2; }
+"""
+CHANGES = """\
+6: i < n -> i >= n
+6: i += kStep -> i -= kStep
+6: -in[i] -> in[i]
+6: i -> (i) + 1
+6: 2 -> 2 + 1
+6: 2 * i -> 2 + i
+6: 2 * i -> (2 * i) + 1
+6: negative -> !(negative)
+6: total += negative ? -in[i] : in[2 * i] -> total -= negative ? -in[i] : in[2 * i]
+10: __syncthreads(); -> (left out)
+11: threadIdx.x == 0 -> threadIdx.x != 0
+11: n != 1 -> n == 1
+"""
+PROGRAM = b"int main(int n, char**) { return n < 2 ? n - n : n + 9; }\n"
+TEST = """\
+import subprocess
+
+def test_program():
+    assert subprocess.run(["./program"]).returncode == 0
 """
 
 
-@pytest.fixture(scope="module")
-def csrc(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("csrc")
-    (folder / "cuda").mkdir()
-    (folder / "cuda" / "sum.cu").write_text(PROGRAM)
-    return folder
+def test_rules():
+    found = [str(mutant).removeprefix("csrc/cuda/sum.cu:") for mutant in mutants.mutants_of(KERNEL, "csrc/cuda/sum.cu")]
+    assert sorted(found) == sorted(CHANGES.splitlines())
 
 
-@pytest.fixture(scope="module")
-def made(csrc):
-    return mutants.Instrumented(csrc)
+@pytest.mark.parametrize("target", mutants.TARGETS)
+def test_sources_have_mutants(target):
+    assert len(mutants.population(target)) > 500
 
 
-def changes(made, constant):
-    return [
-        m.name.rpartition(";: ")[2].rpartition("{: ")[2]
-        for m in made.mutants
-        if m.constant is constant and ": sum: " in m.name
+def test_planted_mutants(tmp_path):
+    """A mutant that a test reaches through another process is noticed; one that no test reaches survives."""
+    sample = dict(enumerate(mutants.mutants_of(PROGRAM, "main.cpp"), 1))
+    (tmp_path / "mutant.h").write_text(mutants.RUNTIME)
+    (tmp_path / "main.cpp").write_bytes(mutants.instrument(PROGRAM, sample, "mutant.h"))
+    subprocess.run(["g++", "main.cpp", "-o", "program"], cwd=tmp_path, check=True)
+    (tmp_path / "test_planted.py").write_text(TEST)
+    (tmp_path / "sample.json").write_text(json.dumps({n: dataclasses.asdict(mutant) for n, mutant in sample.items()}))
+    (tmp_path / "control").write_bytes(bytes(4 * mutants.LIMIT))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(mutants.ROOT / "tests"),
+        "LAYERNORM_MUTANTS": str(tmp_path / "control"),
+    }
+    command = [sys.executable, "-c", "import mutants; mutants.run_tests(['test_planted.py'], 300, 0.95)"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "n < 2 -> n >= 2: noticed by test_planted.py::test_program" in done.stdout, done.stdout + done.stderr
+    assert "n - n -> n + n: noticed" in done.stdout and "2 of 4 mutants are noticed (50.0%)" in done.stdout
+    assert "survives: main.cpp:1: n + 9 -> n - 9" in done.stdout and done.returncode == 1
+
+
+def test_quick_tests_come_first():
+    assert mutants.in_order({"long": 5, "short[a]": 1, "short[b]": 2, "medium": 3}) == [
+        *("short[a]", "medium", "short[b]", "long")
     ]
 
 
-def test_what_is_broken_when_the_tests_run(made):
-    assert changes(made, constant=False) == [
-        "0 => 0 + 1",
-        "0 => 0 - 1",
-        "i < n => i <= n",
-        "i < n => i >= n",
-        "i += kStep => i -= kStep",
-        "negative => !(negative)",
-        "i => (i) + 1",
-        "-in[i] => in[i]",
-        "i => (i) + 1 (2)",
-        "total += negative ? -in[i] : in[i] => total -= negative ? -in[i] : in[i]",
-        "threadIdx.x => (threadIdx.x) + 1",
-        "0xffffffffu => 0xffffffffu + 1",
-        "0xffffffffu => 0xffffffffu - 1",
-        "0xffffffffu => (0xffffffffu) >> 1",
-        "1 => 1 + 1",
-        "1 => 1 - 1",
-        "__syncthreads() => void()",
-        "0 => 0 + 1",
-        "0 => 0 - 1",
-        "threadIdx.x == 0 => threadIdx.x != 0",
-        "1 => 1 + 1",
-        "1 => 1 - 1",
-        "n != 1 => n == 1",
-        "threadIdx.x == 0 && n != 1 => bool(threadIdx.x == 0)",
-        "threadIdx.x == 0 && n != 1 => bool(n != 1)",
-        "1 => 1 + 1 (2)",
-        "1 => 1 - 1 (2)",
-    ]
-
-
-def test_what_is_compiled_in(made):
-    assert [m.name for m in made.mutants if m.constant] == [
-        "sum.cu: : constexpr int kThreads = 64;: 64 => 64 + 1",
-        "sum.cu: : constexpr int kThreads = 64;: 64 => 64 - 1",
-        "sum.cu: main: int in[65] = {}, out = 0;: 65 => 65 - 1",
-    ]
-
-
-def test_names_are_unique(made):
-    assert len({m.name for m in made.mutants}) == len(made.mutants)
-
-
-def run(made, tmp_path, mutant=0):
-    (tmp_path / "cuda").mkdir(parents=True, exist_ok=True)
-    made.write(tmp_path)
-    program = emulated_build.program(tmp_path / "cuda" / "sum.cu")
-    environment = {**os.environ, "LAYERNORM_MUTANT": str(mutant)}
-    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else done.stderr
-
-
-def test_mutants_do_what_they_say(csrc, made, tmp_path):
-    by_change = {m.name.rpartition(": ")[2]: m for m in made.mutants}
-    assert run(made, tmp_path) == "4096"  # the neighbour's 0 * 0 + 64 * 64
-    assert run(made, tmp_path, by_change["negative => !(negative)"].id) == "-4096"
-    assert "shared memory 'tile'" in run(made, tmp_path, by_change["__syncthreads() => void()"].id)
-    assert "outside any buffer" in run(made, tmp_path, by_change["i < n => i <= n"].id)
-    with pytest.raises(emulated_build.CompileError, match="static assertion failed"):
-        run(mutants.Instrumented(csrc, compiled=by_change["64 => 64 + 1"].id), tmp_path)
-
-
-def test_a_sum_of_negations_stays_a_number(tmp_path):
-    """Without a mutant, a program is what it was; its sources lie in a folder of their own."""
-    (tmp_path / "cuda").mkdir()
-    source = '#include <cstdio>\nint main(int n, char**) { std::printf("%d", !(n > 9) + !(n > 9)); }\n'
-    (tmp_path / "cuda" / "sum.cu").write_text(source)
-    assert run(mutants.Instrumented(tmp_path), tmp_path / "made") == "2"
-
-
-def test_which_mutants_are_reached(tmp_path):
-    (tmp_path / "cuda").mkdir()
-    source = """#include <cstdio>
-    int main(int n, char**) {
-      n = n > 9 ? n * 2 : n;
-      for (int id = 0; id < 99; ++id) if (reached_mutants[id]) std::printf("%d ", id);
-    }"""
-    (tmp_path / "cuda" / "sum.cu").write_text(source)
-    made = mutants.Instrumented(tmp_path)
-    reached = set(map(int, run(made, tmp_path / "made").split()))
-    assert {m.id in reached for m in made.mutants if "n > 9 =>" in m.name} == {True}
-    assert {m.id in reached for m in made.mutants if "n * 2 =>" in m.name} == {False}
-
-
-def test_which_tests_a_mutant_meets():
-    """Those that come to it; first what has noticed others, then what is quick and unlike; some seconds, then all."""
-    seconds = {"other": 0, "long": 0.75, "short[b]": 0.5, "short[a]": 0.25, "noticed": 2, "longest": 100}
-    forks = mutants.Forks(lambda forks: None)
-    forks.pytest_runtestloop(types.SimpleNamespace(items=[types.SimpleNamespace(nodeid=name) for name in seconds]))
-    forks.usual = dict.fromkeys(mutants.MODES, seconds)
-    forks.reached = {name: {1} if name == "other" else {1, 2} for name in seconds}
-
-    def chosen(mode, mutant, constant=False):
-        mutant = mutants.Mutant(mutant, "a.cu", 1, "a.cu: f: a", constant)
-        return [test.nodeid for test in forks._chosen(mode, mutant, ["noticed"])]
-
-    assert chosen("PLAIN", 2) == ["noticed", "short[a]", "long"]
-    assert chosen("CHECKED", 2) == ["noticed", "short[a]", "long", "short[b]", "longest"]
-    assert chosen("CHECKED", 1)[:2] == ["noticed", "other"]
-    assert chosen("PLAIN", 3) == []
-    assert len(chosen("CHECKED", 3, constant=True)) == len(seconds)
-
-
-def test_what_is_not_understood_is_refused(tmp_path):
-    (tmp_path / "cuda").mkdir()
-    (tmp_path / "cuda" / "odd.cu").write_text("int main() { return 1 +; }\n")
-    with pytest.raises(SystemExit, match="odd.cu is not understood, at line 1"):
-        mutants.Instrumented(tmp_path)
-
-
-def test_the_kernels_are_understood():
-    made = mutants.Instrumented(emulated_build.ROOT / "csrc")
-    assert len(made.mutants) > 2000 and {"forward.cu", "backward.cu", "row.cuh"} <= made.files.keys()
-    assert mutants.equivalents(mutants.EQUIVALENTS) <= {m.name for m in made.mutants}
-
-
-def test_culprits_of_a_compile_error():
-    files = {"a.cu": "int x = (MUTANT(7) ? (p + q) : (MUTANT(8) ? (p * q) : (p - q)));"}
-    column = files["a.cu"].index("p * q") + 1
-    assert mutants.culprits(f"/tmp/a.cu:1:{column}: error: invalid operands", files) == {8}
-
-
-def test_the_list_of_equivalents(tmp_path):
-    """An entry has names, and a reason."""
-    listed = tmp_path / "equivalent.toml"
-    listed.write_text('[[equivalent]]\nmutants = ["a", "c"]\nreason = "a tunable number"\n')
-    assert mutants.equivalents(listed) == {"a", "c"}
-    assert mutants.equivalents(tmp_path / "none.toml") == set()
-    listed.write_text('[[equivalent]]\nmutants = ["b"]\nreason = ""\n')
-    assert mutants.equivalents(listed) == set()
+def test_invalid_mutants_are_found_by_line(tmp_path):
+    (mutant,) = mutants.mutants_of(b"int f(int a) {\n  return a + b;\n}\n", "csrc/f.cpp")
+    output = f"{tmp_path}/csrc/cpu/../f.cpp:2:10: error: no operator"
+    assert mutants.culprits(output, {7: mutant}, tmp_path) == {7}
+    assert not mutants.culprits(output.replace(":2:", ":3:"), {7: mutant}, tmp_path)

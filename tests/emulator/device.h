@@ -1,0 +1,148 @@
+// The emulator's version of csrc/cuda/device.h, and the part of CUDA C++ that the kernels use, for g++.
+//
+// Types such as float4, dim3 and __half come from the CUDA toolkit's headers, which support host compilers. Nothing of
+// the CUDA runtime is linked.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "emulator.h"
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+
+#define threadIdx (::emulator::self().thread_idx)
+#define blockIdx (::emulator::self().block_idx)
+#define blockDim (::emulator::self().block_dim)
+#define gridDim (::emulator::self().grid_dim)
+
+// emulated_build.py replaces declarations of shared memory by these macros.
+#define EMULATOR_SHARED(name, ...)                              \
+  using name##_shared_type = __VA_ARGS__;                       \
+  static const char name##_shared_key = 0;                      \
+  name##_shared_type& name = *static_cast<name##_shared_type*>( \
+      ::emulator::static_shared(&name##_shared_key, sizeof(name##_shared_type), alignof(name##_shared_type), #name))
+#define EMULATOR_DYNAMIC_SHARED(name, ...) __VA_ARGS__* name = static_cast<__VA_ARGS__*>(::emulator::dynamic_shared(16))
+
+// ---- barriers and warp collectives ----------------------------------------------------------------------------------
+
+inline void __syncthreads(emulator::Place place = emulator::Place::current()) { emulator::block_barrier(false, place); }
+inline int __syncthreads_or(int predicate, emulator::Place place = emulator::Place::current()) {
+  return emulator::block_barrier(predicate != 0, place);
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu, emulator::Place place = emulator::Place::current()) {
+  emulator::warp_collective(emulator::Collective::kSync, mask, 0, 0, place);
+}
+inline int __any_sync(unsigned mask, int predicate, emulator::Place place = emulator::Place::current()) {
+  return static_cast<int>(emulator::warp_collective(emulator::Collective::kAny, mask, predicate != 0, 0, place));
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, emulator::Place place = emulator::Place::current()) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, static_cast<const void*>(&value), sizeof(T));
+  bits = emulator::warp_collective(emulator::Collective::kShuffle, mask, bits, source, place);
+  std::memcpy(static_cast<void*>(&value), &bits, sizeof(T));
+  return value;
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place = emulator::Place::current()) {
+  return __shfl_sync(mask, value, emulator::lane() ^ lane_mask, place);
+}
+
+// ---- arithmetic that the C++ library lacks --------------------------------------------------------------------------
+
+using std::abs, std::fma, std::hypot, std::sqrt;
+// The error of 2^-13 exceeds what CUDA allows, so that tests notice code that does not refine the result.
+inline float rsqrtf(float x) { return (1 + 0x1p-13f) / std::sqrt(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+template <class T>
+  requires std::is_arithmetic_v<T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+  requires std::is_arithmetic_v<T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+namespace layernorm {
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+using Stream = void*;
+
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared_bytes = 0;
+  Stream stream = nullptr;
+  unsigned cluster = 1;
+  bool overlaps_previous = false;
+  emulator::Place place = emulator::Place::current();
+};
+
+template <class... Params>
+bool has_clusters(void (*)(Params...)) {
+  return emulator::options().architecture >= 90;
+}
+
+inline size_t max_shared_memory() { return emulator::max_shared_memory(); }
+inline int64_t l2_cache_size() { return 16 * 1024; }  // small, so that few rows take several groups
+
+template <class... Params>
+int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
+  return emulator::options().resident_blocks * static_cast<int>(config.cluster);
+}
+
+template <class... Params, class... Args>
+void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
+  emulator::launch(
+      {config.grid, config.block, config.shared_bytes, config.cluster, config.overlaps_previous, config.place}, kernel,
+      args...);
+}
+
+// ---- instructions ---------------------------------------------------------------------------------------------------
+
+using MBarrier = emulator::MBarrierStorage;
+using emulator::async_commit, emulator::bulk_copy, emulator::has_bulk_copies;
+using emulator::cluster_arrive, emulator::cluster_rank, emulator::cluster_wait;
+using emulator::mbarrier_arrive, emulator::mbarrier_fence_init, emulator::mbarrier_init, emulator::mbarrier_wait;
+using emulator::wait_for_previous_grid;
+
+inline unsigned reload_thread_index() { return threadIdx.x; }
+template <class T>
+T fast_divide(T x, T y) {
+  return x / y;
+}
+template <class T>
+T approximate_reciprocal(T x) {
+  return 1 / x;
+}
+inline void prefetch(const void*) {}
+inline void let_next_grid_start() {}
+
+#define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the line of the kernel
+EMULATOR_INLINE void async_copy16(void* shared, const void* global) { emulator::async_copy(shared, global, 16); }
+EMULATOR_INLINE void async_copy16_or_zeros(void* shared, const void* global, bool exists) {
+  emulator::async_copy(shared, exists ? global : nullptr, 16);
+}
+template <int kGroupsLeft>
+EMULATOR_INLINE void async_wait() {
+  emulator::async_wait(kGroupsLeft);
+}
+template <class T>
+EMULATOR_INLINE T* cluster_peer(T* shared, unsigned rank) {
+  return static_cast<T*>(emulator::cluster_peer(shared, rank));
+}
+
+}  // namespace layernorm

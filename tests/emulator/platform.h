@@ -1,0 +1,38 @@
+// The emulator's version of csrc/cuda/platform.h: registers the memory of CPU tensors as the kernels' global memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "buffers.h"
+
+namespace layernorm {
+
+class LaunchScope {
+ public:
+  explicit LaunchScope(const at::Tensor&) {}
+  ~LaunchScope() { emulator::clear_buffers(); }
+  LaunchScope(const LaunchScope&) = delete;
+
+  const void* input(const at::Tensor& tensor, const char* name) const {
+    return tensor.defined() ? add(tensor.const_data_ptr(), tensor, name, emulator::Contents::kInput) : nullptr;
+  }
+  void* output(const at::Tensor& tensor, const char* name) const {
+    return tensor.defined() ? add(tensor.mutable_data_ptr(), tensor, name, emulator::Contents::kOutput) : nullptr;
+  }
+  void* in_out(const at::Tensor& tensor, const char* name) const {
+    return tensor.defined() ? add(tensor.mutable_data_ptr(), tensor, name, emulator::Contents::kInOut) : nullptr;
+  }
+  void* stream() const { return nullptr; }
+
+ private:
+  template <class Data>
+  static Data* add(Data* data, const at::Tensor& tensor, const char* name, emulator::Contents contents) {
+    if (tensor.numel() == 0) return data;
+    size_t elements = 1;  // up to the last one
+    for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
+    emulator::register_buffer(data, elements * tensor.element_size(), name, contents);
+    return data;
+  }
+};
+
+}  // namespace layernorm

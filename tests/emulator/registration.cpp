@@ -1,0 +1,39 @@
+// Registers the operators with the CUDA kernels on the CPU key of another namespace, EMULATOR_NAMESPACE.
+#include <torch/library.h>
+
+#include "layer_norm.h"
+#include "ops.h"
+
+namespace layernorm {
+
+const char* const kOperatorNamespace = EMULATOR_NAMESPACE;
+
+namespace cpu {  // the emulated library is linked without the CPU kernels
+void forward(const ForwardParams&) {}
+void backward(const BackwardParams&) {}
+int64_t backward_workspace(const BackwardParams&) { return 0; }
+}  // namespace cpu
+
+namespace {
+
+using c10::DispatchKey;
+using torch::Library;
+
+template <class... Functions>
+Library library(Library::Kind kind, std::optional<DispatchKey> key, Functions... functions) {
+  Library result(kind, EMULATOR_NAMESPACE, key, __FILE__, __LINE__);
+  (functions(result), ...);
+  return result;
+}
+
+const Library libraries[] = {
+    library(Library::DEF, std::nullopt, Operators::define),
+    library(Library::IMPL, DispatchKey::CPU, Operators::implement_cuda),
+    library(Library::IMPL, DispatchKey::Meta, Operators::implement_meta),
+    library(Library::IMPL, DispatchKey::Autograd, Operators::implement_autograd),
+    library(Library::IMPL, DispatchKey::FuncTorchBatchedDecomposition, Operators::implement_vmap),
+    library(Library::IMPL, DispatchKey::CompositeImplicitAutograd, Operators::implement_composite),
+};
+
+}  // namespace
+}  // namespace layernorm

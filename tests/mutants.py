@@ -1,0 +1,381 @@
+"""Changes the C++ code in random places, one at a time, and prints which changes the tests do not notice.
+
+    python tests/mutants.py cuda [--number 120] [--seed 1]    # the CUDA kernels, tested in the emulator
+    python tests/mutants.py cpu [--number all]                # the CPU kernels and the host code, by the fast tests
+
+All mutants of a sample are compiled into one copy of the repository, in build/mutants: `a < b` becomes
+`(MUTANT(7) ? (a >= b) : (a < b))`, and a file that the library maps into its memory selects a mutant. The tests first
+run without a mutant, which shows how long each test takes and which mutants it reaches. Then each mutant runs the tests
+that reach it, quick ones first, until one fails or they have taken --seconds.
+
+A change that leaves the results the same cannot be noticed. Changes of the kinds that often do so are not made: a
+number grows by one only as an operand of arithmetic, `<` becomes `>=` and not `<=`, and no operand of `&&` or `||` is
+left out. These places stay as they are:
+
+* whatever the compiler must know: template arguments, array sizes, constexpr and static_assert;
+* hints: prefetches, __syncwarp, when the next grid may start, and how much work is worth a thread;
+* code that divides the work: host functions of csrc/cuda, and functions of csrc/cpu that return a size or a bool.
+
+Needs the packages tree-sitter and tree-sitter-cpp, and the installed package with its extra "test".
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import mmap
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import tree_sitter
+import tree_sitter_cpp
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
+LIMIT = 10_000  # above the number of mutants
+
+# For each target: the files to change, the arguments of pytest, and the share of mutants that must be noticed.
+TARGETS = {
+    "cuda": (["csrc/cuda/*.cu", "csrc/cuda/*.cuh"], ["tests/emulator/test_kernels.py"], 0.97),
+    "cpu": (
+        ["csrc/cpu/*", "csrc/ops.cpp", "csrc/autograd.cpp", "csrc/channels_first.cpp"],
+        ["tests", "--ignore=tests/test_benchmarks.py", "--ignore=tests/test_build.py"],
+        0.95,
+    ),
+}
+
+# ---- the changes -----------------------------------------------------------------------------------------------------
+
+SWAPS = {
+    **{"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "=="},
+    **{"+": "-", "-": "+", "*": "+", "/": "*", "%": "/", "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "|"},
+    **{"+=": "-=", "-=": "+=", "*=": "/=", "/=": "*="},
+}
+ARITHMETIC = {"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"}
+CONDITIONS = {"call_expression", "field_expression", "identifier", "pointer_expression", "qualified_identifier"}
+
+# Nodes of the syntax tree that are no code, or whose values the compiler must know.
+LEFT_ALONE = re.compile(
+    "ERROR|preproc_(include|def|function_def|call)|static_assert_declaration|alias_declaration|alignas_qualifier|"
+    "enumerator|template_(argument|parameter)_list|(abstract_)?array_declarator"
+)
+HINT = re.compile(
+    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_(to|next)\w*|is_worth_fetching|let_next_grid_start|__syncwarp|finish_writes\w*)\b"
+    r"|ceil_div\(kGrain"
+)
+MACRO = re.compile(r"(?!TORCH_CHECK)[A-Z_0-9]+\(")
+CUDA_WORDS = re.compile(
+    rb"__(?:launch_bounds|align)__\s*\((?:[^()]|\([^()]*\))*\)|__(?:global|device|host|shared|forceinline|restrict)__"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A change of the text between two bytes of a file."""
+
+    file: str
+    lines: tuple[int, int]  # the first, and the one after the last
+    begin: int
+    end: int
+    old: str
+    new: str  # empty if a statement is left out
+    type: str  # what the old and the new expression are cast to if their types may differ
+
+    def __str__(self):
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.file}:{self.lines[0]}: {old} -> {new or '(left out)'}"
+
+
+def text(node):
+    return node.text.decode()
+
+
+def changes(node):
+    """Yield what may replace a node, and a type if both must be cast to it."""
+    parent = node.parent
+    operator = text(node.child_by_field_name("operator") or node)
+    outer_operator = text(parent.child_by_field_name("operator") or parent)
+    if node.type in ("binary_expression", "assignment_expression") and operator in SWAPS:
+        left, right = (text(node.child_by_field_name(side)) for side in ("left", "right"))
+        yield f"{left} {SWAPS[operator]} {right}", ""
+    elif node.type == "unary_expression" and operator in "!-~":
+        yield text(node.child_by_field_name("argument")), "bool" if operator == "!" else ""
+    elif node.type == "number_literal" and parent.type == "binary_expression" and outer_operator in ARITHMETIC:
+        yield f"{text(node)} + 1", ""
+    elif node.type == "expression_statement" and "call_expression" in [child.type for child in node.children]:
+        yield "", ""
+
+    if parent.type == "subscript_argument_list" and node.type != "number_literal":
+        yield f"({text(node)}) + 1", ""
+    elif node.type in CONDITIONS:
+        is_operand = parent.type == "binary_expression" and outer_operator in ("&&", "||")
+        if is_operand or parent.type == "condition_clause" or node == parent.child_by_field_name("condition"):
+            yield f"!({text(node)})", "bool"
+
+
+def is_constexpr(node):
+    return any(child.type in ("constexpr", "type_qualifier") and text(child) == "constexpr" for child in node.children)
+
+
+def is_left_alone(node, source, file):
+    """Return whether a node and all of its parts stay as they are."""
+    if LEFT_ALONE.fullmatch(node.type):
+        return True
+    if node.type in ("call_expression", "expression_statement", "if_statement"):
+        statement = text(node.child_by_field_name("consequence") or node)
+        return bool(HINT.match(statement) or MACRO.match(statement))
+    if node.type != "function_definition":
+        return is_constexpr(node)
+    name, body, result = (node.child_by_field_name(field) for field in ("declarator", "body", "type"))
+    if is_constexpr(node) or HINT.match(text(name)) or MACRO.match(text(name)):  # macros register operators
+        return True
+    if file.startswith("csrc/cuda/") and body:
+        head = source[node.prev_sibling.end_byte if node.prev_sibling else 0 : body.start_byte]
+        return b"__device__" not in head and b"__global__" not in head
+    is_method = node.parent.type == "field_declaration_list"
+    return file.startswith("csrc/cpu/") and not is_method and result and text(result) in ("bool", "int", "int64_t")
+
+
+def find(node, source, file):
+    """Yield the mutants of a node and of its parts."""
+    if is_left_alone(node, source, file):
+        return
+    constant = None
+    if node.type.startswith("preproc_") or is_constexpr(node):
+        constant = node.child_by_field_name("condition")
+    elif node.type == "case_statement":
+        constant = node.child_by_field_name("value")
+    for child in node.named_children:
+        if child != constant:
+            yield from find(child, source, file)
+    for new, of_type in changes(node) if node.parent else ():
+        lines = node.start_point.row + 1, node.end_point.row + 2
+        yield Mutant(file, lines, node.start_byte, node.end_byte, text(node), new, of_type)
+
+
+def mutants_of(source, file):
+    """Return all mutants of a source file, given as bytes."""
+    cpp = CUDA_WORDS.sub(lambda match: re.sub(rb"[^\n]", b" ", match.group()), source)
+    return list(find(PARSER.parse(cpp).root_node, source, file))
+
+
+def population(target):
+    """Return all mutants of a target."""
+    files = sorted(path for pattern in TARGETS[target][0] for path in ROOT.glob(pattern))
+    return [mutant for path in files for mutant in mutants_of(path.read_bytes(), str(path.relative_to(ROOT)))]
+
+
+# ---- compiling the mutants -------------------------------------------------------------------------------------------
+
+RUNTIME = f"""\
+#pragma once
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <cstdlib>
+#pragma GCC diagnostic ignored "-Wnarrowing"  // a number that a mutant may change is no constant
+namespace {{
+// The number of the selected mutant, and whether each mutant from 1 on was reached.
+int* map_mutants() {{
+  static int none[{LIMIT}];
+  const char* file = std::getenv("LAYERNORM_MUTANTS");
+  if (!file) return none;
+  return static_cast<int*>(mmap(nullptr, sizeof none, PROT_READ | PROT_WRITE, MAP_SHARED, open(file, O_RDWR), 0));
+}}
+int* const mutants = map_mutants();
+// The emulator, which checks all accesses to memory, must not see these.
+__attribute__((no_sanitize("thread", "undefined"))) inline bool MUTANT(int id) {{
+  if (!mutants[id]) mutants[id] = 1;
+  return mutants[0] == id;
+}}
+}}  // namespace
+"""
+ERROR = re.compile(r"(\S+?):(\d+):\d+: error")
+
+
+def instrument(source, sample, header):
+    """Return a source file, as bytes, with the mutants of a sample {number: mutant}."""
+    opening, closing = collections.defaultdict(str), collections.defaultdict(str)
+    for number, mutant in sorted(sample.items(), key=lambda item: (item[1].begin, -item[1].end)):
+        before, after = f"{{ if (!MUTANT({number})) ", " }"
+        if mutant.new:
+            before, after = f"(MUTANT({number}) ? {mutant.type}({mutant.new}) : {mutant.type}(", "))"
+        opening[mutant.begin] += before
+        closing[mutant.end] = after + closing[mutant.end]
+    made, end = f'#include "{header}"\n#line 1\n'.encode(), 0
+    for place in sorted({*opening, *closing}):
+        made += source[end:place] + (closing[place] + opening[place]).encode()
+        end = place
+    return made + source[end:]
+
+
+def culprits(output, sample, tree):
+    """Return the numbers of the mutants in lines that a compiler calls wrong."""
+    errors = {(pathlib.Path(tree, file).resolve(), int(line)) for file, line in ERROR.findall(output)}
+    return {n for n, m in sample.items() if any((tree / m.file, line) in errors for line in range(*m.lines))}
+
+
+def build(target, sample, tree):
+    """Build a copy of the repository with the mutants of a sample; return those that are valid C++."""
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "build", "*.so", "__pycache__", ".*_cache"))
+    if target == "cuda":
+        shutil.rmtree(tree / "layernorm_ext")  # the installed package takes its place
+        command = ["-c", "import emulated_build as build; build.library(build.CHECKED)"]
+    else:
+        flags = tree / "build_support" / "extension.py"
+        flags.write_text(flags.read_text().replace('"-O3"', '"-O1"'))  # which takes half the time
+        command = ["setup.py", "-q", "build_ext", "--inplace"]
+    environment = {**os.environ, "FORCE_CUDA": "0", "PYTHONPATH": str(tree / "tests" / "emulator")}
+    header = tree / "csrc" / "mutant.h"
+    header.write_text(RUNTIME)
+    files = {mutant.file for mutant in sample.values()}
+    while True:
+        for file in files:
+            of_file = {number: mutant for number, mutant in sample.items() if mutant.file == file}
+            made = instrument((ROOT / file).read_bytes(), of_file, header)
+            if (tree / file).read_bytes() != made:  # or everything would be compiled again
+                (tree / file).write_bytes(made)
+        done = subprocess.run([sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True)
+        if done.returncode == 0:
+            return sample
+        wrong = culprits(done.stdout + done.stderr, sample, tree)
+        if not wrong:
+            raise SystemExit(f"The mutants do not compile:\n{done.stdout}{done.stderr}")
+        print(*(f"no valid C++: {sample[number]}" for number in wrong), sep="\n", flush=True)
+        sample = {number: mutant for number, mutant in sample.items() if number not in wrong}
+
+
+# ---- running the tests -----------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A plugin of pytest: runs the tests without a mutant, then on each mutant, always in a new child process."""
+
+    def __init__(self, sample, seconds):
+        self.sample, self.seconds, self.survivors = sample, seconds, []
+        self.log = pathlib.Path("tests.log").resolve()
+        control = os.open(os.environ["LAYERNORM_MUTANTS"], os.O_RDWR)
+        self.memory = memoryview(mmap.mmap(control, 4 * LIMIT)).cast("i")
+
+    def pytest_runtestloop(self, session):
+        tests = {item.nodeid: item for item in session.items}
+        results = self.run(tests.values(), 0, {})
+        usual = {test: result for test, result in results.items() if result["outcome"] == "passed"}
+        seconds = {test: result["seconds"] for test, result in usual.items()}
+        print(f"{len(usual)} tests pass without a mutant, in {sum(seconds.values()):.0f} s", flush=True)
+        print([test for test in results if results[test]["outcome"] == "failed"], "fail and are left out", flush=True)
+        for number, mutant in self.sample.items():
+            of_mutant = in_order({test: seconds[test] for test in usual if number in usual[test]["reached"]})
+            until = dict(zip(of_mutant, itertools.accumulate(map(seconds.get, of_mutant)), strict=True))
+            of_mutant = [test for test in of_mutant if until[test] - seconds[test] < self.seconds]
+            limits = {test: int(60 + 10 * seconds[test]) for test in of_mutant}
+            results = self.run([tests[test] for test in of_mutant], number, limits)
+            last = list(results.values())[-1:]
+            if not last or last[0]["outcome"] == "passed":
+                self.survivors.append(mutant)
+                print(f"{mutant}: SURVIVES {len(results)} of {len(until)} tests", flush=True)
+            else:
+                print(f"{mutant}: noticed by {last[0]['test']}", flush=True)
+        return True
+
+    def run(self, items, number, limits):
+        """Run tests on a mutant until one fails; on none (0), run all. Return {test: result}."""
+        self.log.write_text("")
+        self.memory[:] = memoryview(bytes(4 * LIMIT)).cast("i")
+        self.memory[0] = number
+        child = os.fork()
+        if not child:
+            self.run_in_child(items, number, limits)
+        try:
+            os.waitpid(child, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # and what the tests have started
+        results = {}
+        for line in map(json.loads, self.log.read_text().splitlines()):
+            if results.get(line["test"], {}).get("outcome") != "failed":
+                results[line["test"]] = line
+        return results
+
+    def run_in_child(self, items, number, limits):
+        os.setpgid(0, 0)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1), os.dup2(null, 2)
+        os.environ["PYTEST_ADDOPTS"] = "-x"  # for tests that run other tests
+        self.stops = number > 0
+        try:
+            for item, following in itertools.pairwise([*items, None]):
+                self.write(test=item.nodeid, outcome="started")
+                signal.alarm(limits.get(item.nodeid, 0))  # kills the process
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        finally:
+            os._exit(0)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.failed:
+            reached = [number for number in range(1, LIMIT) if self.memory[number]]
+            self.memory[1:] = memoryview(bytes(4 * LIMIT - 4)).cast("i")
+            self.write(test=report.nodeid, outcome=report.outcome, seconds=report.duration, reached=reached)
+            if report.failed and self.stops:
+                os._exit(1)
+
+    def write(self, **line):
+        with self.log.open("a") as log:
+            print(json.dumps(line), file=log)
+
+
+def in_order(seconds):
+    """Order tests: quick ones first, and a function's first case before its other cases, which rarely notice more."""
+    cases, weights = collections.Counter(), {}
+    for test in sorted(seconds, key=seconds.get):
+        cases[test.partition("[")[0]] += 1
+        weights[test] = seconds[test] * cases[test.partition("[")[0]]
+    return sorted(weights, key=weights.get)
+
+
+def run_tests(arguments, seconds, goal):
+    """Run the tests of the current folder, a built copy of the repository; called in a process of its own."""
+    sample = json.loads(pathlib.Path("sample.json").read_text())
+    runner = Runner({int(number): Mutant(**mutant) for number, mutant in sample.items()}, seconds)
+    pytest.main(["-q", "-s", "-pno:cacheprovider", "-pno:faulthandler", *arguments], [runner])
+    noticed = len(sample) - len(runner.survivors)
+    print(f"\n{noticed} of {len(sample)} mutants are noticed ({noticed / len(sample):.1%})")
+    for mutant in runner.survivors:
+        print(f"survives: {mutant}")
+    raise SystemExit(noticed < goal * len(sample))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--number", default="120", help="of mutants; `all` for every one (default: 120)")
+    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="of the random sample")
+    parser.add_argument("--seconds", type=int, default=300, help="of tests for a mutant, about (default: 300)")
+    parser.add_argument("--tests", nargs="*", help="arguments of pytest, in place of the target's tests")
+    options = parser.parse_args()
+
+    _, arguments, goal = TARGETS[options.target]
+    mutants = population(options.target)
+    number = len(mutants) if options.number == "all" else int(options.number)
+    print(f"{number} of {len(mutants)} mutants of the target {options.target}, --seed {options.seed}", flush=True)
+    sample = dict(enumerate(random.Random(options.seed).sample(mutants, number), 1))
+    tree = ROOT / "build" / "mutants" / options.target
+    sample = build(options.target, sample, tree)
+    (tree / "sample.json").write_text(json.dumps({n: dataclasses.asdict(mutant) for n, mutant in sample.items()}))
+    (tree / "control").write_bytes(bytes(4 * LIMIT))
+    call = f"import mutants; mutants.run_tests({options.tests or arguments}, {options.seconds}, {goal})"
+    environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'tests'}", "LAYERNORM_MUTANTS": str(tree / "control")}
+    sys.exit(subprocess.run([sys.executable, "-c", call], cwd=tree, env=environment).returncode)
+
+
+if __name__ == "__main__":
+    main()
