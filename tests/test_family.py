@@ -336,7 +336,7 @@ def test_compiles_to_one_graph_for_any_batch(name, dtypes):
 
 
 def test_compiled_autograd():
-    """Of the first derivative, and of the second one where there is one."""
+    """Compiled autograd gives the first and second derivatives of eager autograd."""
     x, r, w = leaves = [torch.randn(s, requires_grad=True) for s in ((3, 8), (3, 8), (8,))]
 
     def loss():

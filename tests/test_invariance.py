@@ -25,7 +25,7 @@ def channels_last(t):
 @pytest.mark.parametrize("normalized_shape", [(10,), (4, 10)], ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS, transposed_batch, channels_last])
 def test_layout(backend, dtype, normalized_shape, layout):
-    """Of the input, grad_output, or both. The output and grad_input are contiguous."""
+    """`input`, `grad_output` or both have the layout. The output and `grad_input` are contiguous."""
     x, dy = (randn((2, 6, 4, 10), dtype, backend.device) for _ in range(2))
     w, b = (randn(normalized_shape, dtype, backend.device) for _ in range(2))
     expected = run(backend, x, dy, w, b, normalized_shape=normalized_shape)

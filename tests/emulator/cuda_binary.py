@@ -32,8 +32,7 @@ class Kernel:
 
 def library():
     """Return the path of the installed package's compiled module."""
-    package = pathlib.Path(importlib.util.find_spec("layernorm_ext").origin).parent
-    return next(package.glob("_C*.so"))
+    return pathlib.Path(importlib.util.find_spec("layernorm_ext._C").origin)
 
 
 @functools.cache
