@@ -17,9 +17,8 @@ def layer_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Compute :func:`layernorm_ext.layer_norm`."""
-    return torch.ops.layernorm.norm_forward(
+    return torch.ops.layernorm.forward(
         input,
-        None,
         normalized_shape,
         weight,
         bias,
@@ -37,9 +36,8 @@ def rms_norm(
     zero_centered_weight: bool = False,
 ) -> Tensor:
     """Compute :func:`layernorm_ext.rms_norm`."""
-    return torch.ops.layernorm.norm_forward(
+    return torch.ops.layernorm.forward(
         input,
-        None,
         normalized_shape,
         weight,
         None,
@@ -89,7 +87,7 @@ def _add_norm(
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     if inplace:
-        output = torch.ops.layernorm.norm_forward_(
+        output = torch.ops.layernorm.forward_(
             input,
             residual,
             normalized_shape,
@@ -100,7 +98,7 @@ def _add_norm(
             zero_centered_weight=zero_centered_weight,
         )[0]
         return output, residual
-    results = torch.ops.layernorm.norm_forward(
+    results = torch.ops.layernorm.forward(
         input, residual, normalized_shape, weight, bias, eps, rms=rms, zero_centered_weight=zero_centered_weight
     )
     return results[0], results[1]
@@ -110,7 +108,10 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
     """Compute :func:`layernorm_ext.layer_norm_2d`."""
     if input.dim() != 4:
         raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
-    return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
+    torch.ops.layernorm.check_images(input, weight, bias)
+    rows = input.permute(0, 2, 3, 1)
+    output = torch.ops.layernorm.forward(rows, [input.size(1)], weight, bias, eps, preserve_layout=True)[0]
+    return output.permute(0, 3, 1, 2)
 
 
 def rms_eps(input: Tensor, eps: float | None) -> float:

@@ -60,7 +60,10 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
             return output
     if tracing.records_aten():
         return tracing.layer_norm_2d(input, weight, bias, eps)
-    return torch.ops.layernorm.channels_first_forward(input, weight, bias, eps)[0]
+    torch.ops.layernorm.check_images(input, weight, bias)
+    rows = input.permute(0, 2, 3, 1)
+    output = torch.ops.layernorm.forward(rows, rows.shape[-1:], weight, bias, eps, preserve_layout=True)[0]
+    return output.permute(0, 3, 1, 2)
 
 
 vars(layer_norm_2d)["__prepare_scriptable__"] = lambda: _script.layer_norm_2d  # torch.jit.script compiles this instead

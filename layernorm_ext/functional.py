@@ -273,12 +273,12 @@ def _norm(
     if tracing.records_aten():
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
     ops = torch.ops.layernorm
+    arguments = (normalized_shape, weight, bias, eps)
     if inplace:
-        return ops.norm_forward_(input, residual, normalized_shape, weight, bias, eps, **options)[0], residual
-    if residual is None and not (rms or zero_centered_weight or memory_efficient):
-        return ops.forward(input, normalized_shape, weight, bias, eps)[0], None
-    options["memory_efficient"] = memory_efficient
-    return ops.norm_forward(input, residual, normalized_shape, weight, bias, eps, **options)[:2]
+        return ops.forward_(input, residual, *arguments, **options)[0], residual
+    if residual is None:
+        return ops.forward(input, *arguments, **options, **efficient)[0], None
+    return ops.forward(input, residual, *arguments, **options, **efficient)[:2]
 
 
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:

@@ -179,7 +179,7 @@ def norm_over_ragged(
 
 def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Normalize over the channels by torch's function, and keep the input's memory format."""
-    _check(torch.ops.layernorm.channels_first_check_forward, _C.check_images, input, weight, bias)
+    _check(torch.ops.layernorm.check_images, _C.check_images, input, weight, bias)
     rows = input.permute(0, 2, 3, 1)
     output = norm(rows, None, constant_sizes(rows.shape[-1:]), weight, bias, eps)[0].permute(0, 3, 1, 2)
     is_channels_last = input.stride(1) < input.stride(3) <= input.stride(2) <= input.stride(0)
