@@ -451,7 +451,7 @@ def _difference_by_dtype(theirs: Any, ours: Any, parameters: dict[str, Tensor], 
 
 @dataclass(frozen=True)
 class _Change:
-    """What revert() needs to undo a change."""
+    """The state that revert() restores."""
 
     old_cls: type[Module]
     new_cls: type[Module]

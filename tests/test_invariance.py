@@ -1,4 +1,4 @@
-"""What must not change a single bit of the results: memory layout, the other rows, threads, and repetition."""
+"""No bit of the results depends on the memory layout, the other rows, the threads, or repetition."""
 
 import threading
 

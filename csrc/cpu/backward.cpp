@@ -55,7 +55,7 @@ int64_t block_rows(int64_t cols) {
   return min(kMaxBlockRows, 2048 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows);
 }
 
-// What the second loop needs for a row: with d = x * scale - mean,
+// The coefficients of a row for the second loop: with d = x * scale - mean,
 //   rstd = rstd_scaled * scale
 //   xhat = d * rstd_scaled + minus_shift
 //   dx = rstd * ((g + minus_c2) + xhat * minus_c1)

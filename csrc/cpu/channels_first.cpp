@@ -259,7 +259,7 @@ void forward_block(const ForwardParams& p, const Place& place) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// What the second loop needs for each pixel; see Coefficients in backward.cpp.
+// The coefficients of each pixel for the second loop; see Coefficients in backward.cpp.
 template <class Acc>
 struct Coefficients {
   PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2, rstd;

@@ -23,7 +23,7 @@ struct Data {
   float sum;         // of in
 };
 
-// What a kernel omits or does wrong.
+// The faults that a kernel can have.
 enum class Fault {
   kNone,
   kNoWait,
