@@ -371,14 +371,15 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
   if (is_transformed(input, residual, weight, bias)) return forward_composite(args);
   const bool records = wants_graph(input, residual, weight, bias);
+  if (args.in_place && records && residual->is_view()) {  // autograd refuses nodes with two outputs for views
+    ForwardArgs out_of_place = args;
+    out_of_place.in_place = false;
+    ForwardOutputs outputs = forward_autograd(out_of_place);
+    outputs.sum = residual->copy_(outputs.sum);
+    return outputs;
+  }
   const auto call = [&] {
-    if (args.in_place && records) {
-      TORCH_CHECK(!args.residual->is_view(),
-                  "Expected residual not to be a view of another tensor where it is changed in "
-                  "place and gradients are recorded, but got a view of a tensor of shape ",
-                  args.residual->_base().sym_sizes());
-      torch::autograd::check_inplace(*args.residual, records);
-    }
+    if (args.in_place && records) torch::autograd::check_inplace(*args.residual, records);
     ForwardArgs below = args;
     // Without a graph there is no backward, so memory_efficient makes no difference.
     if (!records) below.options.memory_efficient = false;

@@ -262,6 +262,7 @@ def _norm(
     rms: bool = False,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
+    preserve_layout: bool = False,
     inplace: bool = False,
 ) -> tracing.Results:
     """Compute any member of the family by operators that a tracer can record."""
@@ -270,6 +271,7 @@ def _norm(
         options |= {"memory_efficient": memory_efficient, "inplace": inplace}
         return _norm_nested(input, residual, normalized_shape, weight, bias, eps, **options)
     normalized_shape = tracing.constant_sizes(normalized_shape)
+    options["preserve_layout"] = preserve_layout
     if tracing.records_aten():
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
     ops = torch.ops.layernorm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -113,10 +114,15 @@ def norm(
     *,
     rms: bool = False,
     zero_centered_weight: bool = False,
+    preserve_layout: bool = False,
     inplace: bool = False,
 ) -> Results:
-    """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
-    _check(torch.ops.layernorm.check_forward, _C.check_forward, input, residual, normalized_shape, weight, bias)
+    """Compute the output, and the sum with a residual, of any member of the family by torch's functions.
+
+    With ``preserve_layout``, the input is images whose channels were moved last, and the output keeps their memory
+    format.
+    """
+    check(torch.ops.layernorm.check_forward, _C.check_forward, input, residual, normalized_shape, weight, bias)
     accumulate_dtype = _accumulate_dtype(input)
     x, total = input, None
     if residual is not None:
@@ -139,6 +145,8 @@ def norm(
         output = F.rms_norm(x, normalized_shape, weight, eps)
     else:
         output = F.layer_norm(x, normalized_shape, weight, bias, eps)
+    if preserve_layout and not _is_channels_last(input):
+        output = output.movedim(-1, 1).contiguous().movedim(1, -1)
     return _cast(output, input.dtype), total  # under autocast, torch's functions may return float32
 
 
@@ -177,16 +185,13 @@ def norm_over_ragged(
     return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
 
 
-def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize over the channels by torch's function, and keep the input's memory format."""
-    _check(torch.ops.layernorm.check_images, _C.check_images, input, weight, bias)
-    rows = input.permute(0, 2, 3, 1)
-    output = norm(rows, None, constant_sizes(rows.shape[-1:]), weight, bias, eps)[0].permute(0, 3, 1, 2)
-    is_channels_last = input.stride(1) < input.stride(3) <= input.stride(2) <= input.stride(0)
-    return output if is_channels_last else output.contiguous()
+def _is_channels_last(rows: Tensor) -> bool:
+    """Return whether the strides of images with the channels moved last decrease."""
+    strides = rows.stride()
+    return strides[-1] < strides[-2] and all(a >= b for a, b in pairwise(strides))
 
 
-def _check(operator: Callable[..., None], function: Callable[..., None], *arguments: object) -> None:
+def check(operator: Callable[..., None], function: Callable[..., None], *arguments: object) -> None:
     """Raise the errors that the kernels raise, without adding a node to the graph."""
     if not torch.compiler.is_dynamo_compiling():
         function(*arguments)
