@@ -160,13 +160,6 @@ PyObject* add_rms_norm(PyObject*, PyObject* args, PyObject* kwargs) {
   END_HANDLE_TH_ERRORS
 }
 
-// A parameter of images in the order of dimensions of rows. A parameter [N, C] lacks the last dimensions.
-optional<Tensor> channels_last(optional<Tensor> parameter, int64_t dims) {
-  if (!parameter || parameter->dim() == 1) return parameter;
-  while (parameter->dim() < dims) parameter = parameter->unsqueeze(-1);
-  return parameter->movedim(1, -1);
-}
-
 // All functions for images; those without a residual return the output alone. None if the call needs_python().
 PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
@@ -182,22 +175,13 @@ PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   const double eps = rms ? rms_eps(a.toDoubleOptional(4), input) : a.toDouble(4);
   const layernorm::Options options = {rms, a.toBool(6), a.toBool(7), /*preserve_layout=*/true};
   const bool adaptive = a.toBool(9);
-  Tensor output, sum;
+  layernorm::ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
     layernorm::check_images(input, residual, weight, bias, adaptive);
-    const optional<Tensor> row_residual = residual ? optional(residual->movedim(1, -1)) : std::nullopt;
-    auto outputs = layernorm::call_forward({input.movedim(1, -1),
-                                            row_residual,
-                                            {input.sym_size(1)},
-                                            channels_last(weight, input.dim()),
-                                            channels_last(bias, input.dim()),
-                                            eps,
-                                            options,
-                                            in_place});
-    output = outputs.output.movedim(-1, 1);
-    if (residual) sum = in_place ? *residual : outputs.sum.movedim(-1, 1);
+    outputs = layernorm::forward_images({input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});
   }
+  auto& [output, sum, mean, rstd] = outputs;
   if (!residual) return THPVariable_Wrap(std::move(output));
   return pybind11::make_tuple(std::move(output), std::move(sum)).release().ptr();
   END_HANDLE_TH_ERRORS

@@ -61,6 +61,8 @@ struct BackwardOutputs {
 // Call the operators through the dispatcher.
 ForwardOutputs call_forward(const ForwardArgs& args);
 BackwardOutputs call_backward(const BackwardArgs& args);
+// The same for images [N, C, *] and normalized_shape {C}, without the cost of moving the channels by views.
+ForwardOutputs forward_images(const ForwardArgs& args);
 
 // Registers an implementation of all operators for one dispatch key.
 using Forward = ForwardOutputs (*)(const ForwardArgs&);
