@@ -396,8 +396,11 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
       result = {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor()};
       if (images) {
         if (wants_x) result[0] = result[0].movedim(-1, 1);
+        const Tensor& like_bias = b.defined() ? b : w;  // see is_unlike()
         if (wanted[1] && w.dim() > 1) result[1] = result[1].movedim(-1, 1).reshape_symint(w.sym_sizes());
-        if (wanted[2] && b.dim() > 1) result[2] = result[2].movedim(-1, 1).reshape_symint(b.sym_sizes());
+        if (wanted[2] && like_bias.dim() > 1) {
+          result[2] = result[2].movedim(-1, 1).reshape_symint(like_bias.sym_sizes());
+        }
       }
     } else if (wants_x) {
       result[0] = grad_sum;
