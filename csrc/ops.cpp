@@ -450,12 +450,15 @@ ForwardOutputs forward(const ForwardArgs& args) {
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
   const Geometry geometry(output, input, normalized_dims, args.weight, args.bias);
-  if (!geometry.fits(output) || !geometry.fits(rstd)) return forward_by_copies<forward<kernel, workspace_size>>(args);
+  const bool empty = input.numel() == 0;  // its strides mean nothing
+  if (!empty && !(geometry.fits(output) && geometry.fits(rstd))) {
+    return forward_by_copies<forward<kernel, workspace_size>>(args);
+  }
   if (present(residual)) {
     const bool reuse = args.in_place && residual->strides() == output.strides();
     sum = reuse ? *residual : at::empty_strided(output.sizes(), output.strides(), residual->options());
   }
-  if (input.numel() == 0) {
+  if (empty) {
     if (mean.defined()) mean.zero_();
     return {with_format(output, args), sum, mean, rstd.zero_()};
   }
@@ -501,10 +504,10 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const bool allocates = wants_input || !(args.options.preserve_layout || input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
   const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
-  if (!geometry.fits(grad) || !geometry.fits(args.rstd.contiguous())) {
+  const bool empty = input.numel() == 0;
+  if (!empty && !(geometry.fits(grad) && geometry.fits(args.rstd.contiguous()))) {
     return backward_by_copies<backward<kernel, workspace_size>>(args);
   }
-  const bool empty = input.numel() == 0;
   const auto& weight_model = gradient_model(args.weight, args.bias);
   const auto& bias_model = gradient_model(args.bias, args.weight);
   const auto parameter_gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
