@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_strided_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -348,8 +349,10 @@ Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
 // A new tensor for an output in the layout of the call, see Options::preserve_layout.
 Tensor allocate_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
   const auto options = input.options().dtype(type);
-  if (preserve_layout && !input.is_contiguous()) return at::empty_like(input, options);
-  return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!preserve_layout) return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!input.is_non_overlapping_and_dense()) return at::empty_like(input, options);
+  return input.is_cpu() ? at::cpu::empty_strided(input.sizes(), input.strides(), options)
+                        : at::empty_strided(input.sizes(), input.strides(), options);
 }
 
 // RMSNorm keeps the memory format channels_last, as in torch.
