@@ -673,7 +673,10 @@ void Operators::define(torch::Library& m) {
   // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
-  define("check_images(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> ()");
+  // It returns the input, because TorchScript removes calls without results.
+  define(
+      "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
+      "Tensor(a)");
 }
 
 void Operators::implement_cpu(torch::Library& m) {
@@ -693,7 +696,11 @@ void Operators::implement_composite(torch::Library& m) {
                              const optional<Tensor>& weight, const optional<Tensor>& bias) {
     check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
   });
-  m.impl("check_images", &check_images);
+  m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                            const optional<Tensor>& bias, bool adaptive) {
+    check_images(input, residual, weight, bias, adaptive);
+    return input;
+  });
 }
 
 }  // namespace layernorm

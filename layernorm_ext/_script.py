@@ -182,7 +182,7 @@ def _norm_2d(
     memory_efficient: bool,
     adaptive: bool,
 ) -> Tensor:
-    torch.ops.layernorm.check_images(input, None, weight, bias, adaptive)
+    input = torch.ops.layernorm.check_images(input, None, weight, bias, adaptive)
     output = torch.ops.layernorm.forward(
         input.movedim(1, -1),
         [input.size(1)],
@@ -207,7 +207,7 @@ def _add_norm_2d(
     zero_centered_weight: bool,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    torch.ops.layernorm.check_images(input, residual, weight, bias)
+    input = torch.ops.layernorm.check_images(input, residual, weight, bias)
     output, total = _add_norm(
         input.movedim(1, -1),
         residual.movedim(1, -1),

@@ -302,7 +302,7 @@ def _norm_2d(
         )
         if results is not None:
             return results
-    tracing.check(torch.ops.layernorm.check_images, _C.check_images, input, residual, weight, bias, adaptive)
+    tracing.check_images(input, residual, weight, bias, adaptive)
     rows = input.movedim(1, -1)
     output, total = _norm(
         rows,
@@ -318,6 +318,8 @@ def _norm_2d(
         inplace=inplace,
     )
     output = output.movedim(-1, 1)
+    if tracing.records_aten():
+        output = tracing.with_format_of(input, output)
     if residual is None:
         return output
     return output, residual if inplace else total.movedim(-1, 1)

@@ -114,28 +114,30 @@ def norm(
     *,
     rms: bool = False,
     zero_centered_weight: bool = False,
-    preserve_layout: bool = False,
     inplace: bool = False,
 ) -> Results:
-    """Compute the output, and the sum with a residual, of any member of the family by torch's functions.
-
-    With ``preserve_layout``, the input is images whose channels were moved last, and the output keeps their memory
-    format.
-    """
-    check(torch.ops.layernorm.check_forward, _C.check_forward, input, residual, normalized_shape, weight, bias)
+    """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
+    _check(torch.ops.layernorm.check_forward, _C.check_forward, input, residual, normalized_shape, weight, bias)
     accumulate_dtype = _accumulate_dtype(input)
     x, total = input, None
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), input.dtype)
+        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), residual.dtype)
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = _cast(weight, accumulate_dtype) + 1
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    apart = (rms and bias is not None) or any(parameter.dim() > len(normalized_shape) for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
-    mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
-    dtype = accumulate_dtype if mixed else input.dtype
+    mixed = apart or any(parameter.dtype != x.dtype for parameter in parameters)
+    dtype = accumulate_dtype if mixed else x.dtype
     x = _cast(x, dtype)
     weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
+    if apart:
+        output = norm(x, None, normalized_shape, None, None, eps, rms=rms)[0]
+        output = output if weight is None else output * weight
+        return _cast(output if bias is None else output + bias, input.dtype), total
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
@@ -145,8 +147,6 @@ def norm(
         output = F.rms_norm(x, normalized_shape, weight, eps)
     else:
         output = F.layer_norm(x, normalized_shape, weight, bias, eps)
-    if preserve_layout and not _is_channels_last(input):
-        output = output.movedim(-1, 1).contiguous().movedim(1, -1)
     return _cast(output, input.dtype), total  # under autocast, torch's functions may return float32
 
 
@@ -185,13 +185,22 @@ def norm_over_ragged(
     return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
 
 
-def _is_channels_last(rows: Tensor) -> bool:
-    """Return whether the strides of images with the channels moved last decrease."""
-    strides = rows.stride()
-    return strides[-1] < strides[-2] and all(a >= b for a, b in pairwise(strides))
+def check_images(
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, adaptive: bool
+) -> None:
+    """Raise the errors of :func:`layernorm_ext.layer_norm_2d`, without adding a node to the graph."""
+    _check(torch.ops.layernorm.check_images, _C.check_images, input, residual, weight, bias, adaptive)
 
 
-def check(operator: Callable[..., None], function: Callable[..., None], *arguments: object) -> None:
+def with_format_of(input: Tensor, output: Tensor) -> Tensor:
+    """Return the images that torch's functions have computed from ``input``, channels last, in its memory format."""
+    batch, channels, *pixels = input.stride()
+    strides = batch, *pixels, channels
+    is_channels_last = strides[-1] < strides[-2] and all(a >= b for a, b in pairwise(strides))
+    return output if is_channels_last else output.contiguous()
+
+
+def _check(operator: Callable[..., object], function: Callable[..., None], *arguments: object) -> None:
     """Raise the errors that the kernels raise, without adding a node to the graph."""
     if not torch.compiler.is_dynamo_compiling():
         function(*arguments)

@@ -19,8 +19,8 @@ def layer_norm(request, backend):
         return backend.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
     def of_images(x, weight=None, bias=None):
-        images = x.movedim(-1, 1).contiguous()
-        return backend.ops.channels_first_forward(images, weight, bias, EPS)[0].movedim(1, -1)
+        images = x.movedim(-1, 1).contiguous().movedim(1, -1)
+        return backend.ops.forward(images, x.shape[-1:], weight, bias, EPS, preserve_layout=True)[0]
 
     return of_rows if request.param == "rows" else of_images
 
@@ -107,7 +107,8 @@ def test_second_derivatives_in_16_bits(layer_norm, double, dtype, parameter_dtyp
 
 
 def test_statistics_are_not_differentiable(backend, leaves):
-    for _, mean, rstd in (backend.forward(leaves[0], [5]), backend.ops.channels_first_forward(leaves[0])):
+    for preserve_layout in (False, True):
+        _, mean, rstd = backend.ops.forward(leaves[0], [5], preserve_layout=preserve_layout)
         assert not mean.requires_grad and not rstd.requires_grad
 
 
