@@ -229,7 +229,7 @@ def channels_last(parameter: Tensor | None, dims: int) -> Tensor | None:
         return parameter
     while parameter.dim() < dims:
         parameter = parameter.unsqueeze(-1)
-    return parameter.movedim(1, -1)
+    return parameter.movedim(1, dims - 1)  # torch's older ONNX exporter does not support -1
 
 
 def rms_eps(input: Tensor, eps: float | None) -> float:

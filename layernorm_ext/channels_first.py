@@ -303,13 +303,14 @@ def _norm_2d(
         if results is not None:
             return results
     tracing.check_images(input, residual, weight, bias, adaptive)
-    rows = input.movedim(1, -1)
+    last = input.dim() - 1
+    rows = input.movedim(1, last)
     output, total = _norm(
         rows,
-        None if residual is None else residual.movedim(1, -1),
+        None if residual is None else residual.movedim(1, last),
         rows.shape[-1:],
-        _script.channels_last(weight, input.dim()),
-        _script.channels_last(bias, input.dim()),
+        _script.channels_last(weight, last + 1),
+        _script.channels_last(bias, last + 1),
         _script.rms_eps(input, eps),
         rms=rms,
         zero_centered_weight=zero_centered_weight,
@@ -317,12 +318,12 @@ def _norm_2d(
         preserve_layout=True,
         inplace=inplace,
     )
-    output = output.movedim(-1, 1)
+    output = output.movedim(last, 1)
     if tracing.records_aten():
         output = tracing.with_format_of(input, output)
     if residual is None:
         return output
-    return output, residual if inplace else total.movedim(-1, 1)
+    return output, residual if inplace else total.movedim(last, 1)
 
 
 class LayerNorm2d(LayerNorm):
