@@ -64,9 +64,8 @@ def layer_norm_2d(
         memory_efficient: Whether to save the output for backward instead of the input. See :class:`LayerNorm`.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``: channels last if the strides of ``input`` have that
-        order (as in a slice of a ``channels_last`` tensor), else contiguous. The gradient of ``input`` has the same
-        memory format.
+        A tensor of the shape, dtype and memory format of ``input``: it has the strides of :func:`torch.empty_like`,
+        also for a slice of a ``channels_last`` tensor. So has the gradient of ``input``.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
