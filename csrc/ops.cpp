@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_strided_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -69,19 +70,24 @@ void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef nor
               " and normalized_shape = ", normalized_shape);
 }
 
-// Weight and bias must have the same groups, or one of them must be shared by all rows.
-void check_groups(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias) {
-  if (!has_batch_dims(weight, input, normalized_shape) || !has_batch_dims(bias, input, normalized_shape)) return;
+// The names of weight and bias in error messages.
+using Names = std::pair<const char*, const char*>;
+constexpr Names kNames = {"weight", "bias"};
+
+// Weight and bias must have the same sizes in the batch dimensions, or one of them must be shared by all rows.
+template <class F>
+void check_groups(const Tensor& weight, const Tensor& bias, const F& is_batch_dim, const Names& names = kNames) {
+  const auto size = [](const Tensor& t, int64_t d) { return d < t.dim() ? t.sym_size(d) : c10::SymInt(1); };
   bool equal = true, weight_is_shared = true, bias_is_shared = true;
-  for (int64_t d = 0; d < input.dim() - static_cast<int64_t>(normalized_shape.size()); ++d) {
-    equal = equal && weight->sym_size(d) == bias->sym_size(d);
-    weight_is_shared = weight_is_shared && weight->sym_size(d) == 1;
-    bias_is_shared = bias_is_shared && bias->sym_size(d) == 1;
+  for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
+    if (!is_batch_dim(d)) continue;
+    equal = equal && size(weight, d) == size(bias, d);
+    weight_is_shared = weight_is_shared && size(weight, d) == 1;
+    bias_is_shared = bias_is_shared && size(bias, d) == 1;
   }
-  TORCH_CHECK(equal || weight_is_shared || bias_is_shared,
-              "Expected weight and bias to have the same batch sizes, but got weight of shape ", weight->sym_sizes(),
-              " and bias of shape ", bias->sym_sizes());
+  TORCH_CHECK(equal || weight_is_shared || bias_is_shared, "Expected ", names.first, " and ", names.second,
+              " to have the same batch sizes, but got ", names.first, " of shape ", weight.sym_sizes(), " and ",
+              names.second, " of shape ", bias.sym_sizes());
 }
 
 bool is_supported(at::ScalarType type) {
@@ -110,10 +116,11 @@ void check_parameter_type(const char* name, const Tensor& input, const optional<
   check_device(name, *parameter, input);
 }
 
-void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                 const Names& names = kNames) {
   check_input_type(input);
-  check_parameter_type("weight", input, weight);
-  check_parameter_type("bias", input, bias);
+  check_parameter_type(names.first, input, weight);
+  check_parameter_type(names.second, input, bias);
 }
 
 c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalized_shape) {
@@ -133,6 +140,11 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& input, boo
               " to be of the dtype of input, but got ", name, " of dtype ", name_of(tensor.scalar_type()),
               " and input of dtype ", name_of(input.scalar_type()));
   check_device(name, tensor, input);
+}
+
+void check_residual(const optional<Tensor>& residual, const Tensor& input) {
+  if (!present(residual)) return;
+  check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
 }
 
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
@@ -162,11 +174,11 @@ void check_forward(const ForwardArgs& args) {
               "], but got input of size", sizes);
   check_batch_sizes("weight", input, normalized_shape, weight);
   check_batch_sizes("bias", input, normalized_shape, bias);
-  check_groups(input, normalized_shape, weight, bias);
-  check_types(input, weight, bias);
-  if (present(residual)) {
-    check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
+  if (has_batch_dims(weight, input, normalized_shape) && has_batch_dims(bias, input, normalized_shape)) {
+    check_groups(*weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
   }
+  check_types(input, weight, bias);
+  check_residual(residual, input);
 }
 
 void check_backward(const BackwardArgs& args) {
@@ -185,14 +197,28 @@ void check_backward(const BackwardArgs& args) {
   check_statistic("rstd", args.rstd, input, shape);
 }
 
-void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
-  TORCH_CHECK(input.dim() >= 2, "Expected input of shape [N, C, *], but got input of size", input.sym_sizes());
-  for (const auto& [name, parameter] : {std::pair("weight", &weight), std::pair("bias", &bias)}) {
-    TORCH_CHECK(!present(*parameter) || ((*parameter)->dim() == 1 && (*parameter)->sym_size(0) == input.sym_size(1)),
-                "Expected ", name, " of one number for each channel, but got ", name, " of shape ",
-                (*parameter)->sym_sizes(), " and input of ", input.sym_size(1), " channels");
+void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias, bool adaptive) {
+  const auto sizes = input.sym_sizes();
+  TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
+  const Names names = adaptive ? Names("scale", "shift") : kNames;
+  for (const auto& [name, parameter] : {std::pair(names.first, &weight), std::pair(names.second, &bias)}) {
+    if (!present(*parameter)) continue;
+    const auto shape = (*parameter)->sym_sizes();
+    bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
+    for (size_t d = 0; fits && d < shape.size(); ++d) {
+      const bool is_channels = d == 1 || shape.size() == 1;
+      fits = is_channels ? shape[d] == sizes[1] : shape[d] == 1 || shape[d] == sizes[d];
+    }
+    TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, *], with C = ", sizes[1],
+                " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,
+                " and input of shape ", sizes);
   }
-  check_types(input, weight, bias);
+  if (present(weight) && present(bias) && weight->dim() > 1 && bias->dim() > 1) {
+    check_groups(*weight, *bias, [](int64_t d) { return d != 1; }, names);
+  }
+  check_types(input, weight, bias, names);
+  check_residual(residual, input);
 }
 
 Dtype dtype_of(at::ScalarType type) {
@@ -349,8 +375,10 @@ Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
 // A new tensor for an output in the layout of the call, see Options::preserve_layout.
 Tensor allocate_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
   const auto options = input.options().dtype(type);
-  if (preserve_layout && !input.is_contiguous()) return at::empty_like(input, options);
-  return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!preserve_layout) return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!input.is_non_overlapping_and_dense()) return at::empty_like(input, options);
+  return input.is_cpu() ? at::cpu::empty_strided(input.sizes(), input.strides(), options)
+                        : at::empty_strided(input.sizes(), input.strides(), options);
 }
 
 // RMSNorm keeps the memory format channels_last, as in torch.
@@ -448,12 +476,15 @@ ForwardOutputs forward(const ForwardArgs& args) {
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
   const Geometry geometry(output, input, normalized_dims, args.weight, args.bias);
-  if (!geometry.fits(output) || !geometry.fits(rstd)) return forward_by_copies<forward<kernel, workspace_size>>(args);
+  const bool empty = input.numel() == 0;  // its strides mean nothing
+  if (!empty && !(geometry.fits(output) && geometry.fits(rstd))) {
+    return forward_by_copies<forward<kernel, workspace_size>>(args);
+  }
   if (present(residual)) {
     const bool reuse = args.in_place && residual->strides() == output.strides();
     sum = reuse ? *residual : allocate_like(input, residual->scalar_type(), args.options.preserve_layout);
   }
-  if (input.numel() == 0) {
+  if (empty) {
     if (mean.defined()) mean.zero_();
     return {with_format(output, args), sum, mean, rstd.zero_()};
   }
@@ -498,10 +529,10 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const bool allocates = wants_input || !(args.options.preserve_layout || input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
   const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
-  if (!geometry.fits(grad) || !geometry.fits(args.rstd.contiguous())) {
+  const bool empty = input.numel() == 0;
+  if (!empty && !(geometry.fits(grad) && geometry.fits(args.rstd.contiguous()))) {
     return backward_by_copies<backward<kernel, workspace_size>>(args);
   }
-  const bool empty = input.numel() == 0;
   const auto& weight_model = gradient_model(args.weight, args.bias);
   const auto& bias_model = gradient_model(args.bias, args.weight);
   const auto parameter_gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
@@ -666,7 +697,10 @@ void Operators::define(torch::Library& m) {
   // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
-  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
+  // It returns the input, because TorchScript removes calls without results.
+  define(
+      "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
+      "Tensor(a)");
 }
 
 void Operators::implement_cpu(torch::Library& m) {
@@ -686,7 +720,11 @@ void Operators::implement_composite(torch::Library& m) {
                              const optional<Tensor>& weight, const optional<Tensor>& bias) {
     check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
   });
-  m.impl("check_images", &check_images);
+  m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                            const optional<Tensor>& bias, bool adaptive) {
+    check_images(input, residual, weight, bias, adaptive);
+    return input;
+  });
 }
 
 }  // namespace layernorm
