@@ -24,11 +24,13 @@ check_torch()
 from ._ops import register_with_torch
 from .channels_first import LayerNorm2d, layer_norm_2d
 from .conversion import ConversionReport, convert, converted, register_conversion, revert
-from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
+from .functional import ada_layer_norm, ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .modules import AdaLayerNorm, AdaRMSNorm, AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
 from .tracing import trace_as
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaRMSNorm",
     "AddLayerNorm",
     "AddRMSNorm",
     "ConversionReport",
@@ -36,6 +38,8 @@ __all__ = [
     "LayerNorm2d",
     "LazyLayerNorm",
     "RMSNorm",
+    "ada_layer_norm",
+    "ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
     "convert",

@@ -121,15 +121,22 @@ def norm(
     x, total = input, None
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), input.dtype)
+        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), residual.dtype)
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = _cast(weight, accumulate_dtype) + 1
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    apart = (rms and bias is not None) or any(parameter.dim() > len(normalized_shape) for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
-    mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
-    dtype = accumulate_dtype if mixed else input.dtype
+    mixed = apart or any(parameter.dtype != x.dtype for parameter in parameters)
+    dtype = accumulate_dtype if mixed else x.dtype
     x = _cast(x, dtype)
     weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
+    if apart:
+        output = norm(x, None, normalized_shape, None, None, eps, rms=rms)[0]
+        output = output if weight is None else output * weight
+        return _cast(output if bias is None else output + bias, input.dtype), total
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
@@ -175,6 +182,13 @@ def norm_over_ragged(
     if not rms:
         x = x - mean(x)
     return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
+
+
+def check_modulation(
+    input: Tensor, normalized_shape: Sequence[int], scale: Tensor | None, shift: Tensor | None
+) -> None:
+    """Raise the errors of :func:`layernorm_ext.ada_layer_norm`, without adding a node to the graph."""
+    _check(torch.ops.layernorm.check_modulation, _C.check_modulation, input, normalized_shape, scale, shift)
 
 
 def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
