@@ -676,7 +676,8 @@ void Operators::define(torch::Library& m) {
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
   define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
-  define("check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> ()");
+  // It returns the input, because TorchScript removes calls without results.
+  define("check_modulation(Tensor(a) input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> Tensor(a)");
 }
 
 void Operators::implement_cpu(torch::Library& m) {
@@ -697,7 +698,11 @@ void Operators::implement_composite(torch::Library& m) {
     check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
   });
   m.impl("check_images", &check_images);
-  m.impl("check_modulation", &check_modulation);
+  m.impl("check_modulation", [](const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                                const optional<Tensor>& shift) {
+    check_modulation(input, normalized_shape, scale, shift);
+    return input;
+  });
 }
 
 }  // namespace layernorm

@@ -129,7 +129,7 @@ def ada_rms_norm(
 def _ada_norm(
     input: Tensor, normalized_shape: list[int], scale: Tensor | None, shift: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
-    torch.ops.layernorm.check_modulation(input, normalized_shape, scale, shift)
+    input = torch.ops.layernorm.check_modulation(input, normalized_shape, scale, shift)
     weight = insert_batch_dims(scale, input, len(normalized_shape))
     bias = insert_batch_dims(shift, input, len(normalized_shape))
     results = torch.ops.layernorm.forward(

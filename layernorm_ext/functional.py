@@ -400,14 +400,14 @@ def _norm(
     normalized_shape = tracing.constant_sizes(normalized_shape)
     if tracing.records_aten():
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
-    ops = torch.ops.layernorm
+    ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     arguments = (normalized_shape, weight, bias, eps)
     options["memory_efficient"] = memory_efficient
     if inplace:
-        return ops.forward_(input, residual, *arguments, **options)[0], residual
+        return ops.forward_.residual(input, residual, *arguments, **options)[0], residual
     if residual is None:
-        return ops.forward(input, *arguments, **options)[0], None
-    return ops.forward(input, residual, *arguments, **options)[:2]
+        return ops.forward.default(input, *arguments, **options)[0], None
+    return ops.forward.residual(input, residual, *arguments, **options)[:2]
 
 
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:

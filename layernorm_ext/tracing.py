@@ -200,7 +200,7 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     return output if is_channels_last else output.contiguous()
 
 
-def _check(operator: Callable[..., None], function: Callable[..., None], *arguments: object) -> None:
+def _check(operator: Callable[..., object], function: Callable[..., None], *arguments: object) -> None:
     """Raise the errors that the kernels raise, without adding a node to the graph."""
     if not torch.compiler.is_dynamo_compiling():
         function(*arguments)
