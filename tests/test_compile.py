@@ -211,6 +211,7 @@ def test_opcheck_of_layouts(backend, layout):
 def test_public_names():
     assert set(layernorm_ext.__all__) == {
         *("LayerNorm", "LayerNorm2d", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("AdaLayerNorm", "AdaRMSNorm", "ada_layer_norm", "ada_rms_norm"),
         *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
         *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
         "trace_as",
