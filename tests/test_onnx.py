@@ -111,7 +111,7 @@ FAMILY = {
     "float32 residual": lambda x, w, b: add_rms_norm(x, x.float() if x.dtype.itemsize == 2 else x, (8,), w),
     "layer_norm_2d": lambda x, w, b: layer_norm_2d(x.transpose(1, 2).unsqueeze(3), w, b),
     "parameters per sample": lambda x, w, b: layer_norm(x, (8,), x[:, :1], x[:, 1:2]),
-    "weight per position, bias shared": lambda x, w, b: layer_norm(x, (8,), w.expand(1, 5, 8), b),
+    "weight per position, bias shared": lambda x, w, b: layer_norm(x, (8,), x[:1], b),
     "ada_layer_norm": lambda x, w, b: ada_layer_norm(x, (8,), x[:, 0], x[:, 1]),
     "ada_rms_norm": lambda x, w, b: ada_rms_norm(x, (8,), x[:, 0], b),
 }
