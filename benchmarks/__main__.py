@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from . import accuracy, compare, kernels, memory, models, overhead, plots, tables
+from . import accuracy, adaln, compare, kernels, memory, models, overhead, plots, tables
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
@@ -172,6 +172,19 @@ def run_memory(shapes, dtypes, device, contenders, out) -> None:
     execute("memory", open_device(device), cases, memory.measure, out)
 
 
+@cli.command("adaln")
+@shapes_argument
+@choices("--dtypes", PAIRS, "fp32,bf16")
+@device_option
+@seconds_option(0.3, "contender and case")
+@out_option
+def run_adaln(shapes, dtypes, device, seconds, out) -> None:
+    """Time scale and shift per sample on 16 x SHAPES (default: 64 and 256 rows of 384, 768 and 1152 columns)."""
+    shapes = shapes or [(rows, cols) for rows in (64, 256) for cols in (384, 768, 1152)]
+    cases = [(*cell, seconds) for cell in cells(device, shapes, dtypes)]
+    execute("adaln", open_device(device), cases, adaln.measure, out)
+
+
 @cli.command("all")
 @device_option
 @contenders_option
@@ -181,7 +194,8 @@ def run_all(context, device, contenders, out) -> None:
     """Run every benchmark except compare with its defaults."""
     for command in (run_kernels, run_overhead, run_accuracy, run_memory):
         context.invoke(command, device=device, contenders=contenders, out=out)
-    context.invoke(run_models, device=device, out=out)
+    for command in (run_models, run_adaln):
+        context.invoke(command, device=device, out=out)
 
 
 @cli.command("compare")

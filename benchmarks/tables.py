@@ -12,6 +12,7 @@ KEYS = {  # benchmark -> the keys that identify a case
     "memory": ("rows", "cols", "dtypes", "stage"),
     "models": ("model", "dtypes", "mode"),
     "accuracy": ("sweep", "dtypes", "quantity"),
+    "adaln": ("batch", "rows", "cols", "dtypes", "pass"),
     "compare": ("rows", "cols", "dtypes", "pass"),
 }
 CAPTION = "time · time of torch, or of the base, / this time · copy's time / this time · largest error · peak memory"

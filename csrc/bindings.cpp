@@ -160,6 +160,28 @@ PyObject* add_rms_norm(PyObject*, PyObject* args, PyObject* kwargs) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* ada_norm(PyObject*, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  static PythonArgParser parser(
+      {"ada_norm(Tensor input, SymIntArrayRef normalized_shape, Tensor? scale, Tensor? shift, double eps, bool rms)"});
+  ParsedArgs<6> parsed;
+  auto a = parser.parse(args, kwargs, parsed);
+  const Tensor input = a.tensor(0);
+  if (needs_python(input)) Py_RETURN_NONE;
+  const auto normalized_shape = a.symintlist(1);
+  const optional<Tensor> scale = a.optionalTensor(2), shift = a.optionalTensor(3);
+  layernorm::check_modulation(input, normalized_shape, scale, shift);
+  return norm({input,
+               {},
+               normalized_shape,
+               layernorm::insert_batch_dims(scale, input, normalized_shape),
+               layernorm::insert_batch_dims(shift, input, normalized_shape),
+               a.toDouble(4),
+               {a.toBool(5), /*zero_centered_weight=*/true, false},
+               false});
+  END_HANDLE_TH_ERRORS
+}
+
 // All functions for images; those without a residual return the output alone. None if the call needs_python().
 PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
@@ -194,9 +216,10 @@ PyMethodDef method(const char* name) {
 }
 
 PyMethodDef methods[] = {
-    method<rms_norm>("rms_norm"),
+    method<rms_norm>("rms_norm"),  // layer_norm has two overloads, see below
     method<add_layer_norm>("add_layer_norm"),
     method<add_rms_norm>("add_rms_norm"),
+    method<ada_norm>("ada_norm"),
     method<norm_2d>("norm_2d"),
     {},
 };
@@ -220,6 +243,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
+  m.def("check_modulation", &layernorm::check_modulation, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

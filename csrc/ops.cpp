@@ -221,6 +221,39 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
   check_residual(residual, input);
 }
 
+void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                      const optional<Tensor>& shift) {
+  check_forward({input, {}, normalized_shape, {}, {}, 0, {}});
+  const auto batch_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
+  SymIntArrayRef groups;  // the batch sizes of the scale, without ones at the end
+  for (const auto& [name, parameter] : {std::pair("scale", &scale), std::pair("shift", &shift)}) {
+    if (!present(*parameter)) continue;
+    const auto sizes = (*parameter)->sym_sizes();
+    const auto own_dims = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(normalized_shape.size());
+    bool fits = own_dims >= 0 && own_dims <= batch_dims && are_equal(sizes.slice(own_dims), normalized_shape);
+    for (int64_t d = 0; fits && d < own_dims; ++d) fits = sizes[d] == 1 || sizes[d] == input.sym_size(d);
+    TORCH_CHECK(fits, "Expected ", name, " of shape [*batch, ", join(normalized_shape),
+                "], where batch are the input's ", "first batch sizes or 1, but got ", name, " of shape ", sizes,
+                " and input of shape ", input.sym_sizes());
+    check_parameter_type(name, input, *parameter);
+    auto own = sizes.slice(0, own_dims);
+    while (!own.empty() && own.back() == 1) own = own.slice(0, own.size() - 1);
+    TORCH_CHECK(groups.empty() || own.empty() || are_equal(groups, own),
+                "Expected scale and shift to have the same batch sizes, but got scale of shape ", scale->sym_sizes(),
+                ", shift of shape ", sizes, " and input of shape ", input.sym_sizes());
+    groups = own;
+  }
+}
+
+optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, const Tensor& input,
+                                   SymIntArrayRef normalized_shape) {
+  const auto count = static_cast<int64_t>(normalized_shape.size());
+  if (!present(parameter) || parameter->dim() == count) return parameter;
+  Tensor result = *parameter;
+  while (result.dim() < input.dim()) result = result.unsqueeze(-1 - count);
+  return result;
+}
+
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kDouble:
@@ -701,6 +734,7 @@ void Operators::define(torch::Library& m) {
   define(
       "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
       "Tensor(a)");
+  define("check_modulation(Tensor(a) input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> Tensor(a)");
 }
 
 void Operators::implement_cpu(torch::Library& m) {
@@ -723,6 +757,11 @@ void Operators::implement_composite(torch::Library& m) {
   m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
                             const optional<Tensor>& bias, bool adaptive) {
     check_images(input, residual, weight, bias, adaptive);
+    return input;
+  });
+  m.impl("check_modulation", [](const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                                const optional<Tensor>& shift) {
+    check_modulation(input, normalized_shape, scale, shift);
     return input;
   });
 }

@@ -129,6 +129,13 @@ void check_backward(const BackwardArgs& args);
 // norm calls its parameters scale and shift.
 void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
                   const optional<Tensor>& bias, bool adaptive);
+// The same for scale and shift of ada_layer_norm: [*batch, *normalized_shape], see insert_batch_dims().
+void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                      const optional<Tensor>& shift);
+// Inserts the batch dimensions that a scale or shift lacks after those that it has: [B, N] becomes [B, 1, N] for an
+// input [B, S, N]. One that all rows share stays as it is.
+optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, const Tensor& input,
+                                   SymIntArrayRef normalized_shape);
 
 inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
 

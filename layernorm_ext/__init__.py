@@ -37,12 +37,14 @@ from .channels_first import (
     rms_norm_2d,
 )
 from .conversion import ConversionReport, convert, converted, register_conversion, revert
-from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
+from .functional import ada_layer_norm, ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .modules import AdaLayerNorm, AdaRMSNorm, AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
 from .tracing import trace_as
 
 __all__ = [
+    "AdaLayerNorm",
     "AdaLayerNorm2d",
+    "AdaRMSNorm",
     "AdaRMSNorm2d",
     "AddLayerNorm",
     "AddLayerNorm2d",
@@ -54,7 +56,9 @@ __all__ = [
     "LazyLayerNorm",
     "RMSNorm",
     "RMSNorm2d",
+    "ada_layer_norm",
     "ada_layer_norm_2d",
+    "ada_rms_norm",
     "ada_rms_norm_2d",
     "add_layer_norm",
     "add_layer_norm_2d",

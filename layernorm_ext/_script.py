@@ -114,6 +114,49 @@ def _add_norm(
     return results[0], results[1]
 
 
+def ada_layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Compute :func:`layernorm_ext.ada_layer_norm`."""
+    return _ada_norm(input, normalized_shape, scale, shift, eps, False)
+
+
+def ada_rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Compute :func:`layernorm_ext.ada_rms_norm`."""
+    return _ada_norm(input, normalized_shape, scale, shift, eps, True)
+
+
+def _ada_norm(
+    input: Tensor, normalized_shape: list[int], scale: Tensor | None, shift: Tensor | None, eps: float, rms: bool
+) -> Tensor:
+    input = torch.ops.layernorm.check_modulation(input, normalized_shape, scale, shift)
+    weight = insert_batch_dims(scale, input, len(normalized_shape))
+    bias = insert_batch_dims(shift, input, len(normalized_shape))
+    results = torch.ops.layernorm.forward(
+        input, normalized_shape, weight, bias, eps, rms=rms, zero_centered_weight=True
+    )
+    return results[0]
+
+
+def insert_batch_dims(parameter: Tensor | None, input: Tensor, normalized_dims: int) -> Tensor | None:
+    """Insert the batch dimensions that a scale or shift of :func:`ada_layer_norm` lacks after those that it has."""
+    if parameter is None or parameter.dim() == normalized_dims:
+        return parameter
+    for _ in range(input.dim() - parameter.dim()):
+        parameter = parameter.unsqueeze(-1 - normalized_dims)
+    return parameter
+
+
 def layer_norm_2d(
     input: Tensor,
     weight: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from . import _script, tracing
 from ._ops import _C
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["ada_layer_norm", "ada_rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 def layer_norm(
@@ -36,12 +36,16 @@ def layer_norm(
 
     Args:
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16. Rows may have any stride; other layouts are copied. The components of nested tensors
-            are normalized separately.
+            float16 or bfloat16. The kernels read it in place if the normalized dimensions are contiguous and the batch
+            dimensions can be viewed as one or two, with any strides; this includes Q or K of a fused projection, as in
+            ``qkv.unflatten(-1, (3, heads, -1))[..., 0, :, :]``. Other layouts are copied. The components of nested
+            tensors are normalized separately.
         normalized_shape: Sizes of the dimensions to normalize over; at least one. The sizes for a jagged nested tensor
             may include the ragged dimension, as in ``input.shape[1:]``.
-        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
-        bias: Like ``weight``. Zeros if ``None``.
+        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
+            to the input's or 1: ``[B, 1, N]`` is a weight per sample and ``[1, S, N]`` one per position of an input
+            ``[B, S, N]``. It may have any of these dtypes. Ones if ``None``.
+        bias: Like ``weight``. If both have batch sizes other than 1, these must be equal. Zeros if ``None``.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does. The sum is not rounded to 16 bits.
         memory_efficient: Whether to save the output for backward instead of the input. See :class:`LayerNorm`.
@@ -57,7 +61,7 @@ def layer_norm(
     Note:
         The kernels read parameters of the dtype of ``input``, and float32 parameters of a float16 or bfloat16 input.
         Parameters of another dtype, or of two different dtypes, are converted to float32 (float64 for float64 input)
-        in each call. The gradient of a parameter has the dtype of the parameter.
+        in each call. The gradient of a parameter has the shape and dtype of the parameter.
 
         Sums are accumulated in float32 (float64 for float64 input). The error in float32 is at most
         ``5e-7 * (1 + |weight * normalized input| + |bias|)``, for any mean of the input and up to the largest numbers
@@ -108,7 +112,8 @@ def rms_norm(
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
             float16 or bfloat16.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
+        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
+            to the input's or 1, and of any of these dtypes. Ones if ``None``.
         eps: Added to the mean square. If ``None``, as in torch, ``torch.finfo(dtype).eps`` of the accumulation dtype:
             float64 for a float64 input, else float32.
         zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does.
@@ -153,23 +158,27 @@ def add_layer_norm(
         s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
         \mathrm{bias}
 
-    ``s`` is rounded to the dtype of ``input`` before ``y`` is computed. Results and gradients equal those of
-    ``s = input + residual; layer_norm(s, ...)`` and take two thirds of the memory traffic. Source: Ba, Kiros and
-    Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+    ``s`` is rounded to the dtype of ``residual`` before ``y`` is computed. Results and gradients equal those of
+    ``s = input + residual; layer_norm(s, ...)`` and take two thirds of the memory traffic. With a float32 residual
+    beside a float16 or bfloat16 input, the residual stream stays in float32 through all blocks: ``y`` is computed from
+    the unrounded sum and rounded once, and the gradient of the stream is float32 as well. Source: Ba, Kiros and Hinton,
+    `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Args:
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
             float16 or bfloat16.
-        residual: Tensor of the shape and dtype of ``input``.
+        residual: Tensor of the shape of ``input`` and of its dtype, or float32 if that is float16 or bfloat16.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
-        bias: Like ``weight``. Zeros if ``None``.
+        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
+            to the input's or 1, and of any of these dtypes. Ones if ``None``.
+        bias: Like ``weight``, as in :func:`layer_norm`. Zeros if ``None``.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor.
 
     Returns:
-        Output and sum, each of the shape and dtype of ``input``.
+        Output and sum, each of the shape of ``input``. The output has the dtype of ``input``, the sum that of
+        ``residual``. The gradients have the dtypes of the arguments.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or
@@ -220,15 +229,17 @@ def add_rms_norm(
     Args:
         input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
             float16 or bfloat16.
-        residual: Tensor of the shape and dtype of ``input``.
+        residual: Tensor of the shape of ``input`` and of its dtype, or float32 if that is float16 or bfloat16.
         normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape`` and any of these dtypes. Ones if ``None``.
+        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
+            to the input's or 1, and of any of these dtypes. Ones if ``None``.
         eps: Added to the mean square; if ``None``, as in :func:`rms_norm`.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor.
 
     Returns:
-        Output and sum, each of the shape and dtype of ``input``.
+        Output and sum, each of the shape of ``input``. The output has the dtype of ``input``, the sum that of
+        ``residual``. The gradients have the dtypes of the arguments.
 
     Raises:
         RuntimeError: As :func:`add_layer_norm`.
@@ -247,8 +258,125 @@ def add_rms_norm(
     return _norm(input, residual, normalized_shape, weight, None, _script.rms_eps(input, eps), rms=True, **options)
 
 
-for _function in (layer_norm, rms_norm, add_layer_norm, add_rms_norm):  # torch.jit.script compiles the counterparts
+def ada_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    r"""Normalize over the last dimensions, then scale and shift, for example each sample by its own conditioning.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    This is the adaptive layer norm (adaLN) of diffusion transformers, in one pass over memory. ``1 + scale`` is not
+    rounded to 16 bits, and the output is rounded once. Backward needs the input, ``scale`` and two numbers per row.
+    Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
+            float16 or bfloat16. :func:`layer_norm` describes which layouts are read in place.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+        scale: Tensor of shape ``[*batch, *normalized_shape]`` and any of these dtypes. The sizes ``batch`` belong to
+            the first batch dimensions of ``input``; each equals the input's or 1, and the others count as 1. For an
+            input ``[B, S, N]``, ``[B, N]`` and ``[B, 1, N]`` are per sample, ``[1, S, N]`` is per position,
+            ``[B, S, N]`` is per row and ``[N]`` is shared. Slices such as ``modulation.chunk(6, -1)[0]`` are read in
+            place. Zeros if ``None``.
+        shift: Like ``scale``. If both have batch sizes other than 1, these must be equal. Zeros if ``None``.
+        eps: Added to the variance.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. With a
+            nested input, ``scale`` and ``shift`` must have ``normalized_shape``.
+        NotImplementedError: The dtype of ``input`` is not supported.
+
+    Note:
+        Precision, determinism and derivatives are those of :func:`layer_norm`. The gradients of ``scale`` and ``shift``
+        have their shapes and dtypes; those of one sample do not depend on the other samples.
+
+    Example:
+        >>> x, scale, shift = torch.randn(2, 3, 8), torch.randn(2, 8), torch.randn(2, 8)
+        >>> ada_layer_norm(x, (8,), scale, shift).shape
+        torch.Size([2, 3, 8])
+    """
+    if _is_overridden(input, scale, shift):
+        tensors = (input, scale, shift)
+        return handle_torch_function(
+            ada_layer_norm, tensors, input, normalized_shape, scale=scale, shift=shift, eps=eps
+        )
+    return _ada_norm(input, normalized_shape, scale, shift, eps, rms=False)
+
+
+def ada_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    r"""Divide by the root mean square over the last dimensions, then scale and shift as :func:`ada_layer_norm` does.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022;
+    Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
+            float16 or bfloat16.
+        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+        scale: Tensor of shape ``[*batch, *normalized_shape]``, as in :func:`ada_layer_norm`. Zeros if ``None``.
+        shift: Like ``scale``.
+        eps: Added to the mean square.
+
+    Returns:
+        A tensor of the shape and dtype of ``input``, with the memory format of :func:`rms_norm`.
+
+    Raises:
+        RuntimeError: As :func:`ada_layer_norm`.
+        NotImplementedError: The dtype of ``input`` is not supported.
+    """
+    if _is_overridden(input, scale, shift):
+        tensors = (input, scale, shift)
+        return handle_torch_function(ada_rms_norm, tensors, input, normalized_shape, scale=scale, shift=shift, eps=eps)
+    return _ada_norm(input, normalized_shape, scale, shift, eps, rms=True)
+
+
+for _function in (layer_norm, rms_norm, add_layer_norm, add_rms_norm, ada_layer_norm, ada_rms_norm):
+    # torch.jit.script compiles the counterparts
     vars(_function)["__prepare_scriptable__"] = partial(getattr, _script, _function.__name__)
+
+
+def _ada_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+) -> Tensor:
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.ada_norm(input, normalized_shape, scale, shift, eps, rms)
+        if output is not None:
+            return output
+    if input.is_nested:
+        for name, parameter in {"scale": scale, "shift": shift}.items():
+            if parameter is not None and parameter.dim() != len(normalized_shape):
+                raise RuntimeError(
+                    f"Expected {name} to be of same shape as normalized_shape for a nested input, but got {name} of "
+                    f"shape {list(parameter.shape)} and normalized_shape = {list(normalized_shape)}"
+                )
+    else:
+        normalized_shape = tracing.constant_sizes(normalized_shape)
+        tracing.check_modulation(input, normalized_shape, scale, shift)
+        scale, shift = (_script.insert_batch_dims(t, input, len(normalized_shape)) for t in (scale, shift))
+    return _norm(input, None, normalized_shape, scale, shift, eps, rms=rms, zero_centered_weight=True)[0]
 
 
 def _norm(
@@ -273,7 +401,7 @@ def _norm(
     normalized_shape = tracing.constant_sizes(normalized_shape)
     if tracing.records_aten():
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
-    ops = torch.ops.layernorm
+    ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     arguments = (normalized_shape, weight, bias, eps)
     options |= {"memory_efficient": memory_efficient, "preserve_layout": preserve_layout}
     # The overloads are named because a search would convert the residual to sizes, and print it to say why it cannot.

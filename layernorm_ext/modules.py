@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .functional import ada_layer_norm, ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
+__all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
 
 # Parameter names in checkpoints of TensorFlow, of tutorials and of old BERT models.
 _ALIASES = {"weight": ("gamma", "gain"), "bias": ("beta",)}
@@ -122,6 +122,8 @@ class AddLayerNorm(LayerNorm):
 
     Args:
         inplace: Whether to overwrite the residual with the sum.
+        residual_in_fp32: Whether the sum is float32 without a residual, as in a first block. The following blocks then
+            have a float32 residual, in which no digit of a float16 or bfloat16 input is lost.
 
     Shape:
         Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``.
@@ -136,8 +138,9 @@ class AddLayerNorm(LayerNorm):
         torch.Size([2, 3, 8])
     """
 
-    __constants__ = [*LayerNorm.__constants__, "inplace"]
+    __constants__ = [*LayerNorm.__constants__, "inplace", "residual_in_fp32"]
     inplace = False
+    residual_in_fp32 = False
 
     def __init__(
         self,
@@ -150,9 +153,11 @@ class AddLayerNorm(LayerNorm):
         *,
         zero_centered_weight: bool = False,
         inplace: bool = False,
+        residual_in_fp32: bool = False,
     ):
         """Create the parameters."""
         self.inplace = inplace
+        self.residual_in_fp32 = residual_in_fp32
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias, device, dtype, zero_centered_weight=zero_centered_weight
         )
@@ -160,11 +165,15 @@ class AddLayerNorm(LayerNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``."""
+        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
+
+        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
+        """
         shape, weight, bias, eps = self.normalized_shape, self.weight, self.bias, self.eps
         zero_centered = self.zero_centered_weight
         if residual is None:
-            return layer_norm(input, shape, weight, bias, eps, zero_centered_weight=zero_centered), input
+            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            return layer_norm(input, shape, weight, bias, eps, zero_centered_weight=zero_centered), total
         return add_layer_norm(
             input, residual, shape, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
         )
@@ -238,13 +247,16 @@ class AddRMSNorm(RMSNorm):
 
     Args:
         inplace: Whether to overwrite the residual with the sum.
+        residual_in_fp32: Whether the sum is float32 without a residual, as in a first block. The following blocks then
+            have a float32 residual, in which no digit of a float16 or bfloat16 input is lost.
 
     Shape:
         Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``.
     """
 
-    __constants__ = [*RMSNorm.__constants__, "inplace"]
+    __constants__ = [*RMSNorm.__constants__, "inplace", "residual_in_fp32"]
     inplace = False
+    residual_in_fp32 = False
 
     def __init__(
         self,
@@ -256,9 +268,11 @@ class AddRMSNorm(RMSNorm):
         *,
         zero_centered_weight: bool = False,
         inplace: bool = False,
+        residual_in_fp32: bool = False,
     ):
         """Create the weight."""
         self.inplace = inplace
+        self.residual_in_fp32 = residual_in_fp32
         super().__init__(
             normalized_shape, eps, elementwise_affine, device, dtype, zero_centered_weight=zero_centered_weight
         )
@@ -266,13 +280,87 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``."""
+        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
+
+        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
+        """
         shape, weight, eps, zero_centered = self.normalized_shape, self.weight, self.eps, self.zero_centered_weight
         if residual is None:
-            return rms_norm(input, shape, weight, eps, zero_centered_weight=zero_centered), input
+            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            return rms_norm(input, shape, weight, eps, zero_centered_weight=zero_centered), total
         return add_rms_norm(
             input, residual, shape, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace
         )
+
+
+class _AdaNorm(torch.nn.Module):
+    """What the adaptive norms have in common. They have no parameters."""
+
+    __constants__ = ["eps", "normalized_shape"]
+    normalized_shape: tuple[int, ...]
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
+        """Keep the arguments."""
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps = eps
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the constructor."""
+        return f"{self.normalized_shape}, eps={self.eps}"
+
+
+class AdaLayerNorm(_AdaNorm):
+    r"""Layer normalization whose scale and shift are inputs, as in diffusion transformers (adaLN).
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    :func:`layernorm_ext.ada_layer_norm` describes shapes, precision and errors. The module has no parameters and
+    replaces ``LayerNorm(normalized_shape, eps, elementwise_affine=False)`` and the operations behind it. Source:
+    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
+        eps: Added to the variance.
+
+    Shape:
+        Input and output: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. Scale and shift:
+        ``[*batch, normalized_shape[0], ..., normalized_shape[-1]]``, for example ``[B, N]`` for an input ``[B, S, N]``.
+
+    Example:
+        >>> norm, modulation = AdaLayerNorm(8), torch.nn.Linear(4, 16)
+        >>> x, condition = torch.randn(2, 3, 8), torch.randn(2, 4)
+        >>> scale, shift = modulation(condition).chunk(2, dim=-1)
+        >>> norm(x, scale, shift).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, multiply by ``1 + scale`` and add ``shift``."""
+        return ada_layer_norm(input, self.normalized_shape, scale, shift, self.eps)
+
+
+class AdaRMSNorm(_AdaNorm):
+    r"""Division by the root mean square, with scale and shift that are inputs.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    :func:`layernorm_ext.ada_rms_norm` describes shapes, precision and errors. Sources: those of :class:`AdaLayerNorm`
+    and :class:`RMSNorm`.
+
+    Args:
+        normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
+        eps: Added to the mean square.
+
+    Shape:
+        As in :class:`AdaLayerNorm`.
+    """
+
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """Divide ``input`` by its root mean square, multiply by ``1 + scale`` and add ``shift``."""
+        return ada_rms_norm(input, self.normalized_shape, scale, shift, self.eps)
 
 
 class LazyLayerNorm(LazyModuleMixin, LayerNorm):
@@ -362,5 +450,5 @@ def _zero_centered_weight(module: LayerNorm | RMSNorm) -> None:
 
 
 def _options_repr(module: LayerNorm | RMSNorm) -> str:
-    options = ("zero_centered_weight", "memory_efficient", "inplace")
+    options = ("zero_centered_weight", "memory_efficient", "inplace", "residual_in_fp32")
     return "".join(f", {option}=True" for option in options if getattr(module, option, False))

@@ -185,6 +185,13 @@ def norm_over_ragged(
     return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
 
 
+def check_modulation(
+    input: Tensor, normalized_shape: Sequence[int], scale: Tensor | None, shift: Tensor | None
+) -> None:
+    """Raise the errors of :func:`layernorm_ext.ada_layer_norm`, without adding a node to the graph."""
+    _check(torch.ops.layernorm.check_modulation, _C.check_modulation, input, normalized_shape, scale, shift)
+
+
 def check_images(
     input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, adaptive: bool
 ) -> None:

@@ -111,11 +111,18 @@ def test_models_records_training_and_inference(run, monkeypatch):
     assert all(r["layers"] > 0 and r["status"] == "ok" and r["peak_bytes"] > 0 for r in records)
 
 
+def test_adaln_compares_results_and_times(run):
+    _, records = run("adaln", *TINY, *QUICK)
+    names = ("ours", "torch", "torch.compile", "shared")
+    assert [(r["pass"], r["contender"]) for r in records] == list(product(("forward", "backward"), names))
+    assert all(r["status"] == "ok" and r["us"] > 0 and r["batch"] == 16 for r in records)
+
+
 def test_all_runs_every_benchmark_but_compare(run, monkeypatch):
     first_case = {}
     monkeypatch.setattr(program, "execute", lambda name, device, cases, *_: first_case.update({name: cases[0]}))
     run("all")
-    assert list(first_case) == ["kernels", "overhead", "accuracy", "memory", "models"]
+    assert list(first_case) == ["kernels", "overhead", "accuracy", "memory", "models", "adaln"]
     assert first_case["kernels"] == (32, 128, "fp32", ["ours", "torch"], ["forward", "backward", "both"], 0.3)
 
 

@@ -211,6 +211,7 @@ def test_opcheck_of_layouts(backend, layout):
 def test_public_names():
     assert set(layernorm_ext.__all__) == {
         *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("AdaLayerNorm", "AdaRMSNorm", "ada_layer_norm", "ada_rms_norm"),
         *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
         *("LayerNorm2d", "RMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "AdaLayerNorm2d", "AdaRMSNorm2d"),
         *("rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "ada_layer_norm_2d", "ada_rms_norm_2d"),

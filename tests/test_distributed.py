@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from layernorm_ext import (
     LayerNorm,
+    ada_layer_norm,
     ada_layer_norm_2d,
+    ada_rms_norm,
     add_layer_norm,
     add_rms_norm,
     layer_norm,
@@ -153,6 +155,52 @@ def images_keep_their_shards(mesh):
         torch.testing.assert_close(output.full_tensor(), expected, **ANOTHER_ORDER)
         for actual, e in zip(gradients, torch.autograd.grad(expected, whole, dy), strict=True):
             torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+
+
+@in_four_processes
+def parameters_per_sample_are_sharded_with_the_batch(mesh):
+    """Without any collective. Gradients of parameters that the processes share are partial sums."""
+    x, dy = torch.randn(2, 4, 8, 16)
+    own, same = torch.randn(4, 1, 16), torch.randn(16)
+    of_position = torch.randn(1, 8, 16)
+    cases = [  # function, shard of the input, weight and bias, and whether they have the input's shard
+        (layer_norm, Shard(0), own, own.cos(), True, True),
+        (layer_norm, Shard(0), own, same, True, False),
+        (layer_norm, Shard(1), own, own.cos(), False, False),
+        (layer_norm, Shard(1), of_position, of_position.cos(), True, True),
+        (layer_norm, Shard(0), of_position, same, False, False),
+        (ada_layer_norm, Shard(0), own[:, 0], own[:, 0].cos(), True, True),
+        (ada_rms_norm, Shard(0), own[:, 0], same, True, False),
+        (ada_rms_norm, Shard(1), own[:, 0], own[:, 0].cos(), False, False),
+    ]
+    for function, shard, weight, bias, *sharded in cases:
+        placements = [shard, *(shard if has_own else Replicate() for has_own in sharded)]
+        whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        distributed = [
+            distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(whole, placements, strict=True)
+        ]
+        y, collectives = with_collectives(lambda *t, f=function: f(t[0], (16,), *t[1:]), *distributed)
+        assert y.placements == (shard,) and not collectives
+        ddy = distribute_tensor(dy, mesh, [shard])
+        gradients, collectives = with_collectives(torch.autograd.grad, y, distributed, ddy)
+        assert placements_of(gradients) == [(shard,), *((shard if s else Partial(),) for s in sharded)]
+        assert not collectives
+        expected = function(whole[0], (16,), *whole[1:])
+        assert torch.equal(y.full_tensor(), expected)
+        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, dy), strict=True):
+            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+
+
+@in_four_processes
+def float32_residual_stays_sharded(mesh):
+    """The sum is float32, and so is its gradient."""
+    x, residual = torch.randn(4, 8, 16).bfloat16(), torch.randn(4, 8, 16)
+    leaves = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, residual)]
+    (y, total), collectives = with_collectives(lambda: add_layer_norm(*leaves, (16,)))
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32) and not collectives
+    gradients = torch.autograd.grad((y.float() + total).sum(), leaves)
+    assert [g.dtype for g in gradients] == [torch.bfloat16, torch.float32]
+    assert placements_of((y, total, *gradients)) == [(Shard(1),)] * 4
 
 
 @in_four_processes

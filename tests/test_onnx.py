@@ -6,7 +6,19 @@ import warnings
 import pytest
 import torch
 
-from layernorm_ext import LayerNorm, RMSNorm, add_layer_norm, convert, layer_norm, layer_norm_2d, rms_norm, trace_as
+from layernorm_ext import (
+    LayerNorm,
+    RMSNorm,
+    ada_layer_norm,
+    ada_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    convert,
+    layer_norm,
+    layer_norm_2d,
+    rms_norm,
+    trace_as,
+)
 
 pytestmark = pytest.mark.integration
 onnx = pytest.importorskip("onnx")
@@ -96,7 +108,12 @@ FAMILY = {
     "rms_norm": lambda x, w, b: rms_norm(x, (8,), w),
     "zero-centered rms_norm": lambda x, w, b: rms_norm(x, (8,), w, zero_centered_weight=True),
     "add_layer_norm": lambda x, w, b: add_layer_norm(x, x, (8,), w, b),
+    "float32 residual": lambda x, w, b: add_rms_norm(x, x.float() if x.dtype.itemsize == 2 else x, (8,), w),
     "layer_norm_2d": lambda x, w, b: layer_norm_2d(x.transpose(1, 2).unsqueeze(3), w, b),
+    "parameters per sample": lambda x, w, b: layer_norm(x, (8,), x[:, :1], x[:, 1:2]),
+    "weight per position, bias shared": lambda x, w, b: layer_norm(x, (8,), x[:1], b),
+    "ada_layer_norm": lambda x, w, b: ada_layer_norm(x, (8,), x[:, 0], x[:, 1]),
+    "ada_rms_norm": lambda x, w, b: ada_rms_norm(x, (8,), x[:, 0], b),
 }
 
 

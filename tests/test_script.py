@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from layernorm_ext import (
+    AdaLayerNorm,
     AdaLayerNorm2d,
+    AdaRMSNorm,
     AdaRMSNorm2d,
     AddLayerNorm,
     AddLayerNorm2d,
@@ -56,6 +58,8 @@ MODULES = {
     "AddRMSNorm": (lambda: AddRMSNorm(8), ROWS, ROWS),
     "AddRMSNorm in place": (lambda: AddRMSNorm(8, zero_centered_weight=True, inplace=True), ROWS, ROWS),
     "AddRMSNorm of the first block": (lambda: AddRMSNorm(8), ROWS),
+    "AdaLayerNorm": (lambda: AdaLayerNorm(8), ROWS, (3, 8), (3, 8)),
+    "AdaRMSNorm": (lambda: AdaRMSNorm(8), ROWS, (8,), ROWS),
 }
 
 

@@ -1,0 +1,144 @@
+"""Train a small diffusion transformer twice, with torch's adaptive layer norm and with layernorm_ext's, and compare.
+
+    python benchmarks/train_dit.py
+
+takes about a minute on two CPU cores. The model (Peebles and Xie, arXiv:2212.09748) learns to turn noise into the
+handwritten digits of train_digits.py, given the class. It predicts the velocity from noise to image at a random point
+between both (rectified flow; Liu et al., arXiv:2209.03003). Both models start from the same parameters and train in
+turn on the same batches.
+
+The script fails if the losses of the models differ by more than 0.00001 at any step of the first epoch, or if the loss
+does not fall below half of that of the untrained model.
+"""
+
+import argparse
+import math
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from train_digits import MAX_FIRST_EPOCH_DIFFERENCE, Block, load
+
+import layernorm_ext
+
+
+class TorchAdaLayerNorm(nn.LayerNorm):
+    """The composition of torch's functions that layernorm_ext.AdaLayerNorm replaces."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=1e-6, elementwise_affine=False)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class DiTBlock(Block):
+    """Transformer block whose norms are scaled and shifted, and whose branches are gated, by the condition."""
+
+    def __init__(self, width: int, heads: int, norm: type[nn.Module]) -> None:
+        super().__init__(width, heads, norm)
+        self.modulation = nn.Linear(width, 6 * width)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Map x, (batch, tokens, width), and condition, (batch, width), to the shape of x."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
+        x = x + gate1.unsqueeze(1) * self.attend(self.norm1(x, scale1, shift1))
+        return x + gate2.unsqueeze(1) * self.mlp(self.norm2(x, scale2, shift2))
+
+
+class DiffusionTransformer(nn.Module):
+    """Predicts the velocity at noisy images, (batch, 8, 8), of 16 patches of 2x2 pixels each."""
+
+    def __init__(self, norm: type[nn.Module], width: int = 64, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Linear(4, width), nn.Parameter(0.5 * torch.randn(16, width))
+        self.label, self.time = nn.Embedding(10, width), nn.Linear(width, width)
+        self.frequencies = torch.exp(torch.linspace(0, math.log(100), width // 2))
+        self.blocks = nn.ModuleList(DiTBlock(width, heads, norm) for _ in range(depth))
+        self.norm, self.modulation, self.head = norm(width), nn.Linear(width, 2 * width), nn.Linear(width, 4)
+
+    def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        """Map (batch, 8, 8), (batch,) and (batch,) to (batch, 8, 8)."""
+        patches = F.pixel_unshuffle(images.unsqueeze(1), 2).flatten(2).transpose(1, 2)  # (batch, 16, 4)
+        angles = times.unsqueeze(1) * self.frequencies
+        condition = F.silu(self.time(torch.cat([angles.sin(), angles.cos()], dim=1)) + self.label(labels))
+        x = self.embed(patches) + self.position
+        for block in self.blocks:
+            x = block(x, condition)
+        shift, scale = self.modulation(condition).chunk(2, dim=-1)
+        velocity = self.head(self.norm(x, scale, shift)).transpose(1, 2).unflatten(2, (4, 4))
+        return F.pixel_shuffle(velocity, 2).squeeze(1)
+
+
+def loss_of(model: nn.Module, images: Tensor, labels: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+    at = times.view(-1, 1, 1)
+    return F.mse_loss(model(noise + at * (images - noise), times, labels), images - noise)
+
+
+def kept_bytes(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
+    """Return the size of the tensors that forward keeps for backward."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+        loss = loss_of(model, *batch)  # alive, so that no address is used twice
+    del loss
+    return sum(kept.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
+    args = parser.parse_args()
+    (images, labels), (test_images, test_labels) = load("cpu")
+
+    models, optimizers = [], []
+    for norm in (TorchAdaLayerNorm, layernorm_ext.AdaLayerNorm):
+        torch.manual_seed(args.seed)
+        models.append(DiffusionTransformer(norm))
+        optimizers.append(torch.optim.AdamW(models[-1].parameters(), 1e-3))
+    losses, seconds = ([[], []] for _ in range(2))
+    steps_per_epoch = len(images) // args.batch_size
+    for step in range(args.epochs * steps_per_epoch):
+        chosen = torch.randint(len(images), (args.batch_size,))
+        batch = images[chosen], labels[chosen], torch.randn(args.batch_size, 8, 8), torch.rand(args.batch_size)
+        # The order alternates, because the second model finds the batch in the caches.
+        for i in (0, 1) if step % 2 else (1, 0):
+            start = time.perf_counter()
+            optimizers[i].zero_grad()
+            loss = loss_of(models[i], *batch)
+            loss.backward()
+            optimizers[i].step()
+            seconds[i].append(time.perf_counter() - start)
+            losses[i].append(loss.item())
+
+    test = test_images, test_labels, torch.randn_like(test_images), torch.rand(len(test_images))
+    with torch.no_grad():
+        test_losses = [loss_of(model, *test).item() for model in models]
+    difference = np.abs(np.subtract(*losses))
+    print(f"{'':24}{'torch':>14}{'layernorm_ext':>16}")
+    rows = {
+        "loss, first step": [f"{curve[0]:.4f}" for curve in losses],
+        "loss, last epoch": [f"{np.mean(curve[-steps_per_epoch:]):.4f}" for curve in losses],
+        "test loss": [f"{loss:.4f}" for loss in test_losses],
+        "median time per step": [f"{1e3 * np.median(times):.2f} ms" for times in seconds],
+        "kept for backward": [f"{kept_bytes(model, batch) / 2**20:.2f} MiB" for model in models],
+    }
+    for name, (theirs, ours) in rows.items():
+        print(f"{name:24}{theirs:>14}{ours:>16}")
+    largest = difference[:steps_per_epoch].max()
+    print(f"losses differ by {largest:.1e} at most in the first epoch, {difference.max():.1e} in all")
+    print(f"time, ours / torch: {np.median(np.divide(seconds[1], seconds[0])):.3f} (median of all steps)")
+    if not largest <= MAX_FIRST_EPOCH_DIFFERENCE:
+        sys.exit(f"FAILED: the losses differ by more than {MAX_FIRST_EPOCH_DIFFERENCE:.0e} within the first epoch")
+    if not max(test_losses) < losses[0][0] / 2:
+        sys.exit("FAILED: a model has not learned to predict the velocity")
+
+
+if __name__ == "__main__":
+    main()
