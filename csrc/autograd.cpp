@@ -446,7 +446,13 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
   const bool records = wants_graph(input, residual, weight, bias);
   const auto call = [&] {
-    if (args.in_place && records) torch::autograd::check_inplace(*args.residual, records);
+    if (args.in_place && records) {
+      TORCH_CHECK(!args.residual->is_view(),
+                  "Expected residual not to be a view of another tensor where it is changed in "
+                  "place and gradients are recorded, but got a view of a tensor of shape ",
+                  args.residual->_base().sym_sizes());
+      torch::autograd::check_inplace(*args.residual, records);
+    }
     ForwardArgs below = args;
     // Without a graph there is no backward, so memory_efficient makes no difference.
     if (!records) below.options.memory_efficient = false;
@@ -485,20 +491,8 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   return outputs;
 }
 
-// Whether the node would replace the history of a view, which autograd refuses for nodes with two outputs.
-bool rebases_view(const ForwardArgs& args) {
-  return args.in_place && args.residual->is_view() && wants_graph(args.input, args.residual, args.weight, args.bias);
-}
-
 ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (is_transformed(args.input, args.residual, args.weight, args.bias)) return forward_composite(args);
-  if (rebases_view(args)) {
-    ForwardArgs out_of_place = args;
-    out_of_place.in_place = false;
-    ForwardOutputs outputs = forward_autograd(out_of_place);
-    outputs.sum = args.residual->copy_(outputs.sum);
-    return outputs;
-  }
   return forward_and_record(args, /*images=*/false);
 }
 
@@ -529,14 +523,15 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
 
 ForwardOutputs forward_images(const ForwardArgs& args) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
-  if (is_plain(args) && !is_transformed(input, residual, weight, bias) && !rebases_view(args)) {
+  if (is_plain(args) && !is_transformed(input, residual, weight, bias)) {
     return forward_and_record(args, /*images=*/true);
   }
   const int64_t dims = input.dim();
   auto outputs = call_forward({channels_last(input, dims), channels_last(residual, dims), normalized_shape,
-                               channels_last(weight, dims), channels_last(bias, dims), eps, options, in_place});
+                               channels_last(weight, dims), channels_last(bias, dims), eps, options});
   outputs.output = outputs.output.movedim(-1, 1);
-  if (present(residual)) outputs.sum = in_place ? *residual : outputs.sum.movedim(-1, 1);
+  if (present(residual)) outputs.sum = outputs.sum.movedim(-1, 1);
+  if (in_place) outputs.sum = residual->copy_(outputs.sum);  // the operator refuses to change a view
   return outputs;
 }
 

@@ -261,9 +261,10 @@ def _add_norm_2d(
         rms,
         zero_centered_weight,
         True,
-        inplace,
+        False,
     )
-    return output.movedim(-1, 1), residual if inplace else total.movedim(-1, 1)
+    output, total = output.movedim(-1, 1), total.movedim(-1, 1)
+    return output, residual.copy_(total) if inplace else total
 
 
 def channels_last(parameter: Tensor | None, dims: int) -> Tensor | None:

@@ -144,8 +144,7 @@ def add_layer_norm_2d(
         bias: As in :func:`layer_norm_2d`.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
-        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor. While autograd
-            records, the sum is computed first and then copied.
+        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor.
 
     Returns:
         Output and sum, both of the shape and memory format of ``input``. The output has the dtype of ``input``, the sum
@@ -315,14 +314,14 @@ def _norm_2d(
         zero_centered_weight=zero_centered_weight,
         memory_efficient=memory_efficient,
         preserve_layout=True,
-        inplace=inplace,
     )
     output = output.movedim(last, 1)
     if tracing.records_aten():
         output = tracing.with_format_of(input, output)
     if residual is None:
         return output
-    return output, residual if inplace else total.movedim(last, 1)
+    total = total.movedim(last, 1)
+    return output, residual.copy_(total) if inplace else total  # the operator refuses to change a view
 
 
 class LayerNorm2d(LayerNorm):
@@ -444,19 +443,28 @@ class AddLayerNorm2d(AddLayerNorm):
         *,
         zero_centered_weight: bool = False,
         inplace: bool = False,
+        residual_in_fp32: bool = False,
     ):
         """Create the parameters."""
-        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        options = {
+            "zero_centered_weight": zero_centered_weight,
+            "inplace": inplace,
+            "residual_in_fp32": residual_in_fp32,
+        }
         super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``."""
+        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
+
+        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
+        """
         _check_channels(input, self.normalized_shape[0])
         weight, bias, eps, zero_centered = self.weight, self.bias, self.eps, self.zero_centered_weight
         if residual is None:
-            return layer_norm_2d(input, weight, bias, eps, zero_centered_weight=zero_centered), input
+            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            return layer_norm_2d(input, weight, bias, eps, zero_centered_weight=zero_centered), total
         return add_layer_norm_2d(
             input, residual, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
         )
@@ -489,19 +497,28 @@ class AddRMSNorm2d(AddRMSNorm):
         *,
         zero_centered_weight: bool = False,
         inplace: bool = False,
+        residual_in_fp32: bool = False,
     ):
         """Create the weight."""
-        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        options = {
+            "zero_centered_weight": zero_centered_weight,
+            "inplace": inplace,
+            "residual_in_fp32": residual_in_fp32,
+        }
         super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``."""
+        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
+
+        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
+        """
         _check_channels(input, self.normalized_shape[0])
         weight, eps, zero_centered = self.weight, self.eps, self.zero_centered_weight
         if residual is None:
-            return rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered), input
+            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            return rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered), total
         return add_rms_norm_2d(input, residual, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace)
 
 
