@@ -45,23 +45,21 @@ bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
 }
 
 // Whether a parameter has batch dimensions of its own, beside those of normalized_shape.
-bool has_batch_dims(const optional<Tensor>& parameter, const Tensor& input, SymIntArrayRef normalized_shape) {
-  return present(parameter) && parameter->dim() == input.dim() &&
-         parameter->dim() > static_cast<int64_t>(normalized_shape.size());
+bool has_batch_dims(const Tensor& parameter, const Tensor& input, SymIntArrayRef normalized_shape) {
+  return parameter.dim() == input.dim() && parameter.dim() > static_cast<int64_t>(normalized_shape.size());
 }
 
 void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
                            const optional<Tensor>& parameter) {
-  if (!present(parameter) || has_batch_dims(parameter, input, normalized_shape)) return;
-  TORCH_CHECK(are_equal(parameter->sym_sizes(), normalized_shape), "Expected ", name,
+  if (!present(parameter) || are_equal(parameter->sym_sizes(), normalized_shape)) return;
+  TORCH_CHECK(has_batch_dims(*parameter, input, normalized_shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
               " and normalized_shape = ", normalized_shape);
 }
 
 void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
-                       const optional<Tensor>& parameter) {
-  if (!has_batch_dims(parameter, input, normalized_shape)) return;
-  const auto sizes = parameter->sym_sizes();
+                       const Tensor& parameter) {
+  const auto sizes = parameter.sym_sizes();
   const size_t batch_dims = sizes.size() - normalized_shape.size();
   bool fits = are_equal(sizes.slice(batch_dims), normalized_shape);
   for (size_t d = 0; d < batch_dims; ++d) fits = fits && (sizes[d] == 1 || sizes[d] == input.sym_size(d));
@@ -172,9 +170,11 @@ void check_forward(const ForwardArgs& args) {
   TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
               "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ", join(normalized_shape),
               "], but got input of size", sizes);
-  check_batch_sizes("weight", input, normalized_shape, weight);
-  check_batch_sizes("bias", input, normalized_shape, bias);
-  if (has_batch_dims(weight, input, normalized_shape) && has_batch_dims(bias, input, normalized_shape)) {
+  const bool own_weight = present(weight) && has_batch_dims(*weight, input, normalized_shape);
+  const bool own_bias = present(bias) && has_batch_dims(*bias, input, normalized_shape);
+  if (own_weight) check_batch_sizes("weight", input, normalized_shape, *weight);
+  if (own_bias) check_batch_sizes("bias", input, normalized_shape, *bias);
+  if (own_weight && own_bias) {
     check_groups(*weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
   }
   check_types(input, weight, bias);
