@@ -52,9 +52,11 @@ bool has_batch_dims(const Tensor& parameter, const Tensor& input, SymIntArrayRef
 void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
                            const optional<Tensor>& parameter) {
   if (!present(parameter) || are_equal(parameter->sym_sizes(), normalized_shape)) return;
+  const bool may_have_batch_dims = parameter->dim() > static_cast<int64_t>(normalized_shape.size());
   TORCH_CHECK(has_batch_dims(*parameter, input, normalized_shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
-              " and normalized_shape = ", normalized_shape);
+              " and normalized_shape = ", normalized_shape,
+              may_have_batch_dims ? c10::str("; or to have the dimensions of input of shape ", input.sym_sizes()) : "");
 }
 
 void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
@@ -74,7 +76,8 @@ constexpr Names kNames = {"weight", "bias"};
 
 // Weight and bias must have the same sizes in the batch dimensions, or one of them must be shared by all rows.
 template <class F>
-void check_groups(const Tensor& weight, const Tensor& bias, const F& is_batch_dim, const Names& names = kNames) {
+void check_groups(const Tensor& input, const Tensor& weight, const Tensor& bias, const F& is_batch_dim,
+                  const Names& names = kNames) {
   const auto size = [](const Tensor& t, int64_t d) { return d < t.dim() ? t.sym_size(d) : c10::SymInt(1); };
   bool equal = true, weight_is_shared = true, bias_is_shared = true;
   for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
@@ -84,8 +87,8 @@ void check_groups(const Tensor& weight, const Tensor& bias, const F& is_batch_di
     bias_is_shared = bias_is_shared && size(bias, d) == 1;
   }
   TORCH_CHECK(equal || weight_is_shared || bias_is_shared, "Expected ", names.first, " and ", names.second,
-              " to have the same batch sizes, but got ", names.first, " of shape ", weight.sym_sizes(), " and ",
-              names.second, " of shape ", bias.sym_sizes());
+              " to have the same batch sizes, but got ", names.first, " of shape ", weight.sym_sizes(), ", ",
+              names.second, " of shape ", bias.sym_sizes(), " and input of shape ", input.sym_sizes());
 }
 
 bool is_supported(at::ScalarType type) {
@@ -175,7 +178,7 @@ void check_forward(const ForwardArgs& args) {
   if (own_weight) check_batch_sizes("weight", input, normalized_shape, *weight);
   if (own_bias) check_batch_sizes("bias", input, normalized_shape, *bias);
   if (own_weight && own_bias) {
-    check_groups(*weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
+    check_groups(input, *weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
   }
   check_types(input, weight, bias);
   check_residual(residual, input);
@@ -215,7 +218,7 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
                 " and input of shape ", sizes);
   }
   if (present(weight) && present(bias) && weight->dim() > 1 && bias->dim() > 1) {
-    check_groups(*weight, *bias, [](int64_t d) { return d != 1; }, names);
+    check_groups(input, *weight, *bias, [](int64_t d) { return d != 1; }, names);
   }
   check_types(input, weight, bias, names);
   check_residual(residual, input);

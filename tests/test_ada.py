@@ -209,9 +209,10 @@ def test_opcheck(backend, batches):
          "1, but got weight of shape [2, 5, 8], input of shape [3, 5, 8] and normalized_shape = [8]"),
         (None, (3, 5, 7), "Expected bias to be of the shape of input, with each batch size equal to the input's or "
          "1, but got bias of shape [3, 5, 7], input of shape [3, 5, 8] and normalized_shape = [8]"),
-        ((5, 8), None, "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8]"),
+        ((5, 8), None, "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and "
+         "normalized_shape = [8]; or to have the dimensions of input of shape [3, 5, 8]"),
         ((3, 1, 8), (1, 5, 8), "Expected weight and bias to have the same batch sizes, but got weight of shape "
-         "[3, 1, 8] and bias of shape [1, 5, 8]"),
+         "[3, 1, 8], bias of shape [1, 5, 8] and input of shape [3, 5, 8]"),
     ],
     ids=["batch", "columns", "dimensions", "groups"],
 )  # fmt: skip

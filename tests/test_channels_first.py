@@ -506,7 +506,7 @@ SHAPE_ERROR = (
         (lambda: ada_layer_norm_2d(X, None, torch.ones(1, 3, 2, 1)), SHAPE_ERROR.format("shift", "[1, 3, 2, 1]")),
         (
             lambda: ada_layer_norm_2d(X, torch.ones(2, 3), torch.ones(1, 3, 4, 1)),
-            "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3] and shift of shape",
+            "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3], shift of shape",
         ),
         (lambda: ada_rms_norm_2d(X, torch.ones(3).long()), "Expected scale of dtype Double, Float, Half or BFloat16"),
         (
