@@ -34,15 +34,21 @@
 
 namespace layernorm::cuda {
 
-// The division of the work among blocks and launches. The host fills the plan, and the kernels read it. A unit is a row
-// of [groups * rows] or, if any wanted gradient is per group, a segment.
+// The division of the work among blocks and launches. The host fills the plan, and the kernels read it.
+//
+// Rows are numbered by group. If any wanted gradient is per group, the rows of a group are divided into segments of the
+// same length, and rows at the end of a group's last segment may not exist.
 struct LaunchPlan {
-  int64_t first_unit, end_unit;  // of this launch
-  int64_t first_row;             // of this launch
-  int64_t num_slots;             // slots take units in turn; a slot is a block, or all blocks that share a row
-  int64_t pitch;                 // elements from row to row of the workspace
-  FastDivisor rows;              // of a group
-  FastDivisor segment_rounds, segments_per_group;
+  int64_t first_row, end_row;  // of this launch
+  int64_t num_slots;           // a slot is a block, or all blocks that share a row
+  int64_t pitch;               // elements from row to row of the workspace
+  // In round turn * rounds_per_turn + k, a block's row r has the number
+  //   first_row + slot * slot_step + turn * turn_step + k * round_step + r * row_step.
+  // A turn is a segment, or a round without segments.
+  int64_t slot_step, turn_step, round_step, row_step;
+  FastDivisor<int> rounds_per_turn;
+  FastDivisor<int64_t> rows;                       // of a group, including those that do not exist
+  FastDivisor<int64_t> segment_rows;
   int64_t weight_partials, bias_partials;  // rows of the workspace
   double reciprocal_cols;
   unsigned num_chunks;  // of a row; each has a block
@@ -51,10 +57,11 @@ struct LaunchPlan {
   int chunks_per_part;
   int log2_lanes;  // the number of lanes that share a row of a WarpTile, as a logarithm
   int rows_per_block;
-  int units_at_once;  // units that a block handles in a round
   int stages;
   bool has_groups;
   bool has_segments;
+  bool shares_segments;  // the rows of a block share a segment, else each has one
+  bool writes_gradients;  // a group has one segment, whose sums are its gradients
   bool weight_is_per_group, bias_is_per_group;  // the wanted gradients
   bool in_cluster;
   bool separate_sums;  // backward_sums computes the row sums before backward_rows
@@ -87,51 +94,45 @@ constexpr int kSubVectorSize = std::min(kVectorSize<X>, kVectorSize<W>);
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
-// A row of a block in a round. A row that does not exist has the index of row 0.
+// A row of a block in a round. The index of a row that does not exist is that of row 0.
 struct BlockRow {
   RowIndex index;
-  int64_t row;      // of [groups * rows]
-  int64_t segment;  // if there are segments; also for a row that does not exist
+  int64_t number;
   bool exists;
 };
 
-// The rows that a block takes in turn, one round after another.
+// The rows that a block takes in turn.
 template <bool kFastPath>
 struct Rounds {
   const LaunchPlan& plan;
 
+  __device__ __forceinline__ int64_t row_number(int round, int row_in_block) const {
+    const int64_t first = plan.first_row + blockIdx.y * plan.slot_step;
+    if (kFastPath) return first + round * plan.turn_step + row_in_block;
+    const auto [turn, k] = plan.rounds_per_turn.divide(round);
+    return first + turn * plan.turn_step + k * plan.round_step + row_in_block * plan.row_step;
+  }
   // Whether the block has work in this round.
-  __device__ __forceinline__ bool has(int round) const { return first_unit(turn(round).quotient) < plan.end_unit; }
+  __device__ __forceinline__ bool has(int round) const { return row_number(round, 0) < plan.end_row; }
 
-  __device__ __forceinline__ bool ends_segment(int round) const {
-    return plan.segment_rounds.divide(round + 1).remainder == 0;
-  }
-
-  __device__ __forceinline__ BlockRow row(int round, int row_in_block, int64_t rows) const {
-    const auto [turn, round_in_segment] = this->turn(round);
-    const int64_t first = first_unit(turn);
-    if (kFastPath || !plan.has_segments) {
-      const int64_t row = first + row_in_block;
-      const bool exists = row < plan.end_unit;
-      const RowIndex index = find_group(exists ? row : 0, !kFastPath && plan.has_groups, plan.rows);
-      return {index, exists ? row : 0, 0, exists};
+  __device__ __forceinline__ BlockRow row(int round, int row_in_block, int64_t rows_of_group) const {
+    const int64_t number = row_number(round, row_in_block);
+    RowIndex index = {0, number};
+    bool exists = number < plan.end_row;
+    if (!kFastPath && plan.has_groups) {
+      index = find_group(number, true, plan.rows);
+      exists = exists && index.row < rows_of_group;
     }
-    const bool shares_segment = plan.units_at_once == 1;  // with the block's other rows
-    const int64_t segment = first + (shares_segment ? 0 : row_in_block);
-    const auto [group, segment_in_group] = plan.segments_per_group.divide(segment);
-    int64_t row = segment_in_group * plan.segment_rounds.divisor() + round_in_segment;
-    if (shares_segment) row = row * plan.rows_per_block + row_in_block;
-    if (segment >= plan.end_unit || row >= rows) return {{0, 0}, 0, segment, false};
-    return {{group, row}, group * rows + row, segment, true};
+    if (!exists) index = {0, 0};
+    return {index, number, exists};
   }
-
- private:
-  __device__ __forceinline__ FastDivisor::Result turn(int round) const {
-    if (kFastPath || !plan.has_segments) return {round, 0};
-    return plan.segment_rounds.divide(round);
+  // The sums of dweight and dbias are stored after so many rounds.
+  __device__ __forceinline__ int per_sum() const {
+    return kFastPath || !plan.has_segments ? kRowsPerSum : plan.rounds_per_turn.divisor();
   }
-  __device__ __forceinline__ int64_t first_unit(int64_t turn) const {
-    return plan.first_unit + (blockIdx.y + turn * plan.num_slots) * plan.units_at_once;
+  __device__ __forceinline__ bool ends_sum(int round) const {
+    if (kFastPath || !plan.has_segments) return (round + 1) % kRowsPerSum == 0;
+    return plan.rounds_per_turn.divide(round + 1).remainder == 0;
   }
 };
 
@@ -455,27 +456,28 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
   const auto reload_position = [&] { return Position<Tile>(reload_thread_index(), plan.log2_lanes); };
   Acc dw[Tile::kVectors][kVec] = {}, db[Tile::kVectors][kVec] = {};
   for (int round = 0; rounds.has(round); ++round) {
-    const BlockRow row = row_of(round, reload_position());
-    const int cols = cols_of(row);
-    const Statistics<Acc> statistics(p, row.index, needs_x && row.exists);
+    // The same goes for the place of the row in memory.
+    const auto current_row = [&] { return row_of(reload(round), reload_position()); };
+    const int cols = cols_of(current_row());
+    const Statistics<Acc> statistics(p, current_row().index, needs_x && cols > 0);
     // Loading the next statistics into registers would cause spills.
-    const BlockRow next_row = row_of(round + 1, reload_position());
+    const BlockRow next_row = row_of(reload(round) + 1, reload_position());
     if (needs_x && next_row.exists) Statistics<Acc>::prefetch(p, next_row.index);
-    const Parameters<W> parameters(p, row.index.group, begin);
     RowMeans<Acc> means = {};
     {
-      pipeline.wait([&] { return addresses(row); }, cols, reload_position());
+      pipeline.wait([&] { return addresses(current_row()); }, cols, reload_position());
       const auto position = reload_position();
       RowSums<Acc> sums = {};
       if (needs_sums && !plan.separate_sums) {
+        const Parameters<W> parameters(p, current_row().index.group, begin);
         add_to_sums<kFastPath>(sums, p, plan, parameters, pipeline, statistics, position, cols);
         reduce_tile(sums, position, round);
         if constexpr (kMayUseCluster) {
           if (plan.in_cluster) reduce_cluster(sums, plan.num_chunks, round);
         }
-      } else if (Tile::kWarps > 1 && needs_sums && row.exists) {
-        reduce_parts(sums, row_sums_in_workspace<Acc>(p, plan) + 3 * (row.row - plan.first_row) * plan.num_parts,
-                     plan.num_parts);
+      } else if (Tile::kWarps > 1 && needs_sums && cols > 0) {
+        const int64_t row = current_row().number - plan.first_row;
+        reduce_parts(sums, row_sums_in_workspace<Acc>(p, plan) + 3 * row * plan.num_parts, plan.num_parts);
       }
       if (needs_sums) means = compute_means(sums, p, plan);
     }
@@ -483,7 +485,9 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     const auto position = reload_position();
     const auto staged_dy = pipeline.dy(position);
     const auto staged_x = pipeline.x(position);
-    X* const dx_row = address<X>(p.grad_input, row.index) + begin;
+    const RowIndex index = current_row().index;
+    X* const dx_row = address<X>(p.grad_input, index) + begin;
+    const Parameters<W> parameters(p, index.group, begin);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
       if (!position.template warp_has_vector<kVec>(i, cols)) continue;
@@ -525,38 +529,35 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     }
     if (grad_input) pipeline.dx(position).end_of_store(dx_row, cols);
     pipeline.release();
-    fetch(round + plan.stages, position);
+    fetch(reload(round) + plan.stages, position);
 
     const bool is_last = !rounds.has(round + 1);
     if (is_last) let_next_grid_start();
-    const bool ends_sum = is_last || (round + 1) % kRowsPerSum == 0;
-    const bool ends_segment = !kFastPath && plan.has_segments && rounds.ends_segment(round);
-    const auto end_sums = [&](auto& sums, const View& gradient, bool is_per_group, int64_t first_partial) {
-      if (!(is_per_group ? ends_segment : ends_sum)) return;
+    if (!is_last && !rounds.ends_sum(round)) continue;
+    const auto store = [&](const auto& sums, const View& gradient, bool is_per_group, int64_t first_partial) {
       Acc* const partials = static_cast<Acc*>(p.workspace) + first_partial * plan.pitch + begin;
       if (!is_per_group) {
-        const bool adds = round >= kRowsPerSum || plan.accumulates;
+        const bool adds = round >= rounds.per_sum() || plan.accumulates;
         const SumsTarget<Acc, W> target = {partials + blockIdx.y * plan.pitch, nullptr, false, adds};
-        store_block_sums<Tile>(target, sums, position, block_cols);
-      } else {
-        const int64_t segment = row_of(round, position).segment;
-        const auto [group, segment_in_group] = plan.segments_per_group.divide(segment);
-        W* const direct = plan.segments_per_group.divisor() == 1 ? address<W>(gradient, {group, 0}) + begin : nullptr;
-        const SumsTarget<Acc, W> target = {partials + segment * plan.pitch, direct, plan.aligned_gradients, false};
-        if (plan.units_at_once == 1) {
-          store_block_sums<Tile>(target, sums, position, block_cols);
-        } else if (segment < plan.end_unit) {
-          store_sums<Tile>(target, sums, position, block_cols);
-        }
+        return store_block_sums<Tile>(target, sums, position, block_cols);
       }
-#pragma unroll
-      for (auto& vector : sums) {
-#pragma unroll
-        for (Acc& sum : vector) sum = 0;
+      const int64_t number = current_row().number;
+      const int64_t segment = plan.segment_rows.divide(number).quotient, group = plan.rows.divide(number).quotient;
+      W* const direct = plan.writes_gradients ? address<W>(gradient, {group, 0}) + begin : nullptr;
+      const SumsTarget<Acc, W> target = {partials + segment * plan.pitch, direct, plan.aligned_gradients, false};
+      if (plan.shares_segments) {
+        store_block_sums<Tile>(target, sums, position, block_cols);
+      } else if (number < plan.end_row) {
+        store_sums<Tile>(target, sums, position, block_cols);
       }
     };
-    if (grad_weight) end_sums(dw, p.grad_weight, !kFastPath && plan.weight_is_per_group, 0);
-    if (grad_bias) end_sums(db, p.grad_bias, !kFastPath && plan.bias_is_per_group, plan.weight_partials);
+    if (grad_weight) store(dw, p.grad_weight, !kFastPath && plan.weight_is_per_group, 0);
+    if (grad_bias) store(db, p.grad_bias, !kFastPath && plan.bias_is_per_group, plan.weight_partials);
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) dw[i][e] = db[i][e] = 0;
+    }
   }
   pipeline.drain();
 }
@@ -581,9 +582,11 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
   using X = typename Types::X;
   using Acc = AccOf<X>;
   const Position<BlockTile> position;
-  const RowIndex row = find_group(plan.first_row + blockIdx.y, plan.has_groups, plan.rows);
+  RowIndex row = find_group(plan.first_row + blockIdx.y, plan.has_groups, plan.rows);
+  const bool exists = row.row < p.rows || !plan.has_groups;
+  if (!exists) row = {0, 0};
   const int64_t part_cols = int64_t{plan.chunk_cols} * plan.chunks_per_part;
-  const int64_t begin = part_cols * blockIdx.x, end = min(p.cols, begin + part_cols);
+  const int64_t begin = part_cols * blockIdx.x, end = exists ? min(p.cols, begin + part_cols) : begin;
 
   extern __shared__ __align__(16) unsigned char shared[];
   RowPipeline<T, X, BlockTile> pipeline(shared, nullptr, 2, plan.stages, plan.aligned, false, plan.chunk_cols,
@@ -658,28 +661,38 @@ void set_chunk_layout(LaunchPlan& plan, int64_t cols) {
   plan.num_parts = static_cast<unsigned>(ceil_div(num_chunks, plan.chunks_per_part));
 }
 
-// Divides the rows of each group into segments. A block's rows share a segment if the group has enough rows for that.
-void set_segments(LaunchPlan& plan, const BackwardParams& p) {
+// Divides the rows among slots, and those of each group into segments if that is needed. The rows of a block share a
+// segment if a group has enough rows for that.
+void set_rows(LaunchPlan& plan, const BackwardParams& p) {
   plan.weight_is_per_group = is_per_group(p, p.grad_weight);
   plan.bias_is_per_group = is_per_group(p, p.grad_bias);
+  plan.has_groups = p.groups > 1;
   plan.has_segments = plan.weight_is_per_group || plan.bias_is_per_group;
-  plan.units_at_once = plan.rows_per_block;
-  plan.end_unit = p.groups * p.rows;
-  if (!plan.has_segments) return;
-  const int64_t min_rounds = plan.num_chunks > 1 ? 4 : 16;  // long rows keep the GPU busy anyway
-  if (p.rows >= plan.rows_per_block * min_rounds) plan.units_at_once = 1;
-  const int64_t rows_at_once = plan.rows_per_block / plan.units_at_once;
-  const Segments segments(ceil_div(p.rows, rows_at_once), min_rounds);
-  plan.segment_rounds = FastDivisor(segments.rounds);
-  plan.segments_per_group = FastDivisor(segments.per_group);
-  plan.end_unit = p.groups * segments.per_group;
+  int64_t rows_of_group = p.rows, turn_rows = 1;
+  plan.shares_segments = true;
+  if (plan.has_segments) {
+    const int64_t min_rounds = plan.num_chunks > 1 ? 4 : 16;  // long rows keep the GPU busy anyway
+    plan.shares_segments = p.rows >= plan.rows_per_block * min_rounds;
+    const int64_t rows_at_once = plan.shares_segments ? plan.rows_per_block : 1;
+    const Segments segments(ceil_div(p.rows, rows_at_once), min_rounds);
+    turn_rows = segments.rounds;
+    plan.segment_rows = FastDivisor<int64_t>(segments.rounds * rows_at_once);
+    plan.writes_gradients = segments.per_group == 1;
+    rows_of_group = segments.per_group * plan.segment_rows.divisor();
+  }
+  plan.rounds_per_turn = FastDivisor<int>(static_cast<int>(turn_rows));
+  plan.slot_step = plan.rows_per_block * turn_rows;
+  plan.round_step = plan.shares_segments ? plan.rows_per_block : 1;
+  plan.row_step = plan.shares_segments ? 1 : turn_rows;
+  plan.rows = FastDivisor<int64_t>(rows_of_group);
+  plan.end_row = p.groups * rows_of_group;
 }
 
 struct Launches {
   LaunchPlan plan;
   LaunchConfig rows;  // of backward_rows
   size_t sums_bytes;  // dynamic shared memory of backward_sums
-  int64_t rows_per_launch, units_per_launch;
+  int64_t rows_per_launch;
 };
 
 template <class Types, class Tile>
@@ -689,9 +702,7 @@ Launches make_launches(const BackwardParams& p, LaunchPlan plan) {
   using W = typename Types::W;
   plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
   plan.pitch = ceil_div(p.cols, kVectorSize<X>) * kVectorSize<X>;
-  plan.rows = FastDivisor(p.rows);
-  plan.has_groups = p.groups > 1;
-  set_segments(plan, p);
+  set_rows(plan, p);
   plan.aligned = p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<X>(p.input) &&
                  is_aligned<T>(p.grad_output) && is_aligned<X>(p.grad_input) && is_aligned<X>(p.grad_sum);
   plan.aligned_parameters = is_aligned<W>(p.weight) && is_aligned<W>(p.bias);
@@ -717,29 +728,28 @@ Launches make_launches(const BackwardParams& p, LaunchPlan plan) {
     result.sums_bytes = bytes(2, plan.stages);
   };
 
-  const int64_t rows_per_unit = plan.has_segments ? plan.segment_rounds.divisor() : 1;  // if rows are read twice
-  result.units_per_launch = plan.end_unit;
-  result.rows_per_launch = p.groups * p.rows;
-  if (reads_twice) {  // input and grad_output take half of the cache
-    const int64_t unit_bytes = 2 * p.cols * static_cast<int64_t>(sizeof(X)) * rows_per_unit;
-    result.units_per_launch = std::clamp(l2_cache_size() / 2 / unit_bytes, int64_t{1},
-                                         std::min(plan.end_unit, std::max(kMaxGridY / rows_per_unit, int64_t{1})));
-    result.rows_per_launch = result.units_per_launch * rows_per_unit;
+  result.rows_per_launch = plan.end_row;
+  if (reads_twice) {  // input and grad_output take half of the cache; a slot has whole segments
+    const int64_t step_bytes = 2 * p.cols * static_cast<int64_t>(sizeof(X)) * plan.slot_step;
+    const int64_t most = std::min(plan.end_row, kMaxGridY) / plan.slot_step;
+    result.rows_per_launch =
+        plan.slot_step * std::clamp(l2_cache_size() / 2 / step_bytes, int64_t{1}, std::max(most, int64_t{1}));
   }
   // The number of slots determines the order of summation of dweight and dbias. It is computed for two unaligned
   // arrays, so that it depends neither on the alignment nor on which gradients are wanted. With grad_sum it is computed
   // for three arrays, because all blocks must be resident.
   set_stages(p.grad_sum.data ? 3 : 2, false);
-  const int64_t work = ceil_div(result.units_per_launch, plan.units_at_once);
+  const int64_t turns = ceil_div(result.rows_per_launch, plan.slot_step);
   const int64_t resident = resident_blocks(result.rows, backward_rows<Types, Tile>) / plan.num_chunks;
-  const int64_t rounds = ceil_div(work, std::max(resident, int64_t{1}));  // a row may need more blocks than that
-  plan.num_slots = ceil_div(work, rounds);
+  const int64_t turns_per_slot = ceil_div(turns, std::max(resident, int64_t{1}));  // a row may need more blocks
+  plan.num_slots = ceil_div(turns, turns_per_slot);
+  plan.turn_step = plan.num_slots * plan.slot_step;
   set_stages(1 + (grad_input || grad_weight) + (p.grad_sum.data != nullptr), plan.aligned);
   result.rows.grid = dim3(plan.num_chunks, static_cast<unsigned>(plan.num_slots));
 
   const auto partials = [&](bool wanted, bool is_per_group) {
     if (!wanted || !is_per_group) return wanted ? plan.num_slots : int64_t{0};
-    return plan.segments_per_group.divisor() > 1 ? plan.end_unit : int64_t{0};
+    return plan.writes_gradients ? int64_t{0} : plan.end_row / plan.segment_rows.divisor();
   };
   plan.weight_partials = partials(grad_weight, plan.weight_is_per_group);
   plan.bias_partials = partials(grad_bias, plan.bias_is_per_group);
@@ -796,22 +806,16 @@ void backward(const BackwardParams& p) {
     using Acc = AccOf<typename Types::X>;
     using W = typename Types::W;
     LaunchPlan plan = launches.plan;
-    const int64_t end = plan.end_unit;
-    const auto first_row = [&](int64_t unit) {
-      if (!plan.has_segments) return unit;
-      const int64_t per_group = plan.segments_per_group.divisor();
-      return unit / per_group * p.rows + unit % per_group * plan.segment_rounds.divisor();
-    };
-    for (plan.first_unit = 0; plan.first_unit < end; plan.first_unit = plan.end_unit) {
-      plan.end_unit = std::min(end, plan.first_unit + launches.units_per_launch);
-      plan.first_row = first_row(plan.first_unit);
-      plan.accumulates = plan.first_unit > 0;
+    const int64_t end = plan.end_row;
+    for (plan.first_row = 0; plan.first_row < end; plan.first_row = plan.end_row) {
+      plan.end_row = std::min(end, plan.first_row + launches.rows_per_launch);
+      plan.accumulates = plan.first_row > 0;
       if (plan.separate_sums) {
         BackwardParams sums_params = p;
         sums_params.grad_sum = {};
         if (!p.grad_input.data) sums_params.grad_output = {};
         LaunchConfig config = launches.rows;
-        config.grid = dim3(plan.num_parts, static_cast<unsigned>(first_row(plan.end_unit) - plan.first_row));
+        config.grid = dim3(plan.num_parts, static_cast<unsigned>(plan.end_row - plan.first_row));
         config.shared_bytes = launches.sums_bytes;
         config.overlaps_previous = plan.accumulates;
         launch(config, backward_sums<Types>, sums_params, plan);

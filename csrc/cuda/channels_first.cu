@@ -25,7 +25,7 @@
 namespace layernorm::cuda {
 
 struct ChannelsFirstPlan {
-  FastDivisor pixels;  // of an image
+  FastDivisor<int64_t> pixels;  // of an image
   double reciprocal_channels;
   bool staged;  // the channels fit into shared memory
 
@@ -33,7 +33,7 @@ struct ChannelsFirstPlan {
   bool has_segments;
   bool weight_is_per_group, bias_is_per_group;
   int64_t num_segments, rounds;
-  FastDivisor segments_per_group;
+  FastDivisor<int64_t> segments_per_group;
   int64_t weight_partials, bias_partials;  // rows of the workspace
 };
 
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
 
 // Sets everything but what concerns the gradients, and returns the bytes of shared memory.
 size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_channel) {
-  plan.pixels = FastDivisor(p.rows);
+  plan.pixels = FastDivisor<int64_t>(p.rows);
   plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
@@ -323,7 +323,7 @@ void dispatch_backward(const BackwardParams& p, const F& f) {
     const Segments segments(tiles, 4);
     plan.rounds = plan.has_segments ? segments.rounds : 1;
     const int64_t per_group = plan.has_segments ? segments.per_group : tiles;
-    plan.segments_per_group = FastDivisor(per_group);
+    plan.segments_per_group = FastDivisor<int64_t>(per_group);
     plan.num_segments = groups * per_group;
 
     LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};

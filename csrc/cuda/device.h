@@ -214,6 +214,13 @@ __device__ __forceinline__ unsigned reload_thread_index() {
   return thread;
 }
 
+// Returns the value, but hides from the compiler that it is the same. What is computed from the result does not occupy
+// registers before.
+__device__ __forceinline__ int reload(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
   return __fdividef(x / 4, y / 4);  // __fdividef returns 0 for a divisor beyond 2^126

@@ -47,7 +47,7 @@ struct PackedParams {
   unsigned flags;
   Acc eps;
   Divisor<Acc> cols;
-  FastDivisor rows;
+  FastDivisor<int64_t> rows;
 
   PackedParams(const ForwardParams& p, bool aligned)
       : flags((aligned ? kAligned : 0) | (p.residual.data ? kResidual : 0) | (p.weight.data ? kWeight : 0) |

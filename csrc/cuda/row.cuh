@@ -29,30 +29,40 @@ __device__ __forceinline__ void with_constant(bool flag, const F& f) {
 
 // ---- groups of rows -------------------------------------------------------------------------------------------------
 
-// Divides without a division instruction, which would be a function call.
+__device__ __forceinline__ int64_t multiply_high(int64_t a, uint64_t b) {
+  return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(a), b));
+}
+__device__ __forceinline__ int multiply_high(int a, unsigned b) {
+  return static_cast<int>(__umulhi(static_cast<unsigned>(a), b));
+}
+
+// Divides numbers that are not negative without a division instruction, which would be a function call.
+template <class Int>
 class FastDivisor {
  public:
   struct Result {
-    int64_t quotient, remainder;
+    Int quotient, remainder;
   };
 
   FastDivisor() = default;
-  explicit FastDivisor(int64_t divisor)
-      : divisor_(divisor), reciprocal_(std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(divisor)) {}
+  explicit FastDivisor(Int divisor)
+      : divisor_(divisor), reciprocal_(std::numeric_limits<Unsigned>::max() / static_cast<Unsigned>(divisor)) {}
 
-  __host__ __device__ __forceinline__ int64_t divisor() const { return divisor_; }
+  __host__ __device__ __forceinline__ Int divisor() const { return divisor_; }
+
   // The product is the quotient or, because the reciprocal is rounded down, one less.
-  __device__ __forceinline__ Result divide(int64_t n) const {
+  __device__ __forceinline__ Result divide(Int n) const {
     Result result;
-    result.quotient = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n), reciprocal_));
+    result.quotient = multiply_high(n, reciprocal_);
     result.remainder = n - result.quotient * divisor_;
     if (result.remainder >= divisor_) ++result.quotient, result.remainder -= divisor_;
     return result;
   }
 
  private:
-  int64_t divisor_;
-  uint64_t reciprocal_;
+  using Unsigned = std::make_unsigned_t<Int>;
+  Int divisor_;
+  Unsigned reciprocal_;
 };
 
 struct RowIndex {
@@ -60,7 +70,7 @@ struct RowIndex {
 };
 
 // The group of a row of [groups * rows].
-__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor& rows) {
+__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor<int64_t>& rows) {
   if (!has_groups) return {0, row};
   const auto [group, row_in_group] = rows.divide(row);
   return {group, row_in_group};
