@@ -138,15 +138,11 @@ struct Rounds {
 
 // ---- vectors --------------------------------------------------------------------------------------------------------
 
-// The weight and the bias of a group from a column on, or null.
+// The weight or the bias of a group from a column on, or null.
 template <class W>
-struct Parameters {
-  const W *weight, *bias;
-
-  __device__ __forceinline__ Parameters(const BackwardParams& p, int64_t group, int64_t begin)
-      : weight(p.weight.data ? address<const W>(p.weight, {group, 0}) + begin : nullptr),
-        bias(p.bias.data ? address<const W>(p.bias, {group, 0}) + begin : nullptr) {}
-};
+__device__ __forceinline__ const W* parameter(const View& view, int64_t group, int64_t begin) {
+  return view.data ? address<const W>(view, {group, 0}) + begin : nullptr;
+}
 
 // Loads the weight from `column` on if it is needed, with zeros after the remaining columns.
 template <bool kFastPath, class W, int kSub>
@@ -160,15 +156,15 @@ __device__ __forceinline__ void load_weight(Vector<W, kSub>& w, const W* weight,
   }
 }
 
-// Computes xhat - correction from columns of x, or of the output if p.from_output. After the remaining columns x is 0,
-// and so is the result if kPartial is true or if no column remains.
-template <bool kFastPath, bool kPartial, class X, class W, int kSub, class Acc>
+// Computes xhat - correction from columns of x, or of the output if p.from_output; bias() returns the bias. After the
+// remaining columns x is 0, and so is the result if kPartial is true or if no column remains.
+template <bool kFastPath, bool kPartial, class X, class W, int kSub, class Acc, class F>
 __device__ __forceinline__ void normalize(Acc (&xhat)[kSub], const Vector<X, kSub>& x, const Vector<W, kSub>& w,
-                                          const W* bias, const BackwardParams& p, const LaunchPlan& plan,
+                                          const F& bias, const BackwardParams& p, const LaunchPlan& plan,
                                           const Statistics<Acc>& row, Acc correction, int column, int remaining) {
   if (!kFastPath && p.from_output) {
     Vector<W, kSub> b;
-    load_or(b, bias, column, remaining, plan.aligned_parameters, W(0.0f));
+    load_or(b, bias(), column, remaining, plan.aligned_parameters, W(0.0f));
     const Acc weight_offset = p.zero_centered_weight ? 1 : 0;
 #pragma unroll
     for (int e = 0; e < kSub; ++e) {
@@ -206,9 +202,9 @@ __device__ __forceinline__ void multiply(Acc (&g)[kSub], const Acc (&dy)[kSub], 
 // ---- sums of a row --------------------------------------------------------------------------------------------------
 
 // Adds this thread's part of `cols` columns of a row to the sums; those of g only if dx is wanted.
-template <bool kFastPath, class T, class X, class W, class Tile>
+template <bool kFastPath, class T, class X, class W, class Tile, class F>
 __device__ __forceinline__ void add_to_sums(RowSums<AccOf<X>>& sums, const BackwardParams& p, const LaunchPlan& plan,
-                                            const Parameters<W>& parameters, const RowPipeline<T, X, Tile>& pipeline,
+                                            const W* weight, const F& bias, const RowPipeline<T, X, Tile>& pipeline,
                                             const Statistics<AccOf<X>>& statistics, const Position<Tile>& position,
                                             int cols) {
   using Acc = AccOf<X>;
@@ -223,9 +219,9 @@ __device__ __forceinline__ void add_to_sums(RowSums<AccOf<X>>& sums, const Backw
       for (int k = 0; k < kVec; k += kSub) {
         const int column = position.vector_index(i) * kVec + k, remaining = cols - column;
         Vector<W, kSub> w;
-        load_weight<kFastPath>(w, parameters.weight, p, plan, column, remaining);
+        load_weight<kFastPath>(w, weight, p, plan, column, remaining);
         Acc xhat[kSub];
-        normalize<kFastPath, !aligned>(xhat, sub_vector<kSub>(x.read(i), k), w, parameters.bias, p, plan, statistics,
+        normalize<kFastPath, !aligned>(xhat, sub_vector<kSub>(x.read(i), k), w, bias, p, plan, statistics,
                                        Acc(0), column, remaining);
 #pragma unroll
         for (int e = 0; e < kSub; ++e) sums[0] += xhat[e];
@@ -458,6 +454,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
   for (int round = 0; rounds.has(round); ++round) {
     // The same goes for the place of the row in memory.
     const auto current_row = [&] { return row_of(reload(round), reload_position()); };
+    const auto bias = [&] { return parameter<W>(p.bias, current_row().index.group, begin); };
     const int cols = cols_of(current_row());
     const Statistics<Acc> statistics(p, current_row().index, needs_x && cols > 0);
     // Loading the next statistics into registers would cause spills.
@@ -469,8 +466,8 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
       const auto position = reload_position();
       RowSums<Acc> sums = {};
       if (needs_sums && !plan.separate_sums) {
-        const Parameters<W> parameters(p, current_row().index.group, begin);
-        add_to_sums<kFastPath>(sums, p, plan, parameters, pipeline, statistics, position, cols);
+        const W* const weight = parameter<W>(p.weight, current_row().index.group, begin);
+        add_to_sums<kFastPath>(sums, p, plan, weight, bias, pipeline, statistics, position, cols);
         reduce_tile(sums, position, round);
         if constexpr (kMayUseCluster) {
           if (plan.in_cluster) reduce_cluster(sums, plan.num_chunks, round);
@@ -487,7 +484,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     const auto staged_x = pipeline.x(position);
     const RowIndex index = current_row().index;
     X* const dx_row = address<X>(p.grad_input, index) + begin;
-    const Parameters<W> parameters(p, index.group, begin);
+    const W* const weight = parameter<W>(p.weight, index.group, begin);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
       if (!position.template warp_has_vector<kVec>(i, cols)) continue;
@@ -496,10 +493,10 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
       for (int k = 0; k < kVec; k += kSub) {
         const int column = position.vector_index(i) * kVec + k, remaining = cols - column;
         Vector<W, kSub> w;
-        load_weight<kFastPath>(w, parameters.weight, p, plan, column, remaining);
+        load_weight<kFastPath>(w, weight, p, plan, column, remaining);
         Acc xhat[kSub], g[kSub];
         if (needs_x) {
-          normalize<kFastPath, false>(xhat, sub_vector<kSub>(staged_x.read(i), k), w, parameters.bias, p, plan,
+          normalize<kFastPath, false>(xhat, sub_vector<kSub>(staged_x.read(i), k), w, bias, p, plan,
                                       statistics, means.xhat, column, remaining);
         }
         widen(g, sub_vector<kSub>(staged_dy.read(i), k));
@@ -529,7 +526,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     }
     if (grad_input) pipeline.dx(position).end_of_store(dx_row, cols);
     pipeline.release();
-    fetch(reload(round) + plan.stages, position);
+    fetch(reload(round) + plan.stages, reload_position());
 
     const bool is_last = !rounds.has(round + 1);
     if (is_last) let_next_grid_start();
@@ -539,16 +536,16 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
       if (!is_per_group) {
         const bool adds = round >= rounds.per_sum() || plan.accumulates;
         const SumsTarget<Acc, W> target = {partials + blockIdx.y * plan.pitch, nullptr, false, adds};
-        return store_block_sums<Tile>(target, sums, position, block_cols);
+        return store_block_sums<Tile>(target, sums, reload_position(), block_cols);
       }
       const int64_t number = current_row().number;
       const int64_t segment = plan.segment_rows.divide(number).quotient, group = plan.rows.divide(number).quotient;
       W* const direct = plan.writes_gradients ? address<W>(gradient, {group, 0}) + begin : nullptr;
       const SumsTarget<Acc, W> target = {partials + segment * plan.pitch, direct, plan.aligned_gradients, false};
       if (plan.shares_segments) {
-        store_block_sums<Tile>(target, sums, position, block_cols);
+        store_block_sums<Tile>(target, sums, reload_position(), block_cols);
       } else if (number < plan.end_row) {
-        store_sums<Tile>(target, sums, position, block_cols);
+        store_sums<Tile>(target, sums, reload_position(), block_cols);
       }
     };
     if (grad_weight) store(dw, p.grad_weight, !kFastPath && plan.weight_is_per_group, 0);
@@ -580,6 +577,7 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
     backward_sums(const BackwardParams p, const LaunchPlan plan) {
   using T = typename Types::T;
   using X = typename Types::X;
+  using W = typename Types::W;
   using Acc = AccOf<X>;
   const Position<BlockTile> position;
   RowIndex row = find_group(plan.first_row + blockIdx.y, plan.has_groups, plan.rows);
@@ -608,9 +606,10 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
   for (int64_t chunk_begin = begin; chunk_begin < end; chunk_begin += plan.chunk_cols) {
     pipeline.wait([&] { return addresses(chunk_begin); }, cols_of(chunk_begin), position);
     RowSums<Acc> sums = {};
-    const Parameters<typename Types::W> parameters(p, row.group, chunk_begin);
+    const W* const weight = parameter<W>(p.weight, row.group, chunk_begin);
+    const auto bias = [&] { return parameter<W>(p.bias, row.group, chunk_begin); };
     const auto add = [&](auto fast_path) {
-      add_to_sums<fast_path>(sums, p, plan, parameters, pipeline, statistics, position, cols_of(chunk_begin));
+      add_to_sums<fast_path>(sums, p, plan, weight, bias, pipeline, statistics, position, cols_of(chunk_begin));
     };
     if constexpr (std::is_same_v<T, X>) {
       with_constant(plan.fast_path, add);
