@@ -110,9 +110,8 @@ struct Terms {
 };
 
 // The gradient of a parameter, summed over the rows that share it.
-Tensor sum_rows(const Tensor& t, const optional<Tensor>& parameter, SymIntArrayRef normalized_shape,
-                at::ScalarType type) {
-  return at::sum_to(t, present(parameter) ? parameter->sym_sizes() : normalized_shape).to(type);
+Tensor sum_rows(const Tensor& t, const optional<Tensor>& model, SymIntArrayRef normalized_shape, at::ScalarType type) {
+  return at::sum_to(t, gradient_sizes(model, normalized_shape)).to(type);
 }
 
 // rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
@@ -133,8 +132,11 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     if (present(args.grad_sum)) dx = dx + args.grad_sum->to(dx.scalar_type());
     outputs.grad_input = dx.to(args.input.scalar_type());
   }
-  if (wants_weight) outputs.grad_weight = sum_rows(t.dy * t.xhat, args.weight, args.normalized_shape, types.weight);
-  if (wants_bias) outputs.grad_bias = sum_rows(t.dy, args.bias, args.normalized_shape, types.bias);
+  if (wants_weight)
+    outputs.grad_weight =
+        sum_rows(t.dy * t.xhat, gradient_model(args.weight, args.bias), args.normalized_shape, types.weight);
+  if (wants_bias)
+    outputs.grad_bias = sum_rows(t.dy, gradient_model(args.bias, args.weight), args.normalized_shape, types.bias);
   return outputs;
 }
 

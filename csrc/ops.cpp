@@ -334,18 +334,18 @@ Tensor with_format(Tensor output, const ForwardArgs& args) {
   return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
 }
 
-// Forward and backward for tensors that the kernels cannot use in place, see Geometry. Layouts that they do not have
-// are made by a copy, and parameters whose groups are not adjacent dimensions are expanded.
 Tensor copy_to_layout(const Tensor& result, const Tensor& input) {
   return result.defined() ? at::empty_like(input, result.options()).copy_(result) : result;
 }
-optional<Tensor> expand_groups(const optional<Tensor>& parameter, const Tensor& input) {
-  return present(parameter) && parameter->dim() == input.dim() ? parameter->expand(input.sizes()) : parameter;
+bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
+  return present(parameter) && parameter->dim() == input.dim();
 }
-Tensor sum_to(Tensor gradient, const optional<Tensor>& parameter) {
-  return gradient.defined() && present(parameter) ? at::sum_to(std::move(gradient), parameter->sizes()) : gradient;
+optional<Tensor> expand_groups(const optional<Tensor>& parameter, const Tensor& input) {
+  return has_all_dims(parameter, input) ? parameter->expand(input.sizes()) : parameter;
 }
 
+// Forward and backward for tensors that the kernels cannot use in place, see Geometry. Layouts that they do not have
+// are made by a copy, and parameters whose groups are not adjacent dimensions are expanded.
 template <Forward kForward>
 ForwardOutputs forward_by_copies(ForwardArgs args) {
   if (args.options.preserve_layout) {
@@ -366,11 +366,21 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
     auto [grad_input, grad_weight, grad_bias] = kBackward(args);
     return {copy_to_layout(grad_input, args.input), grad_weight, grad_bias};
   }
-  const auto weight = expand_groups(args.weight, args.input), bias = expand_groups(args.bias, args.input);
+  // The kernel then computes a gradient for each row. They are not rounded before they are summed.
+  const auto acc = accumulate_type(args.input);
+  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  const auto in_acc = [&](const optional<Tensor>& parameter) {
+    const auto expanded = expand_groups(parameter, args.input);
+    return present(expanded) ? expanded->to(acc) : expanded;
+  };
   auto [grad_input, grad_weight, grad_bias] =
-      kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, weight, bias,
-                 args.output_mask, args.grad_sum, args.options});
-  return {grad_input, sum_to(grad_weight, args.weight), sum_to(grad_bias, args.bias)};
+      kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, in_acc(args.weight),
+                 in_acc(args.bias), args.output_mask, args.grad_sum, args.options});
+  const auto sum_rows = [](const Tensor& gradient, const optional<Tensor>& model, at::ScalarType type) {
+    return gradient.defined() ? at::sum_to(gradient, model->sizes()).to(type) : gradient;
+  };
+  return {grad_input, sum_rows(grad_weight, gradient_model(args.weight, args.bias), types.weight),
+          sum_rows(grad_bias, gradient_model(args.bias, args.weight), types.bias)};
 }
 
 // A parameter as the kernels read it; undefined if absent.
@@ -470,14 +480,16 @@ BackwardOutputs backward(const BackwardArgs& args) {
     return backward_by_copies<backward<kernel, workspace_size>>(args);
   }
   const bool empty = input.numel() == 0;
-  const auto parameter_gradient = [&](const optional<Tensor>& parameter, at::ScalarType type) {
-    const auto sizes = present(parameter) ? parameter->sizes() : input.sizes().slice(input.dim() - normalized_dims);
+  const auto& weight_model = gradient_model(args.weight, args.bias);
+  const auto& bias_model = gradient_model(args.bias, args.weight);
+  const auto parameter_gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
+    const auto sizes = present(model) ? model->sizes() : input.sizes().slice(input.dim() - normalized_dims);
     return empty ? at::zeros(sizes, options.dtype(type)) : allocate(sizes, options.dtype(types.kernel));
   };
   Tensor grad_input, grad_weight, grad_bias;
   if (wants_input) grad_input = grad;
-  if (wants_weight) grad_weight = parameter_gradient(args.weight, types.weight);
-  if (wants_bias) grad_bias = parameter_gradient(args.bias, types.bias);
+  if (wants_weight) grad_weight = parameter_gradient(weight_model, types.weight);
+  if (wants_bias) grad_bias = parameter_gradient(bias_model, types.bias);
   if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
 
   const auto fit = [&](const optional<Tensor>& t, bool wanted) {
@@ -496,8 +508,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.mean = geometry.view(mean, on.input(mean, "mean"));
   params.rstd = geometry.view(rstd, on.input(rstd, "rstd"));
   params.grad_input = geometry.view(grad_input, on.output(grad_input, "grad_input"));
-  params.grad_weight = geometry.gradient_view(args.weight, on.output(grad_weight, "grad_weight"));
-  params.grad_bias = geometry.gradient_view(args.bias, on.output(grad_bias, "grad_bias"));
+  params.grad_weight = geometry.gradient_view(weight_model, on.output(grad_weight, "grad_weight"));
+  params.grad_bias = geometry.gradient_view(bias_model, on.output(grad_bias, "grad_bias"));
   params.from_output = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output.scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
@@ -537,16 +549,15 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
   const ParameterTypes types(args.grad_output, args.weight, args.bias);
-  const auto gradient = [&](const optional<Tensor>& parameter, at::ScalarType type) {
-    return at::empty_symint(present(parameter) ? parameter->sym_sizes() : args.normalized_shape,
-                            input.options().dtype(type));
+  const auto gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
+    return at::empty_symint(gradient_sizes(model, args.normalized_shape), input.options().dtype(type));
   };
   BackwardOutputs outputs;
   if (args.output_mask[0]) {
     outputs.grad_input = empty_like(input, input.scalar_type(), args.options.preserve_layout);
   }
-  if (args.output_mask[1]) outputs.grad_weight = gradient(args.weight, types.weight);
-  if (args.output_mask[2]) outputs.grad_bias = gradient(args.bias, types.bias);
+  if (args.output_mask[1]) outputs.grad_weight = gradient(gradient_model(args.weight, args.bias), types.weight);
+  if (args.output_mask[2]) outputs.grad_bias = gradient(gradient_model(args.bias, args.weight), types.bias);
   return outputs;
 }
 
@@ -612,7 +623,7 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 #define OPTIONS \
   "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
 
-// The positional arguments are aten's.
+// The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 void Operators::define(torch::Library& m) {
   const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
   define(
@@ -626,7 +637,7 @@ void Operators::define(torch::Library& m) {
       "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool[3] output_mask, *, Tensor? grad_sum=None, " OPTIONS
+      "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
       ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
   define(

@@ -141,22 +141,29 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// The parameter whose shape and dtype the gradient of `parameter` has: itself, or the other one if it is absent.
+inline const optional<Tensor>& gradient_model(const optional<Tensor>& parameter, const optional<Tensor>& other) {
+  return present(parameter) ? parameter : other;
+}
+inline SymIntArrayRef gradient_sizes(const optional<Tensor>& model, SymIntArrayRef normalized_shape) {
+  return present(model) ? model->sym_sizes() : normalized_shape;
+}
+
 // The dtypes of the parameters and of their gradients. Kernels exist for parameters of the input's dtype and of the
 // accumulation type; other parameters, or two of different dtypes, are converted to the accumulation type, and their
 // gradients back to their own dtype. An absent parameter takes the dtype of the other one, or else of the input.
 struct ParameterTypes {
   ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_)
-      : weight(first_type(weight_, bias_, input)),
-        bias(first_type(bias_, weight_, input)),
+      : weight(type_of(gradient_model(weight_, bias_), input)),
+        bias(type_of(gradient_model(bias_, weight_), input)),
         kernel(weight == bias && weight == input.scalar_type() ? weight : accumulate_type(input)) {}
 
   at::ScalarType weight, bias;
   at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
 
  private:
-  static at::ScalarType first_type(const optional<Tensor>& parameter, const optional<Tensor>& other,
-                                   const Tensor& input) {
-    return (present(parameter) ? *parameter : present(other) ? *other : input).scalar_type();
+  static at::ScalarType type_of(const optional<Tensor>& model, const Tensor& input) {
+    return (present(model) ? *model : input).scalar_type();
   }
 };
 

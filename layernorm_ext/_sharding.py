@@ -1,15 +1,15 @@
 """Sharding rules: importing this module registers the operators with DTensor.
 
 Rows are independent, so batch dimensions (including the sequence) may be sharded: all tensors with batch dimensions are
-sharded alike, parameters are replicated, and parameter gradients, which are sums over rows, are partial. Normalized
-dimensions are replicated. These are the rules of ``aten::native_layer_norm``. ``norm_forward_`` has no rule, because
-DTensor expects an in-place operator to change its first argument.
+sharded alike. Normalized dimensions are replicated. Parameters that all rows share are replicated, and their gradients,
+which are sums over rows, are partial: the rules of ``aten::native_layer_norm``. A parameter of the input's size in the
+sharded dimension is sharded like the input, and so is its gradient. ``forward_`` has no rule, because DTensor expects
+an in-place operator to change its first argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -30,38 +30,39 @@ def _register(op: torch._ops.OpOverload) -> Callable[[RuleFunction], RuleFunctio
         # DTensor caches the rules, and register_sharding makes only tensors and integers part of the cache key. Calls
         # also differ in normalized_shape, output_mask and missing parameters, so this adds all arguments to the key.
         options = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
-        DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, options or None)
+        DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, options)
         return rules
 
     return register
 
 
-def _batch_placements(
-    normalized_shape: Sequence[int], first: DTensorSpec, *others: DTensorSpec | None
-) -> list[Placement]:
+def _batch_placements(normalized_shape: Sequence[int], *tensors: DTensorSpec | None) -> list[Placement]:
     """Return the placements for one mesh dimension: replicated, or a tensor's existing shard of a batch dimension.
 
     With new shards in the list, DTensor would scatter replicated tensors. The shards are copied from the tensors
     because reshaped tensors may have strided shards.
     """
-    batch_dims = range(first.ndim - len(normalized_shape))
-    existing = [placement for tensor in (first, *others) if tensor is not None for placement in tensor.placements]
+    present = [tensor for tensor in tensors if tensor is not None]
+    batch_dims = range(present[0].ndim - len(normalized_shape))
+    existing = [placement for tensor in present for placement in tensor.placements]
     shards = [placement for placement in existing if getattr(placement, "dim", None) in batch_dims]
     return [Replicate(), *dict.fromkeys(shards)]
 
 
-def _replicated(parameter: DTensorSpec | None) -> Placement | None:
-    return None if parameter is None else Replicate()
+def _like(tensor: DTensorSpec | None, batch: Placement) -> Placement | None:
+    return None if tensor is None else batch
 
 
-def _gradients(batch: Placement, output_mask: Sequence[bool]) -> Placements:
-    parameter = Replicate() if batch.is_replicate() else Partial()
-    placements = (batch, parameter, parameter)
-    return [placement if wanted else None for placement, wanted in zip(placements, output_mask, strict=True)]
+def _parameter(parameter: DTensorSpec | None, input: DTensorSpec, batch: Placement) -> Placement | None:
+    """Return the placement of a parameter of inputs with the placement ``batch``."""
+    if parameter is None:
+        return None
+    has_own = parameter.ndim == input.ndim and parameter.shape[getattr(batch, "dim", 0)] != 1
+    return batch if has_own else Replicate()
 
 
-@_register(_ops.norm_forward.default)
-def _norm_forward(
+@_register(_ops.forward.residual)
+def _forward_residual(
     input: DTensorSpec,
     residual: DTensorSpec | None,
     normalized_shape: Sequence[int],
@@ -74,16 +75,21 @@ def _norm_forward(
 ) -> list[Rule]:
     rules: list[Rule] = []
     for batch in _batch_placements(normalized_shape, input, residual):
-        added = None if residual is None else batch
-        outputs = [batch, added, None if rms else batch, batch]  # output, sum, mean, rstd
-        rules.append((outputs, [batch, added, None, _replicated(weight), _replicated(bias), None]))
+        parameters = [_parameter(parameter, input, batch) for parameter in (weight, bias)]
+        outputs = [batch, _like(residual, batch), None if rms else batch, batch]  # output, sum, mean, rstd
+        rules.append((outputs, [batch, _like(residual, batch), None, *parameters, None]))
     return rules
 
 
-@_register(_ops.norm_backward.default)
-def _norm_backward(
+@_register(_ops.forward.default)
+def _forward(input: DTensorSpec, *arguments: object, **options: bool) -> list[Rule]:
+    rules = _forward_residual(input, None, *arguments, **options)
+    return [([output, mean, rstd], [x, *others]) for (output, _, mean, rstd), (x, _, *others) in rules]
+
+
+@_register(_ops.backward.default)
+def _backward(
     grad_output: DTensorSpec,
-    grad_sum: DTensorSpec | None,
     input: DTensorSpec,
     normalized_shape: Sequence[int],
     mean: DTensorSpec | None,
@@ -91,23 +97,17 @@ def _norm_backward(
     weight: DTensorSpec | None,
     bias: DTensorSpec | None,
     output_mask: Sequence[bool],
+    grad_sum: DTensorSpec | None = None,
     **options: bool,
 ) -> list[Rule]:
     rules: list[Rule] = []
     for batch in _batch_placements(normalized_shape, grad_output, input, grad_sum):
-        sum_placement, mean_placement = (None if tensor is None else batch for tensor in (grad_sum, mean))
-        tensors = [batch, sum_placement, batch, None, mean_placement, batch]
-        rules.append((_gradients(batch, output_mask), [*tensors, _replicated(weight), _replicated(bias), None]))
+        weight_placement, bias_placement = (_parameter(parameter, input, batch) for parameter in (weight, bias))
+        tensors = [batch, batch, None, _like(mean, batch), batch, weight_placement, bias_placement, None]
+        # The gradient of an absent parameter has the shape of the other parameter, if any.
+        models = (weight_placement or bias_placement, bias_placement or weight_placement)
+        summed = Replicate() if batch.is_replicate() else Partial()
+        gradients = [batch, *(batch if model == batch else summed for model in models)]
+        wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True)]
+        rules.append((wanted, [*tensors, _like(grad_sum, batch)]))
     return rules
-
-
-@_register(_ops.forward.default)
-def _forward(input: DTensorSpec, *arguments: Any) -> list[Rule]:
-    rules = _norm_forward(input, None, *arguments)
-    return [([output, mean, rstd], [x, *others]) for (output, _, mean, rstd), (x, _, *others) in rules]
-
-
-@_register(_ops.backward.default)
-def _backward(grad_output: DTensorSpec, *arguments: Any) -> list[Rule]:
-    rules = _norm_backward(grad_output, None, *arguments)
-    return [(gradients, [dy, *others]) for gradients, (dy, _, *others) in rules]

@@ -274,11 +274,12 @@ def _norm(
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
     ops = torch.ops.layernorm
     arguments = (normalized_shape, weight, bias, eps)
+    options["memory_efficient"] = memory_efficient
     if inplace:
         return ops.forward_(input, residual, *arguments, **options)[0], residual
     if residual is None:
-        return ops.forward(input, *arguments, **options, **efficient)[0], None
-    return ops.forward(input, residual, *arguments, **options, **efficient)[:2]
+        return ops.forward(input, *arguments, **options)[0], None
+    return ops.forward(input, residual, *arguments, **options)[:2]
 
 
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:

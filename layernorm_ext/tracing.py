@@ -55,7 +55,7 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
         >>> with layernorm_ext.trace_as("kernel"):
         ...     program = torch.export.export(norm, (x,))
         >>> [node.target for node in program.graph.nodes if "norm" in node.name]
-        [<OpOverload(op='layernorm.norm_forward', overload='default')>]
+        [<OpOverload(op='layernorm.forward', overload='default')>]
         >>> program = torch.export.export(norm, (x,))
         >>> [node.target for node in program.graph.nodes if "norm" in node.name]
         [<OpOverload(op='aten.rms_norm', overload='default')>]
