@@ -318,44 +318,43 @@ __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums,
 
 // ---- dweight and dbias ----------------------------------------------------------------------------------------------
 
-// Where the sums of a gradient go, from a column on: to a row of the workspace, or straight to the gradient.
+// Where the sums of a gradient go, from a column on: to a row of the workspace, or straight to the gradient (of W).
 template <class Acc, class W>
 struct SumsTarget {
-  Acc* partials;
-  W* gradient;   // null: partials
+  void* data;
+  bool is_gradient;
   bool aligned;  // the gradient
   bool adds;     // to what the workspace holds
 
   __device__ __forceinline__ void store(int column, Acc sum) const {
-    if (gradient) {
-      gradient[column] = W(sum);
+    if (is_gradient) {
+      static_cast<W*>(data)[column] = W(sum);
     } else {
-      partials[column] = adds ? partials[column] + sum : sum;
+      Acc& total = static_cast<Acc*>(data)[column];
+      total = adds ? total + sum : sum;
     }
   }
   // Stores a vector, of which `remaining` elements are columns. The workspace has room for whole vectors.
   template <int kVec>
   __device__ __forceinline__ void store(int column, const Acc (&sums)[kVec], int remaining) const {
-    if (gradient) {
-      const Vector<W, kVec> rounded = round_to<W>(sums);
+    if (is_gradient) {
+      W* const dst = static_cast<W*>(data) + column;
       if (aligned && remaining >= kVec) {
-        *reinterpret_cast<Vector<W, kVec>*>(gradient + column) = rounded;
+        *reinterpret_cast<Vector<W, kVec>*>(dst) = round_to<W>(sums);
         return;
       }
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        if (e < remaining) gradient[column + e] = rounded.values[e];
+        if (e < remaining) dst[e] = W(sums[e]);
       }
       return;
     }
-    with_constant(adds, [&](auto adds) {
-      auto& dst = *reinterpret_cast<Vector<Acc, kVec>*>(partials + column);
-      Vector<Acc, kVec> total = {};
-      if (adds) total = dst;
+    auto& dst = *reinterpret_cast<Vector<Acc, kVec>*>(static_cast<Acc*>(data) + column);
+    Vector<Acc, kVec> total = {};
+    if (adds) total = dst;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) total.values[e] += sums[e];
-      dst = total;
-    });
+    for (int e = 0; e < kVec; ++e) total.values[e] += sums[e];
+    dst = total;
   }
 };
 
@@ -532,17 +531,20 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     if (is_last) let_next_grid_start();
     if (!is_last && !rounds.ends_sum(round)) continue;
     const auto store = [&](const auto& sums, const View& gradient, bool is_per_group, int64_t first_partial) {
-      Acc* const partials = static_cast<Acc*>(p.workspace) + first_partial * plan.pitch + begin;
-      if (!is_per_group) {
-        const bool adds = round >= rounds.per_sum() || plan.accumulates;
-        const SumsTarget<Acc, W> target = {partials + blockIdx.y * plan.pitch, nullptr, false, adds};
-        return store_block_sums<Tile>(target, sums, reload_position(), block_cols);
+      SumsTarget<Acc, W> target = {nullptr, false, plan.aligned_gradients, round >= rounds.per_sum() || plan.accumulates};
+      int64_t number = 0, partial = blockIdx.y;
+      if (is_per_group) {
+        number = current_row().number;
+        partial = plan.segment_rows.divide(number).quotient;
+        target.is_gradient = plan.writes_gradients;
+        target.adds = false;
       }
-      const int64_t number = current_row().number;
-      const int64_t segment = plan.segment_rows.divide(number).quotient, group = plan.rows.divide(number).quotient;
-      W* const direct = plan.writes_gradients ? address<W>(gradient, {group, 0}) + begin : nullptr;
-      const SumsTarget<Acc, W> target = {partials + segment * plan.pitch, direct, plan.aligned_gradients, false};
-      if (plan.shares_segments) {
+      if (target.is_gradient) {
+        target.data = address<W>(gradient, {plan.rows.divide(number).quotient, 0}) + begin;
+      } else {
+        target.data = static_cast<Acc*>(p.workspace) + (first_partial + partial) * plan.pitch + begin;
+      }
+      if (Tile::kWarps > 1 || !is_per_group || plan.shares_segments) {
         store_block_sums<Tile>(target, sums, reload_position(), block_cols);
       } else if (number < plan.end_row) {
         store_sums<Tile>(target, sums, reload_position(), block_cols);

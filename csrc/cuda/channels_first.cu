@@ -42,7 +42,9 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
-constexpr int kMinBlocksPerSM = 3;  // by default nvcc aims at more, and spills registers
+// By default nvcc aims at more blocks, and spills registers.
+template <class Types>
+constexpr int kMinBlocksPerSM = sizeof(typename Types::X) == 8 ? 2 : 3;
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
@@ -109,7 +111,7 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
 }
 
 template <class Types>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
   using T = typename Types::T;
   using X = typename Types::X;
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
 // Blocks take segments of tiles in turn. The workspace gets dweight [weight_partials, channels] and dbias
 // [bias_partials, channels].
 template <class Types>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
   using T = typename Types::T;
   using X = typename Types::X;
