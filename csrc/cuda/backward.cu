@@ -47,7 +47,7 @@ struct LaunchPlan {
   // A turn is a segment, or a round without segments.
   int64_t slot_step, turn_step, round_step, row_step;
   FastDivisor<int> rounds_per_turn;
-  FastDivisor<int64_t> rows;                       // of a group, including those that do not exist
+  FastDivisor<int64_t> rows;  // of a group, including those that do not exist
   FastDivisor<int64_t> segment_rows;
   int64_t weight_partials, bias_partials;  // rows of the workspace
   double reciprocal_cols;
@@ -60,8 +60,8 @@ struct LaunchPlan {
   int stages;
   bool has_groups;
   bool has_segments;
-  bool shares_segments;  // the rows of a block share a segment, else each has one
-  bool writes_gradients;  // a group has one segment, whose sums are its gradients
+  bool shares_segments;                         // the rows of a block share a segment, else each has one
+  bool writes_gradients;                        // a group has one segment, whose sums are its gradients
   bool weight_is_per_group, bias_is_per_group;  // the wanted gradients
   bool in_cluster;
   bool separate_sums;  // backward_sums computes the row sums before backward_rows
@@ -80,8 +80,8 @@ constexpr int kRowsPerSum = 256;
 template <class Acc>
 using RowSums = Acc[3];
 
-// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then row sums
-// [rows of a launch, num_parts].
+// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then the row
+// sums [rows of a launch, num_parts].
 template <class Acc>
 __host__ __device__ Acc* row_sums_in_workspace(const BackwardParams& p, const LaunchPlan& plan) {
   return static_cast<Acc*>(p.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
@@ -221,8 +221,8 @@ __device__ __forceinline__ void add_to_sums(RowSums<AccOf<X>>& sums, const Backw
         Vector<W, kSub> w;
         load_weight<kFastPath>(w, weight, p, plan, column, remaining);
         Acc xhat[kSub];
-        normalize<kFastPath, !aligned>(xhat, sub_vector<kSub>(x.read(i), k), w, bias, p, plan, statistics,
-                                       Acc(0), column, remaining);
+        normalize<kFastPath, !aligned>(xhat, sub_vector<kSub>(x.read(i), k), w, bias, p, plan, statistics, Acc(0),
+                                       column, remaining);
 #pragma unroll
         for (int e = 0; e < kSub; ++e) sums[0] += xhat[e];
         if (!kFastPath && !p.grad_input.data) continue;
@@ -495,8 +495,8 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
         load_weight<kFastPath>(w, weight, p, plan, column, remaining);
         Acc xhat[kSub], g[kSub];
         if (needs_x) {
-          normalize<kFastPath, false>(xhat, sub_vector<kSub>(staged_x.read(i), k), w, bias, p, plan,
-                                      statistics, means.xhat, column, remaining);
+          normalize<kFastPath, false>(xhat, sub_vector<kSub>(staged_x.read(i), k), w, bias, p, plan, statistics,
+                                      means.xhat, column, remaining);
         }
         widen(g, sub_vector<kSub>(staged_dy.read(i), k));
         if (grad_weight) {
@@ -531,7 +531,8 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     if (is_last) let_next_grid_start();
     if (!is_last && !rounds.ends_sum(round)) continue;
     const auto store = [&](const auto& sums, const View& gradient, bool is_per_group, int64_t first_partial) {
-      SumsTarget<Acc, W> target = {nullptr, false, plan.aligned_gradients, round >= rounds.per_sum() || plan.accumulates};
+      SumsTarget<Acc, W> target = {nullptr, false, plan.aligned_gradients,
+                                   round >= rounds.per_sum() || plan.accumulates};
       int64_t number = 0, partial = blockIdx.y;
       if (is_per_group) {
         number = current_row().number;

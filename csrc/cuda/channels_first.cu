@@ -16,9 +16,8 @@
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>
 
-#include "channels_first.h"
-
 #include "../dtypes.h"
+#include "channels_first.h"
 #include "partials.cuh"
 #include "row.cuh"
 
@@ -75,7 +74,9 @@ struct ChannelParameter {
 
   __device__ __forceinline__ ChannelParameter(const View& view, const RowIndex& pixel, Acc default_value)
       : data(view.data ? address<const W>(view, {pixel.group, 0}) : nullptr), default_value(default_value) {}
-  __device__ __forceinline__ Acc operator[](int64_t c) const { return data ? static_cast<Acc>(data[c]) : default_value; }
+  __device__ __forceinline__ Acc operator[](int64_t c) const {
+    return data ? static_cast<Acc>(data[c]) : default_value;
+  }
 };
 
 // The number of elements that a thread adds in Acc before it continues in double. With 64 elements, one outlier among

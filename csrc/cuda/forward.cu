@@ -1,10 +1,10 @@
 // y = (x - mean) * rstd * weight + bias for every row of x [groups, rows, cols] on a GPU. RMSNorm's mean is 0.
 //
 // Most rows fit into a tile, which a few threads or a block hold in registers. They are read and written once:
-// 2 * groups * rows * cols * sizeof(T) bytes are moved, the minimum. Longer rows are divided into chunks of a tile's size, and
-// the chunks into parts, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks keeps its
-// parts in shared memory and exchanges their moments. Still longer rows, and those on older GPUs, are read twice: by
-// one kernel for the moments of the parts and by another for the output.
+// 2 * groups * rows * cols * sizeof(T) bytes are moved, the minimum. Longer rows are divided into chunks of a tile's
+// size, and the chunks into parts, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks
+// keeps its parts in shared memory and exchanges their moments. Still longer rows, and those on older GPUs, are read
+// twice: by one kernel for the moments of the parts and by another for the output.
 //
 // The numerical method is that of the CPU kernels (cpu/forward.cpp): the mean is rounded, the average of x - mean is
 // its error to full precision, and this correction enters the mean, the variance and the output. Each warp has its own
@@ -422,8 +422,7 @@ constexpr int kMaxStagedChunks = 10;
 
 // For kernels that loop over chunks; parameters that are wider than the row take more registers.
 template <class Types>
-constexpr int kMinBlocksPerSM =
-    sizeof(typename Types::W) > sizeof(typename Types::X) ? 1 : ChunkTile::kMinBlocksPerSM;
+constexpr int kMinBlocksPerSM = sizeof(typename Types::W) > sizeof(typename Types::X) ? 1 : ChunkTile::kMinBlocksPerSM;
 
 // A block's part of a row: columns [begin, begin + cols).
 struct Part {

@@ -9,9 +9,9 @@ namespace layernorm::cuda {
 namespace {
 
 // The division of each group's rows into segments, if groups have gradients of their own. A segment takes `rounds`
-// rounds of a block and has one row of partial sums. 64 segments of a group keep the GPU busy with few groups; a segment
-// has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at most 256, which limits their
-// rounding errors.
+// rounds of a block and has one row of partial sums. 64 segments of a group keep the GPU busy with few groups; a
+// segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at most 256, which limits
+// their rounding errors.
 struct Segments {
   int64_t rounds, per_group;
 

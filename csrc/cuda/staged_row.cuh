@@ -25,8 +25,8 @@ struct Granules {
         full_end(max(end & ~(kSize - 1), full_begin)) {}
 };
 
-// The granule that starts `offset` bytes into two neighbouring granules. The offset is less than the granules' size, and
-// a multiple of the element size.
+// The granule that starts `offset` bytes into two neighbouring granules. The offset is less than the granules' size,
+// and a multiple of the element size.
 template <int kElementSize, int kWords>
 __device__ __forceinline__ Vector<uint32_t, kWords> funnel_shift(const Vector<uint32_t, kWords>& low,
                                                                  const Vector<uint32_t, kWords>& high, int offset) {
@@ -60,9 +60,7 @@ class StagedRow {
   using Vectors = Vector<T, kVec>[Tile::kVectors];  // a thread's part of a row
 
   // The shared memory of a row: one more granule for the row's offset, and one for the zeros after the row.
-  __host__ __device__ static constexpr size_t bytes(int threads) {
-    return (threads * Tile::kVectors + 2) * kGranule;
-  }
+  __host__ __device__ static constexpr size_t bytes(int threads) { return (threads * Tile::kVectors + 2) * kGranule; }
 
   __device__ __forceinline__ StagedRow(void* shared, const Position<Tile>& position, bool aligned)
       : bytes_(static_cast<char*>(shared)), position_(position), aligned_(aligned) {}

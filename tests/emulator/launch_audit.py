@@ -144,7 +144,10 @@ class Calls:
                 f"backward, {name} parameters",
                 lambda w=w, b=b: self.backward(x, x, n, mean, rstd, w, b, [True] * 3),
             )
-        yield "backward, fused projection", lambda: self.backward(fused, fused, n, mean, rstd, shared, shared, [True] * 3)
+        yield (
+            "backward, fused projection",
+            lambda: self.backward(fused, fused, n, mean, rstd, shared, shared, [True] * 3),
+        )
 
     def images(self, shape, dtypes):
         """Yield (description, function) for every kind of call on images [N, C, H, W]."""

@@ -59,7 +59,8 @@ def test_emulated_calls_reach_every_kernel(kernels):
             with library.schedule(architecture=architecture, path_limit=0):
                 run(library, x, dy, w, b)
                 run_images(library, *images((1, 2, 3), dtypes))
-    for dtypes, vectors, path_limit in itertools.product(DTYPES_16_BIT, (8, 128, 129, 9 * 32, 81 * 32), (emulated_ops.UNLIMITED, 0)):
+    limits, lengths = (emulated_ops.UNLIMITED, 0), (8, 128, 129, 9 * 32, 81 * 32)
+    for dtypes, vectors, path_limit in itertools.product(DTYPES_16_BIT, lengths, limits):
         cols = vectors * 4
         x, dy = (randn((1, 1, cols), dtypes[0]) for _ in range(2))
         w, b = (randn(cols, dtypes[1]) for _ in range(2))

@@ -334,7 +334,8 @@ def check_grouped(results, x, dy, w, b, grad_sum=None, xhat_error=0, context=(),
         statistics = None if mean is None else mean[g], rstd[g]
         y = output[g].contiguous()
         if output.dtype != x.dtype:  # the output has another dtype than x
-            forward, factors = Forward(exact(x[g]), rms=options["rms"]), factor(of_group[0], options["zero_centered_weight"])
+            forward = Forward(exact(x[g]), rms=options["rms"])
+            factors = factor(of_group[0], options["zero_centered_weight"])
             shift = None if b is None else exact(of_group[1])
             assert_within(y, forward.output(factors, shift), output_bound(y.dtype, forward, factors, shift), *context)
             y = torch.from_numpy(forward.output(factors, shift)).to(x.dtype).contiguous()
@@ -451,8 +452,7 @@ def test_residuals_may_be_float32(library, dtypes, path, images):
                     library, x, dy, weight, bias, residual=residual, grad_sum=grad_sum, images=images, **options
                 )
                 gradients = library.ops.backward(
-                    *(dy, total, (cols,), *results[1:3], weight, bias, ALL), preserve_layout=images, rms=options["rms"],
-                    zero_centered_weight=options["zero_centered_weight"],
+                    dy, total, (cols,), *results[1:3], weight, bias, ALL, preserve_layout=images, **options
                 )
             assert torch.equal(total, x.float() + residual)
             check_grouped(results, total, dy, weight, bias, grad_sum, context=(groups, rows, cols), **options)
