@@ -805,8 +805,6 @@ void backward(const BackwardParams& p) {
   if (p.channels_first) return channels_first_backward(p);
   dispatch(p, [&](auto types, auto tile, const Launches& launches) {
     using Types = decltype(types);
-    using Acc = AccOf<typename Types::X>;
-    using W = typename Types::W;
     LaunchPlan plan = launches.plan;
     const int64_t end = plan.end_row;
     for (plan.first_row = 0; plan.first_row < end; plan.first_row = plan.end_row) {
@@ -824,13 +822,7 @@ void backward(const BackwardParams& p) {
       }
       launch(launches.rows, backward_rows<Types, decltype(tile)>, p, plan);
     }
-    const auto partials = [&](const View& gradient, bool is_per_group, int64_t first, int64_t count) {
-      return make_partials<W>(static_cast<const Acc*>(p.workspace) + first * plan.pitch, gradient,
-                              is_per_group ? p.groups : 1, count);
-    };
-    launch_add_partials(partials(p.grad_weight, plan.weight_is_per_group, 0, plan.weight_partials),
-                        partials(p.grad_bias, plan.bias_is_per_group, plan.weight_partials, plan.bias_partials),
-                        plan.pitch, p.cols, launches.rows.stream);
+    launch_add_partials<AccOf<typename Types::X>, typename Types::W>(p, plan, plan.pitch);
   });
 }
 

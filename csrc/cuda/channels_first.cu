@@ -130,20 +130,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
   const auto nothing = [] {};
 
-  if (has_residual) {
-    const Channels<const T> input(p.input, pixel);
-    const Channels<const X> residual(p.residual, pixel);
-    for_each_channel(
-        channels,
-        [&](int64_t c) {
-          const X sum = static_cast<X>(static_cast<Acc>(input[c]) + static_cast<Acc>(residual[c]));
-          global_x[c] = sum;
-          if (plan.staged) staged_x[c] = sum;
-        },
-        nothing);
-  } else if (plan.staged) {
-    for_each_channel(channels, [&](int64_t c) { staged_x[c] = global_x[c]; }, nothing);
-  }
+  const Channels<const T> input(p.input, pixel);
+  const Channels<const X> residual(p.residual, pixel);
+  const auto fetch = [&](int64_t c) {
+    X v;
+    if (has_residual) {
+      global_x[c] = v = static_cast<X>(static_cast<Acc>(input[c]) + static_cast<Acc>(residual[c]));
+    } else {
+      v = global_x[c];
+    }
+    if (plan.staged) staged_x[c] = v;
+  };
+  if (has_residual || plan.staged) for_each_channel(channels, fetch, nothing);
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
   Acc scale = 1, mean = 0;
@@ -366,13 +364,7 @@ void channels_first_backward(const BackwardParams& p) {
   dispatch_backward(p, [&](auto types, const ChannelsFirstPlan& plan, const LaunchConfig& config) {
     using Types = decltype(types);
     launch(config, channels_first_backward<Types>, p, plan);
-    const auto partials = [&](const View& gradient, bool is_per_group, int64_t first, int64_t count) {
-      return make_partials<typename Types::W>(static_cast<const double*>(p.workspace) + first * p.cols, gradient,
-                                              is_per_group ? p.groups : 1, count);
-    };
-    launch_add_partials(partials(p.grad_weight, plan.weight_is_per_group, 0, plan.weight_partials),
-                        partials(p.grad_bias, plan.bias_is_per_group, plan.weight_partials, plan.bias_partials), p.cols,
-                        p.cols, config.stream);
+    launch_add_partials<double, typename Types::W>(p, plan, p.cols);
   });
 }
 

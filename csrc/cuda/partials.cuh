@@ -37,12 +37,6 @@ struct Partials {
   int64_t group_stride;  // of the gradient
 };
 
-// The partial sums of a gradient with so many rows of the workspace; none if it has no rows.
-template <class W, class Acc>
-Partials<Acc, W> make_partials(const Acc* sums, const View& gradient, int64_t groups, int64_t rows) {
-  return {sums, groups, rows / groups, rows > 0 ? static_cast<W*>(gradient.data) : nullptr, gradient.group_stride};
-}
-
 // Adds the partial sums of each group in a fixed order: of the first gradient if blockIdx.z is 0, else of the second.
 template <class Acc, class W>
 __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
@@ -69,18 +63,25 @@ __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
   }
 }
 
-// The kernel that computes the partial sums must be the stream's previous launch. A gradient of null is skipped.
-template <class Acc, class W>
-void launch_add_partials(const Partials<Acc, W>& weight, const Partials<Acc, W>& bias, int64_t pitch, int64_t cols,
-                         Stream stream) {
-  if (!weight.gradient && !bias.gradient) return;
-  const bool both = weight.gradient && bias.gradient;
-  const int64_t groups = std::max(weight.gradient ? weight.groups : 0, bias.gradient ? bias.groups : 0);
-  LaunchConfig config = {dim3(static_cast<unsigned>(ceil_div(cols, kWarpSize)),
-                              static_cast<unsigned>(std::min(groups, kMaxGridY)), both ? 2 : 1),
-                         kThreadsPerColumn * kWarpSize, 0, stream};
+// Adds the partial sums of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch] in the
+// workspace. The kernel that computes them must be the stream's previous launch.
+template <class Acc, class W, class Plan>
+void launch_add_partials(const BackwardParams& p, const Plan& plan, int64_t pitch) {
+  const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
+    const int64_t groups = is_per_group ? p.groups : 1;
+    return Partials<Acc, W>{static_cast<const Acc*>(p.workspace) + first * pitch, groups, rows / groups,
+                            static_cast<W*>(gradient.data), gradient.group_stride};
+  };
+  const auto weight = make(p.grad_weight, plan.weight_is_per_group, 0, plan.weight_partials);
+  const auto bias = make(p.grad_bias, plan.bias_is_per_group, plan.weight_partials, plan.bias_partials);
+  const bool has_weight = plan.weight_partials > 0, has_bias = plan.bias_partials > 0;
+  if (!has_weight && !has_bias) return;
+  const int64_t groups = std::max(has_weight ? weight.groups : 0, has_bias ? bias.groups : 0);
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
+                  static_cast<unsigned>(std::min(groups, kMaxGridY)), has_weight && has_bias ? 2 : 1);
+  LaunchConfig config = {grid, kThreadsPerColumn * kWarpSize, 0, static_cast<Stream>(p.stream)};
   config.overlaps_previous = true;
-  launch(config, add_partials<Acc, W>, weight.gradient ? weight : bias, bias, pitch, cols);
+  launch(config, add_partials<Acc, W>, has_weight ? weight : bias, bias, pitch, p.cols);
 }
 
 }  // namespace
