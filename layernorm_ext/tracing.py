@@ -54,10 +54,10 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
         {'': 'torch.nn.modules.normalization.RMSNorm by RMSNorm((8,), eps=None, elementwise_affine=True)'}
         >>> with layernorm_ext.trace_as("kernel"):
         ...     program = torch.export.export(norm, (x,))
-        >>> [node.target for node in program.graph.nodes if "norm" in node.name]
+        >>> [node.target for node in program.graph.nodes if "norm" in str(node.target)]
         [<OpOverload(op='layernorm.forward', overload='default')>]
         >>> program = torch.export.export(norm, (x,))
-        >>> [node.target for node in program.graph.nodes if "norm" in node.name]
+        >>> [node.target for node in program.graph.nodes if "norm" in str(node.target)]
         [<OpOverload(op='aten.rms_norm', overload='default')>]
     """
 

@@ -60,6 +60,14 @@ def run(backend, x, dy, weight=None, bias=None, eps=1e-5, normalized_shape=None,
     return output, mean, rstd, *backend.ops.backward(dy, x, shape, mean, rstd, weight, bias, mask)
 
 
+def forward(backend, x, residual, weight, bias, **options):
+    """Return output, sum, mean and rstd of the last dimension. The sum is None without a residual."""
+    if residual is not None:
+        return backend.ops.forward.residual(x, residual, x.shape[-1:], weight, bias, **options)
+    output, mean, rstd = backend.ops.forward(x, x.shape[-1:], weight, bias, **options)
+    return output, None, mean, rstd
+
+
 def run_images(backend, x, dy, weight=None, bias=None, eps=1e-5, mask=ALL):
     """Return the results of `run` for images [N, C, *]."""
     output, mean, rstd = backend.ops.channels_first_forward(x, weight, bias, eps)

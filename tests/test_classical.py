@@ -1,4 +1,4 @@
-"""Five common ways to write layer normalization by hand, and the line that replaces each (docs/classical.md)."""
+"""Six common ways to write layer normalization by hand, and the line that replaces each (docs/classical.md)."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from layernorm_ext import LayerNorm, LazyLayerNorm
+from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm
 
 PAGE = (Path(__file__).parent.parent / "docs" / "classical.md").read_text()
 
@@ -57,6 +57,28 @@ class LastTwoDimensions(nn.Module):
         return (x - mean) / torch.sqrt(variance + self.eps) * self.gamma + self.beta
 
 
+class ParametersPerPosition(nn.Module):
+    """Normalizes the last dimension of [batch, features] or [*, batch, features], with parameters [batch, features]."""
+
+    def __init__(self, batch, features, eps=1e-5):
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.ones(batch, features)), nn.Parameter(torch.zeros(batch, features))
+        self.eps = eps
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        variance = x.var(-1, unbiased=False, keepdim=True)
+        return (x - mean) / torch.sqrt(variance + self.eps) * self.gamma + self.beta
+
+
+class ParametersPerPositionReplaced(ParametersPerPosition):
+    """The same layer with one line of forward."""
+
+    def forward(self, x):
+        gamma, beta = (p.view((1,) * (x.dim() - 2) + p.shape) for p in (self.gamma, self.beta))
+        return layer_norm(x, x.shape[-1:], gamma, beta, self.eps)
+
+
 class EpsBesideDeviation(nn.Module):
     """Adds eps to the standard deviation instead of the variance."""
 
@@ -95,6 +117,7 @@ REPLACEMENTS = [
         for affine in (True, False)
     ),
     (LastTwoDimensions(6, 20), LayerNorm((6, 20)), WORDS),
+    *((ParametersPerPosition(6, 20), ParametersPerPositionReplaced(6, 20), x) for x in (TEXT, WORDS)),
     *((EpsBesideDeviation(x[-1], 1e-6), LayerNorm(x[-1], 2e-6), x) for x in (TEXT, WORDS)),
     *((TrailingDimensions(k), LazyLayerNorm(k), x) for k, x in ((1, TEXT), (2, WORDS), (3, IMAGES), (1, IMAGES))),
 ]
@@ -114,6 +137,7 @@ def test_replacement_has_the_same_output_and_gradients(by_hand, replacement, sha
     results = []
     for module in (replacement, by_hand):
         y = module(x)
+        assert (y.grad_fn.name() == "LayerNormBackward") == (module is replacement)
         results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *module.parameters()])])
     # A row of deviation s, here 0.6 to 1.4, is divided by s + 1e-6 or by the root of s^2 + 2e-6: the outputs differ by
     # 1e-6 * (1 / s - 1 / s^2) of some units. All others differ by roundings of 1e-16 in sums of some hundred terms.

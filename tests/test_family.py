@@ -19,7 +19,19 @@ from reference import (
     statistics_dtype,
     xhat_error_from_output,
 )
-from shapes import ALL, MASKS, all_dtypes, amid_nans, assert_same_bits, data_dtypes, huge, huge_rows, randn, transposed
+from shapes import (
+    ALL,
+    MASKS,
+    all_dtypes,
+    amid_nans,
+    assert_same_bits,
+    data_dtypes,
+    forward,
+    huge,
+    huge_rows,
+    randn,
+    transposed,
+)
 from torch.autograd import gradcheck, gradgradcheck
 
 import layernorm_ext
@@ -39,10 +51,9 @@ COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 90
 
 def run(backend, x, residual, dy, grad_sum, w, b, mask=ALL, **options):
     """Return output, sum, mean, rstd, grad_input, grad_weight and grad_bias."""
-    shape = x.shape[-1:]
-    output, total, mean, rstd = backend.ops.norm_forward(x, residual, shape, w, b, **options)
+    output, total, mean, rstd = forward(backend, x, residual, w, b, **options)
     saved = output if options.get("memory_efficient") else x if residual is None else total
-    gradients = backend.ops.norm_backward(dy, grad_sum, saved, shape, mean, rstd, w, b, mask, **options)
+    gradients = backend.backward(dy, saved, x.shape[-1:], mean, rstd, w, b, mask, grad_sum, **options)
     return output, total, mean, rstd, *gradients
 
 
@@ -82,22 +93,10 @@ def test_absent_parameters_and_masks(backend, dtype, variant):
             output, total, mean, rstd, *gradients = run(backend, x, residual, dy, grad_sum, weight, bias, **variant)
             check_forward((output, mean, rstd), total, weight, bias, context=(cols,), **variant)
             check_backward(gradients, dy, total, weight, context=(cols,), grad_sum=grad_sum, **variant)
-            arguments = (dy, grad_sum, total, (cols,), mean, rstd, weight, bias)
+            arguments = (dy, total, (cols,), mean, rstd, weight, bias)
             for mask in MASKS:
-                actual = backend.ops.norm_backward(*arguments, mask, **variant)
+                actual = backend.backward(*arguments, mask, grad_sum, **variant)
                 assert_same_bits(actual, [g if m else None for g, m in zip(gradients, mask, strict=True)], cols, mask)
-
-
-def test_general_operators_without_flags_are_the_plain_operators(backend):
-    for cols in (7, 768, 5000):
-        x, residual, dy, grad_sum, w, b = (randn((4, cols), F32, backend.device) for _ in range(6))
-        shape, w, b = (cols,), w[0], b[0]
-        output, mean, rstd = backend.forward(x, shape, w, b)
-        expected = (output, None, mean, rstd, *backend.backward(dy, x, shape, mean, rstd, w, b, ALL))
-        assert_same_bits(run(backend, x, None, dy, None, w, b), expected, cols)
-        _, total, *statistics = added = backend.ops.add_forward(x, residual, shape, w, b)
-        gradients = backend.ops.add_backward(dy, grad_sum, total, shape, *statistics, w, b, ALL)
-        assert_same_bits(run(backend, x, residual, dy, grad_sum, w, b), (*added, *gradients), cols)
 
 
 @data_dtypes
@@ -108,10 +107,10 @@ def test_in_place_addition_replaces_the_residual_by_the_sum(backend, dtype, rms)
         x, residual, w, b = (randn((4, cols), dtype, backend.device) for _ in range(4))
         if dtype == F32:
             x[1] *= 1e37  # squares overflow
-        expected = backend.ops.norm_forward(x, residual, (cols,), w[0], b[0], rms=rms)
+        expected = backend.ops.forward.residual(x, residual, (cols,), w[0], b[0], rms=rms)
         for r in (residual.clone(), amid_nans(residual), transposed(residual)):
             version = r._version
-            output, mean, rstd = backend.ops.norm_forward_(x, r, (cols,), w[0], b[0], rms=rms)
+            output, mean, rstd = backend.ops.forward_(x, r, (cols,), w[0], b[0], rms=rms)
             assert r._version > version
             assert_same_bits((output, r, mean, rstd), expected, cols)
 
@@ -156,8 +155,8 @@ def test_rms_norm_function_matches_torchs(dtype, eps):
         expected = torch.nn.functional.rms_norm(x, (40,), w, eps)
         # torch rounds several times.
         torch.testing.assert_close(actual, expected, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny * 4)
-        forward = Forward(exact(x), eps or torch.finfo(statistics_dtype(dtype)).eps, rms=True)
-        assert_within(actual, forward.output(exact(w), None), output_bound(dtype, forward, exact(w), None))
+        expected = Forward(exact(x), eps or torch.finfo(statistics_dtype(dtype)).eps, rms=True)
+        assert_within(actual, expected.output(exact(w), None), output_bound(dtype, expected, exact(w), None))
 
 
 # Backward from the output
@@ -226,10 +225,10 @@ def test_host_code_reads_no_tensor_values(backend):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for values, residual in itertools.product(MASKS, (None, leaves[1])):
             options = dict(zip(flags, values, strict=True))
-            output = backend.ops.norm_forward(leaves[0], residual, (8,), leaves[2], None, **options)[0]
+            output = forward(backend, leaves[0], residual, leaves[2], None, **options)[0]
             output.backward(torch.ones_like(output))
     called = {event.key for event in profile.key_averages()}
-    assert any("norm_backward" in name for name in called)
+    assert any("::backward" in name for name in called)
     assert called.isdisjoint({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"})
 
 
@@ -243,7 +242,7 @@ def test_first_and_second_derivatives(backend, variant, with_residual):
     x, r, w, b = (torch.randn(s, dtype=F64, requires_grad=True) for s in ((3, 5), (3, 5), (5,), (5,)))
 
     def norm(x, w, b, r=None):
-        output, total, *_ = backend.ops.norm_forward(x, r, (5,), w, b, **variant)
+        output, total, *_ = forward(backend, x, r, w, b, **variant)
         return output if r is None else (output, total * 1.5)
 
     arguments = (x, w, b, r) if with_residual else (x, w, b)
@@ -356,15 +355,12 @@ def test_compiled_autograd():
 def test_opcheck(backend, variant):
     x, r, dy, grad_sum, w, b = (torch.randn(s, requires_grad=True) for s in ((3, 5),) * 4 + ((5,),) * 2)
     mean, rstd, ops = torch.randn(3, 1), torch.rand(3, 1), backend.ops
-    for residual in (None, r):
-        torch.library.opcheck(ops.norm_forward.default, (x, residual, (5,), w, b), variant)
+    torch.library.opcheck(ops.forward.default, (x, (5,), w, b), variant)
+    torch.library.opcheck(ops.forward.residual, (x, r, (5,), w, b), variant)
     for dsum, mask in ((grad_sum, ALL), (None, [True, False, True])):
-        arguments = (dy, dsum, x, (5,), None if variant["rms"] else mean, rstd, w, b, mask)
-        torch.library.opcheck(ops.norm_backward.default, arguments, variant)
-    torch.library.opcheck(ops.norm_forward_.default, (x, r.detach(), (5,), w.detach(), None), variant)
-    if variant is VARIANTS["layer"]:
-        torch.library.opcheck(ops.add_forward.default, (x, r, (5,), w, b))
-        torch.library.opcheck(ops.add_backward.default, (dy, grad_sum, x, (5,), mean, rstd, w, b, ALL))
+        arguments = (dy, x, (5,), None if variant["rms"] else mean, rstd, w, b, mask, dsum)
+        torch.library.opcheck(ops.backward.default, arguments, variant)
+    torch.library.opcheck(ops.forward_.residual, (x, r.detach(), (5,), w.detach(), None), variant)
 
 
 # Modules
@@ -406,19 +402,19 @@ def test_errors_name_the_argument_and_both_values(mode):
         ops = torch.ops.layernorm
         for wrong, kind, got, expected in [(x[:1], "shape", "[1, 3]", "[2, 3]"), (x.half(), "dtype", "Half", "Float")]:
             message = "Expected {0} to be of the {1} of input, but got {0} of {1} {2} and input of {1} {3}"
-            for op in (ops.norm_forward, ops.norm_forward_, ops.add_forward):
+            for op in (ops.forward.residual, ops.forward_.residual):
                 with pytest.raises(RuntimeError, match=re.escape(message.format("residual", kind, got, expected))):
                     op(x, wrong, (3,), w)
             with pytest.raises(RuntimeError, match=re.escape(message.format("grad_sum", kind, got, expected))):
-                ops.norm_backward(x, wrong, x, (3,), rstd, rstd, w, w, ALL)
+                ops.backward(x, x, (3,), rstd, rstd, w, w, ALL, wrong)
         with pytest.raises(RuntimeError, match="Expected mean to be a tensor, but got None"):
-            ops.norm_backward(x, None, x, (3,), None, rstd, w, w, ALL)
+            ops.backward(x, x, (3,), None, rstd, w, w, ALL)
         with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
-            ops.norm_forward(x, None, (3,), w[:2], rms=True)
+            ops.forward(x, (3,), w[:2], rms=True)
 
 
 def test_in_place_residual_must_not_overlap():
     x = torch.randn(2, 3)
     for residual in (torch.zeros(3).expand(2, 3), x):
         with pytest.raises(RuntimeError, match="single memory location"):
-            torch.ops.layernorm.norm_forward_(x, residual, (3,))
+            torch.ops.layernorm.forward_(x, residual, (3,))

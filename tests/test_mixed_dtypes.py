@@ -44,15 +44,15 @@ def test_results_match_float64(backend, dtypes, rms, zero_centered):
     """
     x, dy, w, b = arguments(dtypes, backend.device)
     options = {"rms": rms, "zero_centered_weight": zero_centered}
-    output, _, mean, rstd = backend.ops.norm_forward(x, None, (40,), w, b, **options)
+    output, mean, rstd = backend.forward(x, (40,), w, b, **options)
     check_forward((output, mean, rstd), x, w, b, **options)
-    dx, dw, db = backend.ops.norm_backward(dy, None, x, (40,), mean, rstd, w, b, ALL, **options)
+    dx, dw, db = backend.backward(dy, x, (40,), mean, rstd, w, b, ALL, **options)
     check_backward((dx, dw, None), dy, x, w, dtypes[1], **options)
     check_backward((None, None, db), dy, x, w, dtypes[2], **options)
 
     converted = [parameter.to(statistics_dtype(x.dtype)) for parameter in (w, b)]
-    assert_same_bits([output], backend.ops.norm_forward(x, None, (40,), *converted, **options)[:1])
-    expected = backend.ops.norm_backward(dy, None, x, (40,), mean, rstd, *converted, ALL, **options)
+    assert_same_bits([output], backend.forward(x, (40,), *converted, **options)[:1])
+    expected = backend.backward(dy, x, (40,), mean, rstd, *converted, ALL, **options)
     assert_same_bits([dx, dw, db], [right.to(dtype) for right, dtype in zip(expected, dtypes, strict=True)])
 
 
@@ -89,10 +89,10 @@ def test_images_match_float64(backend, dtypes, memory_format):
 def test_residual(backend, dtypes):
     """The sum has the dtype of the input, whatever those of the parameters."""
     x, residual, w, b = arguments(dtypes, backend.device)
-    output, total, *_ = backend.ops.norm_forward(x, residual, (40,), w, b)
+    output, total, *_ = backend.ops.forward.residual(x, residual, (40,), w, b)
     assert_same_bits([total, output], [x + residual, backend.forward(x + residual, (40,), w, b)[0]])
     in_place = residual.clone()
-    assert_same_bits([backend.ops.norm_forward_(x, in_place, (40,), w, b)[0], in_place], [output, total])
+    assert_same_bits([backend.ops.forward_(x, in_place, (40,), w, b)[0], in_place], [output, total])
 
 
 def test_opcheck(backend):
@@ -100,10 +100,7 @@ def test_opcheck(backend):
     mean, rstd = (torch.rand(5, 1, device=x.device) for _ in range(2))
     torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b))
     torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL))
-    torch.library.opcheck(backend.ops.norm_forward.default, (x, dy, (6,), w, b), {"rms": True})
-    x, dy, mean, rstd = (t.detach().t()[None].contiguous().requires_grad_() for t in (x, dy, mean, rstd))
-    torch.library.opcheck(backend.ops.channels_first_forward.default, (x, w, b))
-    torch.library.opcheck(backend.ops.channels_first_backward.default, (dy, x, mean, rstd, w, b, ALL))
+    torch.library.opcheck(backend.ops.forward.residual, (x, dy, (6,), w, b), {"rms": True})
 
 
 # Functions and modules, against torch in float64

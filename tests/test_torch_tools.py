@@ -62,7 +62,7 @@ def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
 
 def test_opcheck_accepts_channels_last_rms_norm(backend):
     x = torch.randn(2, 3, 4, 5, device=backend.device).to(memory_format=torch.channels_last).requires_grad_()
-    torch.library.opcheck(backend.ops.norm_forward.default, (x, None, (5,), None), {"rms": True})
+    torch.library.opcheck(backend.forward.default, (x, (5,)), {"rms": True})
 
 
 # Types of eps

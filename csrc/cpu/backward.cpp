@@ -26,9 +26,6 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// Columns of one task if the threads share the columns.
-constexpr int64_t kTile = 1024;
-
 // Short rows take less time than the work that is done once per row. Their sums are computed for four rows together,
 // those of longer narrow rows for two, so that all sums stay in registers.
 template <class T>
@@ -87,22 +84,22 @@ struct Backward {
         padded_cols(cpu::padded_cols(p)),
         weight_offset(p.zero_centered_weight),
         partials(static_cast<Acc*>(workspace)),
-        coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.count * padded_cols)) {}
+        coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.areas * padded_cols)) {}
 
   Acc mean(int64_t group, int64_t r) const { return p.mean.data ? *p.mean.row<const Acc>(group, r) : Acc(0); }
   Acc rstd(int64_t group, int64_t r) const { return *p.rstd.row<const Acc>(group, r); }
   // Special rows need scaling, or have xhat computed from the output. No difference overflows in a row whose standard
   // deviation is below 2^60, whatever its length.
   bool is_special(int64_t group, int64_t r) const { return p.from_output || rstd(group, r) < Acc(0x1p-60); }
-  Acc* dweight(int64_t slot) const { return p.grad_weight.data ? partials + 2 * slot * padded_cols : nullptr; }
-  Acc* dbias(int64_t slot) const { return p.grad_bias.data ? partials + (2 * slot + 1) * padded_cols : nullptr; }
+  Acc* dweight(int64_t area) const { return p.grad_weight.data ? partials + 2 * area * padded_cols : nullptr; }
+  Acc* dbias(int64_t area) const { return p.grad_bias.data ? partials + (2 * area + 1) * padded_cols : nullptr; }
 
   const BackwardParams& p;
   const ChunkGroups chunks;
   const Slots slots;
   const int64_t padded_cols;
   const Acc weight_offset;
-  Acc* partials;                    // [slots, 2, padded_cols], packs in the order of X
+  Acc* partials;                    // [areas, 2, padded_cols], packs in the order of X
   Coefficients<Acc>* coefficients;  // [groups * rows]
 };
 
@@ -212,7 +209,7 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
 // the first of their slot. The flags for the gradients are template parameters because testing them in the loop costs a
 // third of the speed.
 template <int kCount, bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>* c,
+void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>* c,
                  int64_t begin, int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
@@ -226,8 +223,8 @@ void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, bool first,
   const W* const bias = p.bias.row<const W>(group, 0);
   const Acc weight_offset = b.weight_offset;
   X* const dx = p.grad_input.row<X>(group, r);
-  Acc* const dweight = b.dweight(slot);
-  Acc* const dbias = b.dbias(slot);
+  Acc* const dweight = b.dweight(area);
+  Acc* const dbias = b.dbias(area);
   const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
@@ -264,7 +261,7 @@ void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, bool first,
 }
 
 template <class B>
-void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, int64_t count, bool first,
+void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
                  const Coefficients<typename B::Acc>* c, int64_t begin, int64_t n) {
   bool any_special = false;
   for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
@@ -273,7 +270,7 @@ void second_loop(const B& b, int64_t slot, int64_t group, int64_t r, int64_t cou
       [&](auto with_dx, auto with_dweight, auto with_dbias) {
         int64_t k = 0;
         const auto loop = [&](auto rows, auto special) {
-          second_loop<rows, special, with_dx, with_dweight, with_dbias>(b, slot, group, r + k, first && k == 0, c + k,
+          second_loop<rows, special, with_dx, with_dweight, with_dbias>(b, area, group, r + k, first && k == 0, c + k,
                                                                         begin, n);
           k += rows;
         };
@@ -330,59 +327,85 @@ void reduce_slots(const B& b, const typename B::Acc* partials, const View& gradi
   });
 }
 
+// Handles all rows of a slot; its partial sums go to an area of the workspace.
 template <class B>
-void backward(const B& b) {
+void backward_slot(const B& b, int64_t slot, int64_t area) {
   using X = typename B::X;
-  using Acc = typename B::Acc;
-  const BackwardParams& p = b.p;
-  const int64_t rows = p.groups * p.rows, step = block_rows<X>(p.cols);
+  const int64_t cols = b.p.cols;
+  const bool narrow = is_narrow<X>(cols);
+  bool first = true;
+  for_rows_of_slot(b, slot, block_rows<X>(cols), [&](int64_t group, int64_t r, int64_t count) {
+    Coefficients<typename B::Acc> c[kMaxBlockRows];
+    int64_t k = 0;
+    if (narrow) {
+      for (; is_short<X>(cols) && k + kRows <= count; k += kRows)
+        coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
+      for (; k + kFewRows <= count; k += kFewRows)
+        coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
+      for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c + k);
+    } else {
+      for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c + k);
+    }
+    second_loop(b, area, group, r, count, first, c, 0, cols);
+    first = false;
+  });
+}
 
-  if (b.slots.count >= num_threads() || p.cols <= kTile) {
-    const bool narrow = is_narrow<X>(p.cols);
-    parallel_for(b.slots.count, ceil_div(kGrain, b.slots.rows * p.cols), [&](int64_t slot, int64_t end) {
-      for (; slot < end; ++slot) {
-        bool first = true;
-        for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
-          Coefficients<Acc> c[kMaxBlockRows];
-          int64_t k = 0;
-          if (narrow) {
-            for (; is_short<X>(p.cols) && k + kRows <= count; k += kRows)
-              coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
-            for (; k + kFewRows <= count; k += kFewRows)
-              coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
-            for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c + k);
-          } else {
-            for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c + k);
-          }
-          second_loop(b, slot, group, r, count, first, c, 0, p.cols);
-          first = false;
-        });
+// Handles few long rows: first the coefficients of all rows, then the threads share the columns.
+template <class B>
+void backward_sharing_columns(const B& b) {
+  const BackwardParams& p = b.p;
+  const int64_t rows = p.groups * p.rows;
+  const auto find = [&](auto threads, int64_t begin, int64_t end) {
+    for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
+      for (int64_t k = 0; k < count; ++k) {
+        coefficients<decltype(threads), 1, kWidePacks>(b, group, r + k, b.coefficients + group * p.rows + r + k);
       }
     });
+  };
+  if (rows < num_threads()) {
+    find(AllThreads{}, 0, rows);
   } else {
-    const auto find = [&](auto threads, int64_t begin, int64_t end) {
-      for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
-        for (int64_t k = 0; k < count; ++k) {
-          coefficients<decltype(threads), 1, kWidePacks>(b, group, r + k, b.coefficients + group * p.rows + r + k);
-        }
+    parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) { find(OneThread{}, r, end); });
+  }
+  const int64_t tiles = ceil_div(p.cols, kTile), step = block_rows<typename B::X>(p.cols);
+  parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
+    for (; task < end; ++task) {
+      const int64_t slot = task / tiles, begin = task % tiles * kTile;
+      bool first = true;
+      for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
+        second_loop(b, slot, group, r, count, first, b.coefficients + group * p.rows + r, begin,
+                    min(kTile, p.cols - begin));
+        first = false;
       });
-    };
-    if (rows < num_threads()) {
-      find(AllThreads{}, 0, rows);
-    } else {
-      parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) { find(OneThread{}, r, end); });
     }
-    const int64_t tiles = ceil_div(p.cols, kTile);
-    parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
-      for (; task < end; ++task) {
-        const int64_t slot = task / tiles, begin = task % tiles * kTile;
-        bool first = true;
-        for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
-          second_loop(b, slot, group, r, count, first, b.coefficients + group * p.rows + r, begin,
-                      min(kTile, p.cols - begin));
-          first = false;
-        });
+  });
+}
+
+template <class B>
+void backward(const B& b) {
+  const BackwardParams& p = b.p;
+  const Slots& slots = b.slots;
+  if (slots.are_gradients) {
+    const auto store = [&](const typename B::Acc* sums, const View& gradient, int64_t group) {
+      if (sums) reduce_slots(b, sums, 1, 0, p.cols, gradient.template row<typename B::W>(group, 0));
+    };
+    parallel_for(slots.areas, 1, [&](int64_t area, int64_t end) {
+      for (; area < end; ++area) {
+        for (int64_t slot = area * slots.count / slots.areas; slot < (area + 1) * slots.count / slots.areas; ++slot) {
+          backward_slot(b, slot, area);
+          store(b.dweight(area), p.grad_weight, slot);
+          store(b.dbias(area), p.grad_bias, slot);
+        }
       }
+    });
+    return;
+  }
+  if (slots.share_columns) {
+    backward_sharing_columns(b);
+  } else {
+    parallel_for(slots.count, ceil_div(kGrain, slots.rows * p.cols), [&](int64_t slot, int64_t end) {
+      for (; slot < end; ++slot) backward_slot(b, slot, slot);
     });
   }
   reduce_slots(b, b.dweight(0), p.grad_weight);

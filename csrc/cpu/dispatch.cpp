@@ -58,7 +58,7 @@ int64_t backward_workspace(const BackwardParams& p) {
     return 2 * Blocks(p, element_size, own_parameters).slots * padded_cols(p) * acc_size(p);
   }
   if (fits_stack(p)) return 0;
-  return (2 * Slots(p).count * padded_cols(p) + kCoefficients * p.groups * p.rows) * acc_size(p);
+  return (2 * Slots(p).areas * padded_cols(p) + kCoefficients * p.groups * p.rows) * acc_size(p);
 }
 
 void forward(const ForwardParams& p) { (p.channels_first ? kernels().channels_first_forward : kernels().forward)(p); }

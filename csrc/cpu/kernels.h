@@ -37,6 +37,7 @@ constexpr int64_t kGrain = 32768;
 constexpr int64_t kMaxPackSize = 32;
 constexpr int64_t kCoefficients = 6;
 constexpr int64_t kStackCols = 1024;
+constexpr int64_t kTile = 1024;  // columns of one task if the threads share the columns
 constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
 
 namespace {
@@ -59,18 +60,31 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 //
 // 2048 rows or more have at least 64 slots, enough for many threads. A slot has at most 256 rows, for the precision of
 // fp32 sums, and at least 32, which keeps the memory of the slots below a tenth of the input's.
+//
+// If each group has one slot, its sums are the gradients. A thread then stores them after each slot and reuses its area
+// of the workspace, so that groups of one row need no memory for partial sums.
 struct Slots {
   explicit Slots(const BackwardParams& p)
       : groups(p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1),
         group_rows(p.groups * p.rows / groups),
-        rows(min(max(ceil_div(group_rows, 64), 32), 256)),
+        rows(min(min(max(ceil_div(group_rows, 64), 32), 256), group_rows)),
         per_group(ceil_div(group_rows, rows)),
-        count(groups * per_group) {}
+        count(groups * per_group),
+        share_columns(count < num_threads() && p.cols > kTile),
+        are_gradients(groups > 1 && per_group == 1 && !share_columns && is_grouped(p.grad_weight) &&
+                      is_grouped(p.grad_bias)),
+        areas(are_gradients ? min(num_threads(), ceil_div(count * rows * p.cols, kGrain)) : count) {}
 
   int64_t begin(int64_t slot) const { return slot / per_group * group_rows + slot % per_group * rows; }
   int64_t end(int64_t slot) const { return min(begin(slot) + rows, (slot / per_group + 1) * group_rows); }
 
   int64_t groups, group_rows, rows, per_group, count;
+  bool share_columns;  // whether there are too few slots for the threads
+  bool are_gradients;
+  int64_t areas;  // of the workspace: one for each slot, or one for each thread
+
+ private:
+  static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };
 
 // Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
