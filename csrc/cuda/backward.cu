@@ -720,14 +720,9 @@ Launches make_launches(const BackwardParams& p, LaunchPlan plan) {
   result.rows.stream = static_cast<Stream>(p.stream);
   result.rows.cluster = plan.in_cluster ? plan.num_chunks : 1;
   result.rows.overlaps_previous = plan.separate_sums;
-  const auto set_stages = [&](int arrays, bool aligned) {
-    const auto bytes = [&](int arrays_per_stage, int stages) {
-      return RowPipeline<T, X, Tile>::bytes(static_cast<int>(result.rows.block.x) / plan.rows_per_block,
-                                            plan.rows_per_block, arrays_per_stage, stages, aligned);
-    };
-    plan.stages = bytes(arrays, kMaxStages) + kMaxStaticShared <= max_shared_memory() ? kMaxStages : 1;
-    result.rows.shared_bytes = bytes(arrays, plan.stages);
-    result.sums_bytes = bytes(2, plan.stages);
+  const auto bytes = [&](int arrays, bool aligned, int stages) {
+    return RowPipeline<T, X, Tile>::bytes(static_cast<int>(result.rows.block.x) / plan.rows_per_block,
+                                          plan.rows_per_block, arrays, stages, aligned);
   };
 
   result.rows_per_launch = plan.end_row;
@@ -740,13 +735,17 @@ Launches make_launches(const BackwardParams& p, LaunchPlan plan) {
   // The number of slots determines the order of summation of dweight and dbias. It is computed for two unaligned
   // arrays, so that it depends neither on the alignment nor on which gradients are wanted. With grad_sum it is computed
   // for three arrays, because all blocks must be resident.
-  set_stages(p.grad_sum.data ? 3 : 2, false);
+  const int most_arrays = p.grad_sum.data ? 3 : 2;
+  plan.stages = bytes(most_arrays, false, kMaxStages) + kMaxStaticShared <= max_shared_memory() ? kMaxStages : 1;
+  result.rows.shared_bytes = bytes(most_arrays, false, plan.stages);
   const int64_t turns = ceil_div(result.rows_per_launch, plan.slot_step);
   const int64_t resident = resident_blocks(result.rows, backward_rows<Types, Tile>) / plan.num_chunks;
   const int64_t turns_per_slot = ceil_div(turns, std::max(resident, int64_t{1}));  // a row may need more blocks
   plan.num_slots = ceil_div(turns, turns_per_slot);
   plan.turn_step = plan.num_slots * plan.slot_step;
-  set_stages(1 + (grad_input || grad_weight) + (p.grad_sum.data != nullptr), plan.aligned);
+  const int arrays = 1 + (grad_input || grad_weight) + (p.grad_sum.data != nullptr);
+  result.rows.shared_bytes = bytes(arrays, plan.aligned, plan.stages);
+  result.sums_bytes = bytes(2, plan.aligned, plan.stages);
   result.rows.grid = dim3(plan.num_chunks, static_cast<unsigned>(plan.num_slots));
 
   const auto partials = [&](bool wanted, bool is_per_group) {
