@@ -140,6 +140,69 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   return outputs;
 }
 
+// ---- images ---------------------------------------------------------------------------------------------------------
+
+// Images [N, C, *], or a parameter of them, as rows: the channels are the last of `dims` dimensions. Parameters [N, C]
+// lack the last dimensions, and parameters [C] have nothing to move.
+Tensor channels_last(Tensor t, int64_t dims) {
+  if (!t.defined() || t.dim() == 1) return t;
+  while (t.dim() < dims) t = t.unsqueeze(-1);
+  return t.movedim(1, -1);
+}
+optional<Tensor> channels_last(const optional<Tensor>& t, int64_t dims) {
+  return present(t) ? optional(channels_last(*t, dims)) : std::nullopt;
+}
+
+// The same as an alias that autograd does not know, which takes a tenth of the time.
+optional<Tensor> alias_channels_last(const optional<Tensor>& t, int64_t dims) {
+  if (!present(t) || t->dim() == 1) return t;
+  at::DimVector sizes(t->sizes()), strides(t->strides());
+  sizes.resize(dims, 1);
+  strides.resize(dims, 1);
+  std::rotate(sizes.begin() + 1, sizes.begin() + 2, sizes.end());
+  std::rotate(strides.begin() + 1, strides.begin() + 2, strides.end());
+  auto alias = t->unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  alias->set_sizes_and_strides(sizes, strides);
+  return Tensor(std::move(alias));
+}
+
+// Moves the channels of a new tensor back.
+void channels_second(const Tensor& t) {
+  if (!t.defined()) return;
+  at::DimVector sizes(t.sizes()), strides(t.strides());
+  std::rotate(sizes.begin() + 1, sizes.end() - 1, sizes.end());
+  std::rotate(strides.begin() + 1, strides.end() - 1, strides.end());
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+}
+
+// Whether no kernel but those of autograd and of a backend takes part in a call, so that it may use aliases.
+bool is_plain(const ForwardArgs& args) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet allowed({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                                         DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                                         DispatchKey::BackendSelect});
+  c10::DispatchKeySet keys = args.input.key_set();
+  for (const auto* t : {&args.residual, &args.weight, &args.bias}) {
+    if (present(*t)) keys = keys | (*t)->key_set();
+  }
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  return allowed.has_all((keys | local.included_) - local.excluded_);
+}
+
+ForwardOutputs call_forward_on_images(const ForwardArgs& args) {
+  const int64_t dims = args.input.dim();
+  auto outputs = call_forward({*alias_channels_last(args.input, dims), alias_channels_last(args.residual, dims),
+                               args.normalized_shape, alias_channels_last(args.weight, dims),
+                               alias_channels_last(args.bias, dims), args.eps, args.options, args.in_place});
+  channels_second(outputs.output);
+  if (args.in_place) {
+    outputs.sum = *args.residual;
+  } else {
+    channels_second(outputs.sum);
+  }
+  return outputs;
+}
+
 // ---- nodes of the autograd graph ------------------------------------------------------------------------------------
 
 // torch counts the references to a Node by std::shared_ptr up to version 2.12, and by c10::intrusive_ptr later.
@@ -318,17 +381,27 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     variable_list result(4);  // of input, weight, bias, residual
     const bool wants_x = wanted[0] || wanted[3];
     if (grads[0].defined()) {
-      auto [grad_input, grad_weight, grad_bias] = call_backward({grads[0],
-                                                                 input.unpack(*this),
+      const Tensor w = weight.unpack(*this), b = bias.unpack(*this);
+      const auto rows = [&](Tensor t) { return images ? channels_last(std::move(t), grads[0].dim()) : t; };
+      auto [grad_input, grad_weight, grad_bias] = call_backward({rows(grads[0]),
+                                                                 rows(input.unpack(*this)),
                                                                  normalized_shape,
                                                                  as_optional(mean.unpack(*this)),
                                                                  rstd.unpack(*this),
-                                                                 as_optional(weight.unpack(*this)),
-                                                                 as_optional(bias.unpack(*this)),
+                                                                 as_optional(rows(w)),
+                                                                 as_optional(rows(b)),
                                                                  {wants_x, wanted[1], wanted[2]},
-                                                                 as_optional(grad_sum),
+                                                                 as_optional(rows(grad_sum)),
                                                                  options});
       result = {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor()};
+      if (images) {
+        if (wants_x) result[0] = result[0].movedim(-1, 1);
+        const Tensor& like_bias = b.defined() ? b : w;  // see is_unlike()
+        if (wanted[1] && w.dim() > 1) result[1] = result[1].movedim(-1, 1).reshape_symint(w.sym_sizes());
+        if (wanted[2] && like_bias.dim() > 1) {
+          result[2] = result[2].movedim(-1, 1).reshape_symint(like_bias.sym_sizes());
+        }
+      }
     } else if (wants_x) {
       result[0] = grad_sum;
     }
@@ -344,7 +417,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   template <class Self, class F>
   static void for_each_saved(Self& self, const F& f) {
     f(self.input), f(self.weight), f(self.bias), f(self.mean), f(self.rstd), f(self.normalized_shape);
-    f(self.has_residual), f(self.input_type);
+    f(self.has_residual), f(self.images), f(self.input_type);
     for_each_option(self.options, f);
   }
 
@@ -355,6 +428,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   Saved bias;  // only if memory_efficient, or for the dtype or shape of its gradient
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
+  bool images = false;     // the tensors are [N, C, *], but mean and rstd are those of the rows
   int64_t input_type = 0;  // an at::ScalarType
   Options options;
 };
@@ -367,25 +441,19 @@ bool is_unlike(const Tensor& bias, const Tensor& weight) {
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
 
-ForwardOutputs forward_autograd(const ForwardArgs& args) {
+// Calls forward and records its derivative. The tensors may be `images` if they are plain.
+ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
-  if (is_transformed(input, residual, weight, bias)) return forward_composite(args);
   const bool records = wants_graph(input, residual, weight, bias);
   const auto call = [&] {
-    if (args.in_place && records) {
-      TORCH_CHECK(!args.residual->is_view(),
-                  "Expected residual not to be a view of another tensor where it is changed in "
-                  "place and gradients are recorded, but got a view of a tensor of shape ",
-                  args.residual->_base().sym_sizes());
-      torch::autograd::check_inplace(*args.residual, records);
-    }
+    if (args.in_place && records) torch::autograd::check_inplace(*args.residual, records);
     ForwardArgs below = args;
     // Without a graph there is no backward, so memory_efficient makes no difference.
     if (!records) below.options.memory_efficient = false;
     ForwardOutputs outputs;
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      outputs = call_forward(below);
+      outputs = images ? call_forward_on_images(below) : call_forward(below);
     }
     if (args.in_place && !args.residual->is_inference()) torch::autograd::increment_version(*args.residual);
     return outputs;
@@ -399,6 +467,7 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->input_type = static_cast<int64_t>(input.scalar_type());
   node->options = options;
+  node->images = images;
   ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
   if (in_place) {
@@ -414,6 +483,23 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (needs_mean(options)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;
+}
+
+// Whether the node would replace the history of a view, which autograd refuses for nodes with two outputs.
+bool rebases_view(const ForwardArgs& args) {
+  return args.in_place && args.residual->is_view() && wants_graph(args.input, args.residual, args.weight, args.bias);
+}
+
+ForwardOutputs forward_autograd(const ForwardArgs& args) {
+  if (is_transformed(args.input, args.residual, args.weight, args.bias)) return forward_composite(args);
+  if (rebases_view(args)) {
+    ForwardArgs out_of_place = args;
+    out_of_place.in_place = false;
+    ForwardOutputs outputs = forward_autograd(out_of_place);
+    outputs.sum = args.residual->copy_(outputs.sum);
+    return outputs;
+  }
+  return forward_and_record(args, /*images=*/false);
 }
 
 BackwardOutputs backward_autograd(const BackwardArgs& args) {
@@ -440,6 +526,19 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
 }
 
 }  // namespace
+
+ForwardOutputs forward_images(const ForwardArgs& args) {
+  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  if (is_plain(args) && !is_transformed(input, residual, weight, bias) && !rebases_view(args)) {
+    return forward_and_record(args, /*images=*/true);
+  }
+  const int64_t dims = input.dim();
+  auto outputs = call_forward({channels_last(input, dims), channels_last(residual, dims), normalized_shape,
+                               channels_last(weight, dims), channels_last(bias, dims), eps, options, in_place});
+  outputs.output = outputs.output.movedim(-1, 1);
+  if (present(residual)) outputs.sum = in_place ? *residual : outputs.sum.movedim(-1, 1);
+  return outputs;
+}
 
 void Operators::implement_autograd(torch::Library& m) { implement<forward_autograd, backward_autograd>(m); }
 

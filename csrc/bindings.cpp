@@ -160,25 +160,30 @@ PyObject* add_rms_norm(PyObject*, PyObject* args, PyObject* kwargs) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* layer_norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
+// All functions for images; those without a residual return the output alone. None if the call needs_python().
+PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   static PythonArgParser parser(
-      {"layer_norm_2d(Tensor input, Tensor? weight=None, Tensor? bias=None, double eps=1e-06)"});
-  ParsedArgs<4> parsed;
+      {"norm_2d(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, double? eps, bool rms, "
+       "bool zero_centered_weight, bool memory_efficient, bool inplace, bool adaptive)"});
+  ParsedArgs<10> parsed;
   auto a = parser.parse(args, kwargs, parsed);
   const Tensor input = a.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
-  Tensor output;
+  const optional<Tensor> residual = a.optionalTensor(1), weight = a.optionalTensor(2), bias = a.optionalTensor(3);
+  const bool rms = a.toBool(5), in_place = a.toBool(8);
+  const double eps = rms ? rms_eps(a.toDoubleOptional(4), input) : a.toDouble(4);
+  const layernorm::Options options = {rms, a.toBool(6), a.toBool(7), /*preserve_layout=*/true};
+  const bool adaptive = a.toBool(9);
+  layernorm::ForwardOutputs outputs;
   {
-    const optional<Tensor> weight = a.optionalTensor(1), bias = a.optionalTensor(2);
-    const double eps = a.toDouble(3);
     const pybind11::gil_scoped_release no_gil;
-    layernorm::check_images(input, weight, bias);
-    const layernorm::Options options = {false, false, false, /*preserve_layout=*/true};
-    output = layernorm::call_forward({input.movedim(1, -1), {}, {input.sym_size(1)}, weight, bias, eps, options})
-                 .output.movedim(-1, 1);
+    layernorm::check_images(input, residual, weight, bias, adaptive);
+    outputs = layernorm::forward_images({input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});
   }
-  return THPVariable_Wrap(std::move(output));
+  auto& [output, sum, mean, rstd] = outputs;
+  if (!residual) return THPVariable_Wrap(std::move(output));
+  return pybind11::make_tuple(std::move(output), std::move(sum)).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -192,7 +197,7 @@ PyMethodDef methods[] = {
     method<rms_norm>("rms_norm"),
     method<add_layer_norm>("add_layer_norm"),
     method<add_rms_norm>("add_rms_norm"),
-    method<layer_norm_2d>("layer_norm_2d"),
+    method<norm_2d>("norm_2d"),
     {},
 };
 

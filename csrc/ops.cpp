@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_strided_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -69,19 +70,24 @@ void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef nor
               " and normalized_shape = ", normalized_shape);
 }
 
-// Weight and bias must have the same groups, or one of them must be shared by all rows.
-void check_groups(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias) {
-  if (!has_batch_dims(weight, input, normalized_shape) || !has_batch_dims(bias, input, normalized_shape)) return;
+// The names of weight and bias in error messages.
+using Names = std::pair<const char*, const char*>;
+constexpr Names kNames = {"weight", "bias"};
+
+// Weight and bias must have the same sizes in the batch dimensions, or one of them must be shared by all rows.
+template <class F>
+void check_groups(const Tensor& weight, const Tensor& bias, const F& is_batch_dim, const Names& names = kNames) {
+  const auto size = [](const Tensor& t, int64_t d) { return d < t.dim() ? t.sym_size(d) : c10::SymInt(1); };
   bool equal = true, weight_is_shared = true, bias_is_shared = true;
-  for (int64_t d = 0; d < input.dim() - static_cast<int64_t>(normalized_shape.size()); ++d) {
-    equal = equal && weight->sym_size(d) == bias->sym_size(d);
-    weight_is_shared = weight_is_shared && weight->sym_size(d) == 1;
-    bias_is_shared = bias_is_shared && bias->sym_size(d) == 1;
+  for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
+    if (!is_batch_dim(d)) continue;
+    equal = equal && size(weight, d) == size(bias, d);
+    weight_is_shared = weight_is_shared && size(weight, d) == 1;
+    bias_is_shared = bias_is_shared && size(bias, d) == 1;
   }
-  TORCH_CHECK(equal || weight_is_shared || bias_is_shared,
-              "Expected weight and bias to have the same batch sizes, but got weight of shape ", weight->sym_sizes(),
-              " and bias of shape ", bias->sym_sizes());
+  TORCH_CHECK(equal || weight_is_shared || bias_is_shared, "Expected ", names.first, " and ", names.second,
+              " to have the same batch sizes, but got ", names.first, " of shape ", weight.sym_sizes(), " and ",
+              names.second, " of shape ", bias.sym_sizes());
 }
 
 bool is_supported(at::ScalarType type) {
@@ -110,10 +116,11 @@ void check_parameter_type(const char* name, const Tensor& input, const optional<
   check_device(name, *parameter, input);
 }
 
-void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                 const Names& names = kNames) {
   check_input_type(input);
-  check_parameter_type("weight", input, weight);
-  check_parameter_type("bias", input, bias);
+  check_parameter_type(names.first, input, weight);
+  check_parameter_type(names.second, input, bias);
 }
 
 c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalized_shape) {
@@ -133,6 +140,11 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& input, boo
               " to be of the dtype of input, but got ", name, " of dtype ", name_of(tensor.scalar_type()),
               " and input of dtype ", name_of(input.scalar_type()));
   check_device(name, tensor, input);
+}
+
+void check_residual(const optional<Tensor>& residual, const Tensor& input) {
+  if (!present(residual)) return;
+  check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
 }
 
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
@@ -162,11 +174,11 @@ void check_forward(const ForwardArgs& args) {
               "], but got input of size", sizes);
   check_batch_sizes("weight", input, normalized_shape, weight);
   check_batch_sizes("bias", input, normalized_shape, bias);
-  check_groups(input, normalized_shape, weight, bias);
-  check_types(input, weight, bias);
-  if (present(residual)) {
-    check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
+  if (has_batch_dims(weight, input, normalized_shape) && has_batch_dims(bias, input, normalized_shape)) {
+    check_groups(*weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
   }
+  check_types(input, weight, bias);
+  check_residual(residual, input);
 }
 
 void check_backward(const BackwardArgs& args) {
@@ -185,14 +197,28 @@ void check_backward(const BackwardArgs& args) {
   check_statistic("rstd", args.rstd, input, shape);
 }
 
-void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
-  TORCH_CHECK(input.dim() >= 2, "Expected input of shape [N, C, *], but got input of size", input.sym_sizes());
-  for (const auto& [name, parameter] : {std::pair("weight", &weight), std::pair("bias", &bias)}) {
-    TORCH_CHECK(!present(*parameter) || ((*parameter)->dim() == 1 && (*parameter)->sym_size(0) == input.sym_size(1)),
-                "Expected ", name, " of one number for each channel, but got ", name, " of shape ",
-                (*parameter)->sym_sizes(), " and input of ", input.sym_size(1), " channels");
+void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias, bool adaptive) {
+  const auto sizes = input.sym_sizes();
+  TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
+  const Names names = adaptive ? Names("scale", "shift") : kNames;
+  for (const auto& [name, parameter] : {std::pair(names.first, &weight), std::pair(names.second, &bias)}) {
+    if (!present(*parameter)) continue;
+    const auto shape = (*parameter)->sym_sizes();
+    bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
+    for (size_t d = 0; fits && d < shape.size(); ++d) {
+      const bool is_channels = d == 1 || shape.size() == 1;
+      fits = is_channels ? shape[d] == sizes[1] : shape[d] == 1 || shape[d] == sizes[d];
+    }
+    TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, *], with C = ", sizes[1],
+                " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,
+                " and input of shape ", sizes);
   }
-  check_types(input, weight, bias);
+  if (present(weight) && present(bias) && weight->dim() > 1 && bias->dim() > 1) {
+    check_groups(*weight, *bias, [](int64_t d) { return d != 1; }, names);
+  }
+  check_types(input, weight, bias, names);
+  check_residual(residual, input);
 }
 
 Dtype dtype_of(at::ScalarType type) {
@@ -236,6 +262,13 @@ optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int6
   return stride;
 }
 
+bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
+  return present(parameter) && parameter->dim() == input.dim();
+}
+
+// A tensor of the caller or a copy. Borrowing takes a small call less time than counting a reference.
+using MaybeOwned = c10::MaybeOwned<Tensor>;
+
 // How the tensors of a call are seen as [groups, rows, cols].
 //
 // The batch dimensions in which a parameter has the input's size are groups, the others are rows. If all rows share the
@@ -246,38 +279,55 @@ class Geometry {
   Geometry(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
            const optional<Tensor>& bias)
       : output_(output), batch_dims_(input.dim() - normalized_dims), is_group_(batch_dims_, false) {
-    for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= input.size(d);
+    const auto sizes = input.sizes();
+    for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= sizes[d];
+    const bool has_groups = has_all_dims(weight, input) || has_all_dims(bias, input);
+    is_plain_ = !has_groups && input.is_contiguous() && output.is_contiguous();
+    if (is_plain_) {
+      for (int64_t d = 0; d < batch_dims_; ++d) rows *= sizes[d];
+      return;
+    }
     for (const auto* parameter : {&weight, &bias}) {
-      if (!present(*parameter) || (*parameter)->dim() != input.dim()) continue;
+      if (!has_all_dims(*parameter, input)) continue;
       for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] = is_group_[d] || (*parameter)->size(d) != 1;
     }
     grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
     channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
     if (!grouped && !divide([&] { return fits(output) && fits(input); })) divide([&] { return fits(output); });
-    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= input.size(d);
+    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= sizes[d];
   }
 
   // Whether the kernels can use the strides of a tensor.
   bool fits(const Tensor& t) const {
+    if (is_plain_ && t.is_contiguous()) return true;
     const View strides = view(t, nullptr);
     return strides.group_stride >= 0 && strides.row_stride >= 0 &&
            (channels_first ? strides.col_stride >= 0 && strides.row_stride == 1 : strides.col_stride == 1);
   }
 
   // A tensor that fits: the given one, or a copy in the layout of the output.
-  Tensor fit(const Tensor& t) const {
-    if (!t.defined() || fits(t)) return t;
-    return at::empty_strided(output_.sizes(), output_.strides(), t.options()).copy_(t);
+  MaybeOwned fit(const Tensor& t) const {
+    if (!t.defined() || fits(t)) return MaybeOwned::borrowed(t);
+    Tensor copy = at::empty_strided(output_.sizes(), output_.strides(), t.options());
+    copy.copy_(t);
+    return MaybeOwned::owned(std::move(copy));
   }
 
   // A view of a tensor that fits. A stride of -1 says that there is none.
   View view(const Tensor& t, const void* data) const {
     if (!t.defined()) return {};
+    if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(data), 0, cols, 1};
     const auto is_group = [&](int64_t d) { return is_group_[d]; };
     const auto is_row = [&](int64_t d) { return !is_group_[d]; };
     return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_group).value_or(-1),
             joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
             joint_stride(t, batch_dims_, t.dim(), 1, [](int64_t) { return true; }).value_or(-1)};
+  }
+
+  // The view [groups, rows, 1] of a statistic.
+  View statistic_view(const Tensor& t, const void* data) const {
+    if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(data), 0, 1, 1};
+    return view(t, data);
   }
 
   // The view [groups, 1, cols] of a parameter.
@@ -286,8 +336,9 @@ class Geometry {
     return view(t, data);
   }
   bool fits_parameter(const Tensor& t) const {
+    if (t.is_contiguous()) return true;
     const View strides = parameter_view(t, nullptr);
-    return t.is_contiguous() || (t.dim() == output_.dim() && strides.group_stride >= 0 && strides.col_stride == 1);
+    return t.dim() == output_.dim() && strides.group_stride >= 0 && strides.col_stride == 1;
   }
   // The view of a contiguous gradient of a parameter.
   View gradient_view(const optional<Tensor>& parameter, void* data) const {
@@ -296,8 +347,8 @@ class Geometry {
   }
 
   int64_t groups = 1, rows = 1, cols = 1;
-  bool grouped;  // whether groups have parameters of their own
-  bool channels_first;
+  bool grouped = false;  // whether groups have parameters of their own
+  bool channels_first = false;
 
  private:
   // Makes the first batch dimensions groups, as few as done() asks for; returns whether it ever holds.
@@ -310,6 +361,7 @@ class Geometry {
 
   const Tensor& output_;
   int64_t batch_dims_;
+  bool is_plain_;  // one group of contiguous rows, as in nearly every call
   c10::SmallVector<bool, 5> is_group_;
 };
 
@@ -323,8 +375,10 @@ Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
 // A new tensor for an output in the layout of the call, see Options::preserve_layout.
 Tensor allocate_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
   const auto options = input.options().dtype(type);
-  if (preserve_layout && !input.is_contiguous()) return at::empty_like(input, options);
-  return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!preserve_layout) return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!input.is_non_overlapping_and_dense()) return at::empty_like(input, options);
+  return input.is_cpu() ? at::cpu::empty_strided(input.sizes(), input.strides(), options)
+                        : at::empty_strided(input.sizes(), input.strides(), options);
 }
 
 // RMSNorm keeps the memory format channels_last, as in torch.
@@ -336,9 +390,6 @@ Tensor with_format(Tensor output, const ForwardArgs& args) {
 
 Tensor copy_to_layout(const Tensor& result, const Tensor& input) {
   return result.defined() ? at::empty_like(input, result.options()).copy_(result) : result;
-}
-bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
-  return present(parameter) && parameter->dim() == input.dim();
 }
 optional<Tensor> expand_groups(const optional<Tensor>& parameter, const Tensor& input) {
   return has_all_dims(parameter, input) ? parameter->expand(input.sizes()) : parameter;
@@ -384,10 +435,10 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
 }
 
 // A parameter as the kernels read it; undefined if absent.
-Tensor kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Geometry& geometry) {
-  if (!present(t)) return Tensor();
-  const Tensor converted = t->scalar_type() == type ? *t : t->to(type);
-  return geometry.fits_parameter(converted) ? converted : converted.contiguous();
+MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Geometry& geometry) {
+  if (!present(t)) return MaybeOwned();
+  if (t->scalar_type() == type && geometry.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
+  return MaybeOwned::owned(t->to(type).contiguous());
 }
 
 template <class Params>
@@ -425,33 +476,35 @@ ForwardOutputs forward(const ForwardArgs& args) {
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
   const Geometry geometry(output, input, normalized_dims, args.weight, args.bias);
-  if (!geometry.fits(output) || !geometry.fits(rstd)) return forward_by_copies<forward<kernel, workspace_size>>(args);
+  const bool empty = input.numel() == 0;  // its strides mean nothing
+  if (!empty && !(geometry.fits(output) && geometry.fits(rstd))) {
+    return forward_by_copies<forward<kernel, workspace_size>>(args);
+  }
   if (present(residual)) {
     const bool reuse = args.in_place && residual->strides() == output.strides();
-    sum = reuse ? *residual : at::empty_strided(output.sizes(), output.strides(), residual->options());
+    sum = reuse ? *residual : allocate_like(input, residual->scalar_type(), args.options.preserve_layout);
   }
-  if (input.numel() == 0) {
+  if (empty) {
     if (mean.defined()) mean.zero_();
     return {with_format(output, args), sum, mean, rstd.zero_()};
   }
 
   const auto parameter_type = ParameterTypes(input, args.weight, args.bias).kernel;
-  const Tensor x = geometry.fit(input);
-  const Tensor weight = kernel_parameter(args.weight, parameter_type, geometry);
-  const Tensor bias = kernel_parameter(args.bias, parameter_type, geometry);
+  const auto x = geometry.fit(input), weight = kernel_parameter(args.weight, parameter_type, geometry);
+  const auto bias = kernel_parameter(args.bias, parameter_type, geometry);
   ForwardParams params;
-  set_common(params, geometry, args.options, weight, bias, on);
-  params.input = geometry.view(x, on.input(x, "input"));
-  Tensor added;
+  set_common(params, geometry, args.options, *weight, *bias, on);
+  params.input = geometry.view(*x, on.input(*x, "input"));
+  MaybeOwned added;
   if (present(residual)) {
-    added = sum.is_same(*residual) ? sum : geometry.fit(*residual);
-    params.sum = geometry.view(sum, sum.is_same(added) ? on.in_out(sum, "residual") : on.output(sum, "sum"));
-    params.residual = sum.is_same(added) ? params.sum : geometry.view(added, on.input(added, "residual"));
+    added = geometry.fit(*residual);
+    params.sum = geometry.view(sum, sum.is_same(*added) ? on.in_out(sum, "residual") : on.output(sum, "sum"));
+    params.residual = sum.is_same(*added) ? params.sum : geometry.view(*added, on.input(*added, "residual"));
   }
   params.eps = args.eps;
   params.output = geometry.view(output, on.output(output, "output"));
-  params.mean = geometry.view(mean, on.output(mean, "mean"));
-  params.rstd = geometry.view(rstd, on.output(rstd, "rstd"));
+  params.mean = geometry.statistic_view(mean, on.output(mean, "mean"));
+  params.rstd = geometry.statistic_view(rstd, on.output(rstd, "rstd"));
   params.dtype = dtype_of(input.scalar_type());
   params.sum_dtype = present(residual) ? dtype_of(residual->scalar_type()) : params.dtype;
   params.param_dtype = dtype_of(parameter_type);
@@ -460,7 +513,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.workspace = on.output(workspace, "workspace");
   kernel(params);
   if (args.in_place && !sum.is_same(*residual)) sum = residual->copy_(sum);
-  return {with_format(output, args), sum, mean, rstd};
+  return {with_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
 template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
@@ -476,10 +529,10 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const bool allocates = wants_input || !(args.options.preserve_layout || input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
   const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
-  if (!geometry.fits(grad) || !geometry.fits(args.rstd.contiguous())) {
+  const bool empty = input.numel() == 0;
+  if (!empty && !(geometry.fits(grad) && geometry.fits(args.rstd.contiguous()))) {
     return backward_by_copies<backward<kernel, workspace_size>>(args);
   }
-  const bool empty = input.numel() == 0;
   const auto& weight_model = gradient_model(args.weight, args.bias);
   const auto& bias_model = gradient_model(args.bias, args.weight);
   const auto parameter_gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
@@ -493,20 +546,22 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
 
   const auto fit = [&](const optional<Tensor>& t, bool wanted) {
-    return wanted && present(t) ? geometry.fit(*t) : Tensor();
+    return wanted && present(t) ? geometry.fit(*t) : MaybeOwned();
   };
-  const auto statistic = [&](const Tensor& t) { return geometry.fits(t) ? t : t.contiguous(); };
-  const Tensor dy = geometry.fit(args.grad_output), x = geometry.fit(input), dsum = fit(args.grad_sum, wants_input);
-  const Tensor weight = kernel_parameter(args.weight, types.kernel, geometry);
-  const Tensor bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, geometry) : Tensor();
-  const Tensor mean = needs_mean(args.options) ? statistic(*args.mean) : Tensor(), rstd = statistic(args.rstd);
+  const auto statistic = [&](const Tensor& t) {
+    return geometry.fits(t) ? MaybeOwned::borrowed(t) : MaybeOwned::owned(t.contiguous());
+  };
+  const auto dy = geometry.fit(args.grad_output), x = geometry.fit(input), dsum = fit(args.grad_sum, wants_input);
+  const auto weight = kernel_parameter(args.weight, types.kernel, geometry);
+  const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, geometry) : MaybeOwned();
+  const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
   BackwardParams params;
-  set_common(params, geometry, args.options, weight, bias, on);
-  params.grad_output = geometry.view(dy, on.input(dy, "grad_output"));
-  params.input = geometry.view(x, on.input(x, "input"));
-  params.grad_sum = geometry.view(dsum, on.input(dsum, "grad_sum"));
-  params.mean = geometry.view(mean, on.input(mean, "mean"));
-  params.rstd = geometry.view(rstd, on.input(rstd, "rstd"));
+  set_common(params, geometry, args.options, *weight, *bias, on);
+  params.grad_output = geometry.view(*dy, on.input(*dy, "grad_output"));
+  params.input = geometry.view(*x, on.input(*x, "input"));
+  params.grad_sum = geometry.view(*dsum, on.input(*dsum, "grad_sum"));
+  params.mean = geometry.statistic_view(*mean, on.input(*mean, "mean"));
+  params.rstd = geometry.statistic_view(*rstd, on.input(*rstd, "rstd"));
   params.grad_input = geometry.view(grad_input, on.output(grad_input, "grad_input"));
   params.grad_weight = geometry.gradient_view(weight_model, on.output(grad_weight, "grad_weight"));
   params.grad_bias = geometry.gradient_view(bias_model, on.output(grad_bias, "grad_bias"));
@@ -642,7 +697,10 @@ void Operators::define(torch::Library& m) {
   // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
-  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
+  // It returns the input, because TorchScript removes calls without results.
+  define(
+      "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
+      "Tensor(a)");
 }
 
 void Operators::implement_cpu(torch::Library& m) {
@@ -662,7 +720,11 @@ void Operators::implement_composite(torch::Library& m) {
                              const optional<Tensor>& weight, const optional<Tensor>& bias) {
     check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
   });
-  m.impl("check_images", &check_images);
+  m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                            const optional<Tensor>& bias, bool adaptive) {
+    check_images(input, residual, weight, bias, adaptive);
+    return input;
+  });
 }
 
 }  // namespace layernorm

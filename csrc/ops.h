@@ -61,6 +61,8 @@ struct BackwardOutputs {
 // Call the operators through the dispatcher.
 ForwardOutputs call_forward(const ForwardArgs& args);
 BackwardOutputs call_backward(const BackwardArgs& args);
+// The same for images [N, C, *] and normalized_shape {C}, without the cost of moving the channels by views.
+ForwardOutputs forward_images(const ForwardArgs& args);
 
 // Registers an implementation of all operators for one dispatch key.
 using Forward = ForwardOutputs (*)(const ForwardArgs&);
@@ -123,8 +125,10 @@ extern const char* const kOperatorNamespace;
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
 void check_forward(const ForwardArgs& args);
 void check_backward(const BackwardArgs& args);
-// The same for images [N, C, *] and parameters [C], in the words of layer_norm_2d.
-void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias);
+// The same for a forward pass over the channels of images [N, C, *], before the channels are moved last. An adaptive
+// norm calls its parameters scale and shift.
+void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias, bool adaptive);
 
 inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
 

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -41,9 +42,18 @@ def add_rms_norm(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor] | None: ...
-def layer_norm_2d(
-    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-06
-) -> Tensor | None: ...
+def norm_2d(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    rms: bool,
+    zero_centered_weight: bool,
+    memory_efficient: bool,
+    inplace: bool,
+    adaptive: bool,
+) -> Any: ...
 def check_forward(
     input: Tensor,
     residual: Tensor | None,
@@ -51,5 +61,7 @@ def check_forward(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None: ...
-def check_images(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None: ...
+def check_images(
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, adaptive: bool
+) -> None: ...
 def cpu_capability() -> str: ...

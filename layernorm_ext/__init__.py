@@ -22,22 +22,44 @@ from ._compatibility import check_torch
 check_torch()
 
 from ._ops import register_with_torch
-from .channels_first import LayerNorm2d, layer_norm_2d
+from .channels_first import (
+    AdaLayerNorm2d,
+    AdaRMSNorm2d,
+    AddLayerNorm2d,
+    AddRMSNorm2d,
+    LayerNorm2d,
+    RMSNorm2d,
+    ada_layer_norm_2d,
+    ada_rms_norm_2d,
+    add_layer_norm_2d,
+    add_rms_norm_2d,
+    layer_norm_2d,
+    rms_norm_2d,
+)
 from .conversion import ConversionReport, convert, converted, register_conversion, revert
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
 from .tracing import trace_as
 
 __all__ = [
+    "AdaLayerNorm2d",
+    "AdaRMSNorm2d",
     "AddLayerNorm",
+    "AddLayerNorm2d",
     "AddRMSNorm",
+    "AddRMSNorm2d",
     "ConversionReport",
     "LayerNorm",
     "LayerNorm2d",
     "LazyLayerNorm",
     "RMSNorm",
+    "RMSNorm2d",
+    "ada_layer_norm_2d",
+    "ada_rms_norm_2d",
     "add_layer_norm",
+    "add_layer_norm_2d",
     "add_rms_norm",
+    "add_rms_norm_2d",
     "convert",
     "converted",
     "layer_norm",
@@ -45,6 +67,7 @@ __all__ = [
     "register_conversion",
     "revert",
     "rms_norm",
+    "rms_norm_2d",
     "trace_as",
 ]
 __version__ = metadata.version("layernorm-ext")

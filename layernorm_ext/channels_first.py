@@ -1,6 +1,12 @@
-"""Layer normalization over the channels of images: the functional form and the module."""
+"""The normalizations over the channels of images: functions and modules.
+
+Images have the shape ``[N, C, *]``. Each pixel is normalized over its channels.
+"""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,38 +14,63 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _script, tracing
 from ._ops import _C
-from .modules import LayerNorm
+from .functional import _norm
+from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
-__all__ = ["LayerNorm2d", "layer_norm_2d"]
+__all__ = [
+    "AdaLayerNorm2d",
+    "AdaRMSNorm2d",
+    "AddLayerNorm2d",
+    "AddRMSNorm2d",
+    "LayerNorm2d",
+    "RMSNorm2d",
+    "ada_layer_norm_2d",
+    "ada_rms_norm_2d",
+    "add_layer_norm_2d",
+    "add_rms_norm_2d",
+    "layer_norm_2d",
+    "rms_norm_2d",
+]
 
 
-def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def layer_norm_2d(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_weight: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
     r"""Normalize each pixel of images over its channels, as ConvNeXt does.
 
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
     Mean and (biased) variance are taken over the dimension ``C``. The result equals :func:`layernorm_ext.layer_norm`
-    of ``input.permute(0, 2, 3, 1)``, permuted back. Sources: Ba, Kiros and Hinton,
-    `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
+    of ``input.movedim(1, -1)``, moved back. Sources: Ba, Kiros and Hinton, `Layer Normalization
+    <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
-        input: Tensor of shape ``[N, C, H, W]`` and dtype float64, float32, float16 or bfloat16. Channels may have any
-            stride if the pixels of a channel are contiguous; ``channels_last`` is read in place, and other layouts are
-            copied.
-        weight: Tensor of shape ``[C]`` and any of these dtypes. Ones if ``None``.
-        bias: Like ``weight``. Zeros if ``None``.
+        input: Tensor of shape ``[N, C, *]``, with any number of further dimensions, and dtype float64, float32, float16
+            or bfloat16. Channels may have any stride if the pixels of a channel are contiguous; ``channels_last`` is
+            read in place, and other layouts are copied.
+        weight: Tensor of any of these dtypes. Its shape is ``[C]``; or ``[N, C]``, for a weight per image; or has as
+            many dimensions as ``input``, where each size except ``C`` is the input's or 1. Ones if ``None``.
+        bias: Like ``weight``. If both vary between pixels, they vary in the same dimensions. Zeros if ``None``.
         eps: Added to the variance.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+        memory_efficient: Whether to save the output for backward instead of the input. See :class:`LayerNorm`.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``: ``torch.channels_last`` if the strides of ``input``
-        have that order (as in a slice of a ``channels_last`` tensor), else contiguous. The gradient of ``input`` has
-        the same memory format.
+        A tensor of the shape, dtype and memory format of ``input``: it has the strides of :func:`torch.empty_like`,
+        also for a slice of a ``channels_last`` tensor. So has the gradient of ``input``.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported.
+        NotImplementedError: The dtype of ``input`` is not supported. Or a second derivative is computed with
+            ``memory_efficient``.
 
     Note:
         Precision, determinism, derivatives and dtypes of gradients are those of :func:`layernorm_ext.layer_norm`. The
@@ -51,22 +82,247 @@ def layer_norm_2d(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
         torch.Size([2, 8, 4, 4])
     """
     if has_torch_function_variadic(input, weight, bias):
-        return handle_torch_function(layer_norm_2d, (input, weight, bias), input, weight=weight, bias=bias, eps=eps)
-    if input.dim() != 4:
-        raise RuntimeError(f"Expected input of shape [N, C, H, W], but got input of size{list(input.shape)}")
+        options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+        tensors = (input, weight, bias)
+        return handle_torch_function(layer_norm_2d, tensors, input, weight=weight, bias=bias, eps=eps, **options)
+    return _norm_2d(input, None, weight, bias, eps, False, zero_centered_weight, memory_efficient)
+
+
+def rms_norm_2d(
+    input: Tensor, weight: Tensor | None = None, eps: float | None = None, *, zero_centered_weight: bool = False
+) -> Tensor:
+    r"""Divide each pixel of images by the root mean square of its channels.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
+
+    Source: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        input: As in :func:`layer_norm_2d`.
+        weight: As in :func:`layer_norm_2d`.
+        eps: Added to the mean square. The default is that of :func:`layernorm_ext.rms_norm`, so that rows and images
+            give the same results.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
+        NotImplementedError: The dtype of ``input`` is not supported.
+    """
+    if has_torch_function_variadic(input, weight):
+        options = {"zero_centered_weight": zero_centered_weight}
+        return handle_torch_function(rms_norm_2d, (input, weight), input, weight=weight, eps=eps, **options)
+    return _norm_2d(input, None, weight, None, eps, True, zero_centered_weight)
+
+
+def add_layer_norm_2d(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_weight: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Add a residual to images and normalize each pixel of the sum over its channels, in one pass over memory.
+
+    .. math::
+        s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
+        \mathrm{bias}
+
+    ``s`` is rounded to the dtype of ``residual`` before ``y`` is computed. Source: Ba, Kiros and Hinton, `Layer
+    Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+
+    Args:
+        input: As in :func:`layer_norm_2d`.
+        residual: Tensor of the shape and dtype of ``input``; it may be float32 if ``input`` is float16 or bfloat16.
+        weight: As in :func:`layer_norm_2d`.
+        bias: As in :func:`layer_norm_2d`.
+        eps: Added to the variance.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor. While autograd
+            records, the sum is computed first and then copied.
+
+    Returns:
+        Output and sum, both of the shape and memory format of ``input``. The output has the dtype of ``input``, the sum
+        that of ``residual``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or
+            ``residual`` cannot be changed in place: it is a leaf that requires grad, or several of its elements share
+            memory.
+        NotImplementedError: The dtype of ``input`` is not supported.
+
+    Example:
+        >>> x, residual = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
+        >>> output, residual = add_layer_norm_2d(x, residual, torch.ones(8), torch.zeros(8))
+        >>> output.shape
+        torch.Size([2, 8, 4, 4])
+    """
+    if has_torch_function_variadic(input, residual, weight, bias):
+        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        tensors = (input, residual, weight, bias)
+        return handle_torch_function(
+            add_layer_norm_2d, tensors, input, residual, weight=weight, bias=bias, eps=eps, **options
+        )
+    return _norm_2d(input, residual, weight, bias, eps, False, zero_centered_weight, False, inplace)
+
+
+def add_rms_norm_2d(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered_weight: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Add a residual to images and divide each pixel of the sum by the root mean square of its channels.
+
+    .. math::
+        s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
+
+    Source: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        input: As in :func:`layer_norm_2d`.
+        residual: As in :func:`add_layer_norm_2d`.
+        weight: As in :func:`layer_norm_2d`.
+        eps: As in :func:`rms_norm_2d`.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+        inplace: As in :func:`add_layer_norm_2d`.
+
+    Returns:
+        Output and sum, as :func:`add_layer_norm_2d`.
+
+    Raises:
+        RuntimeError: As :func:`add_layer_norm_2d`.
+        NotImplementedError: The dtype of ``input`` is not supported.
+    """
+    if has_torch_function_variadic(input, residual, weight):
+        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        tensors = (input, residual, weight)
+        return handle_torch_function(add_rms_norm_2d, tensors, input, residual, weight=weight, eps=eps, **options)
+    return _norm_2d(input, residual, weight, None, eps, True, zero_centered_weight, False, inplace)
+
+
+def ada_layer_norm_2d(
+    input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    r"""Normalize each pixel of images over its channels, with a scale and a shift per image.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    A network computes scale and shift from a condition. Source: Peebles and Xie, `Scalable Diffusion Models with
+    Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        input: As in :func:`layer_norm_2d`.
+        scale: Tensor of shape ``[N, C]``, or any shape of a weight of :func:`layer_norm_2d`. Zeros if ``None``.
+        shift: Like ``scale``. If both vary between pixels, they vary in the same dimensions. Zeros if ``None``.
+        eps: Added to the variance.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
+        NotImplementedError: The dtype of ``input`` is not supported.
+
+    Example:
+        >>> x, scale, shift = torch.randn(2, 8, 4, 4), torch.randn(2, 8), torch.randn(2, 8)
+        >>> ada_layer_norm_2d(x, scale, shift).shape
+        torch.Size([2, 8, 4, 4])
+    """
+    if has_torch_function_variadic(input, scale, shift):
+        tensors = (input, scale, shift)
+        return handle_torch_function(ada_layer_norm_2d, tensors, input, scale=scale, shift=shift, eps=eps)
+    return _norm_2d(input, None, scale, shift, eps, False, True, adaptive=True)
+
+
+def ada_rms_norm_2d(
+    input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    r"""Divide each pixel of images by the root mean square of its channels, with a scale and a shift per image.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    Sources: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019;
+    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        input: As in :func:`layer_norm_2d`.
+        scale: As in :func:`ada_layer_norm_2d`.
+        shift: As in :func:`ada_layer_norm_2d`.
+        eps: Added to the mean square.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``input``.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
+        NotImplementedError: The dtype of ``input`` is not supported.
+    """
+    if has_torch_function_variadic(input, scale, shift):
+        tensors = (input, scale, shift)
+        return handle_torch_function(ada_rms_norm_2d, tensors, input, scale=scale, shift=shift, eps=eps)
+    return _norm_2d(input, None, scale, shift, eps, True, True, adaptive=True)
+
+
+for _function in (
+    *(layer_norm_2d, rms_norm_2d, add_layer_norm_2d, add_rms_norm_2d),
+    *(ada_layer_norm_2d, ada_rms_norm_2d),
+):  # torch.jit.script compiles the counterparts
+    vars(_function)["__prepare_scriptable__"] = partial(getattr, _script, _function.__name__)
+
+
+def _norm_2d(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    rms: bool,
+    zero_centered_weight: bool,
+    memory_efficient: bool = False,
+    inplace: bool = False,
+    adaptive: bool = False,
+) -> Any:
+    """Compute any member of the family: the output, and with a residual also the sum."""
     if not torch.compiler.is_dynamo_compiling():
-        output = _C.layer_norm_2d(input, weight, bias, eps)
-        if output is not None:
-            return output
+        results = _C.norm_2d(
+            input, residual, weight, bias, eps, rms, zero_centered_weight, memory_efficient, inplace, adaptive
+        )
+        if results is not None:
+            return results
+    tracing.check_images(input, residual, weight, bias, adaptive)
+    last = input.dim() - 1
+    rows = input.movedim(1, last)
+    output, total = _norm(
+        rows,
+        None if residual is None else residual.movedim(1, last),
+        rows.shape[-1:],
+        _script.channels_last(weight, last + 1),
+        _script.channels_last(bias, last + 1),
+        _script.rms_eps(input, eps),
+        rms=rms,
+        zero_centered_weight=zero_centered_weight,
+        memory_efficient=memory_efficient,
+        preserve_layout=True,
+        inplace=inplace,
+    )
+    output = output.movedim(last, 1)
     if tracing.records_aten():
-        return tracing.layer_norm_2d(input, weight, bias, eps)
-    torch.ops.layernorm.check_images(input, weight, bias)
-    rows = input.permute(0, 2, 3, 1)
-    output = torch.ops.layernorm.forward(rows, rows.shape[-1:], weight, bias, eps, preserve_layout=True)[0]
-    return output.permute(0, 3, 1, 2)
-
-
-vars(layer_norm_2d)["__prepare_scriptable__"] = lambda: _script.layer_norm_2d  # torch.jit.script compiles this instead
+        output = tracing.with_format_of(input, output)
+    if residual is None:
+        return output
+    return output, residual if inplace else total.movedim(last, 1)
 
 
 class LayerNorm2d(LayerNorm):
@@ -84,7 +340,7 @@ class LayerNorm2d(LayerNorm):
         num_channels: The number of channels ``C``.
 
     Shape:
-        Input and output: ``[N, C, H, W]``. ``weight`` (initially ones) and ``bias`` (initially zeros): ``[C]``.
+        Input and output: ``[N, C, *]``. ``weight`` (initially ones) and ``bias`` (initially zeros): ``[C]``.
 
     Example:
         >>> norm = LayerNorm2d(8)
@@ -100,16 +356,214 @@ class LayerNorm2d(LayerNorm):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        zero_centered_weight: bool = False,
+        memory_efficient: bool = False,
     ):
         """Create the parameters."""
-        super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype)
+        options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+        super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        # torch.fx passes a proxy, which control flow must not depend on.
-        if isinstance(input, Tensor) and input.dim() == 4 and input.size(1) != self.normalized_shape[0]:
-            raise RuntimeError(
-                f"Expected input of shape [N, {self.normalized_shape[0]}, H, W], but got input of size"
-                f"{list(input.shape)}"
-            )
-        return layer_norm_2d(input, self.weight, self.bias, self.eps)
+        _check_channels(input, self.normalized_shape[0])
+        return layer_norm_2d(
+            input,
+            self.weight,
+            self.bias,
+            self.eps,
+            zero_centered_weight=self.zero_centered_weight,
+            memory_efficient=self.memory_efficient,
+        )
+
+
+class RMSNorm2d(RMSNorm):
+    r"""Division by the root mean square over the channels of images.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
+
+    :func:`layernorm_ext.rms_norm_2d` describes results, precision and errors. The weight, ``state_dict`` and the
+    arguments not listed here are those of :class:`RMSNorm`. Source: Zhang and Sennrich, `Root Mean Square Layer
+    Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        num_channels: The number of channels ``C``.
+
+    Shape:
+        Input and output: ``[N, C, *]``. ``weight`` (initially ones): ``[C]``.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_weight: bool = False,
+    ):
+        """Create the weight."""
+        options = {"zero_centered_weight": zero_centered_weight}
+        super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
+        _check_channels(input, self.normalized_shape[0])
+        return rms_norm_2d(input, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
+
+
+class AddLayerNorm2d(AddLayerNorm):
+    r"""Layer normalization of the sum with a residual over the channels of images: both in one pass over memory.
+
+    .. math::
+        s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
+        \mathrm{bias}
+
+    :func:`layernorm_ext.add_layer_norm_2d` describes results, precision and errors. Parameters, ``state_dict`` and the
+    arguments not listed here are those of :class:`AddLayerNorm`. Source: Ba, Kiros and Hinton, `Layer Normalization
+    <https://arxiv.org/abs/1607.06450>`_, 2016.
+
+    Args:
+        num_channels: The number of channels ``C``.
+
+    Shape:
+        Input, residual, output and sum: ``[N, C, *]``. ``weight`` (initially ones) and ``bias`` (initially zeros):
+        ``[C]``.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_weight: bool = False,
+        inplace: bool = False,
+    ):
+        """Create the parameters."""
+        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype, **options)
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``."""
+        _check_channels(input, self.normalized_shape[0])
+        weight, bias, eps, zero_centered = self.weight, self.bias, self.eps, self.zero_centered_weight
+        if residual is None:
+            return layer_norm_2d(input, weight, bias, eps, zero_centered_weight=zero_centered), input
+        return add_layer_norm_2d(
+            input, residual, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
+        )
+
+
+class AddRMSNorm2d(AddRMSNorm):
+    r"""Division of the sum with a residual by its root mean square over the channels of images: both in one pass.
+
+    .. math::
+        s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
+
+    :func:`layernorm_ext.add_rms_norm_2d` describes results, precision and errors. The weight, ``state_dict`` and the
+    arguments not listed here are those of :class:`AddRMSNorm`. Source: Zhang and Sennrich, `Root Mean Square Layer
+    Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+
+    Args:
+        num_channels: The number of channels ``C``.
+
+    Shape:
+        Input, residual, output and sum: ``[N, C, *]``. ``weight`` (initially ones): ``[C]``.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_weight: bool = False,
+        inplace: bool = False,
+    ):
+        """Create the weight."""
+        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``."""
+        _check_channels(input, self.normalized_shape[0])
+        weight, eps, zero_centered = self.weight, self.eps, self.zero_centered_weight
+        if residual is None:
+            return rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered), input
+        return add_rms_norm_2d(input, residual, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace)
+
+
+class AdaLayerNorm2d(torch.nn.Module):
+    r"""Layer normalization over the channels of images, with a scale and a shift per image.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    :func:`layernorm_ext.ada_layer_norm_2d` describes results and errors. The module has no parameters. Source: Peebles
+    and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        num_channels: The number of channels ``C``.
+        eps: Added to the variance.
+
+    Shape:
+        Input and output: ``[N, C, *]``. Scale and shift: ``[N, C]``, or as in the function.
+
+    Example:
+        >>> norm, condition = AdaLayerNorm2d(8), torch.nn.Linear(5, 16)
+        >>> scale, shift = condition(torch.randn(2, 5)).chunk(2, 1)
+        >>> norm(torch.randn(2, 8, 4, 4), scale, shift).shape
+        torch.Size([2, 8, 4, 4])
+    """
+
+    __constants__ = ["num_channels", "eps"]
+
+    def __init__(self, num_channels: int, eps: float = 1e-6):
+        """Store the number of channels, to check inputs, and eps."""
+        super().__init__()
+        self.num_channels = num_channels
+        self.eps = eps
+
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """Normalize ``input`` and apply scale and shift."""
+        _check_channels(input, self.num_channels)
+        return ada_layer_norm_2d(input, scale, shift, self.eps)
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the constructor."""
+        return f"{self.num_channels}, eps={self.eps}"
+
+
+class AdaRMSNorm2d(AdaLayerNorm2d):
+    r"""Division by the root mean square over the channels of images, with a scale and a shift per image.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
+
+    :func:`layernorm_ext.ada_rms_norm_2d` describes results and errors. Arguments and shapes are those of
+    :class:`AdaLayerNorm2d`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
+    <https://arxiv.org/abs/1910.07467>`_, 2019.
+    """
+
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """Normalize ``input`` and apply scale and shift."""
+        _check_channels(input, self.num_channels)
+        return ada_rms_norm_2d(input, scale, shift, self.eps)
+
+
+def _check_channels(input: Tensor, num_channels: int) -> None:
+    # torch.fx passes a proxy, which control flow must not depend on.
+    if isinstance(input, Tensor) and input.dim() >= 2 and input.size(1) != num_channels:
+        raise RuntimeError(f"Expected input of shape [N, {num_channels}, *], but got input of size{list(input.shape)}")

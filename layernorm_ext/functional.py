@@ -262,6 +262,7 @@ def _norm(
     rms: bool = False,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
+    preserve_layout: bool = False,
     inplace: bool = False,
 ) -> tracing.Results:
     """Compute any member of the family by operators that a tracer can record."""
@@ -274,7 +275,7 @@ def _norm(
         return tracing.norm(input, residual, normalized_shape, weight, bias, eps, inplace=inplace, **options)
     ops = torch.ops.layernorm
     arguments = (normalized_shape, weight, bias, eps)
-    options["memory_efficient"] = memory_efficient
+    options |= {"memory_efficient": memory_efficient, "preserve_layout": preserve_layout}
     # The overloads are named because a search would convert the residual to sizes, and print it to say why it cannot.
     if inplace:
         return ops.forward_.residual(input, residual, *arguments, **options)[0], residual

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -121,15 +122,22 @@ def norm(
     x, total = input, None
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), input.dtype)
+        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), residual.dtype)
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = _cast(weight, accumulate_dtype) + 1
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    apart = (rms and bias is not None) or any(parameter.dim() > len(normalized_shape) for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
-    mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
-    dtype = accumulate_dtype if mixed else input.dtype
+    mixed = apart or any(parameter.dtype != x.dtype for parameter in parameters)
+    dtype = accumulate_dtype if mixed else x.dtype
     x = _cast(x, dtype)
     weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
+    if apart:
+        output = norm(x, None, normalized_shape, None, None, eps, rms=rms)[0]
+        output = output if weight is None else output * weight
+        return _cast(output if bias is None else output + bias, input.dtype), total
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
@@ -177,16 +185,22 @@ def norm_over_ragged(
     return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
 
 
-def layer_norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize over the channels by torch's function, and keep the input's memory format."""
-    _check(torch.ops.layernorm.check_images, _C.check_images, input, weight, bias)
-    rows = input.permute(0, 2, 3, 1)
-    output = norm(rows, None, constant_sizes(rows.shape[-1:]), weight, bias, eps)[0].permute(0, 3, 1, 2)
-    is_channels_last = input.stride(1) < input.stride(3) <= input.stride(2) <= input.stride(0)
+def check_images(
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, adaptive: bool
+) -> None:
+    """Raise the errors of :func:`layernorm_ext.layer_norm_2d`, without adding a node to the graph."""
+    _check(torch.ops.layernorm.check_images, _C.check_images, input, residual, weight, bias, adaptive)
+
+
+def with_format_of(input: Tensor, output: Tensor) -> Tensor:
+    """Return the images that torch's functions have computed from ``input``, channels last, in its memory format."""
+    batch, channels, *pixels = input.stride()
+    strides = batch, *pixels, channels
+    is_channels_last = strides[-1] < strides[-2] and all(a >= b for a, b in pairwise(strides))
     return output if is_channels_last else output.contiguous()
 
 
-def _check(operator: Callable[..., None], function: Callable[..., None], *arguments: object) -> None:
+def _check(operator: Callable[..., object], function: Callable[..., None], *arguments: object) -> None:
     """Raise the errors that the kernels raise, without adding a node to the graph."""
     if not torch.compiler.is_dynamo_compiling():
         function(*arguments)

@@ -68,10 +68,24 @@ def forward(backend, x, residual, weight, bias, **options):
     return output, None, mean, rstd
 
 
+def forward_images(backend, x, weight=None, bias=None, eps=1e-5, **options):
+    """Return output, mean and rstd of images [N, C, *], as images."""
+    results = backend.ops.forward(x.movedim(1, -1), x.shape[1:2], weight, bias, eps, preserve_layout=True, **options)
+    return [t.movedim(-1, 1) for t in results]
+
+
+def backward_images(backend, dy, x, mean, rstd, weight=None, bias=None, mask=ALL, **options):
+    """Return the gradients of images and parameters."""
+    dy, x, mean, rstd = (t.movedim(1, -1) for t in (dy, x, mean, rstd))
+    arguments = (dy, x, x.shape[-1:], mean, rstd, weight, bias, mask)
+    grad_input, *others = backend.ops.backward(*arguments, preserve_layout=True, **options)
+    return [None if grad_input is None else grad_input.movedim(-1, 1), *others]
+
+
 def run_images(backend, x, dy, weight=None, bias=None, eps=1e-5, mask=ALL):
     """Return the results of `run` for images [N, C, *]."""
-    output, mean, rstd = backend.ops.channels_first_forward(x, weight, bias, eps)
-    return output, mean, rstd, *backend.ops.channels_first_backward(dy, x, mean, rstd, weight, bias, mask)
+    output, mean, rstd = forward_images(backend, x, weight, bias, eps)
+    return output, mean, rstd, *backward_images(backend, dy, x, mean, rstd, weight, bias, mask)
 
 
 def as_rows(images):

@@ -78,7 +78,7 @@ def test_rows_of_more_than_a_million_elements(backend, dtypes):
 
 
 @all_dtypes
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (2, 0, 4), (0, 0, 4)], ids=str)
 def test_empty_tensors(backend, dtypes, shape):
     x, w = randn(shape, dtypes[0], backend.device), randn(shape[-1], dtypes[1], backend.device)
     y, mean, rstd, *gradients = run(backend, x, x, w, w)

@@ -1,6 +1,6 @@
-"""LayerNorm over the channels of images [N, C, *]; in the reference, each pixel is a row.
+"""The family over the channels of images [N, C, *], and the kernels for contiguous images.
 
-Derivatives of every order and mode are in test_autograd.py, tracers and exporters in test_tracing.py.
+Tracers and exporters are in test_tracing.py, scripts in test_script.py.
 """
 
 import inspect
@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from reference import BF16, DTYPES_16_BIT, F32, F64, check_backward, check_forward, dtypes_id, statistics_dtype
+from reference import BF16, DTYPES_16_BIT, F16, F32, F64, check_backward, check_forward, dtypes_id, statistics_dtype
 from shapes import (
     ALL,
     MASKS,
@@ -17,11 +17,13 @@ from shapes import (
     amid_nans,
     as_rows,
     assert_same_bits,
+    backward_images,
     bits,
     check_images,
     data_dtypes,
     dtypes_and_offsets,
     every_second_column,
+    forward_images,
     huge,
     huge_rows,
     lazy_zeros,
@@ -35,11 +37,20 @@ from shapes import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
-from layernorm_ext import LayerNorm, LayerNorm2d, layer_norm_2d
+import layernorm_ext
+from layernorm_ext import (
+    LayerNorm2d,
+    ada_layer_norm_2d,
+    ada_rms_norm_2d,
+    add_layer_norm_2d,
+    add_rms_norm_2d,
+    layer_norm_2d,
+    rms_norm_2d,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-EPS = 1e-5
+EPS = 1e-6
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 formats = pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST], ids=["contiguous", "channels_last"])
 
@@ -71,7 +82,7 @@ def run_and_check(backend, x, dy, w=None, b=None):
     return results
 
 
-# Results
+# The kernels for contiguous images
 
 
 @all_dtypes
@@ -107,17 +118,19 @@ def transposed_pixels(images):
     "layout", [transposed, transposed_pixels, every_second_column, with_gaps, misaligned, negative]
 )
 def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
-    """The statistics may have any layout too: torch's compiler may choose one."""
+    """Other dense layouts are kept, with the bits of rows. The statistics may have any layout too."""
     x, dy, w, b = random_images(backend, (dtype, dtype), (2, 6, 4, 10))
-    expected = run_images(backend, x, dy, w, b)
+    is_dense = layout in (transposed, transposed_pixels)
     for views in ((layout(x), dy), (x, layout(dy))):
+        as_rows = is_dense and views[1] is dy
+        copy = x.to(memory_format=CHANNELS_LAST) if as_rows else x
         results = run_images(backend, *views, w, b)
-        assert_same_bits(results, expected)
-        assert results[0].is_contiguous() and results[3].is_contiguous()
+        assert_same_bits(results, run_images(backend, copy, dy, w, b))
+        assert results[0].stride() == results[3].stride() == torch.empty_like(views[0]).stride()
     for images in (x, x.to(memory_format=CHANNELS_LAST)):
         _, mean, rstd, *gradients = run_images(backend, images, dy, w, b)
         statistics = layout(mean), layout(rstd)
-        assert_same_bits(backend.ops.channels_first_backward(dy, images, *statistics, w, b, ALL), gradients)
+        assert_same_bits(backward_images(backend, dy, images, *statistics, w, b), gradients)
 
 
 def test_sliced_channels_last_images_stay_channels_last(backend):
@@ -253,12 +266,12 @@ def test_more_than_2_to_the_31_elements(backend):
         for image in tensor:
             image[:, some] = randn((c, len(some)), BF16, backend.device)
     b = randn(c, BF16, backend.device)
-    y, mean, rstd = backend.ops.channels_first_forward(x, None, b, EPS)
-    check_forward([as_rows(t[..., some]) for t in (y, mean, rstd)], as_rows(x[..., some]), None, b, EPS)
+    y, mean, rstd = forward_images(backend, x, None, b)
+    check_forward([as_rows(t[..., some]) for t in (y, mean, rstd)], as_rows(x[..., some]), None, b)
     assert torch.equal(y[2, :, p // 2], b)
     del y
-    dx, dw, db = backend.ops.channels_first_backward(dy, x, mean, rstd, None, b, ALL)
-    check_backward((as_rows(dx[..., some]), dw, db), as_rows(dy[..., some]), as_rows(x[..., some]), None, BF16, EPS)
+    dx, dw, db = backward_images(backend, dy, x, mean, rstd, None, b)
+    check_backward((as_rows(dx[..., some]), dw, db), as_rows(dy[..., some]), as_rows(x[..., some]), None, BF16)
     assert not dx[2, :, p // 2].any()
 
 
@@ -292,40 +305,142 @@ def test_bits_do_not_depend_on_the_number_of_threads(backend, use_threads, dtype
         assert_same_bits(run_images(backend, *arguments), expected, threads)
 
 
-# Autograd and compilers
+# The family
 
 
-@pytest.mark.parametrize("weight, bias", [(True, True), (True, False), (False, True), (False, False)])
+def normalized(x, w, b, rms=False):
+    """Return the output in terms of operations that autograd differentiates."""
+    d = x if rms else x - x.mean(1, keepdim=True)
+    y = d / (d.square().mean(1, keepdim=True) + EPS).sqrt()
+    w, b = (
+        t.view(*t.shape, *[1] * (x.dim() - max(t.dim(), 2))) if t.dim() > 1 else t[:, *[None] * (x.dim() - 2)]
+        for t in (w, b)
+    )
+    return y * w + b
+
+
+# Functions of input, residual, weight and bias, and their formulas.
+FAMILY = {
+    "layer": (lambda x, r, w, b: layer_norm_2d(x, w, b), normalized),
+    "zero-centered layer": (
+        lambda x, r, w, b: layer_norm_2d(x, w, b, zero_centered_weight=True),
+        lambda x, w, b: normalized(x, w + 1, b),
+    ),
+    "memory-efficient layer": (lambda x, r, w, b: layer_norm_2d(x, w, b, memory_efficient=True), normalized),
+    "rms": (lambda x, r, w, b: rms_norm_2d(x, w, EPS), lambda x, w, b: normalized(x, w, b * 0, True)),
+    "add layer": (lambda x, r, w, b: add_layer_norm_2d(x, r, w, b), normalized),
+    "add layer in place": (lambda x, r, w, b: add_layer_norm_2d(x, r * 1, w, b, inplace=True), normalized),
+    "add rms": (
+        lambda x, r, w, b: add_rms_norm_2d(x, r, w, EPS, zero_centered_weight=True),
+        lambda x, w, b: normalized(x, w + 1, b * 0, True),
+    ),
+    "ada layer": (lambda x, r, w, b: ada_layer_norm_2d(x, w, b), lambda x, w, b: normalized(x, w + 1, b)),
+    "ada rms": (lambda x, r, w, b: ada_rms_norm_2d(x, w, b), lambda x, w, b: normalized(x, w + 1, b, True)),
+}
+family = pytest.mark.parametrize("member", FAMILY)
+any_rank = pytest.mark.parametrize("shape", [(6, 9), (3, 9, 20), (2, 9, 4, 5), (2, 9, 3, 2, 4)], ids=str)
+
+
+def with_format(images, memory_format):
+    """Return a copy of images of any rank with the channels last or not."""
+    if memory_format is CONTIGUOUS:
+        return images.contiguous()
+    return images.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def parameter_shapes(shape):
+    """Return the shapes of parameters: shared by all pixels, per image, per column of pixels, and per pixel."""
+    n, c, *pixels = shape
+    return {(c,), (n, c), (n, c, *[1] * len(pixels)), (1, c, *pixels), (*shape[:-1], 1)[: len(shape)], shape}
+
+
+def results_of(function, tensors, gradients):
+    """Return the outputs of a function, and the gradients of the tensors."""
+    outputs = function(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [t for t in tensors if t.requires_grad]
+    return outputs, torch.autograd.grad(outputs, wanted, gradients[: len(outputs)], materialize_grads=True)
+
+
+@family
+@any_rank
 @formats
-def test_first_and_second_derivatives(backend, weight, bias, memory_format):
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+def test_family_matches_the_formula(member, shape, memory_format, dtype):
+    """Output and gradient keep the memory format of the input, for every shape of the parameters."""
+    function, formula = FAMILY[member]
+    adds = member.startswith("add")
+    for parameter_shape in parameter_shapes(shape):
+        if parameter_shape[1:2] not in ((), (9,)):
+            continue
+        x, r, *gradients = (with_format(randn(shape, dtype), memory_format) for _ in range(4))
+        w, b = (randn(parameter_shape, dtype) for _ in range(2))
+        w = torch.where(w.abs() < 0.5, 0.5, w)  # memory_efficient divides by it
+        tensors = [t.requires_grad_() for t in (x, r, w, b)]
+        wide = [t.detach().double().requires_grad_() for t in tensors]
+
+        def exact(x, r, w, b, adds=adds):
+            total = x + r if adds else x
+            return (formula(total, w, b), total) if adds else formula(total, w, b)
+
+        actual = results_of(function, tensors, gradients)
+        expected = results_of(exact, wide, [g.double() for g in gradients])
+        for group, right in zip(actual, expected, strict=True):
+            for t, e in zip(group, right, strict=True):
+                # Some ten roundings; the gradients of parameters sum up to 60 pixels.
+                tolerance = 32 * torch.finfo(dtype).eps * max(1, e.abs().max().item())
+                assert t.shape == e.shape and t.dtype == dtype
+                torch.testing.assert_close(t.double(), e, rtol=0, atol=tolerance)
+        for result in (actual[0][0], actual[1][0]):
+            assert result.stride() == x.stride(), parameter_shape
+
+
+@pytest.mark.parametrize("function", [add_layer_norm_2d, add_rms_norm_2d])
+@formats
+def test_float32_residual_of_16_bit_images(function, memory_format):
+    x, r = (with_format(randn((2, 9, 4, 5), dtype), memory_format).requires_grad_() for dtype in (F16, F32))
+    output, total = function(x, r)
+    plain = layer_norm_2d if function is add_layer_norm_2d else rms_norm_2d
+    assert total.dtype == F32 and torch.equal(total, x.float() + r)
+    assert torch.equal(output, plain(total).to(F16))
+    output.float().square().sum().backward()
+    assert x.grad.dtype == F16 and r.grad.dtype == F32
+
+
+@family
+@formats
+def test_first_and_second_derivatives(member, memory_format):
     """Reverse and forward mode agree with finite differences, also combined and batched by vmap."""
     torch.use_deterministic_algorithms(False)
-    tensors = [randn((2, 3, 2, 2), F64, backend.device).to(memory_format=memory_format)]
-    tensors += [randn(3, F64, backend.device) for _ in range(weight + bias)]
+    per_image = (2, 3) if member.startswith("ada") else (3,)
+    tensors = [with_format(randn((2, 3, 2, 1), F64), memory_format) for _ in range(2)]
+    tensors += [randn(per_image, F64).abs() + 0.5 for _ in range(2)]
     inputs = [t.requires_grad_() for t in tensors]
+    function = FAMILY[member][0]
+    forward = "place" not in member  # forward mode has no tangents for r * 1 within vmap
+    assert gradcheck(
+        function, inputs, check_forward_ad=forward, check_batched_grad=True, check_batched_forward_grad=forward
+    )
+    if "memory" not in member:
+        assert gradgradcheck(function, inputs, check_fwd_over_rev=forward, check_batched_grad=True)
 
-    def norm(x, *parameters):
-        w = parameters[0] if weight else None
-        return backend.ops.channels_first_forward(x, w, parameters[-1] if bias else None, EPS)[0]
 
-    assert gradcheck(norm, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-    assert gradgradcheck(norm, inputs, check_fwd_over_rev=True, check_batched_grad=True)
-
-
-@all_dtypes
+@family
 @formats
-def test_autograd_computes_what_requires_grad(backend, dtypes, memory_format):
-    """`.grad` has the bits of the operator's gradient, and is None for tensors that require none."""
-    x, dy, w, b = random_images(backend, dtypes, (2, 6, 3, 5))
-    x = x.to(memory_format=memory_format)
-    for tensors, mask in itertools.product(((x, w, b), (x, w, None), (x, None, b)), MASKS):
-        inputs = [None if t is None else t.detach().requires_grad_(m) for t, m in zip(tensors, mask, strict=True)]
-        y = backend.ops.channels_first_forward(*inputs, EPS)[0]
-        if y.requires_grad:
-            y.backward(dy)
-        gradients = run_images(backend, x, dy, *tensors[1:])[3:]
-        expected = [g if t is not None and t.requires_grad else None for t, g in zip(inputs, gradients, strict=True)]
-        assert_same_bits([None if t is None else t.grad for t in inputs], expected, mask)
+def test_compiled_family_has_the_same_bits(member, memory_format):
+    """Also the gradients, in the memory format of the input, and when the sizes change."""
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    function = FAMILY[member][0]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, h in ((2, 3), (4, 5)):
+        x, r, *gradients = (with_format(torch.randn(n, 8, h, 4), memory_format) for _ in range(4))
+        w, b = torch.randn(n, 8), torch.randn(n, 8)
+        tensors = [t.requires_grad_() for t in (x, r, w, b)]
+        actual, expected = (results_of(f, tensors, gradients) for f in (compiled, function))
+        for results, right in zip(actual, expected, strict=True):
+            assert_same_bits(results, right)
+        assert actual[0][0].stride() == actual[1][0].stride() == x.stride()
 
 
 LAYOUTS = {
@@ -342,110 +457,122 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck(backend, layout):
-    """The shape functions predict sizes, dtypes and strides. Autograd is checked for the two dense layouts only."""
+    """The shape functions predict the strides of all results."""
     torch.use_deterministic_algorithms(False)
-    x, w, b = LAYOUTS[layout](), torch.randn(4), torch.randn(4)
-    dy, ops = torch.randn(x.shape), backend.ops
-    for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
-        _, mean, rstd = ops.channels_first_forward(x, weight, bias)
-        options = {"test_utils": ("test_schema", "test_faketensor")}
-        torch.library.opcheck(ops.channels_first_forward.default, (x, weight, bias), **options)
-        for mask in MASKS:
-            arguments = (dy, x, mean, rstd, weight, bias, mask)
-            torch.library.opcheck(ops.channels_first_backward.default, arguments, **options)
-    if layout in ("contiguous", "channels_last"):
-        x, dy, w, b = (t.detach().requires_grad_() for t in (x, dy, w, b))
-        torch.library.opcheck(ops.channels_first_forward.default, (x, w, b))
-        torch.library.opcheck(ops.channels_first_backward.default, (dy, x, mean, rstd, w, b, ALL))
+    x = LAYOUTS[layout]().movedim(1, -1)
+    r, dy, w = torch.randn(x.shape), torch.randn(x.shape), torch.randn(4)
+    options = {"preserve_layout": True}
+    utils = {"test_utils": ("test_schema", "test_faketensor")}
+    _, mean, rstd = backend.ops.forward(x, (4,), w, **options)
+    torch.library.opcheck(backend.ops.forward.default, (x, (4,), w), options, **utils)
+    torch.library.opcheck(backend.ops.forward.residual, (x, r, (4,), w), options, **utils)
+    torch.library.opcheck(backend.ops.backward.default, (dy, x, (4,), mean, rstd, w, None, ALL), options, **utils)
 
 
-@formats
-def test_compiled_module_keeps_the_memory_format(memory_format):
-    """Also of the gradient, and when the sizes change."""
-    torch.use_deterministic_algorithms(False)
-    torch._dynamo.reset()
-    norm = LayerNorm2d(8)
-    compiled = torch.compile(norm, fullgraph=True)
-    for n, h in ((2, 3), (3, 3), (4, 5)):
-        x = torch.randn(n, 8, h, 4).to(memory_format=memory_format).requires_grad_()
-        output, right = compiled(x), norm(x)
-        results, expected = ([y, *torch.autograd.grad(y, (x, *norm.parameters()), x)] for y in (output, right))
-        assert_same_bits(results, expected)
-        assert all(t.is_contiguous(memory_format=memory_format) for t in results[:2])
+def test_in_place_addition_changes_the_residual():
+    """Without a graph, the kernel writes to it. Autograd tracks the change, also of a view."""
+    x, r = torch.randn(2, 8, 3, 4), torch.randn(2, 8, 3, 4)
+    expected, total = add_layer_norm_2d(x, r)
+    for recorded, view in itertools.product((False, True), repeat=2):
+        changed = r.clone()
+        residual = changed[:] if view else changed
+        output, returned = add_layer_norm_2d(x.clone().requires_grad_(recorded), residual, inplace=True)
+        assert returned is residual and returned.requires_grad == recorded
+        assert_same_bits((output, changed), (expected, total))
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+        add_layer_norm_2d(x, r.requires_grad_(), inplace=True)
 
 
 # Errors
 
-X, STATISTICS = torch.ones(2, 3, 4, 4), torch.ones(2, 1, 4, 4)
-BACKWARD = {"grad_output": X, "mean": STATISTICS, "rstd": STATISTICS, "weight": None, "bias": None, "output_mask": ALL}
-WEIGHT_ERROR = "Expected weight of one number for each channel, but got weight of shape [4] and input of 3 channels"
-BIAS_ERROR = "Expected bias of one number for each channel, but got bias of shape [3, 1] and input of 3 channels"
-DTYPE_ERROR = "Expected weight of dtype Double, Float, Half or BFloat16, but got weight of dtype Long"
-LIKE_ERROR = "Expected grad_output to be of the {0} of input, but got grad_output of {0} {1} and input of {0} {2}"
+X = torch.ones(2, 3, 4, 4)
+SHAPE_ERROR = (
+    "Expected {0} of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's or 1, but got "
+    "{0} of shape {1} and input of shape [2, 3, 4, 4]"
+)
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("call", "message"),
     [
-        ({"input": X[0, :, 0, 0]}, "Expected input of shape [N, C, *], but got input of size[3]"),
-        ({"input": X.long()}, "but got input of dtype Long"),
-        ({"weight": torch.ones(4)}, WEIGHT_ERROR),
-        ({"weight": torch.ones(3).long()}, DTYPE_ERROR),
-        ({"bias": torch.ones(3, 1)}, BIAS_ERROR),
-        ({**BACKWARD, "weight": torch.ones(4)}, WEIGHT_ERROR),
-        ({**BACKWARD, "grad_output": X[..., :3]}, LIKE_ERROR.format("shape", "[2, 3, 4, 3]", "[2, 3, 4, 4]")),
-        ({**BACKWARD, "grad_output": X.double()}, LIKE_ERROR.format("dtype", "Double", "Float")),
-        ({**BACKWARD, "mean": X}, "Expected mean of shape [2, 1, 4, 4], but got mean of shape [2, 3, 4, 4]"),
-        ({**BACKWARD, "rstd": STATISTICS.double()}, "Expected rstd of dtype Float for input of dtype Float, but got"),
+        (lambda: layer_norm_2d(X[0, :, 0, 0]), "Expected input of shape [N, C, *], but got input of size[3]"),
+        (lambda: rms_norm_2d(X.long()), "but got input of dtype Long"),
+        (lambda: layer_norm_2d(X, torch.ones(4)), SHAPE_ERROR.format("weight", "[4]")),
+        (lambda: layer_norm_2d(X, None, torch.ones(3, 1)), SHAPE_ERROR.format("bias", "[3, 1]")),
+        (lambda: rms_norm_2d(X, torch.ones(2, 3, 4)), SHAPE_ERROR.format("weight", "[2, 3, 4]")),
+        (lambda: ada_rms_norm_2d(X, torch.ones(4, 3)), SHAPE_ERROR.format("scale", "[4, 3]")),
+        (lambda: ada_layer_norm_2d(X, None, torch.ones(1, 3, 2, 1)), SHAPE_ERROR.format("shift", "[1, 3, 2, 1]")),
+        (
+            lambda: ada_layer_norm_2d(X, torch.ones(2, 3), torch.ones(1, 3, 4, 1)),
+            "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3] and shift of shape",
+        ),
+        (lambda: ada_rms_norm_2d(X, torch.ones(3).long()), "Expected scale of dtype Double, Float, Half or BFloat16"),
+        (
+            lambda: layer_norm_2d(X, torch.ones(3, device="meta")),
+            "Expected weight to be on the device of input, but got weight on meta and input on cpu",
+        ),
+        (
+            lambda: add_layer_norm_2d(X, X[:1]),
+            "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape",
+        ),
+        (lambda: add_rms_norm_2d(X, X.double()), "Expected residual to be of the dtype of input"),
+        (lambda: LayerNorm2d(4, elementwise_affine=False)(X), "Expected input of shape [N, 4, *], but got input of"),
+        (lambda: layernorm_ext.AdaRMSNorm2d(4)(X), "Expected input of shape [N, 4, *], but got input of size[2, 3, 4"),
     ],
 )
-def test_errors_name_the_argument_and_both_values(backend, arguments, message):
-    """Kernels check with and without autograd, and so do the shape functions."""
-    name = "channels_first_backward" if "output_mask" in arguments else "channels_first_forward"
+def test_errors_name_the_argument_and_both_values(call, message):
     for context in (torch.enable_grad, torch.inference_mode, lambda: FakeTensorMode(allow_non_fake_inputs=True)):
         with context(), pytest.raises(RuntimeError, match=re.escape(message)):
-            getattr(backend.ops, name)(**{"input": X, **arguments})
+            call()
 
 
-def test_errors_of_function_and_module():
-    for shape in ((3,), (2, 3), (2, 3, 4), (2, 3, 4, 4, 4)):
-        with pytest.raises(RuntimeError, match=r"Expected input of shape \[N, C, H, W\], but got input of size\["):
-            layer_norm_2d(torch.ones(shape))
-    message = r"Expected input of shape \[N, 4, H, W\], but got input of size\[2, 3, 4, 4\]"
-    with pytest.raises(RuntimeError, match=message):
-        LayerNorm2d(4, elementwise_affine=False)(X)
-    message = "Expected weight to be on the device of input, but got weight on meta and input on cpu"
-    with pytest.raises(RuntimeError, match=message):
-        layer_norm_2d(X, torch.ones(3, device="meta"))
+# Modules
 
 
-# Module
-
-
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": False}, {"elementwise_affine": False}, {"eps": 1e-3, "dtype": F64}, {"device": "meta"}],
+    [
+        {},
+        {"elementwise_affine": False},
+        {"eps": 1e-3, "dtype": F64},
+        {"zero_centered_weight": True},
+        {"device": "meta"},
+    ],
     ids=str,
 )
 @formats
-def test_module_is_a_layer_norm_over_channels(options, memory_format):
-    norm, rows_norm = LayerNorm2d(6, **options), LayerNorm(6, **{"eps": 1e-6, **options})
-    assert isinstance(norm, LayerNorm) and norm.normalized_shape == (6,)
-    assert repr(norm) == repr(rows_norm).replace("LayerNorm", "LayerNorm2d", 1)
+def test_module_is_that_of_rows_over_channels(name, options, memory_format):
+    rows_class, images_class = getattr(layernorm_ext, name), getattr(layernorm_ext, name + "2d")
+    default = {} if "RMS" in name else {"eps": 1e-6}
+    norm, rows_norm = images_class(6, **options), rows_class(6, **default | options)
+    assert isinstance(norm, rows_class) and repr(norm) == repr(rows_norm).replace(name, name + "2d", 1)
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     rows_norm.load_state_dict(norm.state_dict())
     x = torch.randn(2, 6, 3, 4, dtype=options.get("dtype"), device=options.get("device"))
-    x = x.to(memory_format=memory_format)
-    # Channels-last images use the row kernels. Otherwise each result is within 5e-7 of the exact one.
-    tolerance = 0 if memory_format is CHANNELS_LAST else 1e-6
-    expected = rows_norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    torch.testing.assert_close(norm(x), expected, rtol=tolerance, atol=tolerance)
+    inputs = [x.to(memory_format=memory_format)] * (2 if name.startswith("Add") else 1)
+    outputs, expected = norm(*inputs), rows_norm(*(t.movedim(1, -1) for t in inputs))
+    for y, e in zip(*(t if isinstance(t, tuple) else (t,) for t in (outputs, expected)), strict=True):
+        # Channels-last images use the row kernels. Otherwise each result is within 5e-7 of the exact one.
+        tolerance = 0 if memory_format is CHANNELS_LAST else 1e-6
+        torch.testing.assert_close(y, e.movedim(-1, 1), rtol=tolerance, atol=tolerance)
 
 
-def test_signature_is_torchs_but_for_channels_and_eps():
-    """eps is ConvNeXt's."""
-    ours, torchs = (inspect.signature(cls.__init__).parameters for cls in (LayerNorm2d, torch.nn.LayerNorm))
-    assert list(ours)[1:3] == ["num_channels", "eps"] and ours["eps"].default == 1e-6
-    assert [(p.name, p.default) for p in ours.values()][3:] == [(p.name, p.default) for p in torchs.values()][3:]
-    assert inspect.signature(layer_norm_2d).parameters["eps"].default == 1e-6
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
+def test_signature_is_that_of_rows_but_for_channels_and_eps(name):
+    """The eps of LayerNorm is ConvNeXt's."""
+    images, rows = (
+        [*inspect.signature(getattr(layernorm_ext, n).__init__).parameters.values()] for n in (name + "2d", name)
+    )
+    assert [p.name for p in images[1:3]] == ["num_channels", "eps"]
+    assert images[2].default == (None if "RMS" in name else 1e-6)
+    assert [(p.name, p.default, p.kind) for p in images[3:]] == [(p.name, p.default, p.kind) for p in rows[3:]]
+
+
+def test_adaptive_modules_call_the_functions():
+    x, scale, shift = torch.randn(2, 6, 3, 4), torch.randn(2, 6), torch.randn(2, 6)
+    for name, function in (("AdaLayerNorm2d", ada_layer_norm_2d), ("AdaRMSNorm2d", ada_rms_norm_2d)):
+        norm = getattr(layernorm_ext, name)(6, eps=0.1)
+        assert torch.equal(norm(x, scale, shift), function(x, scale, shift, 0.1))
+        assert repr(norm) == f"{name}(6, eps=0.1)"

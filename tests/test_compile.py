@@ -210,8 +210,10 @@ def test_opcheck_of_layouts(backend, layout):
 
 def test_public_names():
     assert set(layernorm_ext.__all__) == {
-        *("LayerNorm", "LayerNorm2d", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
         *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
+        *("LayerNorm2d", "RMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "AdaLayerNorm2d", "AdaRMSNorm2d"),
+        *("rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "ada_layer_norm_2d", "ada_rms_norm_2d"),
         *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
         "trace_as",
     }

@@ -24,7 +24,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from layernorm_ext import LayerNorm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from layernorm_ext import (
+    LayerNorm,
+    ada_layer_norm_2d,
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_2d,
+    rms_norm,
+    rms_norm_2d,
+)
 
 PROCESSES = 4
 DTENSOR = "torch.distributed.tensor"
@@ -115,6 +124,34 @@ def family_keeps_batch_and_sequence_sharded(mesh):
         expected = function(*whole)
         assert all(torch.equal(actual.full_tensor(), e) for actual, e in zip(outputs, expected, strict=True))
         for actual, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
+            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+
+
+@in_four_processes
+def images_keep_their_shards(mesh):
+    """Images sharded over N or H need no collective, in forward and backward. A scale per image is sharded over N."""
+    x, dy, w, scale = torch.randn(4, 6, 8, 3), torch.randn(4, 6, 8, 3), torch.randn(6), torch.randn(4, 6, 1, 1)
+    members = [(layer_norm_2d, w), (rms_norm_2d, w), (ada_layer_norm_2d, scale)]
+    for shard, memory_format, (function, weight) in itertools.product(
+        (Shard(0), Shard(2)), (torch.contiguous_format, torch.channels_last), members
+    ):
+        images = x.to(memory_format=memory_format)
+        weight_shard = shard if weight is scale and shard == Shard(0) else Replicate()
+        leaves = [
+            distribute_tensor(t, mesh, [placement]).requires_grad_()
+            for t, placement in ((images, shard), (weight, weight_shard))
+        ]
+        output, collectives = with_collectives(function, *leaves)
+        assert output.placements == (shard,) and not collectives
+        grad_output = distribute_tensor(dy, mesh, [shard])
+        gradients, collectives = with_collectives(torch.autograd.grad, output, leaves, grad_output)
+        summed = weight_shard if weight_shard.is_shard() else Partial()
+        assert placements_of(gradients) == [(shard,), (summed,)] and not collectives
+
+        whole = [t.clone().requires_grad_() for t in (images, weight)]
+        expected = function(*whole)
+        torch.testing.assert_close(output.full_tensor(), expected, **ANOTHER_ORDER)
+        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, dy), strict=True):
             torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
 
 

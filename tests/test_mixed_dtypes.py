@@ -101,6 +101,10 @@ def test_opcheck(backend):
     torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b))
     torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL))
     torch.library.opcheck(backend.ops.forward.residual, (x, dy, (6,), w, b), {"rms": True})
+    x, dy, mean, rstd = (t.detach().t()[None].contiguous().mT.requires_grad_() for t in (x, dy, mean, rstd))
+    images = {"preserve_layout": True}
+    torch.library.opcheck(backend.ops.forward.default, (x, (6,), w, b), images)
+    torch.library.opcheck(backend.ops.backward.default, (dy, x, (6,), mean, rstd, w, b, ALL), images)
 
 
 # Functions and modules, against torch in float64

@@ -144,13 +144,23 @@ CALLS = {
     rms_norm: lambda x, w, b: rms_norm(x, (8,), w, zero_centered_weight=True),
     add_layer_norm: lambda x, w, b: add_layer_norm(x, x, (8,), w, bias=b, zero_centered_weight=True),
     add_rms_norm: lambda x, w, b: add_rms_norm(x, x, (8,), w, zero_centered_weight=True),
-    layer_norm_2d: lambda x, w, b: layer_norm_2d(x, w, bias=b),
+    layer_norm_2d: lambda x, w, b: layer_norm_2d(x, w, bias=b, zero_centered_weight=True),
+    layernorm_ext.rms_norm_2d: lambda x, w, b: layernorm_ext.rms_norm_2d(x, w, zero_centered_weight=True),
+    layernorm_ext.add_layer_norm_2d: lambda x, w, b: layernorm_ext.add_layer_norm_2d(x, x, w, bias=b),
+    layernorm_ext.add_rms_norm_2d: lambda x, w, b: layernorm_ext.add_rms_norm_2d(x, x, w),
+    layernorm_ext.ada_layer_norm_2d: lambda x, w, b: layernorm_ext.ada_layer_norm_2d(x, w, shift=b),
+    layernorm_ext.ada_rms_norm_2d: lambda x, w, b: layernorm_ext.ada_rms_norm_2d(x, w, shift=b),
 }
 
 
 @pytest.mark.parametrize(
     ("function", "position"),
-    [(f, i) for f in CALLS for i in range(3) if not (f in (rms_norm, add_rms_norm) and i == 2)],  # RMSNorm has no bias
+    [
+        (f, i)
+        for f in CALLS
+        for i in range(3)
+        if "bias" in inspect.signature(f).parameters or i < 2 or "ada" in f.__name__
+    ],
     ids=lambda v: v.__name__ if callable(v) else ["input", "weight", "bias"][v],
 )
 def test_torch_function_receives_our_function(function, position):
@@ -161,7 +171,7 @@ def test_torch_function_receives_our_function(function, position):
     assert CALLS[function](*tensors) == "overridden"
     ((called, kwargs),) = Recorder.calls
     assert called is function
-    assert "zero_centered_weight" in kwargs or function is layer_norm_2d
+    assert "zero_centered_weight" in kwargs or "ada" in function.__name__
 
 
 def test_torch_function_mode_receives_our_function():

@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from layernorm_ext import (
+    AdaLayerNorm2d,
+    AdaRMSNorm2d,
     AddLayerNorm,
+    AddLayerNorm2d,
     AddRMSNorm,
+    AddRMSNorm2d,
     LayerNorm,
     LayerNorm2d,
     LazyLayerNorm,
     RMSNorm,
+    RMSNorm2d,
     add_layer_norm,
     add_rms_norm,
     convert,
@@ -40,6 +45,12 @@ MODULES = {
     "zero-centered RMSNorm": (lambda: RMSNorm(8, zero_centered_weight=True), ROWS),
     "LayerNorm2d": (lambda: LayerNorm2d(8), IMAGES),
     "LayerNorm2d without parameters": (lambda: LayerNorm2d(8, elementwise_affine=False), IMAGES),
+    "memory-efficient LayerNorm2d": (lambda: LayerNorm2d(8, memory_efficient=True), IMAGES),
+    "RMSNorm2d": (lambda: RMSNorm2d(8, zero_centered_weight=True), IMAGES),
+    "AddLayerNorm2d": (lambda: AddLayerNorm2d(8), IMAGES, IMAGES),
+    "AddRMSNorm2d in place": (lambda: AddRMSNorm2d(8, inplace=True), IMAGES, IMAGES),
+    "AdaLayerNorm2d": (lambda: AdaLayerNorm2d(8), IMAGES, (2, 8), (2, 8)),
+    "AdaRMSNorm2d without shift": (lambda: AdaRMSNorm2d(8), IMAGES, (2, 8, 1, 1)),
     "AddLayerNorm": (lambda: AddLayerNorm(8), ROWS, ROWS),
     "AddLayerNorm of the first block": (lambda: AddLayerNorm(8), ROWS),
     "AddRMSNorm": (lambda: AddRMSNorm(8), ROWS, ROWS),
@@ -113,8 +124,8 @@ def test_scripted_converted_model_has_the_same_bits():
 @pytest.mark.parametrize(
     ("module", "x", "message"),
     [
-        (LayerNorm2d(8, elementwise_affine=False), torch.randn(2, 7, 3, 3), r"Expected input of shape \[N, 8, H, W\]"),
-        (LayerNorm2d(8), torch.randn(2, 8, 3), r"Expected input of shape \[N, C, H, W\]"),
+        (LayerNorm2d(8, elementwise_affine=False), torch.randn(2, 7, 3, 3), r"Expected input of shape \[N, 8, \*\]"),
+        (LayerNorm2d(8), torch.randn(8), r"Expected input of shape \[N, C, \*\]"),
     ],
     ids=["channels", "dimensions"],
 )

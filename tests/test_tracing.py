@@ -48,6 +48,10 @@ FAMILY = {
     "add_rms_norm": lambda x, r, w, b: add_rms_norm(x, r, (8,), w),
     "layer_norm_2d": lambda x, r, w, b: layer_norm_2d(as_images(x), w, b),
     "channels-last layer_norm_2d": lambda x, r, w, b: layer_norm_2d(as_images(x, torch.channels_last), w, b),
+    "add_layer_norm_2d in place": lambda x, r, w, b: layernorm_ext.add_layer_norm_2d(
+        x.mT, r.mT * 2, w, b, inplace=True
+    ),
+    "ada_rms_norm_2d": lambda x, r, w, b: layernorm_ext.ada_rms_norm_2d(as_images(x), x.mean(1), b),
 }
 family = pytest.mark.parametrize("member", FAMILY)
 
@@ -213,6 +217,7 @@ ERRORS = {
     "device of weight": lambda: layer_norm(X, (8,), torch.ones(8, device="meta")),
     "dtype of residual": lambda: add_rms_norm(X, X.double(), (8,)),
     "channels of images": lambda: layer_norm_2d(X[..., None, None], torch.ones(7)),
+    "shift of images": lambda: layernorm_ext.ada_layer_norm_2d(X[..., None, None], None, torch.ones(2, 8)),
 }
 TRACERS = {
     "compile": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True)(X),

@@ -159,7 +159,7 @@ void add_residual(const ForwardParams& p, const Place& place) {
 
 // Returns whether all variances are finite, and sets the scale of the pixels.
 template <bool scaled, class X>
-bool find_statistics(const ForwardParams& p, const Block<const X>& x, int64_t block_pixels,
+bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
                      Statistics<AccOf<X>>& stats) {
   using Acc = AccOf<X>;
   const int64_t pixels = padded<Acc>(block_pixels);
@@ -205,15 +205,16 @@ bool find_statistics(const ForwardParams& p, const Block<const X>& x, int64_t bl
 }
 
 template <bool scaled, class W, class T, class X>
-void normalize(const ForwardParams& p, const Place& place, const Block<const X>& x, const Statistics<AccOf<X>>& stats,
-               const Block<T>& y) {
+void normalize(const ForwardParams& p, const Place& place, const Block<const X> x, const Statistics<AccOf<X>>& stats,
+               const Block<T> y) {
   using Acc = AccOf<X>;
   const W* const weight = p.weight.row<const W>(place.image, 0);
   const W* const bias = p.bias.row<const W>(place.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
+  const int64_t pixels = place.pixels;
   for_each_run(p.cols, [&](int64_t c, int64_t n) {
     const RunParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
-    for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+    for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
       const auto mean = read(stats.mean + j, AllLanes{}), correction = read(stats.correction + j, AllLanes{});
       const auto rstd = read(stats.rstd + j, AllLanes{});
       for (int64_t k = 0; k < n; ++k) {
