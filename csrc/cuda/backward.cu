@@ -533,7 +533,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     const auto store = [&](const auto& sums, const View& gradient, bool is_per_group, int64_t first_partial) {
       SumsTarget<Acc, W> target = {nullptr, false, plan.aligned_gradients,
                                    round >= rounds.per_sum() || plan.accumulates};
-      int64_t number = 0, partial = blockIdx.y;
+      int64_t number = 0, partial = reload(static_cast<int>(blockIdx.y));  // or the target would occupy registers
       if (is_per_group) {
         number = current_row().number;
         partial = plan.segment_rows.divide(number).quotient;
