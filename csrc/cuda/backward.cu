@@ -401,25 +401,14 @@ __device__ __forceinline__ void store_block_sums(const SumsTarget<Acc, W>& targe
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// The addresses of a row of each array, from column `begin` on; null for an array that is not needed. row() returns the
-// row's index. It is called for each array, because holding all addresses at once causes spills.
-template <bool kFastPath, class T, class X, class F>
-struct RowAddresses {
-  const BackwardParams& p;
-  bool needs_x;
-  const F& row;
-  int64_t begin;
-
-  __device__ __forceinline__ const T* dy() const {
-    return kFastPath || p.grad_output.data ? address<const T>(p.grad_output, row()) + begin : nullptr;
-  }
-  __device__ __forceinline__ const X* x() const {
-    return kFastPath || needs_x ? address<const X>(p.input, row()) + begin : nullptr;
-  }
-  __device__ __forceinline__ const X* dsum() const {
-    return !kFastPath && p.grad_sum.data ? address<const X>(p.grad_sum, row()) + begin : nullptr;
-  }
-};
+// The addresses of a row of each array, from column `begin` on.
+template <bool kFastPath, class T, class X, class Tile>
+__device__ __forceinline__ typename RowPipeline<T, X, Tile>::Rows row_addresses(const BackwardParams& p, bool needs_x,
+                                                                                const RowIndex& row, int64_t begin) {
+  return {kFastPath || p.grad_output.data ? address<const T>(p.grad_output, row) + begin : nullptr,
+          kFastPath || needs_x ? address<const X>(p.input, row) + begin : nullptr,
+          !kFastPath && p.grad_sum.data ? address<const X>(p.grad_sum, row) + begin : nullptr};
+}
 
 // Takes rows, or chunks of rows, in turn. kFastPath is LaunchPlan::fast_path, which saves the tests of what is wanted.
 template <bool kFastPath, class T, class X, class W, class Tile>
@@ -444,13 +433,13 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
   const auto row_of = [&](int round, const Position<Tile>& position) {
     return rounds.row(round, position.row, p.rows);
   };
-  const auto addresses = [&](const auto& row) {
-    return RowAddresses<kFastPath, T, X, std::decay_t<decltype(row)>>{p, needs_x, row, begin};
+  const auto addresses = [&](const BlockRow& row) {
+    return row_addresses<kFastPath, T, X, Tile>(p, needs_x, row.index, begin);
   };
   const auto cols_of = [&](const BlockRow& row) { return row.exists ? block_cols : 0; };
   const auto fetch = [&](int round, const Position<Tile>& position) {
-    const auto row = [&] { return row_of(reload(round), position).index; };
-    pipeline.fetch(addresses(row), cols_of(row_of(round, position)), position);
+    const BlockRow row = row_of(round, position);
+    pipeline.fetch(addresses(row), cols_of(row), position);
   };
   constexpr bool kMayUseCluster = Tile::kWarps > 1 && sizeof(X) < 8;
 #pragma unroll 1
@@ -474,7 +463,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     if (needs_x && next_row.exists) Statistics<Acc>::prefetch(p, next_row.index);
     RowMeans<Acc> means = {};
     {
-      pipeline.wait(addresses([&] { return current_row().index; }), cols, reload_position());
+      pipeline.wait([&] { return addresses(current_row()); }, cols, reload_position());
       const auto position = reload_position();
       RowSums<Acc> sums = {};
       if (needs_sums && !plan.separate_sums) {
@@ -546,7 +535,8 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Laun
     const auto store = [&](const auto& sums, const View& gradient, bool is_per_group, int64_t first_partial) {
       SumsTarget<Acc, W> target = {nullptr, false, plan.aligned_gradients,
                                    round >= rounds.per_sum() || plan.accumulates};
-      int64_t number = 0, partial = reload(static_cast<int>(blockIdx.y));  // a known target would occupy registers
+      // Recompute the target for each sum; keeping it in registers causes spills.
+      int64_t number = 0, partial = reload(static_cast<int>(blockIdx.y));
       if (is_per_group) {
         number = current_row().number;
         partial = plan.segment_rows.divide(number).quotient;
@@ -608,9 +598,8 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
   const auto cols_of = [&](int64_t chunk_begin) {
     return static_cast<int>(max(min(end - chunk_begin, int64_t{plan.chunk_cols}), int64_t{0}));
   };
-  const auto row_index = [&] { return row; };
   const auto addresses = [&](int64_t chunk_begin) {
-    return RowAddresses<false, T, X, decltype(row_index)>{p, true, row_index, chunk_begin};
+    return row_addresses<false, T, X, BlockTile>(p, true, row, chunk_begin);
   };
   const auto fetch = [&](int64_t chunk_begin) {
     pipeline.fetch(addresses(chunk_begin), cols_of(chunk_begin), position);
@@ -621,7 +610,7 @@ __global__ void __launch_bounds__(BlockTile::kBlockThreads, 1)
   RowSums<double> total = {};
   int round = 0;
   for (int64_t chunk_begin = begin; chunk_begin < end; chunk_begin += plan.chunk_cols) {
-    pipeline.wait(addresses(chunk_begin), cols_of(chunk_begin), position);
+    pipeline.wait([&] { return addresses(chunk_begin); }, cols_of(chunk_begin), position);
     RowSums<Acc> sums = {};
     const W* const weight = parameter<W>(p.weight, row.group, chunk_begin);
     const auto bias = [&] { return parameter<W>(p.bias, row.group, chunk_begin); };

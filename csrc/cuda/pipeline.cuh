@@ -17,6 +17,11 @@ class RowPipeline {
   using StagedX = StagedRow<X, Tile>;
   using StagedDy = StagedRow<T, Tile, kVectorSize<X>>;
 
+  struct Rows {  // null for an array that is not needed
+    const T* dy;
+    const X *x, *dsum;
+  };
+
   // The shared memory for rows of `threads` threads. Unaligned rows need one more staged row for dx.
   static size_t bytes(int threads, int rows, int arrays, int stages, bool aligned) {
     return (stages * arrays + !aligned) * rows * StagedX::bytes(threads);
@@ -48,9 +53,7 @@ class RowPipeline {
     __syncthreads();
   }
 
-  // Starts to fetch `cols` columns of the next rows, or of none if `cols` is 0, to a stage that is new or released. The
-  // functions dy(), x() and dsum() of `rows` return addresses, or null for an array that is not needed.
-  template <class Rows>
+  // Starts to fetch `cols` columns of the next rows, or of none if `cols` is 0, to a stage that is new or released.
   __device__ __forceinline__ void fetch(const Rows& rows, int cols, const Position<Tile>& position) {
     if (in_bulk_) {
       if (position.thread == 0) {
@@ -68,9 +71,9 @@ class RowPipeline {
     if (++stage_ == stages_) stage_ = 0, parity_ ^= 1;
   }
 
-  // Waits for the oldest rows that have not been released.
-  template <class Rows>
-  __device__ __forceinline__ void wait(const Rows& rows, int cols, const Position<Tile>& position) const {
+  // Waits for the oldest rows that have not been released. rows() returns their addresses, which unaligned rows need.
+  template <class F>
+  __device__ __forceinline__ void wait(const F& rows, int cols, const Position<Tile>& position) const {
     if (in_bulk_) {
       mbarrier_wait(&full_barriers_[stage_], parity_);
       return;
@@ -82,7 +85,7 @@ class RowPipeline {
     }
     if (aligned_) return;
     position.sync();
-    for_each_array(rows, position, [&](auto staged, const auto* row) { staged.realign(row, cols); });
+    for_each_array(rows(), position, [&](auto staged, const auto* row) { staged.realign(row, cols); });
   }
 
   // The rows that wait() waited for.
@@ -114,11 +117,11 @@ class RowPipeline {
   }
 
   // Calls f(staged row, row in global memory) for each array that is needed.
-  template <class Rows, class F>
+  template <class F>
   __device__ __forceinline__ void for_each_array(const Rows& rows, const Position<Tile>& position, const F& f) const {
-    if (const T* const row = rows.dy()) f(dy(position), row);
-    if (const X* const row = rows.x()) f(x(position), row);
-    if (const X* const row = rows.dsum()) f(dsum(position), row);
+    if (rows.dy) f(dy(position), rows.dy);
+    if (rows.x) f(x(position), rows.x);
+    if (rows.dsum) f(dsum(position), rows.dsum);
   }
 
   unsigned char* shared_;
