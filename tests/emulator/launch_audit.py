@@ -67,7 +67,7 @@ def dtype_pairs(torch):
     return [*((dtype, dtype) for dtype in same), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 
 
-# Gradients that differ in the arrays that the kernels read and in the sums that they store.
+# Masks of gradients that differ in the arrays that the kernels read and in the sums that they store.
 MASKS = [[True] * 3, [True, False, False], [False, True, False], [False, False, True]]
 
 
