@@ -35,7 +35,10 @@ def test_rows_are_moved_by_16_bytes(kernels):
         vectors = int(re.search(r"Tile<\d+, (\d+)>|$", kernel.name)[1] or 4)
         assert kernel.count("UBLKCP") or kernel.count("LDGSTS", "128") >= vectors, kernel.name
         if not re.search("_(moments|sums)<", kernel.name):
-            assert kernel.count("STG", "128") >= vectors, kernel.name
+            t, x = re.search(r"Types<(\w+), (\w+)", kernel.name).groups()
+            # The output of forward has 16 bits, and so 8 bytes per vector, if only x is float32.
+            narrow = kernel.count("STG", "64") if t != x else 0
+            assert kernel.count("STG", "128") + narrow >= vectors, kernel.name
 
 
 def test_only_cluster_barriers_invalidate_l1(kernels):
