@@ -402,9 +402,9 @@ def test_groups_have_their_own_parameters(library, dtypes, path, images):
             check_grouped(results, x, dy, weight, bias, context=(groups, rows, cols), **options)
 
 
-@pytest.mark.parametrize("groups_and_rows", [(2, 700), (3, 2200)])
-def test_long_groups_have_several_segments(library, groups_and_rows):
-    """The rows of a block share a segment."""
+@pytest.mark.parametrize("groups_and_rows", [(2, 700), (2, 1024), (3, 2200)])
+def test_rows_of_long_groups_share_segments(library, groups_and_rows):
+    """The rows of a block share a segment. The 1024 rows of a group are exactly one segment."""
     x, dy = (randn((*groups_and_rows, 8), F32, offset=0.5) for _ in range(2))
     w, b = (randn((groups_and_rows[0], 1, 8), F32) for _ in range(2))
     options = {"rms": False, "zero_centered_weight": False}
