@@ -1,5 +1,5 @@
-// Normalization over the channels of images x [images, channels, pixels], and its gradients, on a GPU. The formulas are
-// those of forward.cu and backward.cu, where a row is a pixel.
+// Normalization over the channels of images, and its gradients, on a GPU. The formulas are those of forward.cu and
+// backward.cu: a group is an image, a row is a pixel, and the columns are its channels.
 //
 // A block handles 32 pixels, one per lane, so that a warp reads neighbouring elements of one channel. Its warps share
 // the channels, and meet once for each sum over channels. Each thread keeps its elements in shared memory, where it
@@ -8,7 +8,8 @@
 // pass over them reads global memory.
 //
 // Backward's blocks take tiles of 32 pixels in turn. Each block adds its part of dweight and dbias in the workspace,
-// and a second kernel adds the blocks' parts in order.
+// and a second kernel adds the blocks' parts in order. If each image has gradients of its own, its tiles are divided
+// into segments, and each segment has its part of the gradients.
 //
 // The numerical method is that of the CPU kernels (cpu/channels_first.cpp).
 //
@@ -16,14 +17,23 @@
 #include <algorithm>
 
 #include "../dtypes.h"
+#include "channels_first.h"
 #include "partials.cuh"
 #include "row.cuh"
 
 namespace layernorm::cuda {
 
-// A division of 64-bit integers or doubles would be a function call, around which registers spill.
-struct Reciprocals {
-  double pixels, channels;
+struct ChannelsFirstPlan {
+  FastDivisor<int64_t> pixels;  // of an image
+  double reciprocal_channels;
+  bool staged;  // the channels fit into shared memory
+
+  // Of backward. A shared gradient takes all images as one, with segments of one tile.
+  bool has_segments;
+  bool weight_is_per_group, bias_is_per_group;
+  int64_t num_segments, rounds;
+  FastDivisor<int64_t> segments_per_group;
+  int64_t weight_partials, bias_partials;  // rows of the workspace
 };
 
 namespace {
@@ -31,33 +41,42 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
-constexpr int kMinBlocksPerSM = 3;  // by default nvcc aims at more, and spills registers
+// By default nvcc aims at more blocks, and spills registers.
+template <class Types>
+constexpr int kMinBlocksPerSM = sizeof(typename Types::X) == 8 ? 2 : 3;
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
-template <class Params>
-Reciprocals make_reciprocals(const Params& p) {
-  return {1.0 / static_cast<double>(p.pixels), 1.0 / static_cast<double>(p.channels)};
-}
-
-// As Groups::mean of cpu/row.h, which gives the reason.
+// See ChunkGroups::mean of cpu/row.h. A division of doubles is a function call, around which registers spill.
 template <class Acc>
-__device__ __forceinline__ double mean_over_channels(double sum, int64_t channels, const Reciprocals& reciprocals) {
-  return sizeof(Acc) == 4 ? sum * reciprocals.channels : sum / static_cast<double>(channels);
+__device__ __forceinline__ double mean_over_channels(double sum, int64_t channels, double reciprocal_channels) {
+  return sizeof(Acc) == 4 ? sum * reciprocal_channels : sum / static_cast<double>(channels);
 }
 
-struct Pixel {
-  __device__ __forceinline__ Pixel(int64_t index, int64_t images, int64_t pixels, const Reciprocals& reciprocals)
-      : index(index), exists(index < images * pixels), image(0), in_image(0) {
-    if (!exists) return;
-    image = static_cast<int64_t>(static_cast<double>(index) * reciprocals.pixels);  // or one less, below 2^52
-    in_image = index - image * pixels;
-    if (in_image >= pixels) ++image, in_image -= pixels;
+// The channels of a pixel.
+template <class E>
+struct Channels {
+  E* data;
+  int64_t stride;
+
+  __device__ __forceinline__ Channels(E* data, int64_t stride) : data(data), stride(stride) {}
+  __device__ __forceinline__ Channels(const View& view, const RowIndex& pixel)
+      : data(address<E>(view, pixel)), stride(view.col_stride) {}
+  __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
+};
+
+// The weight or the bias of a pixel's image.
+template <class Acc, class W>
+struct ChannelParameter {
+  const W* data;
+  Acc default_value;
+
+  __device__ __forceinline__ ChannelParameter(const View& view, const RowIndex& pixel, Acc default_value)
+      : data(view.data ? address<const W>(view, {pixel.group, 0}) : nullptr), default_value(default_value) {}
+  __device__ __forceinline__ Acc operator[](int64_t c) const {
+    return data ? static_cast<Acc>(data[c]) : default_value;
   }
-  int64_t index;  // over all images
-  bool exists;
-  int64_t image, in_image;
 };
 
 // The number of elements that a thread adds in Acc before it continues in double. With 64 elements, one outlier among
@@ -92,40 +111,49 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __syncthreads();  // before the next call overwrites the shared memory
 }
 
-template <class Acc, class W>
-__device__ __forceinline__ Acc parameter(const void* parameters, int64_t channel, Acc default_value) {
-  return parameters ? static_cast<Acc>(static_cast<const W*>(parameters)[channel]) : default_value;
-}
+template <class Types>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
+    channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using W = typename Types::W;
+  using Acc = AccOf<X>;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t index = int64_t{blockIdx.x} * kWarpSize + lane;
+  const bool exists = index < p.groups * p.rows, has_residual = p.residual.data;
+  const RowIndex pixel = find_group(exists ? index : 0, p.groups > 1, plan.pixels);
+  const int64_t channels = exists ? p.cols : 0;
+  extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
+  const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
+  const Channels<X> global_x(has_residual ? p.sum : p.input, pixel);
+  const Channels<X> x = plan.staged ? staged_x : global_x;
+  const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
+  const auto nothing = [] {};
 
-template <class T, class W, bool staged>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
-    channels_first_forward(const ChannelsFirstForwardParams p, const Reciprocals reciprocals) {
-  using Acc = AccOf<T>;
-  const Pixel pixel(int64_t{blockIdx.x} * kWarpSize + threadIdx.x % kWarpSize, p.images, p.pixels, reciprocals);
-  const T* const x = static_cast<const T*>(p.input) + pixel.image * p.input_image_stride + pixel.in_image;
-  T* const y = static_cast<T*>(p.output) + pixel.image * p.channels * p.pixels + pixel.in_image;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  T* const shared = reinterpret_cast<T*>(shared_bytes);  // [channels, kWarpSize]
-  T* const staged_x = shared + threadIdx.x % kWarpSize;
-  const int64_t channels = pixel.exists ? p.channels : 0;
-  const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.channels, reciprocals); };
-
-  if (staged) {
-    for_each_channel(channels, [&](int64_t c) { staged_x[c * kWarpSize] = x[c * p.input_channel_stride]; }, [] {});
-  }
-  const auto load = [&](int64_t c) {
-    return static_cast<Acc>(staged ? staged_x[c * kWarpSize] : x[c * p.input_channel_stride]);
+  const Channels<const T> input(p.input, pixel);
+  const Channels<const X> residual(p.residual, pixel);
+  const auto fetch = [&](int64_t c) {
+    X v;
+    if (has_residual) {
+      global_x[c] = v = static_cast<X>(static_cast<Acc>(input[c]) + static_cast<Acc>(residual[c]));
+    } else {
+      v = global_x[c];
+    }
+    if (plan.staged) staged_x[c] = v;
   };
+  if (has_residual || plan.staged) for_each_channel(channels, fetch, nothing);
+  const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
-  Acc scale = 1, mean;
-  double correction, variance;
+  Acc scale = 1, mean = 0;
+  double correction = 0, variance;
   for (bool is_second_try = false;; is_second_try = true) {
-    double sums[1] = {};
-    Acc sum = 0;
-    for_each_channel(channels, [&](int64_t c) { sum = fma(load(c), scale, sum); }, [&] { sums[0] += sum, sum = 0; });
-    sum_warps(sums);
-    mean = static_cast<Acc>(mean_of(sums[0]));
-
+    if (!p.rms) {
+      double sums[1] = {};
+      Acc sum = 0;
+      for_each_channel(channels, [&](int64_t c) { sum = fma(load(c), scale, sum); }, [&] { sums[0] += sum, sum = 0; });
+      sum_warps(sums);
+      mean = static_cast<Acc>(mean_of(sums[0]));
+    }
     double moments[2] = {};
     Acc diff = 0, square = 0;
     for_each_channel(
@@ -137,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
         },
         [&] { moments[0] += diff, moments[1] += square, diff = square = 0; });
     sum_warps(moments);
-    correction = mean_of(moments[0]);
+    if (!p.rms) correction = mean_of(moments[0]);
     variance = mean_of(moments[1]) - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
     // A sum has overflowed, or the pixel holds NaN or infinity and gives NaN again. The other pixels do not change.
@@ -147,74 +175,72 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   }
 
   const Acc rstd = static_cast<Acc>(scaled_rstd<double>(variance, p.eps, scale));
-  if (threadIdx.x < kWarpSize && pixel.exists) {
+  if (threadIdx.x < kWarpSize && exists) {
     const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>);
-    static_cast<Acc*>(p.mean)[pixel.index] = static_cast<Acc>(exact_mean);
-    static_cast<Acc*>(p.rstd)[pixel.index] = rstd * scale;
+    if (!p.rms) *address<Acc>(p.mean, pixel) = static_cast<Acc>(exact_mean);
+    *address<Acc>(p.rstd, pixel) = rstd * scale;
   }
-  const Acc rounded_correction = static_cast<Acc>(correction);
+  const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = p.zero_centered_weight ? 1 : 0;
+  const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
+  const Channels<T> y(p.output, pixel);
   for_each_channel(
       channels,
       [&](int64_t c) {
         const Acc d = fma(load(c), scale, -mean) - rounded_correction;
-        y[c * p.pixels] =
-            static_cast<T>(fma(d * rstd, parameter<Acc, W>(p.weight, c, 1), parameter<Acc, W>(p.bias, c, 0)));
+        y[c] = static_cast<T>(fma(d * rstd, weight[c] + weight_offset, bias[c]));
       },
-      [] {});
+      nothing);
 }
 
-// Blocks take tiles of pixels in turn. The workspace gets dweight [blocks, channels] and dbias [blocks, channels].
-template <class T, class W, bool staged>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
-    channels_first_backward(const ChannelsFirstBackwardParams p, const Reciprocals reciprocals) {
-  using Acc = AccOf<T>;
+// Blocks take segments of tiles in turn. The workspace gets dweight [weight_partials, channels] and dbias
+// [bias_partials, channels].
+template <class Types>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
+    channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using W = typename Types::W;
+  using Acc = AccOf<X>;
   const int lane = threadIdx.x % kWarpSize;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  T* const shared = reinterpret_cast<T*>(shared_bytes);  // [2, channels, kWarpSize]
-  T* const staged_x = shared + lane;
-  T* const staged_dy = staged_x + p.channels * kWarpSize;
-  const bool needs_x = p.grad_input || p.grad_weight;
-  double* const dweight = static_cast<double*>(p.workspace) + blockIdx.x * p.channels;
-  double* const dbias = dweight + (p.grad_weight ? gridDim.x * p.channels : 0);
-  const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.channels, reciprocals); };
+  extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
+  const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
+  const Channels<T> staged_dy(reinterpret_cast<T*>(shared + p.cols * kWarpSize * sizeof(X)) + lane, kWarpSize);
+  const bool grad_input = p.grad_input.data, grad_weight = p.grad_weight.data, grad_bias = p.grad_bias.data;
+  const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
+  const Acc weight_offset = p.zero_centered_weight ? 1 : 0;
+  double* const weight_partials = static_cast<double*>(p.workspace);
+  double* const bias_partials = weight_partials + plan.weight_partials * p.cols;
+  const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
   const auto nothing = [] {};
 
-  const int64_t tiles = ceil_div(p.images * p.pixels, kWarpSize);
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const Pixel pixel(tile * kWarpSize + lane, p.images, p.pixels, reciprocals);
-    const auto offset = [&](int64_t image_stride) { return pixel.image * image_stride + pixel.in_image; };
-    const T* const x = static_cast<const T*>(p.input) + offset(p.input_image_stride);
-    const T* const dy = static_cast<const T*>(p.grad_output) + offset(p.grad_output_image_stride);
-    T* const dx = static_cast<T*>(p.grad_input) + offset(p.channels * p.pixels);
-    // A pixel that does not exist adds 0 to the sums over pixels.
-    const Statistics<Acc> statistics(p, pixel.index, pixel.exists && needs_x);
-    const auto load_x = [&](int64_t c) {
-      if (!pixel.exists) return Acc(0);
-      return static_cast<Acc>(staged ? staged_x[c * kWarpSize] : x[c * p.input_channel_stride]);
-    };
-    const auto load_dy = [&](int64_t c) {
-      if (!pixel.exists) return Acc(0);
-      return static_cast<Acc>(staged && needs_x ? staged_dy[c * kWarpSize] : dy[c * p.grad_output_channel_stride]);
+  // Adds the gradients of a tile to the workspace. A pixel that does not exist adds 0.
+  const auto process_tile = [&](const RowIndex& pixel, bool exists, double* dweight, bool first_weight, double* dbias,
+                                bool first_bias) {
+    const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
+    const Channels<X> global_x(p.input, pixel), x = staged ? staged_x : global_x;
+    const Channels<X> dx(p.grad_input, pixel), dsum(p.grad_sum, pixel);
+    const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
+    const Statistics<Acc> statistics(p, pixel, exists && needs_x);
+    const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
+    const auto find_xhat = [&](int64_t c, Acc correction) {
+      if (!exists) return Acc(0);
+      const Acc v = static_cast<Acc>(x[c]);
+      if (p.from_output) return recover_xhat(v, weight[c], bias[c], weight_offset, correction);
+      return statistics.xhat(v, correction);
     };
 
     RowMeans<Acc> means = {};
     if (needs_x) {
-      if (staged && pixel.exists) {
-        for_each_channel(
-            p.channels,
-            [&](int64_t c) {
-              staged_x[c * kWarpSize] = x[c * p.input_channel_stride];
-              staged_dy[c * kWarpSize] = dy[c * p.grad_output_channel_stride];
-            },
-            nothing);
+      if (staged && exists) {
+        for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; }, nothing);
       }
       Acc run_sums[3] = {};
       double sums[3] = {};
       for_each_channel(
-          p.channels,
+          p.cols,
           [&](int64_t c) {
-            const Acc xhat = statistics.xhat(load_x(c), 0);
-            const Acc g = load_dy(c) * parameter<Acc, W>(p.weight, c, 1);
+            const Acc xhat = find_xhat(c, 0);
+            const Acc g = load_dy(c) * (weight[c] + weight_offset);
             run_sums[0] += xhat;
             run_sums[1] += g;
             run_sums[2] = fma(g, xhat, run_sums[2]);
@@ -224,93 +250,121 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
             for (int k = 0; k < 3; ++k) sums[k] += run_sums[k], run_sums[k] = 0;
           });
       sum_warps(sums);
-      const double xhat_mean = mean_of(sums[0]), g_mean = mean_of(sums[1]);
+      const double xhat_mean = p.rms ? 0 : mean_of(sums[0]), g_mean = p.rms ? 0 : mean_of(sums[1]);
       means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
                static_cast<Acc>(mean_of(sums[2]) - xhat_mean * g_mean)};
     }
     for_each_channel(
-        p.channels,
+        p.cols,
         [&](int64_t c) {
           const Acc v = load_dy(c);
           Acc dw = 0;
           if (needs_x) {
-            const Acc xhat = statistics.xhat(load_x(c), means.xhat);
+            const Acc xhat = find_xhat(c, means.xhat);
             dw = v * xhat;
-            if (p.grad_input && pixel.exists) {
-              const Acc g = v * parameter<Acc, W>(p.weight, c, 1);
-              dx[c * p.pixels] = static_cast<T>(means.grad_input(g, xhat, statistics));
+            if (grad_input && exists) {
+              const Acc result = means.grad_input(v * (weight[c] + weight_offset), xhat, statistics);
+              dx[c] = static_cast<X>(p.grad_sum.data ? result + static_cast<Acc>(dsum[c]) : result);
             }
           }
-          if (!p.grad_weight && !p.grad_bias) return;
+          if (!grad_weight && !grad_bias) return;
           // Both sums over the lanes at once: dweight in the lower half of the warp, dbias in the upper half.
           const bool is_upper = lane >= kWarpSize / 2;
           Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
           sum = sum_lanes<kWarpSize / 2>(sum);
-          if (lane % (kWarpSize / 2) == 0 && (is_upper ? p.grad_bias : p.grad_weight)) {
+          if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
             double& total = (is_upper ? dbias : dweight)[c];
-            total = tile == blockIdx.x ? sum : total + sum;
+            total = (is_upper ? first_bias : first_weight) ? sum : total + sum;
           }
         },
         nothing);
+  };
+
+  for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
+    const auto [image, segment_in_image] = plan.segments_per_group.divide(segment);
+    for (int64_t round = 0; round < plan.rounds; ++round) {
+      const int64_t first = (segment_in_image * plan.rounds + round) * kWarpSize, index = first + lane;
+      const int64_t pixels = plan.has_segments ? p.rows : p.groups * p.rows;
+      if (first >= pixels) break;
+      const bool exists = index < pixels, is_first = segment == blockIdx.x && round == 0;
+      const RowIndex pixel = !exists             ? RowIndex{0, 0}
+                             : plan.has_segments ? RowIndex{image, index}
+                                                 : find_group(index, p.groups > 1, plan.pixels);
+      const auto partial = [&](bool is_per_group) { return (is_per_group ? segment : blockIdx.x) * p.cols; };
+      process_tile(pixel, exists, weight_partials + partial(plan.weight_is_per_group),
+                   plan.weight_is_per_group ? round == 0 : is_first, bias_partials + partial(plan.bias_is_per_group),
+                   plan.bias_is_per_group ? round == 0 : is_first);
+    }
   }
 }
 
-int64_t num_tiles(int64_t images, int64_t pixels) { return ceil_div(images * pixels, kWarpSize); }
+// ---- host code ------------------------------------------------------------------------------------------------------
 
-// Calls f(whether the elements fit into shared memory, their bytes of shared memory).
-template <class F>
-void dispatch_staging(int64_t bytes, const F& f) {
-  const int64_t most = std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
-  if (bytes <= most) {
-    f(std::true_type{}, static_cast<size_t>(bytes));
-  } else {
-    f(std::false_type{}, size_t{0});
-  }
+// Sets everything but what concerns the gradients, and returns the bytes of shared memory.
+size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_channel) {
+  plan.pixels = FastDivisor<int64_t>(p.rows);
+  plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
+  const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
+  plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
+  return plan.staged ? static_cast<size_t>(bytes) : 0;
 }
 
-// Calls f(W{}, kernel, configuration without the grid, blocks). The number of blocks is what the device holds at once.
+// Calls f(Types{}, plan, configuration). The number of blocks is what the device holds at once.
 template <class F>
-void dispatch_backward(const ChannelsFirstBackwardParams& p, const F& f) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    dispatch_staging(2 * p.channels * kWarpSize * static_cast<int64_t>(sizeof(T)), [&](auto staged, size_t bytes) {
-      const auto kernel = channels_first_backward<T, W, staged>;
-      const LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
-      f(W{}, kernel, config, std::min(num_tiles(p.images, p.pixels), int64_t{resident_blocks(config, kernel)}));
-    });
+void dispatch_backward(const BackwardParams& p, const F& f) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    ChannelsFirstPlan plan = {};
+    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X) + sizeof(typename Types::T));
+    plan.weight_is_per_group = is_per_group(p, p.grad_weight);
+    plan.bias_is_per_group = is_per_group(p, p.grad_bias);
+    plan.has_segments = plan.weight_is_per_group || plan.bias_is_per_group;
+    const int64_t groups = plan.has_segments ? p.groups : 1;
+    const int64_t tiles = ceil_div(p.groups * p.rows / groups, kWarpSize);
+    const Segments segments(tiles, 4);
+    plan.rounds = plan.has_segments ? segments.rounds : 1;
+    const int64_t per_group = plan.has_segments ? segments.per_group : tiles;
+    plan.segments_per_group = FastDivisor<int64_t>(per_group);
+    plan.num_segments = groups * per_group;
+
+    LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
+    const int64_t resident = resident_blocks(config, channels_first_backward<Types>);
+    const int64_t blocks = std::min(plan.num_segments, resident);
+    config.grid = static_cast<unsigned>(blocks);
+    const auto partials = [&](const View& gradient, bool is_per_group) {
+      return !gradient.data ? 0 : is_per_group ? plan.num_segments : blocks;
+    };
+    plan.weight_partials = partials(p.grad_weight, plan.weight_is_per_group);
+    plan.bias_partials = partials(p.grad_bias, plan.bias_is_per_group);
+    f(types, plan, config);
   });
 }
 
 }  // namespace
 
-void channels_first_forward(const ChannelsFirstForwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    dispatch_staging(p.channels * kWarpSize * static_cast<int64_t>(sizeof(T)), [&](auto staged, size_t bytes) {
-      launch({static_cast<unsigned>(num_tiles(p.images, p.pixels)), kThreads, bytes, static_cast<Stream>(p.stream)},
-             channels_first_forward<T, W, staged>, p, make_reciprocals(p));
-    });
+void channels_first_forward(const ForwardParams& p) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    ChannelsFirstPlan plan = {};
+    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X));
+    const auto blocks = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
+    launch({blocks, kThreads, bytes, static_cast<Stream>(p.stream)}, channels_first_forward<Types>, p, plan);
   });
 }
 
-int64_t channels_first_backward_workspace(const ChannelsFirstBackwardParams& p) {
+int64_t channels_first_backward_workspace(const BackwardParams& p) {
   int64_t bytes = 0;
-  dispatch_backward(p, [&](auto, auto, const LaunchConfig&, int64_t blocks) {
-    const int gradients = (p.grad_weight != nullptr) + (p.grad_bias != nullptr);
-    bytes = gradients * blocks * p.channels * static_cast<int64_t>(sizeof(double));
+  dispatch_backward(p, [&](auto, const ChannelsFirstPlan& plan, const LaunchConfig&) {
+    bytes = (plan.weight_partials + plan.bias_partials) * p.cols * static_cast<int64_t>(sizeof(double));
   });
   return bytes;
 }
 
-void channels_first_backward(const ChannelsFirstBackwardParams& p) {
-  dispatch_backward(p, [&](auto parameter, auto kernel, LaunchConfig config, int64_t blocks) {
-    using W = decltype(parameter);
-    config.grid = static_cast<unsigned>(blocks);
-    launch(config, kernel, p, make_reciprocals(p));
-    launch_add_partials(static_cast<const double*>(p.workspace), blocks, p.channels, p.channels,
-                        static_cast<W*>(p.grad_weight), static_cast<W*>(p.grad_bias), config.stream);
+void channels_first_backward(const BackwardParams& p) {
+  dispatch_backward(p, [&](auto types, const ChannelsFirstPlan& plan, const LaunchConfig& config) {
+    using Types = decltype(types);
+    launch(config, channels_first_backward<Types>, p, plan);
+    launch_add_partials<double, typename Types::W>(p, plan, p.cols);
   });
 }
 

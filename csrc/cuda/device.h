@@ -214,6 +214,13 @@ __device__ __forceinline__ unsigned reload_thread_index() {
   return thread;
 }
 
+// Returns the value, but hides from the compiler that it is the same. What is computed from the result does not occupy
+// registers before.
+__device__ __forceinline__ int reload(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
   return __fdividef(x / 4, y / 4);  // __fdividef returns 0 for a divisor beyond 2^126
@@ -233,15 +240,23 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
-// cp.async: copies 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
-__device__ __forceinline__ void async_copy16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+// cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
+// Writes zeros, and does not read `global`, if it does not exist.
+template <int kBytes>
+__device__ __forceinline__ void async_copy_or_zeros(void* shared, const void* global, bool exists) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(exists ? kBytes : 0), "n"(kBytes)
+                 : "memory");
+  }
 }
-// Writes 16 zeros, and does not read `global`, if it does not exist.
-__device__ __forceinline__ void async_copy16_or_zeros(void* shared, const void* global, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(exists ? 16 : 0)
-               : "memory");
+template <int kBytes>
+__device__ __forceinline__ void async_copy(void* shared, const void* global) {
+  async_copy_or_zeros<kBytes>(shared, global, true);
 }
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most the newest kGroupsLeft groups are pending. The thread then sees its other copies; the other

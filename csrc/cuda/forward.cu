@@ -1,23 +1,25 @@
-// y = (x - mean) * rstd * weight + bias for every row of x [rows, cols] on a GPU. RMSNorm's mean is 0.
+// y = (x - mean) * rstd * weight + bias for every row of x [groups, rows, cols] on a GPU. RMSNorm's mean is 0.
 //
 // Most rows fit into a tile, which a few threads or a block hold in registers. They are read and written once:
-// 2 * rows * cols * sizeof(T) bytes are moved, the minimum. Longer rows are divided into chunks of a tile's size, and
-// the chunks into parts, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks keeps its
-// parts in shared memory and exchanges their moments. Still longer rows, and those on older GPUs, are read twice: by
-// one kernel for the moments of the parts and by another for the output.
+// 2 * groups * rows * cols * sizeof(T) bytes are moved, the minimum. Longer rows are divided into chunks of a tile's
+// size, and the chunks into parts, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks
+// keeps its parts in shared memory and exchanges their moments. Still longer rows, and those on older GPUs, are read
+// twice: by one kernel for the moments of the parts and by another for the output.
 //
 // The numerical method is that of the CPU kernels (cpu/forward.cpp): the mean is rounded, the average of x - mean is
 // its error to full precision, and this correction enters the mean, the variance and the output. Each warp has its own
 // mean; the formula of Chan, Golub and LeVeque merges the moments of the warps with one exchange. The division of a row
-// depends only on the dtype and the number of columns, and so do the results.
+// depends only on the dtypes and the number of columns, and so do the results.
 //
-// A residual is added when a row is loaded. A row that is read again is read as the sum.
+// A residual is added when a row is loaded. A row that is read again is read as the sum. If the sum is float and the
+// input has 16 bits, a vector of the input and of the output has 8 bytes.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
 // Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include <algorithm>
 
 #include "../dtypes.h"
+#include "channels_first.h"
 #include "staged_row.cuh"
 
 namespace layernorm::cuda {
@@ -37,20 +39,27 @@ struct Divisor {
   __device__ __forceinline__ Acc divide(Acc x) const { return divide_by_count(x, value, reciprocal); }
 };
 
-// ForwardParams packed for the kernel: testing a flag takes one instruction, testing a pointer three.
+// What the kernel needs often, packed: testing a flag takes one instruction, testing a pointer three.
 template <class Acc>
 struct PackedParams {
-  static constexpr unsigned kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32;
+  static constexpr unsigned kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32,
+                            kGroups = 64;
   unsigned flags;
   Acc eps;
   Divisor<Acc> cols;
+  FastDivisor<int64_t> rows;
 
   PackedParams(const ForwardParams& p, bool aligned)
-      : flags((aligned ? kAligned : 0) | (p.residual ? kResidual : 0) | (p.weight ? kWeight : 0) |
-              (p.bias ? kBias : 0) | (p.zero_centered_weight ? kZeroCentered : 0) | (p.rms ? kRms : 0)),
+      : flags((aligned ? kAligned : 0) | (p.residual.data ? kResidual : 0) | (p.weight.data ? kWeight : 0) |
+              (p.bias.data ? kBias : 0) | (p.zero_centered_weight ? kZeroCentered : 0) | (p.rms ? kRms : 0) |
+              (p.groups > 1 ? kGroups : 0)),
         eps(static_cast<Acc>(p.eps)),
-        cols{static_cast<Acc>(p.cols), 1 / static_cast<Acc>(p.cols)} {}
+        cols{static_cast<Acc>(p.cols), 1 / static_cast<Acc>(p.cols)},
+        rows(p.rows) {}
   __device__ __forceinline__ bool has(unsigned flag) const { return flags & flag; }
+  __device__ __forceinline__ RowIndex find_group(int64_t row) const {
+    return cuda::find_group(row, has(kGroups), rows);
+  }
 };
 
 namespace {
@@ -204,65 +213,68 @@ __device__ __forceinline__ Moments<Acc> merge_scaled_lanes(Moments<Acc> own, con
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// The input and the residual of a tile in shared memory. The sum replaces the input.
-template <class T, class Tile>
+// A tile of x in shared memory. With a residual, it first holds the residual and then the sum, and the input has shared
+// memory of its own.
+template <class T, class X, class Tile>
 struct StagedInput {
-  StagedRow<T, Tile> x, residual;
+  static constexpr int kVec = kVectorSize<X>;
+  StagedRow<X, Tile> x;
+  StagedRow<T, Tile, kVec> input;
 
-  __device__ __forceinline__ StagedInput(void* x, void* residual, const Position<Tile>& position, bool aligned)
-      : x(x, position, aligned), residual(residual, position, aligned) {}
+  __device__ __forceinline__ StagedInput(void* x, void* input, const Position<Tile>& position, bool aligned)
+      : x(x, position, aligned), input(input, position, aligned) {}
 
   // Starts to load columns [begin, begin + cols) of a row.
   template <class Acc>
-  __device__ __forceinline__ void fetch(const ForwardParams& p, const PackedParams<Acc>& packed, int64_t row,
+  __device__ __forceinline__ void fetch(const ForwardParams& p, const PackedParams<Acc>& packed, const RowIndex& row,
                                         int64_t begin, int cols) {
-    x.fetch(static_cast<const T*>(p.input) + row * p.input_stride + begin, cols);
     if (packed.has(packed.kResidual)) {
-      residual.fetch(static_cast<const T*>(p.residual) + row * p.residual_stride + begin, cols);
+      x.fetch(address<const X>(p.residual, row) + begin, cols);
+      input.fetch(address<const T>(p.input, row) + begin, cols);
+    } else {
+      x.fetch(address<const X>(p.input, row) + begin, cols);
     }
   }
 
   // Reads the fetched columns so that x.read() can read them again. Adds the residual and stores the sum.
   template <class Acc>
-  __device__ __forceinline__ void read(typename StagedRow<T, Tile>::Vectors& v, const ForwardParams& p,
-                                       const PackedParams<Acc>& packed, int64_t row, int64_t begin, int cols) {
+  __device__ __forceinline__ void read(typename StagedRow<X, Tile>::Vectors& v, const ForwardParams& p,
+                                       const PackedParams<Acc>& packed, const RowIndex& row, int64_t begin, int cols) {
     x.wait();
     x.read_fetched(v, cols);
-    const bool has_residual = packed.has(packed.kResidual);
-    if (has_residual) {
-      typename StagedRow<T, Tile>::Vectors r;
-      residual.read_fetched(r, cols);
+    if (packed.has(packed.kResidual)) {
+      typename StagedRow<T, Tile, kVec>::Vectors u;
+      input.read_fetched(u, cols);
 #pragma unroll
-      for (int i = 0; i < Tile::kVectors; ++i) v[i] = sum(v[i], r[i]);
-      residual.store(static_cast<T*>(p.sum) + row * p.cols + begin, v, cols);
+      for (int i = 0; i < Tile::kVectors; ++i) v[i] = sum(u[i], v[i]);
+      x.store(address<X>(p.sum, row) + begin, v, cols);
+      if (x.is_aligned()) x.write(v);
+    } else if (!x.is_aligned()) {
+      x.release();
+      x.write(v);
     }
-    if (x.is_aligned() && !has_residual) return;
-    x.release();
-    x.write(v);
   }
 
  private:
-  static constexpr int kVec = kVectorSize<T>;
-  __device__ __forceinline__ static Vector<T, kVec> sum(const Vector<T, kVec>& a, const Vector<T, kVec>& b) {
-    AccOf<T> wide_a[kVec], wide_b[kVec];
+  __device__ __forceinline__ static Vector<X, kVec> sum(const Vector<T, kVec>& a, const Vector<X, kVec>& b) {
+    AccOf<X> wide_a[kVec], wide_b[kVec];
     widen(wide_a, a);
     widen(wide_b, b);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) wide_a[e] += wide_b[e];
-    return round_to<T>(wide_a);
+    return round_to<X>(wide_a);
   }
 };
 
 // The weight or the bias of this thread's columns.
-template <class T, class W, class Tile>
+template <class W, class Tile, int kVec>
 struct Parameter {
-  static constexpr int kVec = kVectorSize<T>;
   Vector<W, kVec> vectors[Tile::kVectors];
 
-  __device__ __forceinline__ void load(const void* parameter, bool exists, int64_t begin,
+  __device__ __forceinline__ void load(const View& parameter, bool exists, const RowIndex& row, int64_t begin,
                                        const Position<Tile>& position, int cols, bool aligned) {
     if (!exists) return;
-    const W* const src = static_cast<const W*>(parameter) + begin + position.vector_index(0) * kVec;
+    const W* const src = address<const W>(parameter, {row.group, 0}) + begin + position.vector_index(0) * kVec;
     const int remaining = position.template remaining<kVec>(0, cols);
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
@@ -284,9 +296,9 @@ struct Parameter {
   }
 };
 
-// A bias that is wider than the row does not fit into the registers beside it, and is loaded after the moments.
-template <class T, class W>
-constexpr bool kLoadsBiasLate = (sizeof(W) > sizeof(T));
+// A bias that is wider than x does not fit into the registers beside it, and is loaded after the moments.
+template <class X, class W>
+constexpr bool kLoadsBiasLate = (sizeof(W) > sizeof(X));
 
 template <class Acc>
 __device__ __forceinline__ Acc compute_rstd(const Moments<Acc>& row, const PackedParams<Acc>& packed) {
@@ -294,12 +306,12 @@ __device__ __forceinline__ Acc compute_rstd(const Moments<Acc>& row, const Packe
 }
 
 template <class Acc>
-__device__ __forceinline__ void store_statistics(const ForwardParams& p, const PackedParams<Acc>& packed, int64_t row,
-                                                 const Moments<Acc>& moments, Acc rstd) {
+__device__ __forceinline__ void store_statistics(const ForwardParams& p, const PackedParams<Acc>& packed,
+                                                 const RowIndex& row, const Moments<Acc>& moments, Acc rstd) {
   if (!packed.has(packed.kRms)) {
-    static_cast<Acc*>(p.mean)[row] = (moments.pivot + moments.correction) * (moments.scale == 1 ? 1 : 1 / kScale<Acc>);
+    *address<Acc>(p.mean, row) = (moments.pivot + moments.correction) * (moments.scale == 1 ? 1 : 1 / kScale<Acc>);
   }
-  static_cast<Acc*>(p.rstd)[row] = rstd * moments.scale;
+  *address<Acc>(p.rstd, row) = rstd * moments.scale;
 }
 
 // Turns the x of a chunk into x * scale - pivot.
@@ -319,8 +331,8 @@ __device__ __forceinline__ void subtract_pivot(Acc (&x)[Tile::kVectors][kVec], c
 template <class T, class W, class Tile, int kVec, class Acc>
 __device__ __forceinline__ void transform(Vector<T, kVec> (&y)[Tile::kVectors], const Acc (&d)[Tile::kVectors][kVec],
                                           const PackedParams<Acc>& packed, const Position<Tile>& position, int cols,
-                                          Acc offset, Acc rstd, Parameter<T, W, Tile>& weight,
-                                          Parameter<T, W, Tile>& bias) {
+                                          Acc offset, Acc rstd, Parameter<W, Tile, kVec>& weight,
+                                          Parameter<W, Tile, kVec>& bias) {
   const auto scale_and_shift = [&](auto has_bias, auto zero_centered) {
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
@@ -351,58 +363,52 @@ __device__ __forceinline__ void transform(Vector<T, kVec> (&y)[Tile::kVectors], 
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// Computes y of a row that is one tile, or of columns [begin, begin + cols) of a row that are one chunk.
-// `existing_cols` is 0 for a row that does not exist. row_moments(own) returns the row's moments from the tile's.
-template <class T, class W, class Tile, class F>
-__device__ __forceinline__ void forward_tile(const ForwardParams& p, const PackedParams<AccOf<T>>& packed,
-                                             const Position<Tile>& position, void* shared_x, void* shared_residual,
-                                             int64_t row, int64_t begin, int cols, int existing_cols,
-                                             const F& row_moments) {
-  using Acc = AccOf<T>;
-  constexpr int kVec = kVectorSize<T>;
-  typename StagedRow<T, Tile>::Vectors v;
-  Parameter<T, W, Tile> weight, bias;
-  with_constant(packed.has(packed.kAligned), [&](auto aligned) {
-    StagedInput<T, Tile> input(shared_x, shared_residual, position, aligned);
-    input.fetch(p, packed, row, begin, existing_cols);
-    weight.load(p.weight, packed.has(packed.kWeight), begin, position, existing_cols, aligned);
-    if (!kLoadsBiasLate<T, W>) bias.load(p.bias, packed.has(packed.kBias), begin, position, existing_cols, aligned);
-    input.read(v, p, packed, row, begin, existing_cols);
-  });
-
-  StagedRow<T, Tile> staged(shared_x, position, packed.has(packed.kAligned));
-  Acc x[Tile::kVectors][kVec], pivot;
-  const int remaining = position.template remaining<kVec>(0, existing_cols);
-  const auto own =
-      compute_moments<Tile>(x, v, pivot, position, cols, remaining, packed, [&](auto& v) { staged.read(v); });
-  const auto moments = row_moments(own);
-  const Acc rstd = compute_rstd(moments, packed);
-  if (begin == 0 && position.thread == 0 && (Tile::kRows == 1 || existing_cols > 0)) {
-    store_statistics(p, packed, row, moments, rstd);
-  }
-  if (kLoadsBiasLate<T, W>) {
-    bias.load(p.bias, packed.has(packed.kBias), begin, position, existing_cols, packed.has(packed.kAligned));
-  }
-  if constexpr (!Tile::kAllWarpsActive) subtract_pivot<Tile>(x, moments, position, cols);
-  const Acc offset =
-      Tile::kAllWarpsActive && Tile::kWarps > 1 ? (pivot - moments.pivot) - moments.correction : -moments.correction;
-  transform(v, x, packed, position, cols, offset, rstd, weight, bias);
-  staged.store(static_cast<T*>(p.output) + row * p.cols + begin, v, existing_cols);
-}
-
-// Rows that fit into a tile.
-template <class T, class W, class Tile>
+// Rows that fit into a tile. Types is that of dtypes.h.
+template <class Types, class Tile>
 __global__ void __launch_bounds__(Tile::kBlockThreads, 1)
-    forward_rows(const ForwardParams p, const PackedParams<AccOf<T>> packed) {
+    forward_rows(const ForwardParams p, const PackedParams<AccOf<typename Types::X>> packed) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using W = typename Types::W;
+  using Acc = AccOf<X>;
+  constexpr int kVec = kVectorSize<X>;
   const Position<Tile> position;
   // The last block may have rows that do not exist. They have no columns, and their vectors are zeros.
-  const int64_t row = int64_t{blockIdx.x} * Tile::kRows + position.row;
-  const int cols = static_cast<int>(p.cols), existing_cols = Tile::kRows == 1 || row < p.rows ? cols : 0;
+  const int64_t row_of_all = int64_t{blockIdx.x} * Tile::kRows + position.row;
+  const bool exists = Tile::kRows == 1 || row_of_all < p.groups * p.rows;
+  const RowIndex row = packed.find_group(row_of_all);
+  const int cols = static_cast<int>(p.cols), existing_cols = exists ? cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];
-  const size_t bytes = StagedRow<T, Tile>::bytes(position.threads_per_row());
+  const size_t bytes = StagedRow<X, Tile>::bytes(position.threads_per_row());
   unsigned char* const shared_x = shared + position.row * bytes;
-  forward_tile<T, W>(p, packed, position, shared_x, shared_x + Tile::kRows * bytes, row, 0, cols, existing_cols,
-                     [](const auto& own) { return own; });
+
+  typename StagedRow<X, Tile>::Vectors v;
+  Parameter<W, Tile, kVec> weight, bias;
+  const auto load_bias = [&](bool aligned) {
+    bias.load(p.bias, packed.has(packed.kBias), row, 0, position, existing_cols, aligned);
+  };
+  with_constant(packed.has(packed.kAligned), [&](auto aligned) {
+    StagedInput<T, X, Tile> input(shared_x, shared_x + Tile::kRows * bytes, position, aligned);
+    input.fetch(p, packed, row, 0, existing_cols);
+    weight.load(p.weight, packed.has(packed.kWeight), row, 0, position, existing_cols, aligned);
+    if (!kLoadsBiasLate<X, W>) load_bias(aligned);
+    input.read(v, p, packed, row, 0, existing_cols);
+  });
+
+  const bool aligned = packed.has(packed.kAligned);
+  const StagedRow<X, Tile> staged(shared_x, position, aligned);
+  Acc x[Tile::kVectors][kVec], pivot;
+  const int remaining = position.template remaining<kVec>(0, existing_cols);
+  const auto moments =
+      compute_moments<Tile>(x, v, pivot, position, cols, remaining, packed, [&](auto& v) { staged.read(v); });
+  const Acc rstd = compute_rstd(moments, packed);
+  if (position.thread == 0 && exists) store_statistics(p, packed, row, moments, rstd);
+  if (kLoadsBiasLate<X, W>) load_bias(aligned);
+  const Acc offset = Tile::kWarps > 1 ? (pivot - moments.pivot) - moments.correction : -moments.correction;
+  StagedRow<T, Tile, kVec> output(shared_x, position, aligned);
+  typename StagedRow<T, Tile, kVec>::Vectors y;
+  transform(y, x, packed, position, cols, offset, rstd, weight, bias);
+  output.store(address<T>(p.output, row), y, existing_cols);
 }
 
 // The tile of a chunk is smaller than the largest tile of a row, so that two blocks fit on a multiprocessor; one block
@@ -415,19 +421,21 @@ struct ChunkTile : Tile<256> {
 constexpr int kMaxStagedChunks = 10;
 
 // For kernels that loop over chunks; parameters that are wider than the row take more registers.
-template <class T, class W>
-constexpr int kMinBlocksPerSM = sizeof(W) > sizeof(T) ? 1 : ChunkTile::kMinBlocksPerSM;
+template <class Types>
+constexpr int kMinBlocksPerSM = sizeof(typename Types::W) > sizeof(typename Types::X) ? 1 : ChunkTile::kMinBlocksPerSM;
 
 // A block's part of a row: columns [begin, begin + cols).
 struct Part {
-  int64_t row, begin;
+  int64_t row_of_all, begin;
   int cols;
+  RowIndex row;
 
-  __device__ __forceinline__ Part(const ChunkLayout& layout, int64_t row_cols)
-      : row(int64_t{layout.first_row + blockIdx.y}),
-        begin(int64_t{layout.chunk_cols * layout.chunks_per_part} * blockIdx.x) {
-    cols = static_cast<int>(min(row_cols - begin, int64_t{layout.chunk_cols * layout.chunks_per_part}));
-  }
+  template <class Acc>
+  __device__ __forceinline__ Part(const ChunkLayout& layout, const PackedParams<Acc>& packed, int64_t row_cols)
+      : row_of_all(int64_t{layout.first_row + blockIdx.y}),
+        begin(int64_t{layout.chunk_cols * layout.chunks_per_part} * blockIdx.x),
+        cols(static_cast<int>(min(row_cols - begin, int64_t{layout.chunk_cols * layout.chunks_per_part}))),
+        row(packed.find_group(row_of_all)) {}
 
   // Calls f(first column of the chunk in the part, number of columns, index of the chunk) for each chunk.
   template <class F>
@@ -458,32 +466,32 @@ __device__ __forceinline__ Moments<Acc> merge_warps(const Moments<Acc>& own, con
   return merge_scaled_lanes<ChunkTile::kWarps>(exchange_warps(own, position), make_divisor(static_cast<Acc>(cols)));
 }
 
-// A chunk in shared memory. The residual comes first, and all chunks share it.
-template <class T>
-__device__ __forceinline__ StagedInput<T, ChunkTile> staged_chunk(unsigned char* shared, int index, bool aligned) {
+// A chunk in shared memory. The input of a residual comes first, and all chunks share it.
+template <class T, class X>
+__device__ __forceinline__ StagedInput<T, X, ChunkTile> staged_chunk(unsigned char* shared, int index, bool aligned) {
   const Position<ChunkTile> position;
-  const size_t bytes = StagedRow<T, ChunkTile>::bytes(position.threads_per_row());
+  const size_t bytes = StagedRow<X, ChunkTile>::bytes(position.threads_per_row());
   return {shared + (1 + index) * bytes, shared, position, aligned};
 }
 
 // The moments of a part. If `keep` is true, its chunks stay in shared memory, else each chunk overwrites the previous.
-template <class T>
-__device__ __forceinline__ Moments<AccOf<T>> compute_part_moments(const ForwardParams& p,
-                                                                  const PackedParams<AccOf<T>>& packed,
+template <class T, class X>
+__device__ __forceinline__ Moments<AccOf<X>> compute_part_moments(const ForwardParams& p,
+                                                                  const PackedParams<AccOf<X>>& packed,
                                                                   const ChunkLayout& layout, const Part& part,
                                                                   unsigned char* shared, bool keep) {
-  using Acc = AccOf<T>;
-  constexpr int kVec = kVectorSize<T>;
+  using Acc = AccOf<X>;
+  constexpr int kVec = kVectorSize<X>;
   const Position<ChunkTile> position;
   Moments<Acc> own;  // of this warp's columns in all chunks: the warps do not wait for each other
   part.for_each_chunk(layout, [&](int begin, int cols, int index) {
-    typename StagedRow<T, ChunkTile>::Vectors v;
+    typename StagedRow<X, ChunkTile>::Vectors v;
     with_constant(packed.has(packed.kAligned), [&](auto aligned) {
-      auto input = staged_chunk<T>(shared, keep ? index : 0, aligned);
+      auto input = staged_chunk<T, X>(shared, keep ? index : 0, aligned);
       input.fetch(p, packed, part.row, part.begin + begin, cols);
       input.read(v, p, packed, part.row, part.begin + begin, cols);
     });
-    const auto staged = staged_chunk<T>(shared, keep ? index : 0, packed.has(packed.kAligned)).x;
+    const auto staged = staged_chunk<T, X>(shared, keep ? index : 0, packed.has(packed.kAligned)).x;
     Acc x[ChunkTile::kVectors][kVec], pivot;
     const int remaining = position.template remaining<kVec>(0, cols);
     const auto chunk_moments =
@@ -499,25 +507,29 @@ __device__ __forceinline__ Moments<AccOf<T>> compute_part_moments(const ForwardP
 }
 
 // Stores a part of the output, from the chunks in shared memory if `kept` is true, else from the input.
-template <class T, class W>
-__device__ __forceinline__ void store_part(const ForwardParams& p, const PackedParams<AccOf<T>>& packed,
+template <class Types>
+__device__ __forceinline__ void store_part(const ForwardParams& p, const PackedParams<AccOf<typename Types::X>>& packed,
                                            const ChunkLayout& layout, const Part& part,
-                                           const Moments<AccOf<T>>& moments, unsigned char* shared, bool kept) {
-  using Acc = AccOf<T>;
-  constexpr int kVec = kVectorSize<T>;
+                                           const Moments<AccOf<typename Types::X>>& moments, unsigned char* shared,
+                                           bool kept) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using Acc = AccOf<X>;
+  constexpr int kVec = kVectorSize<X>;
   const Position<ChunkTile> position;
   const Acc rstd = compute_rstd(moments, packed);
   if (part.begin == 0 && position.thread == 0) store_statistics(p, packed, part.row, moments, rstd);
-  const T* const input = static_cast<const T*>(p.input) + part.row * p.input_stride + part.begin;
-  T* const output = static_cast<T*>(p.output) + part.row * p.cols + part.begin;
+  const X* const input = address<const X>(p.input, part.row) + part.begin;
+  T* const output = address<T>(p.output, part.row) + part.begin;
   part.for_each_chunk(layout, [&](int begin, int cols, int index) {
-    Parameter<T, W, ChunkTile> weight, bias;
-    typename StagedRow<T, ChunkTile>::Vectors v;
+    Parameter<typename Types::W, ChunkTile, kVec> weight, bias;
+    typename StagedRow<X, ChunkTile>::Vectors v;
+    const auto staged_x = [&](bool aligned) { return staged_chunk<T, X>(shared, kept ? index : 0, aligned).x; };
     with_constant(packed.has(packed.kAligned), [&](auto aligned) {
-      auto staged = staged_chunk<T>(shared, kept ? index : 0, aligned).x;
+      auto staged = staged_x(aligned);
       if (!kept) staged.fetch(input + begin, cols);
-      weight.load(p.weight, packed.has(packed.kWeight), part.begin + begin, position, cols, aligned);
-      bias.load(p.bias, packed.has(packed.kBias), part.begin + begin, position, cols, aligned);
+      weight.load(p.weight, packed.has(packed.kWeight), part.row, part.begin + begin, position, cols, aligned);
+      bias.load(p.bias, packed.has(packed.kBias), part.row, part.begin + begin, position, cols, aligned);
       if (kept) {
         staged.read(v);
       } else {
@@ -529,9 +541,11 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, const PackedP
 #pragma unroll
     for (int i = 0; i < ChunkTile::kVectors; ++i) widen(x[i], v[i]);
     subtract_pivot<ChunkTile>(x, moments, position, cols);
-    transform(v, x, packed, position, cols, -moments.correction, rstd, weight, bias);
-    auto staged = staged_chunk<T>(shared, kept ? index : 0, packed.has(packed.kAligned)).x;
-    staged.store(output + begin, v, cols);
+    typename StagedRow<T, ChunkTile, kVec>::Vectors y;
+    transform(y, x, packed, position, cols, -moments.correction, rstd, weight, bias);
+    const bool aligned = packed.has(packed.kAligned);
+    const StagedRow<T, ChunkTile, kVec> staged(staged_x(aligned).data(), position, aligned);
+    staged.store(output + begin, y, cols);
     if (!kept) staged.release();
   });
 }
@@ -548,138 +562,138 @@ __device__ __forceinline__ Moments<Acc> exchange_parts(const Moments<Acc>& own, 
   return merge_parts<kMaxClusterSize>(part_moments, layout.num_parts, packed.cols);
 }
 
-// Each block of a cluster keeps a part of one chunk in registers.
-template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlockThreads, ChunkTile::kMinBlocksPerSM)
-    forward_chunk_in_cluster(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
-  const Part part(layout, p.cols);
-  const Position<ChunkTile> position;
+// Each block of a cluster keeps a part of a row in shared memory.
+template <class Types>
+__global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<Types>)
+    forward_in_cluster(const ForwardParams p, const ChunkLayout layout,
+                       const PackedParams<AccOf<typename Types::X>> packed) {
+  const Part part(layout, packed, p.cols);
   extern __shared__ __align__(16) unsigned char shared[];
   cluster_arrive();
-  forward_tile<T, W>(p, packed, position, shared + StagedRow<T, ChunkTile>::bytes(position.threads_per_row()), shared,
-                     part.row, part.begin, part.cols, part.cols, [&](const auto& own) {
-                       return exchange_parts(merge_warps(own, position, part.cols), layout, packed);
-                     });
-}
-
-// Each block of a cluster keeps a part of several chunks in shared memory.
-template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W>)
-    forward_in_cluster(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
-  const Part part(layout, p.cols);
-  extern __shared__ __align__(16) unsigned char shared[];
-  cluster_arrive();
-  const auto own = compute_part_moments<T>(p, packed, layout, part, shared, true);
+  const auto own = compute_part_moments<typename Types::T, typename Types::X>(p, packed, layout, part, shared, true);
   const auto moments = exchange_parts(own, layout, packed);
-  store_part<T, W>(p, packed, layout, part, moments, shared, true);
+  store_part<Types>(p, packed, layout, part, moments, shared, true);
 }
 
-// Each block writes the moments of a part to the workspace [rows, num_parts].
-template <class T>
+// Each block writes the moments of a part to the workspace [groups * rows, num_parts].
+template <class T, class X>
 __global__ void __launch_bounds__(ChunkTile::kBlockThreads, ChunkTile::kMinBlocksPerSM)
-    forward_moments(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
-  const Part part(layout, p.cols);
+    forward_moments(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<X>> packed) {
+  const Part part(layout, packed, p.cols);
   extern __shared__ __align__(16) unsigned char shared[];
-  const auto own = compute_part_moments<T>(p, packed, layout, part, shared, false);
-  if (threadIdx.x == 0) static_cast<Moments<AccOf<T>>*>(p.workspace)[part.row * layout.num_parts + blockIdx.x] = own;
+  const auto own = compute_part_moments<T, X>(p, packed, layout, part, shared, false);
+  auto* const part_moments = static_cast<Moments<AccOf<X>>*>(p.workspace) + part.row_of_all * layout.num_parts;
+  if (threadIdx.x == 0) part_moments[blockIdx.x] = own;
   let_next_grid_start();
 }
 
-// Each block computes a part of the output from the moments in the workspace.
-template <class T, class W>
-__global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<T, W>)
-    forward_output(const ForwardParams p, const ChunkLayout layout, const PackedParams<AccOf<T>> packed) {
-  const Part part(layout, p.cols);
+// Each block computes a part of the output from the moments in the workspace. The input is x.
+template <class Types>
+__global__ void __launch_bounds__(ChunkTile::kBlockThreads, kMinBlocksPerSM<Types>)
+    forward_output(const ForwardParams p, const ChunkLayout layout,
+                   const PackedParams<AccOf<typename Types::X>> packed) {
+  using Acc = AccOf<typename Types::X>;
+  const Part part(layout, packed, p.cols);
   extern __shared__ __align__(16) unsigned char shared[];
   wait_for_previous_grid();
-  const auto* const part_moments = static_cast<const Moments<AccOf<T>>*>(p.workspace) + part.row * layout.num_parts;
+  const auto* const part_moments = static_cast<const Moments<Acc>*>(p.workspace) + part.row_of_all * layout.num_parts;
   const auto moments = merge_parts<kMaxParts>(part_moments, layout.num_parts, packed.cols);
-  store_part<T, W>(p, packed, layout, part, moments, shared, false);
+  store_part<Types>(p, packed, layout, part, moments, shared, false);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-template <class T>
+template <class X>
 ChunkLayout make_chunk_layout(int64_t cols) {
-  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
+  const int64_t vectors = ceil_div(cols, kVectorSize<X>);
   const int64_t chunk = ceil_div(ceil_div(vectors, ceil_div(vectors, kMaxChunkVectors)), kWarpSize) * kWarpSize;
   const int64_t num_chunks = ceil_div(vectors, chunk);
   const int64_t num_parts = num_chunks <= kMaxClusterSize * kMaxStagedChunks ? kMaxClusterSize : kMaxParts;
   const int64_t chunks_per_part = ceil_div(num_chunks, num_parts);
-  return {static_cast<int>(chunk * kVectorSize<T>), static_cast<int>(chunks_per_part),
+  return {static_cast<int>(chunk * kVectorSize<X>), static_cast<int>(chunks_per_part),
           static_cast<unsigned>(ceil_div(num_chunks, chunks_per_part)), 0};
 }
 
-// The dynamic shared memory of a block that holds so many chunks, and one chunk of a residual.
-template <class T>
+// The dynamic shared memory of a block that holds so many chunks, and one chunk of the input of a residual.
+template <class X>
 size_t chunk_bytes(const ChunkLayout& layout, int chunks) {
-  return (1 + chunks) * StagedRow<T, ChunkTile>::bytes(block_threads<ChunkTile, T>(layout.chunk_cols));
+  return (1 + chunks) * StagedRow<X, ChunkTile>::bytes(block_threads<ChunkTile, X>(layout.chunk_cols));
 }
 
-template <class T, class W>
+template <class Types>
 bool fits_cluster(const ChunkLayout& layout) {
-  if constexpr (sizeof(T) == 8) {
+  using X = typename Types::X;
+  if constexpr (sizeof(X) == 8) {
     return false;
   } else {
-    constexpr size_t kStaticBytes = (kMaxClusterSize + ChunkTile::kWarps) * sizeof(Moments<AccOf<T>>);
-    return layout.num_parts <= kMaxClusterSize && has_clusters(forward_in_cluster<T, W>) &&
-           chunk_bytes<T>(layout, layout.chunks_per_part) + kStaticBytes <= max_shared_memory();
+    constexpr size_t kStaticBytes = (kMaxClusterSize + ChunkTile::kWarps) * sizeof(Moments<AccOf<X>>);
+    return layout.num_parts <= kMaxClusterSize && has_clusters(forward_in_cluster<Types>) &&
+           chunk_bytes<X>(layout, layout.chunks_per_part) + kStaticBytes <= max_shared_memory();
   }
+}
+
+template <class Types>
+constexpr bool kFewTiles = !std::is_same_v<typename Types::T, typename Types::X>;
+
+// Whether all rows consist of whole vectors that are aligned in every array.
+template <class T, class X, class W>
+bool has_aligned_vectors(const ForwardParams& p) {
+  return p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.input) && is_aligned<X>(p.residual) &&
+         is_aligned<X>(p.sum) && is_aligned<T>(p.output) && is_aligned<W>(p.weight) && is_aligned<W>(p.bias);
 }
 
 }  // namespace
 
 int64_t forward_workspace(const ForwardParams& p) {
+  if (p.channels_first) return 0;
   int64_t bytes = 0;
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    if (dispatch_tile<T>(p.cols, [](auto) {})) return;
-    const ChunkLayout layout = make_chunk_layout<T>(p.cols);
-    if (fits_cluster<T, W>(layout)) return;
-    bytes = p.rows * layout.num_parts * static_cast<int64_t>(sizeof(Moments<AccOf<T>>));
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    using X = typename Types::X;
+    if (dispatch_tile<X, kFewTiles<Types>>(p.cols, [](auto) {})) return;
+    const ChunkLayout layout = make_chunk_layout<X>(p.cols);
+    if (fits_cluster<Types>(layout)) return;
+    bytes = p.groups * p.rows * layout.num_parts * static_cast<int64_t>(sizeof(Moments<AccOf<X>>));
   });
   return bytes;
 }
 
 void forward(const ForwardParams& p) {
-  dispatch_dtypes<Elements>(p.dtype, p.param_dtype, [&](auto pair) {
-    using T = typename decltype(pair)::T;
-    using W = typename decltype(pair)::W;
-    // The rows of the output are aligned only if they are whole vectors. So are those of the sum, unless it is the
-    // residual.
-    const bool aligned = is_aligned<T>(p.input, p.input_stride) && is_aligned<T>(p.residual, p.residual_stride) &&
-                         is_aligned<T>(p.output, p.cols) && is_aligned<W>(p.weight, 0) && is_aligned<W>(p.bias, 0);
-    const PackedParams<AccOf<T>> packed(p, aligned);
+  if (p.channels_first) return channels_first_forward(p);
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    using X = typename Types::X;
+    const int64_t all_rows = p.groups * p.rows;
+    const bool aligned = has_aligned_vectors<typename Types::T, X, typename Types::W>(p);
+    const PackedParams<AccOf<X>> packed(p, aligned);
     const auto stream = static_cast<Stream>(p.stream);
-    const bool is_tile = dispatch_tile<T>(p.cols, [&](auto tile) {
+    const bool is_tile = dispatch_tile<X, kFewTiles<Types>>(p.cols, [&](auto tile) {
       using Tile = decltype(tile);
-      const unsigned threads = block_threads<Tile, T>(p.cols);
-      const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, Tile::kRows));
-      const size_t bytes = (p.residual ? 2 : 1) * Tile::kRows * StagedRow<T, Tile>::bytes(threads / Tile::kRows);
-      launch({blocks, threads, bytes, stream}, forward_rows<T, W, Tile>, p, packed);
+      const unsigned threads = block_threads<Tile, X>(p.cols);
+      const unsigned blocks = static_cast<unsigned>(ceil_div(all_rows, Tile::kRows));
+      const size_t bytes = (p.residual.data ? 2 : 1) * Tile::kRows * StagedRow<X, Tile>::bytes(threads / Tile::kRows);
+      launch({blocks, threads, bytes, stream}, forward_rows<Types, Tile>, p, packed);
     });
     if (is_tile) return;
-    ChunkLayout layout = make_chunk_layout<T>(p.cols);
-    const bool in_cluster = fits_cluster<T, W>(layout);
-    const size_t bytes = chunk_bytes<T>(layout, in_cluster ? layout.chunks_per_part : 1);
-    for (; layout.first_row < p.rows; layout.first_row += static_cast<unsigned>(kMaxGridY)) {
-      const int64_t rows = std::min(p.rows - layout.first_row, kMaxGridY);
+    ChunkLayout layout = make_chunk_layout<X>(p.cols);
+    const bool in_cluster = fits_cluster<Types>(layout);
+    const size_t bytes = chunk_bytes<X>(layout, in_cluster ? layout.chunks_per_part : 1);
+    for (; layout.first_row < all_rows; layout.first_row += static_cast<unsigned>(kMaxGridY)) {
+      const int64_t rows = std::min(all_rows - layout.first_row, kMaxGridY);
       const dim3 grid(layout.num_parts, static_cast<unsigned>(rows));
-      LaunchConfig config = {grid, block_threads<ChunkTile, T>(layout.chunk_cols), bytes, stream};
-      if constexpr (sizeof(T) < 8) {
+      LaunchConfig config = {grid, block_threads<ChunkTile, X>(layout.chunk_cols), bytes, stream};
+      if constexpr (sizeof(X) < 8) {
         if (in_cluster) {
           config.cluster = layout.num_parts;
-          const bool is_chunk = layout.chunks_per_part == 1;
-          launch(config, is_chunk ? forward_chunk_in_cluster<T, W> : forward_in_cluster<T, W>, p, layout, packed);
+          launch(config, forward_in_cluster<Types>, p, layout, packed);
           continue;
         }
       }
-      launch(config, forward_moments<T>, p, layout, packed);
+      launch(config, forward_moments<typename Types::T, X>, p, layout, packed);
       ForwardParams second = p;
-      if (p.residual) second.input = p.sum, second.input_stride = p.cols, second.residual = nullptr;
+      if (p.residual.data) second.input = p.sum, second.residual = {};
       config.overlaps_previous = true;
-      launch(config, forward_output<T, W>, second, layout, PackedParams<AccOf<T>>(second, aligned));
+      launch(config, forward_output<Types>, second, layout, PackedParams<AccOf<X>>(second, aligned));
     }
   });
 }

@@ -14,9 +14,6 @@ constexpr int64_t kMaxChunkVectors = 1024;
 constexpr int64_t kMaxClusterChunkVectors = 2048;
 constexpr int64_t kMaxWarpRowVectors = 128;
 
-// Bytes that the blocks for columns read if a single launch computes all gradients of few rows.
-constexpr int64_t kMaxSingleLaunchBytes = int64_t{8} << 20;
-
 // Bytes of shared memory that stage the pixels of a block, so that two blocks fit on a multiprocessor of an H100. GPUs
 // of compute capability 8.6, 8.9 and 12.0 have less.
 constexpr int64_t kMaxStagedBytes = 96 * 1024;

@@ -1,45 +1,87 @@
 // The gradients of the weight and the bias from the partial sums in the workspace.
 #pragma once
 
+#include <algorithm>
+
 #include "row.cuh"
 
 namespace layernorm::cuda {
 namespace {
 
-constexpr int kThreadsPerColumn = 8;  // of add_partials
+// The division of each group's rows into segments, if groups have gradients of their own. A segment takes `rounds`
+// rounds of a block and has one row of partial sums. 64 segments of a group keep the GPU busy with few groups; a
+// segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at most 256, which limits
+// their rounding errors.
+struct Segments {
+  int64_t rounds, per_group;
 
-// Adds the rows of the workspace in a fixed order: of the first gradient if blockIdx.y is 0, else of the second.
-template <class Acc, class W>
-__global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
-    add_partials(const Acc* const workspace, const int64_t num_partials, const int64_t pitch, const int64_t cols,
-                 W* const first_grad, W* const second_grad) {
-  __shared__ double sums[kThreadsPerColumn][kWarpSize];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
-  const Acc* const partials = workspace + blockIdx.y * num_partials * pitch + column;
-  double sum = 0;
-  wait_for_previous_grid();
-  if (column < cols) {
-    for (int64_t i = warp; i < num_partials; i += kThreadsPerColumn) sum += partials[i * pitch];
+  Segments(int64_t rounds_of_group, int64_t min_rounds)
+      : rounds(std::clamp(ceil_div(rounds_of_group, 64), min_rounds, int64_t{256})),
+        per_group(ceil_div(rounds_of_group, rounds)) {
+    rounds = ceil_div(rounds_of_group, per_group);
   }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || column >= cols) return;
-  for (int w = 1; w < kThreadsPerColumn; ++w) sum += sums[w][lane];
-  (blockIdx.y == 0 ? first_grad : second_grad)[column] = W(static_cast<Acc>(sum));
+};
+
+inline bool is_per_group(const Params& p, const View& gradient) {
+  return gradient.data && gradient.group_stride != 0 && p.groups > 1;
 }
 
-// The workspace has the partial sums [num_partials, pitch] of each gradient that is not null, first the weight's. The
-// kernel that computes them must be the stream's previous launch.
+constexpr int kThreadsPerColumn = 8;  // of add_partials
+
+// The partial sums [groups, count, pitch] of a gradient [groups, cols].
 template <class Acc, class W>
-void launch_add_partials(const Acc* workspace, int64_t num_partials, int64_t pitch, int64_t cols, W* grad_weight,
-                         W* grad_bias, Stream stream) {
-  if (!grad_weight && !grad_bias) return;
-  LaunchConfig config = {dim3(static_cast<unsigned>(ceil_div(cols, kWarpSize)), grad_weight && grad_bias ? 2 : 1),
-                         kThreadsPerColumn * kWarpSize, 0, stream};
+struct Partials {
+  const Acc* sums;
+  int64_t groups, count;
+  W* gradient;
+  int64_t group_stride;  // of the gradient
+};
+
+// Adds the partial sums of each group in a fixed order: of the first gradient if blockIdx.z is 0, else of the second.
+template <class Acc, class W>
+__global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
+    add_partials(const Partials<Acc, W> first, const Partials<Acc, W> second, const int64_t pitch, const int64_t cols) {
+  __shared__ double sums[kThreadsPerColumn][kWarpSize];
+  Partials<Acc, W> partials = first;
+  if (blockIdx.z > 0) partials = second;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
+  wait_for_previous_grid();
+  for (int64_t group = blockIdx.y; group < partials.groups; group += gridDim.y) {
+    const Acc* const from = partials.sums + group * partials.count * pitch + column;
+    double sum = 0;
+    if (column < cols) {
+      for (int64_t i = warp; i < partials.count; i += kThreadsPerColumn) sum += from[i * pitch];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < cols) {
+      for (int w = 1; w < kThreadsPerColumn; ++w) sum += sums[w][lane];
+      partials.gradient[group * partials.group_stride + column] = W(static_cast<Acc>(sum));
+    }
+    __syncthreads();
+  }
+}
+
+// Adds the partial sums of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch] in the
+// workspace. The kernel that computes them must be the stream's previous launch.
+template <class Acc, class W, class Plan>
+void launch_add_partials(const BackwardParams& p, const Plan& plan, int64_t pitch) {
+  const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
+    const int64_t groups = is_per_group ? p.groups : 1;
+    return Partials<Acc, W>{static_cast<const Acc*>(p.workspace) + first * pitch, groups, rows / groups,
+                            static_cast<W*>(gradient.data), gradient.group_stride};
+  };
+  const auto weight = make(p.grad_weight, plan.weight_is_per_group, 0, plan.weight_partials);
+  const auto bias = make(p.grad_bias, plan.bias_is_per_group, plan.weight_partials, plan.bias_partials);
+  const bool has_weight = plan.weight_partials > 0, has_bias = plan.bias_partials > 0;
+  if (!has_weight && !has_bias) return;
+  const int64_t groups = std::max(has_weight ? weight.groups : 0, has_bias ? bias.groups : 0);
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
+                  static_cast<unsigned>(std::min(groups, kMaxGridY)), has_weight && has_bias ? 2 : 1);
+  LaunchConfig config = {grid, kThreadsPerColumn * kWarpSize, 0, static_cast<Stream>(p.stream)};
   config.overlaps_previous = true;
-  launch(config, add_partials<Acc, W>, workspace, num_partials, pitch, cols, grad_weight ? grad_weight : grad_bias,
-         grad_bias);
+  launch(config, add_partials<Acc, W>, has_weight ? weight : bias, bias, pitch, p.cols);
 }
 
 }  // namespace

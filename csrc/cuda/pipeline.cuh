@@ -7,19 +7,24 @@ namespace layernorm::cuda {
 
 constexpr int kMaxStages = 2;
 
-// A ring of stages, each of which holds one row of each array for every row of the block. Rows are fetched by the
-// threads that share them or, if one block handles an aligned row, by bulk copies. One thread starts the bulk copies,
-// and they complete on the full barrier of their stage. All rows that are copied in bulk have `cols` columns.
-template <class T, class Tile, int kArrays>
+// A ring of stages. A stage holds one row of dy (of T), x and the gradient of the sum (both of X) for every row of the
+// block; x and the gradient of the sum may be absent. Rows are fetched by the threads that share them or, if one block
+// handles an aligned row, by bulk copies. One thread starts the bulk copies, and they complete on the full barrier of
+// their stage. All rows that are copied in bulk have `cols` columns.
+template <class T, class X, class Tile>
 class RowPipeline {
  public:
-  struct Rows {
-    const T* arrays[kArrays];  // null for an array that does not exist
+  using StagedX = StagedRow<X, Tile>;
+  using StagedDy = StagedRow<T, Tile, kVectorSize<X>>;
+
+  struct Rows {  // null for an array that is not needed
+    const T* dy;
+    const X *x, *dsum;
   };
 
-  // The shared memory for rows of `threads` threads. Unaligned rows need one more staged row for the output.
+  // The shared memory for rows of `threads` threads. Unaligned rows need one more staged row for dx.
   static size_t bytes(int threads, int rows, int arrays, int stages, bool aligned) {
-    return (stages * arrays + !aligned) * rows * StagedRow<T, Tile>::bytes(threads);
+    return (stages * arrays + !aligned) * rows * StagedX::bytes(threads);
   }
 
   // Must be called by all threads of the block.
@@ -34,7 +39,11 @@ class RowPipeline {
     if (!in_bulk_) return;
 #pragma unroll 1
     for (int i = 0; i < stages * arrays; ++i) {
-      StagedRow<T, Tile>(shared_memory(i, position), position, true).clear_after(cols);
+      if (i % arrays == 0) {
+        StagedDy(shared_memory(i, position), position, true).clear_after(cols);
+      } else {
+        StagedX(shared_memory(i, position), position, true).clear_after(cols);
+      }
     }
     if (position.thread == 0) {
 #pragma unroll 1
@@ -44,17 +53,19 @@ class RowPipeline {
     __syncthreads();
   }
 
-  // Starts to fetch `cols` columns of the next rows, or nothing if `cols` is 0, to a stage that is new or released.
+  // Starts to fetch `cols` columns of the next rows, or of none if `cols` is 0, to a stage that is new or released.
   __device__ __forceinline__ void fetch(const Rows& rows, int cols, const Position<Tile>& position) {
     if (in_bulk_) {
-      if (position.thread == 0 && cols > 0) {
+      if (position.thread == 0) {
         MBarrier* const full_barrier = &full_barriers_[stage_];
-        mbarrier_arrive(full_barrier, arrays_ * cols * static_cast<int>(sizeof(T)));
-        for_each_array(rows, position,
-                       [&](auto staged, const T* row) { staged.fetch_in_bulk(row, cols, full_barrier); });
+        mbarrier_arrive(full_barrier, cols * static_cast<int>(sizeof(T) + (arrays_ - 1) * sizeof(X)));
+        if (cols > 0) {
+          for_each_array(rows, position,
+                         [&](auto staged, const auto* row) { staged.fetch_in_bulk(row, cols, full_barrier); });
+        }
       }
     } else {
-      for_each_array(rows, position, [&](auto staged, const T* row) { staged.fetch(row, cols); });
+      for_each_array(rows, position, [&](auto staged, const auto* row) { staged.fetch(row, cols); });
       async_commit();
     }
     if (++stage_ == stages_) stage_ = 0, parity_ ^= 1;
@@ -74,21 +85,21 @@ class RowPipeline {
     }
     if (aligned_) return;
     position.sync();
-    for_each_array(rows(), position, [&](auto staged, const T* row) { staged.realign(row, cols); });
+    for_each_array(rows(), position, [&](auto staged, const auto* row) { staged.realign(row, cols); });
   }
 
-  // The row of an array that wait() waited for.
-  __device__ __forceinline__ StagedRow<T, Tile> row(int array, const Position<Tile>& position) const {
-    return {shared_memory(stage_ * arrays_ + array, position), position, aligned_};
-  }
+  // The rows that wait() waited for.
+  __device__ __forceinline__ StagedDy dy(const Position<Tile>& position) const { return row<StagedDy>(0, position); }
+  __device__ __forceinline__ StagedX x(const Position<Tile>& position) const { return row<StagedX>(1, position); }
+  __device__ __forceinline__ StagedX dsum(const Position<Tile>& position) const { return row<StagedX>(2, position); }
 
   // Releases the oldest rows. The next fetch overwrites them.
   __device__ __forceinline__ void release() const {
     if (in_bulk_ || !aligned_) Position<Tile>::sync();
   }
 
-  // The shared memory that stages the output.
-  __device__ __forceinline__ StagedRow<T, Tile> output(const Position<Tile>& position) const {
+  // The shared memory that stages dx.
+  __device__ __forceinline__ StagedX dx(const Position<Tile>& position) const {
     return {shared_memory(stages_ * arrays_, position), position, aligned_};
   }
 
@@ -98,16 +109,19 @@ class RowPipeline {
  private:
   __device__ __forceinline__ unsigned char* shared_memory(int index, const Position<Tile>& position) const {
     const int row = index * position.rows_per_block() + position.row;
-    return shared_ + row * StagedRow<T, Tile>::bytes(position.threads_per_row());
+    return shared_ + row * StagedX::bytes(position.threads_per_row());
+  }
+  template <class Staged>
+  __device__ __forceinline__ Staged row(int array, const Position<Tile>& position) const {
+    return {shared_memory(stage_ * arrays_ + array, position), position, aligned_};
   }
 
-  // Calls f(staged row, row in global memory) for each array that exists.
+  // Calls f(staged row, row in global memory) for each array that is needed.
   template <class F>
   __device__ __forceinline__ void for_each_array(const Rows& rows, const Position<Tile>& position, const F& f) const {
-#pragma unroll
-    for (int i = 0; i < kArrays; ++i) {
-      if (rows.arrays[i]) f(row(i, position), rows.arrays[i]);
-    }
+    if (rows.dy) f(dy(position), rows.dy);
+    if (rows.x) f(x(position), rows.x);
+    if (rows.dsum) f(dsum(position), rows.dsum);
   }
 
   unsigned char* shared_;

@@ -27,6 +27,60 @@ __device__ __forceinline__ void with_constant(bool flag, const F& f) {
   }
 }
 
+// ---- groups of rows -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int64_t multiply_high(int64_t a, uint64_t b) {
+  return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(a), b));
+}
+__device__ __forceinline__ int multiply_high(int a, unsigned b) {
+  return static_cast<int>(__umulhi(static_cast<unsigned>(a), b));
+}
+
+// Divides numbers that are not negative without a division instruction, which would be a function call.
+template <class Int>
+class FastDivisor {
+ public:
+  struct Result {
+    Int quotient, remainder;
+  };
+
+  FastDivisor() = default;
+  explicit FastDivisor(Int divisor)
+      : divisor_(divisor), reciprocal_(std::numeric_limits<Unsigned>::max() / static_cast<Unsigned>(divisor)) {}
+
+  __host__ __device__ __forceinline__ Int divisor() const { return divisor_; }
+
+  // The product is the quotient or, because the reciprocal is rounded down, one less.
+  __device__ __forceinline__ Result divide(Int n) const {
+    Result result;
+    result.quotient = multiply_high(n, reciprocal_);
+    result.remainder = n - result.quotient * divisor_;
+    if (result.remainder >= divisor_) ++result.quotient, result.remainder -= divisor_;
+    return result;
+  }
+
+ private:
+  using Unsigned = std::make_unsigned_t<Int>;
+  Int divisor_;
+  Unsigned reciprocal_;
+};
+
+struct RowIndex {
+  int64_t group, row;  // row: in the group
+};
+
+// The group of a row of [groups * rows].
+__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor<int64_t>& rows) {
+  if (!has_groups) return {0, row};
+  const auto [group, row_in_group] = rows.divide(row);
+  return {group, row_in_group};
+}
+
+template <class E>
+__device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
+  return static_cast<E*>(view.data) + index.group * view.group_stride + index.row * view.row_stride;
+}
+
 // ---- tiles: rows, or chunks of rows, in registers -------------------------------------------------------------------
 
 // kThreads threads share a row, and each holds up to kVectors vectors. Neighbouring threads hold neighbouring vectors.
@@ -50,19 +104,23 @@ unsigned block_threads(int64_t cols) {
 }
 
 // Calls f(Tile{}) with the smallest tile that holds a row, or returns false if none does. The choice depends on nothing
-// but the dtype and the number of columns, and so does the order of summation. Rows of two vectors take 30.9
-// instructions per bfloat16 element in Tile<2, 1>, and 34.9 in Tile<2, 4>.
-template <class T, class F>
+// but the dtypes and the number of columns, and so does the order of summation. Rows of two vectors take 30.9
+// instructions per bfloat16 element in Tile<2, 1>, and 34.9 in Tile<2, 4>. `few_tiles` says to choose among three.
+template <class X, bool few_tiles, class F>
 bool dispatch_tile(int64_t cols, const F& f) {
-  const int64_t vectors = ceil_div(cols, kVectorSize<T>);
+  const int64_t vectors = ceil_div(cols, kVectorSize<X>);
   if (vectors > kMaxTileVectors) return false;
   const auto try_tile = [&](auto tile) {
     if (vectors > tile.kThreads * tile.kVectors) return false;
     f(tile);
     return true;
   };
-  return try_tile(Tile<1, 1>{}) || try_tile(Tile<2, 1>{}) || try_tile(Tile<2>{}) || try_tile(Tile<4>{}) ||
-         try_tile(Tile<8>{}) || try_tile(Tile<16>{}) || try_tile(Tile<32>{}) || try_tile(Tile<512>{});
+  if constexpr (few_tiles) {
+    return try_tile(Tile<8>{}) || try_tile(Tile<32>{}) || try_tile(Tile<512>{});
+  } else {
+    return try_tile(Tile<1, 1>{}) || try_tile(Tile<2, 1>{}) || try_tile(Tile<2>{}) || try_tile(Tile<4>{}) ||
+           try_tile(Tile<8>{}) || try_tile(Tile<16>{}) || try_tile(Tile<32>{}) || try_tile(Tile<512>{});
+  }
 }
 
 // This thread's position in its tile.
@@ -204,11 +262,10 @@ template <class Acc>
 struct Statistics {
   Acc scale, mean = 0, rstd = 0;
 
-  template <class Params>
-  __device__ __forceinline__ Statistics(const Params& p, int64_t row, bool exists = true) {
+  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool exists = true) {
     if (exists) {
-      if (p.mean) mean = static_cast<const Acc*>(p.mean)[row];
-      rstd = static_cast<const Acc*>(p.rstd)[row];
+      if (p.mean.data) mean = *address<const Acc>(p.mean, index);
+      rstd = *address<const Acc>(p.rstd, index);
     }
     // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
     const bool is_huge = rstd < Acc(0x1p-60);
@@ -216,10 +273,9 @@ struct Statistics {
     mean *= scale;
     rstd *= is_huge ? 1 / kScale<Acc> : 1;
   }
-  template <class Params>
-  __device__ __forceinline__ static void prefetch(const Params& p, int64_t row) {
-    if (p.mean) layernorm::prefetch(static_cast<const Acc*>(p.mean) + row);
-    layernorm::prefetch(static_cast<const Acc*>(p.rstd) + row);
+  __device__ __forceinline__ static void prefetch(const Params& p, const RowIndex& index) {
+    if (p.mean.data) layernorm::prefetch(address<const Acc>(p.mean, index));
+    layernorm::prefetch(address<const Acc>(p.rstd, index));
   }
   __device__ __forceinline__ Acc xhat(Acc x, Acc correction) const {
     return fma(fma(x, scale, -mean), rstd, -correction);
@@ -240,12 +296,22 @@ struct RowMeans {
   }
 };
 
+// xhat from the output, where the weight is weight + weight_offset. A weight that is too small to divide by gives NaN.
+template <class Acc>
+__device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias, Acc weight_offset, Acc correction) {
+  const Acc divisor = weight + weight_offset;
+  if (abs(divisor) < Acc(kSmallestDivisor)) return std::numeric_limits<Acc>::quiet_NaN();
+  return fast_divide(y - bias, divisor) - correction;
+}
+
 // ---- alignment ------------------------------------------------------------------------------------------------------
 
-// Whether every row of T at `base` starts at a multiple of 16 bytes.
-template <class T>
-bool is_aligned(const void* base, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride * static_cast<int64_t>(sizeof(T)) % 16 == 0;
+// Whether every row of an array starts at a multiple of 16 bytes. An absent array is aligned.
+template <class E>
+bool is_aligned(const View& view) {
+  const auto is_multiple = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(E)) % 16 == 0; };
+  return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && is_multiple(view.group_stride) &&
+                        is_multiple(view.row_stride));
 }
 
 }  // namespace layernorm::cuda

@@ -1,4 +1,5 @@
-// Rows in shared memory. A row may start at any address: global memory is accessed in aligned granules of 16 bytes.
+// Rows in shared memory. A row may start at any address: global memory is accessed in aligned granules of the size of a
+// vector, which is 16 bytes, or 8 for 16-bit elements in a row whose x is float.
 //
 // Shared memory holds the granules that the row touches. Bytes outside the row are zeros there, and are never read from
 // global memory. Vectors are read at any byte offset and shifted in registers, so that the result does
@@ -10,6 +11,7 @@
 namespace layernorm::cuda {
 
 // Byte offsets from the start of the first granule that a row touches.
+template <int kSize>
 struct Granules {
   int begin;       // of the row
   int end;         // of the row
@@ -17,61 +19,71 @@ struct Granules {
   int full_end;
 
   __device__ __forceinline__ Granules(const void* row, int bytes)
-      : begin(static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16)),
+      : begin(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kSize)),
         end(begin + bytes),
-        full_begin((begin + 15) & ~15),
-        full_end(max(end & ~15, full_begin)) {}
+        full_begin((begin + kSize - 1) & ~(kSize - 1)),
+        full_end(max(end & ~(kSize - 1), full_begin)) {}
 };
 
-// The 16 bytes that start `offset` bytes into two neighbouring granules. The offset is 0 to 15, and a multiple of the
-// element size.
-template <int kElementSize>
-__device__ __forceinline__ uint4 funnel_shift(const uint4& low, const uint4& high, int offset) {
-  uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+// The granule that starts `offset` bytes into two neighbouring granules. The offset is less than the granules' size,
+// and a multiple of the element size.
+template <int kElementSize, int kWords>
+__device__ __forceinline__ Vector<uint32_t, kWords> funnel_shift(const Vector<uint32_t, kWords>& low,
+                                                                 const Vector<uint32_t, kWords>& high, int offset) {
+  uint32_t words[2 * kWords];
 #pragma unroll
-  for (int i = 0; i < 6; ++i) words[i] = offset & 8 ? words[i + 2] : words[i];
+  for (int i = 0; i < 2 * kWords; ++i) words[i] = i < kWords ? low.values[i] : high.values[i - kWords];
+  if constexpr (kWords == 4) {
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = offset & 8 ? words[i + 2] : words[i];
+  }
   if constexpr (kElementSize <= 4) {
 #pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = offset & 4 ? words[i + 1] : words[i];
+    for (int i = 0; i <= kWords; ++i) words[i] = offset & 4 ? words[i + 1] : words[i];
   }
   if constexpr (kElementSize <= 2) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = offset & 2 ? words[i] >> 16 | words[i + 1] << 16 : words[i];
+    for (int i = 0; i < kWords; ++i) words[i] = offset & 2 ? words[i] >> 16 | words[i + 1] << 16 : words[i];
   }
-  return {words[0], words[1], words[2], words[3]};
+  Vector<uint32_t, kWords> result;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) result.values[i] = words[i];
+  return result;
 }
 
 // A tile's row, or chunk of a row, in shared memory. The tile's threads share the work. Aligned rows need no barrier,
 // because each thread reads what it fetched itself.
-template <class T, class Tile>
+template <class T, class Tile, int kVec_ = kVectorSize<T>>
 class StagedRow {
  public:
-  static constexpr int kVec = kVectorSize<T>;
+  static constexpr int kVec = kVec_;
   using Vectors = Vector<T, kVec>[Tile::kVectors];  // a thread's part of a row
 
   // The shared memory of a row: one more granule for the row's offset, and one for the zeros after the row.
-  __host__ __device__ static constexpr size_t bytes(int threads) { return (threads * Tile::kVectors + 2) * 16; }
+  __host__ __device__ static constexpr size_t bytes(int threads) { return (threads * Tile::kVectors + 2) * kGranule; }
 
   __device__ __forceinline__ StagedRow(void* shared, const Position<Tile>& position, bool aligned)
       : bytes_(static_cast<char*>(shared)), position_(position), aligned_(aligned) {}
 
   __device__ __forceinline__ bool is_aligned() const { return aligned_; }
+  __device__ __forceinline__ void* data() const { return bytes_; }
 
   // Starts to copy `cols` elements of a row.
   __device__ __forceinline__ void fetch(const T* row, int cols) {
     if (aligned_) {
       const T* const src = row + position_.vector_index(0) * kVec;
       for_each_vector([&](int i, int index) {
-        async_copy16_or_zeros(&granule(index), src + i * position_.vector_stride() * kVec, remaining(i, cols) > 0);
+        async_copy_or_zeros<kGranule>(&granule(index), src + i * position_.vector_stride() * kVec,
+                                      remaining(i, cols) > 0);
       });
       return;
     }
-    const Granules granules(row, cols * kElementSize);
+    const Granules<kGranule> granules(row, cols * kElementSize);
     const char* const src = reinterpret_cast<const char*>(row) - granules.begin;
 #pragma unroll 1
-    for (int byte = granules.full_begin + position_.thread * 16; byte < granules.full_end;
-         byte += position_.threads_per_row() * 16) {
-      async_copy16(bytes_ + byte, src + byte);
+    for (int byte = granules.full_begin + position_.thread * kGranule; byte < granules.full_end;
+         byte += position_.threads_per_row() * kGranule) {
+      async_copy<kGranule>(bytes_ + byte, src + byte);
     }
     const auto copy = [&](int begin, int end) {
 #pragma unroll 1
@@ -82,7 +94,7 @@ class StagedRow {
       }
     };
     copy(0, granules.full_begin);
-    copy(granules.full_end, granules.full_end + 32);
+    copy(granules.full_end, granules.full_end + 2 * kGranule);
     offset_ = granules.begin;
   }
 
@@ -133,7 +145,7 @@ class StagedRow {
   // Shifts a fetched, unaligned row to where read() expects its vectors.
   __device__ __forceinline__ void realign(const T* row, int cols) const {
     Vectors v;
-    read_shifted(v, cols, Granules(row, cols * kElementSize).begin);
+    read_shifted(v, cols, Granules<kGranule>(row, cols * kElementSize).begin);
     position_.sync();
     write(v);
   }
@@ -166,13 +178,13 @@ class StagedRow {
   __device__ __forceinline__ void end_of_store(T* row, int cols) const {
     if (aligned_) return;
     position_.sync();
-    const Granules granules(row, cols * kElementSize);
+    const Granules<kGranule> granules(row, cols * kElementSize);
     char* const dst = reinterpret_cast<char*>(row) - granules.begin;
     const int offset = granules.full_begin - granules.begin;  // of the first full granule in the row
 #pragma unroll 1
-    for (int index = position_.thread; granules.full_begin + index * 16 < granules.full_end;
+    for (int index = position_.thread; granules.full_begin + index * kGranule < granules.full_end;
          index += position_.threads_per_row()) {
-      *reinterpret_cast<uint4*>(dst + granules.full_begin + index * 16) = shifted_granule(index, offset);
+      *reinterpret_cast<Granule*>(dst + granules.full_begin + index * kGranule) = shifted_granule(index, offset);
     }
     const auto copy = [&](int begin, int end) {
 #pragma unroll 1
@@ -191,7 +203,8 @@ class StagedRow {
   }
 
  private:
-  static constexpr int kElementSize = sizeof(T);
+  static constexpr int kElementSize = sizeof(T), kGranule = kVec * kElementSize;
+  using Granule = Vector<uint32_t, kGranule / 4>;
 
   // Calls f(i, index in the row) for this thread's vectors.
   template <class F>
@@ -202,18 +215,18 @@ class StagedRow {
 
   __device__ __forceinline__ void read_shifted(Vectors& v, int cols, int offset) const {
     for_each_vector(
-        [&](int i, int index) { bits(v[i]) = remaining(i, cols) > 0 ? shifted_granule(index, offset) : uint4{}; });
+        [&](int i, int index) { bits(v[i]) = remaining(i, cols) > 0 ? shifted_granule(index, offset) : Granule{}; });
   }
 
   __device__ __forceinline__ int remaining(int i, int cols) const {
     return position_.template remaining<kVec>(i, cols);
   }
-  __device__ __forceinline__ static uint4& bits(Vector<T, kVec>& v) { return reinterpret_cast<uint4&>(v); }
-  __device__ __forceinline__ static const uint4& bits(const Vector<T, kVec>& v) {
-    return reinterpret_cast<const uint4&>(v);
+  __device__ __forceinline__ static Granule& bits(Vector<T, kVec>& v) { return reinterpret_cast<Granule&>(v); }
+  __device__ __forceinline__ static const Granule& bits(const Vector<T, kVec>& v) {
+    return reinterpret_cast<const Granule&>(v);
   }
-  __device__ __forceinline__ uint4& granule(int index) const { return reinterpret_cast<uint4*>(bytes_)[index]; }
-  __device__ __forceinline__ uint4 shifted_granule(int index, int offset) const {
+  __device__ __forceinline__ Granule& granule(int index) const { return reinterpret_cast<Granule*>(bytes_)[index]; }
+  __device__ __forceinline__ Granule shifted_granule(int index, int offset) const {
     return offset == 0 ? granule(index) : funnel_shift<kElementSize>(granule(index), granule(index + 1), offset);
   }
   __device__ __forceinline__ T* element(int byte) const { return reinterpret_cast<T*>(bytes_ + byte); }

@@ -1,6 +1,7 @@
-// Vectors: 16 bytes of a row, and the parameters of the same columns.
+// Vectors: 16 bytes of a row of x, and the elements of other arrays in the same columns.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "device.h"
@@ -22,7 +23,7 @@ template <class T>
 constexpr int kVectorSize = 16 / sizeof(T);
 
 template <class E, int kSize>
-struct alignas(16) Vector {
+struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 

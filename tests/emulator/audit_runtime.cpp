@@ -20,7 +20,6 @@ struct Kernel : gpu_models::Kernel {
 
 const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
 int current_device = 0;
-bool expects_one_wave = false;
 std::string faults, launches;
 
 std::map<const void*, std::string>& stubs() {  // mangled names of the kernels
@@ -83,9 +82,8 @@ void audit_gpu(const char* name, int architecture, const char* file) {
 }
 
 // Starts a call on a device with a new number, so that it does not depend on the opt-ins of earlier calls.
-void audit_next_call(bool one_wave) {
+void audit_next_call() {
   ++current_device;
-  expects_one_wave = one_wave;
   launches.clear();
 }
 
@@ -204,7 +202,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
   const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
   const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
   const auto text = [](auto number) { return " " + std::to_string(number); };
-  if (expects_one_wave && has_second_wave(kernel->name, launch.grid, resident)) {
+  if (has_second_wave(kernel->name, launch.grid, resident)) {
     record_fault(kernel->name, "more persistent blocks than are resident:" + text(blocks) + " of" + text(resident));
   }
   launches += kernel->name + text(blocks) + text(launch.threads) + text(launch.cluster) + text(launch.dynamic_shared) +

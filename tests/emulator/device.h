@@ -64,6 +64,10 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place =
 using std::abs, std::fma, std::hypot, std::sqrt;
 // The error of 2^-13 exceeds what CUDA allows, so that tests notice code that does not refine the result.
 inline float rsqrtf(float x) { return (1 + 0x1p-13f) / std::sqrt(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 template <class T>
   requires std::is_arithmetic_v<T>
@@ -120,6 +124,7 @@ using emulator::mbarrier_arrive, emulator::mbarrier_fence_init, emulator::mbarri
 using emulator::wait_for_previous_grid;
 
 inline unsigned reload_thread_index() { return threadIdx.x; }
+inline int reload(int value) { return value; }
 template <class T>
 T fast_divide(T x, T y) {
   return x / y;
@@ -132,9 +137,13 @@ inline void prefetch(const void*) {}
 inline void let_next_grid_start() {}
 
 #define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the line of the kernel
-EMULATOR_INLINE void async_copy16(void* shared, const void* global) { emulator::async_copy(shared, global, 16); }
-EMULATOR_INLINE void async_copy16_or_zeros(void* shared, const void* global, bool exists) {
-  emulator::async_copy(shared, exists ? global : nullptr, 16);
+template <int kBytes>
+EMULATOR_INLINE void async_copy(void* shared, const void* global) {
+  emulator::async_copy(shared, global, kBytes);
+}
+template <int kBytes>
+EMULATOR_INLINE void async_copy_or_zeros(void* shared, const void* global, bool exists) {
+  emulator::async_copy(shared, exists ? global : nullptr, kBytes);
 }
 template <int kGroupsLeft>
 EMULATOR_INLINE void async_wait() {

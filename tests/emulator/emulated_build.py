@@ -185,7 +185,7 @@ def library(mode=CHECKED):
         str(torch_root / "include/torch/csrc/api/include"),
     )
     registration_flags = (*host_flags, f'-DEMULATOR_NAMESPACE="{namespace(mode)}"')
-    host = [csrc / "ops.cpp", csrc / "autograd.cpp", csrc / "channels_first.cpp"]
+    host = [csrc / "ops.cpp", csrc / "autograd.cpp"]
     objects = _objects(
         [(path, ("-O2",), csrc) for path in RUNTIME]
         + [(path, mode, csrc) for path in sorted(csrc.glob("cuda/*.cu"))]

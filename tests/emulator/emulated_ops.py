@@ -27,8 +27,7 @@ class Library:
         self.ops = getattr(torch.ops, emulated_build.namespace(mode))
         emulator = ctypes.CDLL(str(path))
         self._configure = emulator.emulator_configure
-        limits = (ctypes.c_int64, ctypes.c_int64)
-        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, *limits)
+        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
         self._launched = emulator.emulator_launched
         self._launched.restype = ctypes.c_char_p
         self._set_resources = emulator.emulator_resources
@@ -43,25 +42,17 @@ class Library:
         self._set_resources(architecture, kernel.encode(), registers, static_shared)
 
     @contextlib.contextmanager
-    def schedule(
-        self,
-        order="forward",
-        seed=0,
-        concurrent_blocks=1,
-        architecture=90,
-        path_limit=UNLIMITED,
-        one_launch_limit=UNLIMITED,
-    ):
+    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
         """Run threads in this order, on a GPU of this compute capability, within the `with` block.
 
-        `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes), and
-        `one_launch_limit` the bytes up to which backward is one launch: see launch_limits.h.
+        `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
+        launch_limits.h.
         """
-        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit, one_launch_limit)
+        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit)
         try:
             yield
         finally:
-            self._configure(0, 0, 1, 90, UNLIMITED, UNLIMITED)
+            self._configure(0, 0, 1, 90, UNLIMITED)
 
     def launched(self):
         """Return the names of the kernels that were launched since the last call."""

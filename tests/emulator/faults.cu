@@ -175,7 +175,7 @@ __global__ void fetch(const float* in, float* out) {
   for (int row = 0; row < 2; ++row) {
     if (threadIdx.x < kN / 4) {
       const int shift = kFault == Fault::kMisaligned;
-      async_copy16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x + shift);  // fault
+      async_copy<16>(tile + 4 * threadIdx.x, in + 4 * threadIdx.x + shift);  // fault
     }
     async_commit();
     if (kFault != Fault::kNoWait) async_wait<kFault == Fault::kWrongPhase>();
@@ -190,9 +190,9 @@ __global__ void fetch(const float* in, float* out) {
 __global__ void two_groups(const float* in, float* out) {
   extern __shared__ __align__(16) float tile[];
   float* const own = tile + 8 * threadIdx.x;
-  async_copy16(own, in + threadIdx.x / 4 * 4);
+  async_copy<16>(own, in + threadIdx.x / 4 * 4);
   async_commit();
-  async_copy16_or_zeros(own + 4, nullptr, false);
+  async_copy_or_zeros<16>(own + 4, nullptr, false);
   async_commit();
   async_wait<1>();
   out[threadIdx.x] = own[threadIdx.x % 4];
@@ -201,7 +201,7 @@ __global__ void two_groups(const float* in, float* out) {
 }
 __global__ void leave_copy(const float* in, float*) {
   extern __shared__ __align__(16) float tile[];
-  async_copy16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x);
+  async_copy<16>(tile + 4 * threadIdx.x, in + 4 * threadIdx.x);
   async_commit();
 }
 

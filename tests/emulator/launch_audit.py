@@ -41,7 +41,7 @@ class Target:
 TARGETS = [Target("A100", 80), Target("A10", 80), Target("L4", 80), Target("H200", 90), Target("B200", 100)]
 TARGETS += [Target("RTX 5090", 100), Target("H200", 80), Target("B200", 90), Target("RTX 5090", 80)]
 
-ROWS = (1, 2, 100, 128, 129, 1000, 4096, 65536, 1_000_000, 10_000_000)
+ROWS = (1, 129, 4096, 1_000_000, 10_000_000)
 MAX_COLS = 4 << 20
 MAX_BYTES = 4 << 30  # of a tensor: address space, not memory
 # Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, the chunks of a
@@ -54,11 +54,11 @@ def write_resources(path, kernels):
 
 
 def lengths(itemsize):
-    """Return numbers of columns: around every limit of the kernels, and a random sample."""
+    """Return numbers of columns: as many vectors as each limit of the kernels and one more, and a random sample."""
     count = 16 // itemsize
-    around = {v * count + d for v in VECTORS for d in (-1, 0, 1, count)}
+    around = {v * count + d for v in VECTORS for d in (0, count)}
     generator = random.Random(0)
-    sample = {round(MAX_COLS ** generator.random()) for _ in range(40)}
+    sample = {round(MAX_COLS ** generator.random()) for _ in range(20)}
     return sorted(n for n in around | sample | {MAX_COLS} if 1 <= n <= MAX_COLS)
 
 
@@ -67,7 +67,8 @@ def dtype_pairs(torch):
     return [*((dtype, dtype) for dtype in same), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 
 
-MASKS = [list(mask) for mask in itertools.product((True, False), repeat=3) if any(mask)]
+# Masks of gradients that differ in the arrays that the kernels read and in the sums that they store.
+MASKS = [[True] * 3, [True, False, False], [False, True, False], [False, False, True]]
 
 
 class Calls:
@@ -78,8 +79,14 @@ class Calls:
         self.ops = torch.ops.layernorm
         self.key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
-    def call(self, name, *args, **kwargs):
-        return getattr(self.ops, name).default.redispatch(self.key, *args, **kwargs)
+    def forward(self, *args, **options):
+        return self.ops.forward.default.redispatch(self.key, *args, **options)
+
+    def forward_residual(self, *args, **options):
+        return self.ops.forward.residual.redispatch(self.key, *args, **options)
+
+    def backward(self, *args, **options):
+        return self.ops.backward.default.redispatch(self.key, *args, **options)
 
     def statistics(self, shape, dtype):
         torch = self.torch
@@ -95,39 +102,87 @@ class Calls:
         mean, rstd = (self.statistics((rows, 1), dtypes[0]) for _ in range(2))
         n = [cols]
 
-        yield "forward", lambda: self.call("forward", x, n, w, b, 1e-5)
-        yield "forward, residual", lambda: self.call("norm_forward", x, x, n, w, b, 1e-5)
-        yield "forward, RMS, no parameters", lambda: self.call("norm_forward", x, None, n, None, None, 1e-5, rms=True)
+        yield "forward", lambda: self.forward(x, n, w, b, 1e-5)
+        yield "forward, residual", lambda: self.forward_residual(x, x, n, w, b, 1e-5)
+        yield "forward, RMS, no parameters", lambda: self.forward(x, n, None, None, 1e-5, rms=True)
         for mask in MASKS:
-            yield f"backward {mask}", lambda mask=mask: self.call("backward", x, x, n, mean, rstd, w, b, mask)
-        for mask in ([True] * 3, [False, True, True], [True, False, False]):
+            yield f"backward {mask}", lambda mask=mask: self.backward(x, x, n, mean, rstd, w, b, mask)
+        for mask in MASKS[:3]:
             yield (
                 f"backward, residual {mask}",
-                lambda mask=mask: self.call("norm_backward", x, x, x, n, mean, rstd, w, b, mask),
+                lambda mask=mask: self.backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x),
             )
             yield (
                 f"backward, RMS, memory efficient {mask}",
-                lambda mask=mask: self.call(
-                    "norm_backward", x, x, x, n, None, rstd, w, None, mask, rms=True, memory_efficient=True
+                lambda mask=mask: self.backward(
+                    x, x, n, None, rstd, w, None, mask, grad_sum=x, rms=True, memory_efficient=True
                 ),
             )
+        if dtypes[0].itemsize == 2:
+            yield from self.float32_residuals(x, mean, rstd, w, b)
+
+    def float32_residuals(self, x, mean, rstd, w, b):
+        """Yield calls with a float32 residual for the rows of x, which have 16 bits."""
+        total, n = self.torch.empty_strided(x.shape, x.stride(), dtype=self.torch.float32), x.shape[1:]
+        yield "forward, float32 residual", lambda: self.forward_residual(x, total, n, w, b, 1e-5)
+        for mask in ([True] * 3, [True, False, False]):
+            yield (
+                f"backward, float32 residual {mask}",
+                lambda mask=mask: self.backward(x, total, n, mean, rstd, w, b, mask, grad_sum=total),
+            )
+
+    def groups(self, groups, rows, cols, dtypes):
+        """Yield calls for rows of groups: with parameters of their own, and inside a fused projection."""
+        empty, n = self.torch.empty, [cols]
+        x = empty(groups, rows, cols, dtype=dtypes[0])
+        fused = empty(groups, 3, rows, cols, dtype=dtypes[0])[:, 1]
+        own, shared = empty(groups, 1, cols, dtype=dtypes[1]), empty(cols, dtype=dtypes[1])
+        mean, rstd = (self.statistics((groups, rows, 1), dtypes[0]) for _ in range(2))
+        yield "forward, own parameters", lambda: self.forward(x, n, own, own, 1e-5)
+        yield "forward, fused projection", lambda: self.forward(fused, n, shared, None, 1e-5, rms=True)
+        for name, w, b in (("own", own, own), ("own weight", own, shared), ("own bias", shared, own)):
+            yield (
+                f"backward, {name} parameters",
+                lambda w=w, b=b: self.backward(x, x, n, mean, rstd, w, b, [True] * 3),
+            )
+        yield (
+            "backward, fused projection",
+            lambda: self.backward(fused, fused, n, mean, rstd, shared, shared, [True] * 3),
+        )
 
     def images(self, shape, dtypes):
         """Yield (description, function) for every kind of call on images [N, C, H, W]."""
         empty = self.torch.empty
         x = empty(shape, dtype=dtypes[0])
         w, b = (empty(shape[1], dtype=dtypes[1]) for _ in range(2))
-        mean, rstd = (self.statistics((shape[0], 1, *shape[2:]), dtypes[0]) for _ in range(2))
-        yield "images forward", lambda: self.call("channels_first_forward", x, w, b, 1e-6)
+        mean, rstd = (self.statistics((shape[0], *shape[2:], 1), dtypes[0]) for _ in range(2))
+        own = empty(shape[0], *(1 for _ in shape[2:]), shape[1], dtype=dtypes[1])
+        x, n, options = x.movedim(1, -1), [shape[1]], {"preserve_layout": True}
+        yield "images forward", lambda: self.forward(x, n, w, b, 1e-6, **options)
+        yield "images forward, residual", lambda: self.forward_residual(x, x, n, w, b, 1e-6, **options)
         for mask in MASKS:
             yield (
                 f"images backward {mask}",
-                lambda mask=mask: self.call("channels_first_backward", x, x, mean, rstd, w, b, mask),
+                lambda mask=mask: self.backward(x, x, n, mean, rstd, w, b, mask, **options),
+            )
+        yield (
+            "images backward, own parameters, residual",
+            lambda: self.backward(x, x, n, mean, rstd, own, own, [True] * 3, grad_sum=x, **options),
+        )
+        if dtypes[0].itemsize == 2:
+            total = self.torch.empty_like(x, dtype=self.torch.float32)
+            yield (
+                "images forward, float32 residual",
+                lambda: self.forward_residual(x, total, n, w, b, 1e-6, **options),
+            )
+            yield (
+                "images backward, float32 residual",
+                lambda: self.backward(x, total, n, mean, rstd, w, b, [True] * 3, grad_sum=total, **options),
             )
 
 
 def all_calls(torch):
-    """Yield (description, function, whether all persistent blocks must be resident) for every call of the audit."""
+    """Yield (description, function) for every call of the audit."""
     calls = Calls(torch)
     for dtypes in dtype_pairs(torch):
         what = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -135,9 +190,12 @@ def all_calls(torch):
             if rows * (cols + 1) * dtypes[0].itemsize > MAX_BYTES:
                 continue
             shape = f"{rows} x {cols} {what}{'' if aligned else ', unaligned'}"
-            # With up to 128 rows, the same launch has blocks for columns, which need not be resident.
             for name, call in calls.rows(rows, cols, dtypes, aligned):
-                yield f"{name}: {shape}", call, rows > 128
+                yield f"{name}: {shape}", call
+            if aligned and rows in (129, 4096, 1_000_000):
+                for rows_of_group in (1, 4, rows // 4):
+                    for name, call in calls.groups(rows // rows_of_group, rows_of_group, cols, dtypes):
+                        yield f"{name}, groups of {rows_of_group}: {shape}", call
         # The channels of which 96 or 93 KiB of shared memory hold 32 pixels, in forward and in backward.
         limits = {kib * 1024 // 32 // dtypes[0].itemsize // passes for kib in (93, 96) for passes in (1, 2)}
         channels = {1, 3, 16, 64, 100, 192, 384, 768, 1536, 4096, *(c + d for c in limits for d in (-1, 0, 1))}
@@ -145,7 +203,7 @@ def all_calls(torch):
             if n * c * side * side * dtypes[0].itemsize > MAX_BYTES:
                 continue
             for name, call in calls.images((n, c, side, side), dtypes):
-                yield f"{name}: {n} x {c} x {side} x {side} {what}", call, True
+                yield f"{name}: {n} x {c} x {side} x {side} {what}", call
 
 
 class Runtime:
@@ -153,7 +211,6 @@ class Runtime:
 
     def __init__(self, target):
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
-        self._library.audit_next_call.argtypes = [ctypes.c_bool]
         for function in (self._library.audit_faults, self._library.audit_launches):
             function.restype = ctypes.c_char_p
         kernels = cuda_binary.kernels().get(target.code)
@@ -164,9 +221,9 @@ class Runtime:
             write_resources(path, {name: (kernel.registers, kernel.static_shared) for name, kernel in kernels.items()})
             self._library.audit_gpu(target.gpu.encode(), target.code, bytes(path))
 
-    def run(self, call, one_wave):
+    def run(self, call):
         """Return the faults of a call. The runtime treats each call as the first one of a process."""
-        self._library.audit_next_call(one_wave)
+        self._library.audit_next_call()
         try:
             call()
         except RuntimeError as error:
@@ -192,9 +249,9 @@ def audit(target):
     torch.set_num_threads(1)
     runtime = Runtime(target)
     total = refused = 0
-    for name, call, one_wave in all_calls(torch):
+    for name, call in all_calls(torch):
         total += 1
-        if faults := runtime.run(call, one_wave):
+        if faults := runtime.run(call):
             refused += 1
             if refused <= 20:
                 print(f"  {name}", *faults, sep="\n    ")
@@ -244,9 +301,9 @@ def table():
     dtypes = (torch.float32, torch.bfloat16)
     for name, dtype, cols in itertools.product(("forward", f"backward {MASKS[0]}"), dtypes, TABLE_COLS):
         rows = min(4096, (1 << 30) // cols // dtype.itemsize)
-        if faults := runtime.run(dict(calls.rows(rows, cols, (dtype, dtype), aligned=True))[name], one_wave=True):
+        if faults := runtime.run(dict(calls.rows(rows, cols, (dtype, dtype), aligned=True))[name]):
             raise SystemExit(f"{name}, {cols} columns: {faults[0]}")
-        names = re.compile(r"\d((?:forward|backward|add)_[a-z_]+)I")
+        names = re.compile(r"\d((?:forward|backward|add)_[a-z_]+?)I")
         by_kernel = {names.findall(launch["kernel"])[-1]: launch for launch in reversed(runtime.launches())}
         for kernel, launch in by_kernel.items():
             if kernel == "add_partials":

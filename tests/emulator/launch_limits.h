@@ -9,16 +9,15 @@ namespace layernorm::cuda {
 inline int64_t kMaxGridY = 5;  // small, so that few rows take several launches
 inline int64_t kMaxTileVectors = 2048, kMaxChunkVectors = 1024, kMaxClusterChunkVectors = 2048;
 inline int64_t kMaxWarpRowVectors = 128;
-inline int64_t kMaxSingleLaunchBytes = 8 << 20, kMaxStagedBytes = 96 * 1024;
+inline int64_t kMaxStagedBytes = 96 * 1024;
 
-// Lowers the limits on a row or on staged pixels to `path`, and the limit on one launch to `one_launch`.
-inline void lower_launch_limits(int64_t path, int64_t one_launch) {
+// Lowers the limits on a row or on staged pixels to `path`.
+inline void lower_launch_limits(int64_t path) {
   kMaxTileVectors = std::min<int64_t>(path, 2048);
   kMaxChunkVectors = std::clamp<int64_t>(path, 32, 1024);  // a warp shares a chunk
   kMaxClusterChunkVectors = std::clamp<int64_t>(path, 32, 2048);
   kMaxWarpRowVectors = std::min<int64_t>(path, 128);
   kMaxStagedBytes = std::min<int64_t>(path, 96 * 1024);
-  kMaxSingleLaunchBytes = std::min<int64_t>(one_launch, 8 << 20);
 }
 
 }  // namespace layernorm::cuda

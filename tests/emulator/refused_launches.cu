@@ -7,7 +7,7 @@
 
 extern "C" {
 void audit_gpu(const char* name, int architecture, const char* file);
-void audit_next_call(bool one_wave);
+void audit_next_call();
 const char* audit_faults();
 }
 
@@ -82,7 +82,7 @@ const Case kCases[] = {
     {"opted_in_on_another_device", "that cudaFuncSetAttribute has allowed", "H200", 90,
      [] {
        opt_in(small<0>, 100 * kKiB);
-       audit_next_call(true);
+       audit_next_call();
        launch(small<0>, {1, 128, 100 * kKiB});
      }},
     {"opt_in_beside_static", "cudaFuncSetAttribute of 232448 bytes beside 4096 static ones", "H200", 90,
@@ -126,7 +126,7 @@ const Case kCases[] = {
 int main(int, char** arguments) {
   for (const Case& c : kCases) {
     audit_gpu(c.gpu, c.code, arguments[1]);
-    audit_next_call(true);
+    audit_next_call();
     c.run();
     std::string faults = audit_faults();
     for (char& letter : faults) letter = letter == '\n' ? ';' : letter;

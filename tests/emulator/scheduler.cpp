@@ -545,10 +545,9 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 extern "C" {
 
-void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture, int64_t path_limit,
-                        int64_t one_launch_limit) {
+void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture, int64_t path_limit) {
   emulator::options() = {static_cast<emulator::Order>(order), seed, concurrent_blocks, architecture};
-  layernorm::cuda::lower_launch_limits(path_limit, one_launch_limit);
+  layernorm::cuda::lower_launch_limits(path_limit);
 }
 
 // Sets the registers and static shared memory that nvcc gives a kernel's code for an architecture.

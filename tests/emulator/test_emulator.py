@@ -40,7 +40,7 @@ def test_planted_fault_is_reported_in_every_schedule(outcomes, name):
 def test_launch_beyond_registers_or_shared_memory_is_refused():
     """A multiprocessor has 65536 registers: enough for 512 threads of 128, but not of 136."""
     library = emulated_ops.library(emulated_build.PLAIN)
-    kernel = "layernorm::cuda::forward_rows<float, float, layernorm::cuda::Tile<512, 4> >"
+    kernel = "layernorm::cuda::forward_rows<layernorm::Types<float, float, float>, layernorm::cuda::Tile<512, 4> >"
     x = torch.ones(1, 512 * 4 * 4)
     try:
         library.set_resources(90, kernel, 128, 0)

@@ -11,8 +11,24 @@ import emulated_build
 import emulated_ops
 import pytest
 import torch
-from reference import BF16, F32, F64, check_backward, check_forward, dtypes_id, xhat_error_from_output
-from shapes import ALL, MASKS, all_dtypes, as_rows, assert_same_bits, check, check_images, randn, run, run_images
+from reference import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    GRADIENT,
+    Forward,
+    assert_within,
+    check_backward,
+    check_forward,
+    dtypes_id,
+    exact,
+    factor,
+    output_bound,
+    rounding,
+    xhat_error_from_output,
+)
+from shapes import ALL, MASKS, all_dtypes, as_rows, assert_same_bits, check, check_images, randn, run
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
@@ -27,6 +43,14 @@ def library():
     return emulated_ops.library(emulated_build.CHECKED)
 
 
+def run_images(library, x, dy, weight=None, bias=None, eps=1e-5, mask=ALL):
+    """Return the results of `run` for images [N, C, *]."""
+    x, dy, shape = x.movedim(1, -1), dy.movedim(1, -1), x.shape[1:2]
+    rows = library.ops.forward(x, shape, weight, bias, eps, preserve_layout=True)
+    grad_input, *gradients = library.ops.backward(dy, x, shape, *rows[1:], weight, bias, mask, preserve_layout=True)
+    return [*(t if t is None else t.movedim(-1, 1) for t in (*rows, grad_input)), *gradients]
+
+
 def run_pixels(library, x, dy, *args, **options):
     """Return the results of `run` for rows, each of which becomes a pixel of one image."""
     results = run_images(library, x.t()[None].contiguous(), dy.t()[None].contiguous(), *args, **options)
@@ -37,8 +61,7 @@ def run_pixels(library, x, dy, *args, **options):
 PATHS = {
     "in a cluster": {"path_limit": 0},
     "read twice": {"path_limit": 0, "architecture": 80},
-    "in registers": {"one_launch_limit": 0},
-    "in one launch": {},
+    "in registers": {},
 }
 paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 STAGED = [emulated_ops.UNLIMITED, 0]  # path_limit for images: with 0, nothing fits into shared memory
@@ -91,11 +114,6 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
             expected = expected or results
             assert_same_bits(results, expected, cols, schedule)
         check(results, x, dy, w, b, context=(cols,))
-        if limit <= 128:  # backward of longer rows is not one launch
-            with library.schedule(*schedules[-1], one_launch_limit=0):
-                separate = run(library, x, dy, w, b)
-            check(separate, x, dy, w, b, context=(cols,))
-            assert_same_bits(separate[:4], results[:4], cols)
 
 
 @all_dtypes
@@ -131,7 +149,7 @@ def test_smallest_tile_that_holds_a_row_is_used(library, dtypes):
         check(run(library, x, dy, w, b), x, dy, w, b, context=(vectors,))
         launched = library.launched()
         for kind, tiles, of_longer_rows in (
-            ("forward", forward_tiles, "forward_chunk_in_cluster"),
+            ("forward", forward_tiles, "forward_in_cluster"),
             ("backward", backward_tiles, "BlockTile"),
         ):
             (name,) = (name for name in launched if kind in name)
@@ -165,7 +183,7 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
             has_clusters = architecture >= 90 and dtypes[0] != F64
             forward_kernels = {"forward_moments", "forward_output"}
             if has_clusters and chunks <= 80:
-                forward_kernels = {"forward_chunk_in_cluster" if chunks <= 8 else "forward_in_cluster"}
+                forward_kernels = {"forward_in_cluster"}
             if chunks > 1:
                 assert {name for name in launched if "forward" in name} == forward_kernels, (chunks, architecture)
             in_cluster = has_clusters and chunks <= 8
@@ -192,23 +210,13 @@ def test_backward_fits_into_shared_memory(library, architecture, vectors):
     output, mean, rstd = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
     for grad_sum in (randn(x.shape, BF16), None):
         with library.schedule("random", 1, 2, architecture=architecture):
-            backward = library.ops.norm_backward(dy, grad_sum, x, x.shape[1:], mean, rstd, w, b, ALL)
+            backward = library.ops.backward(dy, x, x.shape[1:], mean, rstd, w, b, ALL, grad_sum=grad_sum)
         check_backward(backward, dy, x, w, grad_sum=grad_sum)
 
 
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
-def test_backward_is_one_launch_for_few_rows_and_few_bytes(library, dtypes):
-    """At most 128 rows, and 8 MiB that blocks of 32 columns read."""
-    most_rows = 4 // dtypes[0].itemsize  # the 256 blocks for 8192 columns read all rows
-    for rows, cols, one in [(128, 64, True), (129, 64, False), (most_rows, 8192, True), (most_rows + 1, 8192, False)]:
-        library.launched()
-        run(library, *arguments(rows, cols, dtypes))
-        assert any("add_partials" in name for name in library.launched()) != one, (rows, cols)
-
-
-@pytest.mark.parametrize("architecture, kib", [(80, 96), (86, 93), (89, 93), (90, 96), (120, 93)])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
-def test_images_are_staged_if_32_pixels_fit_into_shared_memory(library, dtypes, architecture, kib):
+@pytest.mark.parametrize("architecture, kib", [(80, 96), (89, 93)])
+def test_images_at_the_limits_of_shared_memory(library, dtypes, architecture, kib):
     """The kernels use 96 KiB of dynamic shared memory if the GPU has them besides 6 KiB of static shared memory.
 
     Forward stages the input, backward the input and grad_output.
@@ -216,13 +224,8 @@ def test_images_are_staged_if_32_pixels_fit_into_shared_memory(library, dtypes, 
     most_channels = kib * 1024 // 32 // dtypes[0].itemsize
     for channels in (most_channels // 2, most_channels // 2 + 1, most_channels, most_channels + 1):
         x, dy, w, b = images((1, channels, 2), dtypes)
-        library.launched()
         with library.schedule(architecture=architecture):
             check_images(run_images(library, x, dy, w, b), x, dy, w, b, context=(channels,))
-        launched = library.launched()
-        for kind, limit in (("forward", most_channels), ("backward", most_channels // 2)):
-            (name,) = (name for name in launched if f"channels_first_{kind}" in name)
-            assert name.endswith(f"{str(channels <= limit).lower()}>"), channels
 
 
 # Options and layouts on every path
@@ -255,23 +258,21 @@ def test_variants_match_float64(library, dtypes, path, rms):
         sums = x + residual
         with library.schedule("random", cols, 2, **path):
             for weight, bias in ((w, b), (None, None)):
-                output, total, mean, rstd = library.ops.norm_forward(x, residual, (cols,), weight, bias, **options)
+                output, total, mean, rstd = library.ops.forward.residual(x, residual, (cols,), weight, bias, **options)
                 check_forward((output, mean, rstd), sums, weight, bias, context=(cols,), **options)
-                gradients = library.ops.norm_backward(
-                    dy, grad_sum, total, (cols,), mean, rstd, weight, bias, ALL, **options
+                gradients = library.ops.backward(
+                    dy, total, (cols,), mean, rstd, weight, bias, ALL, grad_sum=grad_sum, **options
                 )
                 check_backward(gradients, dy, sums, weight, grad_sum=grad_sum, context=(cols,), **options)
                 in_place = residual.clone()
-                results = library.ops.norm_forward_(x, in_place, (cols,), weight, bias, **options)
+                results = library.ops.forward_.residual(x, in_place, (cols,), weight, bias, **options)
                 assert_same_bits((total, in_place, *results), (sums, sums, output, mean, rstd), cols)
 
             w = w - int(zero_centred)
             for weight, bias, mask in ((w, b, ALL), (w, b, WEIGHT_ONLY), (w, None, WEIGHT_ONLY), (None, b, ALL)):
-                output, _, _, rstd = library.ops.norm_forward(
-                    x, None, (cols,), weight, bias, memory_efficient=True, **options
-                )
-                gradients = library.ops.norm_backward(
-                    dy, None, output, (cols,), None, rstd, weight, bias, mask, memory_efficient=True, **options
+                output, _, rstd = library.ops.forward(x, (cols,), weight, bias, memory_efficient=True, **options)
+                gradients = library.ops.backward(
+                    dy, output, (cols,), None, rstd, weight, bias, mask, memory_efficient=True, **options
                 )
                 error = xhat_error_from_output(x, weight, bias, **options)
                 dtype = (bias if weight is None else weight).dtype
@@ -283,12 +284,13 @@ def test_variants_match_float64(library, dtypes, path, rms):
 def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
     def results(x, dy, w, b, residual, grad_sum, memory_efficient):
         shape, w, b = x.shape[1:], w[0], b[0]
-        output, total, mean, rstd = library.ops.norm_forward(x, residual, shape, w, b)
+        forward = library.ops.forward if residual is None else library.ops.forward.residual
+        output, *total, mean, rstd = forward(x, *([] if residual is None else [residual]), shape, w, b)
         mean = None if memory_efficient else mean
-        gradients = library.ops.norm_backward(
-            dy, grad_sum, x, shape, mean, rstd, w, b, ALL, memory_efficient=memory_efficient
+        gradients = library.ops.backward(
+            dy, x, shape, mean, rstd, w, b, ALL, grad_sum=grad_sum, memory_efficient=memory_efficient
         )
-        return output, total, rstd, *gradients
+        return output, *total, rstd, *gradients
 
     moves = [(i, 0, 1) for i in range(6)] + [(0, 3, 0), (1, 3, 0)]  # tensor, gap, offset
     for cols in (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0])):
@@ -307,18 +309,180 @@ def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
                         assert_same_bits(results(*changed, memory_efficient), expected, cols, i, gap, offset)
 
 
-@pytest.mark.parametrize("mask, options", [(ALL, {}), (WEIGHT_ONLY, {"one_launch_limit": 0})], ids=["", "weight only"])
-def test_every_alignment_gives_the_same_bits(library, mask, options):
+@pytest.mark.parametrize("mask", [ALL, WEIGHT_ONLY], ids=["", "weight only"])
+def test_every_alignment_gives_the_same_bits(library, mask):
     """Kernels decide from the addresses of input and grad_output whether they are aligned."""
     places = [(0, i) for i in range(34)] + [(i, 0) for i in range(34)]
     for cols in (64, 120, 136):
         x, dy, w, b = arguments(2, cols, (BF16, BF16))
-        with library.schedule(**options):
-            expected = run(library, x, dy, w, b, mask=mask)
-            for place in places:
-                moved_x, moved_dy = moved(x, *place), moved(dy, *place)
-                for tensors in ((moved_x, dy), (x, moved_dy), (moved_x, moved_dy)):
-                    assert_same_bits(run(library, *tensors, w, b, mask=mask), expected, cols, place)
+        expected = run(library, x, dy, w, b, mask=mask)
+        for place in places:
+            moved_x, moved_dy = moved(x, *place), moved(dy, *place)
+            for tensors in ((moved_x, dy), (x, moved_dy), (moved_x, moved_dy)):
+                assert_same_bits(run(library, *tensors, w, b, mask=mask), expected, cols, place)
+
+
+# Groups with parameters of their own, strides of groups, and a float32 residual. Tensors are [groups, rows, cols].
+
+
+def check_grouped(results, x, dy, w, b, grad_sum=None, xhat_error=0, context=(), **options):
+    """Check output, mean, rstd and gradients. A parameter is [groups, 1, cols] or [cols]."""
+    output, mean, rstd, grad_input, *gradients = results
+    shared = {0: [], 1: []}  # index in `gradients`: exact Backward of each group
+    for g in range(len(x)):
+        of_group = [p if p is None or p.dim() == 1 else p[g, 0] for p in (w, b)]
+        statistics = None if mean is None else mean[g], rstd[g]
+        y = output[g].contiguous()
+        if output.dtype != x.dtype:  # the output has another dtype than x
+            forward = Forward(exact(x[g]), rms=options["rms"])
+            factors = factor(of_group[0], options["zero_centered_weight"])
+            shift = None if b is None else exact(of_group[1])
+            assert_within(y, forward.output(factors, shift), output_bound(y.dtype, forward, factors, shift), *context)
+            y = torch.from_numpy(forward.output(factors, shift)).to(x.dtype).contiguous()
+        check_forward((y, *statistics), x[g], *of_group, context=(g, *context), **options)
+        own = [t if p is not None and p.dim() == 3 else None for t, p in zip(gradients, (w, b), strict=True)]
+        own = [t if t is None else t[g, 0] for t in own]
+        expected = check_backward(
+            (None if grad_input is None else grad_input[g].contiguous(), *own),
+            *(dy[g], x[g], of_group[0], None if gradients[0] is None else gradients[0].dtype),
+            grad_sum=None if grad_sum is None else grad_sum[g],
+            xhat_error=xhat_error if isinstance(xhat_error, int) else xhat_error[g],
+            context=(g, *context),
+            **options,
+        )
+        for i in shared:
+            shared[i].append(expected)
+    for i, name in enumerate(("grad_weight", "grad_bias")):
+        parameter, actual = (w, b)[i], gradients[i]
+        if actual is None or (parameter is not None and parameter.dim() == 3) or not isinstance(xhat_error, int):
+            continue
+        value = sum(getattr(expected, name) for expected in shared[i])
+        error = GRADIENT[x.dtype] * sum(getattr(expected, f"{name}_terms") for expected in shared[i])
+        assert_within(actual, value, error + rounding(actual.dtype, value, error), name, *context)
+
+
+def run_grouped(library, x, dy, w, b, residual=None, grad_sum=None, mask=ALL, images=False, **options):
+    """Return x and the results of forward and backward. Images are [groups, cols, rows] in memory."""
+    shape = x.shape[-1:]
+    if images:
+        x, dy, residual, grad_sum = (
+            t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, dy, residual, grad_sum)
+        )
+        options["preserve_layout"] = True
+    if residual is None:
+        output, mean, rstd = library.ops.forward(x, shape, w, b, **options)
+    else:
+        output, x, mean, rstd = library.ops.forward.residual(x, residual, shape, w, b, **options)
+    saved = (output, None) if options.get("memory_efficient") else (x, mean)
+    gradients = library.ops.backward(dy, saved[0], shape, saved[1], rstd, w, b, mask, grad_sum=grad_sum, **options)
+    return x, (output, mean, rstd, *gradients)
+
+
+LAYOUTS = pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
+GROUPS = [(3, 5), (70, 1), (2, 40), (1, 33)]
+
+
+@paths
+@LAYOUTS
+@all_dtypes
+def test_groups_have_their_own_parameters(library, dtypes, path, images):
+    """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not."""
+    if images and path not in (PATHS["in registers"], PATHS["read twice"]):
+        return
+    for (groups, rows), vectors in itertools.product(GROUPS, (1, 9, 130)):
+        cols = vectors * 16 // dtypes[0].itemsize - (3 if vectors == 9 else 0)
+        if vectors == 130 and groups > 3:
+            groups = 9
+        x, dy = (randn((groups, rows, cols), dtypes[0], offset=0.5) for _ in range(2))
+        w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
+        for weight, bias in ((w, b), (w, b[0, 0]), (w[0, 0], b)):
+            with library.schedule("random", cols, 2, **path):
+                options = {"rms": bias is not b, "zero_centered_weight": weight is w}
+                _, results = run_grouped(library, x, dy, weight, bias, images=images, **options)
+            check_grouped(results, x, dy, weight, bias, context=(groups, rows, cols), **options)
+
+
+@pytest.mark.parametrize("groups_and_rows", [(2, 700), (2, 1024), (3, 2200)])
+def test_rows_of_long_groups_share_segments(library, groups_and_rows):
+    """The rows of a block share a segment. The 1024 rows of a group are exactly one segment."""
+    x, dy = (randn((*groups_and_rows, 8), F32, offset=0.5) for _ in range(2))
+    w, b = (randn((groups_and_rows[0], 1, 8), F32) for _ in range(2))
+    options = {"rms": False, "zero_centered_weight": False}
+    with library.schedule("random", 1, 2):
+        for images in (False, True):
+            for weight, bias in ((w, b), (w, b[0, 0])):
+                _, results = run_grouped(library, x, dy, weight, bias, images=images, **options)
+                check_grouped(results, x, dy, weight, bias, **options)
+
+
+@paths
+@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
+def test_queries_inside_a_fused_projection_are_read_in_place(library, dtypes, path):
+    """Tokens are groups with shared parameters: [tokens, heads, cols] with strides (3 * heads * cols, cols, 1)."""
+    for tokens, heads, vectors in ((7, 3, 4), (3, 5, 130)):
+        cols = vectors * 16 // dtypes[0].itemsize
+        for gap in (0, 1):
+            fused = [randn((tokens, 3 * heads * cols + gap), dtypes[0]) for _ in range(2)]
+            x, dy = (t[:, heads * cols : 2 * heads * cols].unflatten(1, (heads, cols)) for t in fused)
+            w, b = (randn(cols, dtypes[1]) for _ in range(2))
+            options = {"rms": bool(gap), "zero_centered_weight": False}
+            with library.schedule("random", cols, 2, **path):
+                _, results = run_grouped(library, x, dy, w, b, **options)
+            check_grouped(results, x, dy, w, b, context=(tokens, heads, cols, gap), **options)
+
+
+@paths
+@LAYOUTS
+@pytest.mark.parametrize("dtypes", [(F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)], ids=dtypes_id)
+def test_residuals_may_be_float32(library, dtypes, path, images):
+    """The sum and its gradients are float32, the input and the output have 16 bits."""
+    if images and path not in (PATHS["in registers"], PATHS["read twice"]):
+        return
+    for (groups, rows), cols in itertools.product(((1, 7), (3, 2)), (5, 40, 300, 520, 2051)):
+        if cols > 520 and path == PATHS["in registers"]:
+            rows = 1
+        x, dy = (randn((groups, rows, cols), dtypes[0]) for _ in range(2))
+        residual, grad_sum = (randn(x.shape, F32) for _ in range(2))
+        residual[0, 0] *= torch.finfo(F32).max / 16
+        w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
+        for weight, bias in ((w, b), (None, None), (w[0, 0], b[0, 0])):
+            options = {"rms": weight is w, "zero_centered_weight": weight is not None}
+            with library.schedule("random", cols, 2, **path):
+                total, results = run_grouped(
+                    library, x, dy, weight, bias, residual=residual, grad_sum=grad_sum, images=images, **options
+                )
+                gradients = library.ops.backward(
+                    dy, total, (cols,), *results[1:3], weight, bias, ALL, preserve_layout=images, **options
+                )
+            assert torch.equal(total, x.float() + residual)
+            check_grouped(results, total, dy, weight, bias, grad_sum, context=(groups, rows, cols), **options)
+            check_grouped((*results[:3], *gradients), total, dy, weight, bias, context=(cols,), **options)
+
+
+@all_dtypes
+@staged
+def test_variants_of_images_match_float64(library, dtypes, path_limit):
+    for cols, rms, zero_centered in itertools.product((5, 40), (False, True), (False, True)):
+        options = {"rms": rms, "zero_centered_weight": zero_centered}
+        x, dy = (randn((3, 33, cols), dtypes[0]) for _ in range(2))
+        residual, grad_sum = (randn(x.shape, dtypes[0]) for _ in range(2))
+        w, b = randn((3, 1, cols), dtypes[1]), randn((3, 1, cols), dtypes[1])
+        w = torch.where(w.abs() < 0.1, 0.5, w)
+        with library.schedule("random", cols, 2, path_limit=path_limit):
+            for weight, bias in ((w, b), (w[0, 0], b[0, 0]), (None, None)):
+                total, results = run_grouped(library, x, dy, weight, bias, residual, grad_sum, images=True, **options)
+                assert torch.equal(total, x + residual)
+                check_grouped(results, total, dy, weight, bias, grad_sum, context=(cols,), **options)
+            w = w - int(zero_centered)
+            for weight, bias, mask in ((w, b, ALL), (w[0, 0], b[0, 0], WEIGHT_ONLY), (w[0, 0], None, ALL)):
+                _, results = run_grouped(
+                    library, x, dy, weight, bias, mask=mask, images=True, memory_efficient=True, **options
+                )
+                groups = [[p if p is None or p.dim() == 1 else p[g, 0] for p in (weight, bias)] for g in range(3)]
+                errors = [xhat_error_from_output(x[g], *groups[g], **options) for g in range(3)]
+                mean = None if rms else library.ops.forward(x, (cols,), weight, bias, **options)[1]
+                results = (results[0], mean, *results[2:])
+                check_grouped(results, x, dy, weight, bias, xhat_error=errors, context=(cols, mask), **options)
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
@@ -408,8 +572,6 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
     dy = dy.reshape(-1, 1).expand(-1, cols)
     x, rstd = torch.ones(len(dy), cols), torch.ones(len(dy), 1)
     with library.schedule(path_limit=path_limit):
-        _, *sums = library.ops.norm_backward(
-            dy, None, x, (cols,), None, rstd, None, None, [False, True, True], rms=True
-        )
+        _, *sums = library.ops.backward(dy, x, (cols,), None, rstd, None, None, [False, True, True], rms=True)
     for gradient in sums:
         assert gradient.eq(blocks * (torch.tensor(2.0**24) + (rows - 256))).all()
