@@ -125,7 +125,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
   const Terms t(args.grad_output, args.input, args.rstd, args.weight.value_or(Tensor()),
                 static_cast<int64_t>(args.normalized_shape.size()), /*differentiate_rstd=*/true, args.options);
-  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias);
   BackwardOutputs outputs;
   if (wants_input) {
     Tensor dx = t.rstd * t.project(t.g);

@@ -27,7 +27,6 @@ void dispatch_dtypes(const Params& p, F&& f) {
     using Half = decltype(element);
     if (is(half, half, half)) return f(Types<Half, Half, Half>{}), true;
     if (is(half, half, Dtype::kFloat32)) return f(Types<Half, Half, typename E::Float32>{}), true;
-    if (is(half, Dtype::kFloat32, half)) return f(Types<Half, typename E::Float32, Half>{}), true;
     if (is(half, Dtype::kFloat32, Dtype::kFloat32)) {
       return f(Types<Half, typename E::Float32, typename E::Float32>{}), true;
     }

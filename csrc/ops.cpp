@@ -455,7 +455,7 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
   }
   // The kernel then computes a gradient for each row. They are not rounded before they are summed.
   const auto acc = accumulate_type(args.input);
-  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias);
   const auto in_acc = [&](const optional<Tensor>& parameter) {
     const auto expanded = expand_groups(parameter, args.input);
     return present(expanded) ? expanded->to(acc) : expanded;
@@ -525,7 +525,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
     return {with_format(output, args), sum, mean, rstd.zero_()};
   }
 
-  const auto parameter_type = ParameterTypes(input, args.weight, args.bias).kernel;
+  const auto parameter_type = ParameterTypes(present(residual) ? *residual : input, args.weight, args.bias).kernel;
   const auto x = geometry.fit(input), weight = kernel_parameter(args.weight, parameter_type, geometry);
   const auto bias = kernel_parameter(args.bias, parameter_type, geometry);
   ForwardParams params;
@@ -560,7 +560,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias);
   // Has the layout of grad_input; the input itself may serve if that is not wanted.
   const bool allocates = wants_input || !(args.options.preserve_layout || input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
@@ -639,7 +639,7 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
 BackwardOutputs backward_meta(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
-  const ParameterTypes types(args.grad_output, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias);
   const auto gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
     return at::empty_symint(gradient_sizes(model, args.normalized_shape), input.options().dtype(type));
   };

@@ -160,9 +160,10 @@ inline SymIntArrayRef gradient_sizes(const optional<Tensor>& model, SymIntArrayR
   return present(model) ? model->sym_sizes() : normalized_shape;
 }
 
-// The dtypes of the parameters and of their gradients. Kernels exist for parameters of the input's dtype and of the
-// accumulation type; other parameters, or two of different dtypes, are converted to the accumulation type, and their
-// gradients back to their own dtype. An absent parameter takes the dtype of the other one, or else of the input.
+// The dtypes of the parameters and of their gradients, for the input or, with a residual, its sum. Kernels exist for
+// parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
+// converted to the accumulation type, and their gradients back to their own dtype. An absent parameter takes the dtype
+// of the other one, or else of the input.
 struct ParameterTypes {
   ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_)
       : weight(type_of(gradient_model(weight_, bias_), input)),

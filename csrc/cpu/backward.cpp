@@ -265,7 +265,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
                  const Coefficients<typename B::Acc>* c, int64_t begin, int64_t n) {
   bool any_special = false;
   for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
-  const int64_t at_once = any_special ? 1 : rows_together<typename B::X>(b.p.cols);
+  constexpr bool kTogether = std::is_same_v<typename B::T, typename B::X>;  // else single rows, for a smaller library
+  const int64_t at_once = any_special || !kTogether ? 1 : rows_together<typename B::X>(b.p.cols);
   dispatch_flags(
       [&](auto with_dx, auto with_dweight, auto with_dbias) {
         int64_t k = 0;
@@ -274,8 +275,10 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
                                                                         begin, n);
           k += rows;
         };
-        while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
-        while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+        if constexpr (kTogether) {
+          while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
+          while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+        }
         while (k < count) {
           if (b.is_special(group, r + k)) {
             loop(Constant<1>{}, std::true_type{});
