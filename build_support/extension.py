@@ -27,8 +27,9 @@ KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp", "csrc/cpu/cha
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-CPU_CAPABILITIES = {"DEFAULT": ["-O2"]}  # a fallback: a sixth smaller than with -O3
+CPU_CAPABILITIES = {"DEFAULT": []}
 if IS_X86:
+    CPU_CAPABILITIES["DEFAULT"] = ["-O2"]  # for CPUs without AVX2; a sixth smaller than with -O3
     CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
     CPU_CAPABILITIES["AVX512"] = [
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
@@ -132,7 +133,7 @@ def _extension(plan: cuda.Plan):
     arguments = {
         "define_macros": [("LAYERNORM_X86", None)] if IS_X86 else [],
         "extra_compile_args": compile_flags(plan.toolkit),
-        "extra_link_args": ["-fopenmp", *([] if is_debug() else ["-Wl,--strip-all"])],
+        "extra_link_args": ["-fopenmp"],
     }
     if plan.toolkit:
         os.environ["TORCH_CUDA_ARCH_LIST"] = plan.architectures

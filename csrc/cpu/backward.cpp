@@ -75,6 +75,8 @@ struct Backward {
   using X = X_;
   using W = W_;
   using Acc = AccOf<X>;
+  // Rows are handled together, except beside a float32 residual, which keeps the library small.
+  static constexpr bool kTogether = std::is_same_v<T, X>;
   static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
   Backward(const BackwardParams& p, void* workspace)
@@ -91,7 +93,7 @@ struct Backward {
   // Special rows need scaling, or have xhat computed from the output. No difference overflows in a row whose standard
   // deviation is below 2^60, whatever its length.
   bool is_special(int64_t group, int64_t r) const { return p.from_output || rstd(group, r) < Acc(0x1p-60); }
-  Acc* dweight(int64_t area) const { return p.grad_weight.data ? partials + 2 * area * padded_cols : nullptr; }
+  Acc* dweight(int64_t area) const { return wants_parameters(p) ? partials + 2 * area * padded_cols : nullptr; }
   Acc* dbias(int64_t area) const { return p.grad_bias.data ? partials + (2 * area + 1) * padded_cols : nullptr; }
 
   const BackwardParams& p;
@@ -265,17 +267,17 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
                  const Coefficients<typename B::Acc>* c, int64_t begin, int64_t n) {
   bool any_special = false;
   for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
-  constexpr bool kTogether = std::is_same_v<typename B::T, typename B::X>;  // else single rows, for a smaller library
-  const int64_t at_once = any_special || !kTogether ? 1 : rows_together<typename B::X>(b.p.cols);
+  const int64_t at_once = any_special || !B::kTogether ? 1 : rows_together<typename B::X>(b.p.cols);
   dispatch_flags(
-      [&](auto with_dx, auto with_dweight, auto with_dbias) {
+      [&](auto with_dx, auto wants_dweight, auto with_dbias) {
+        constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
         int64_t k = 0;
         const auto loop = [&](auto rows, auto special) {
-          second_loop<rows, special, with_dx, with_dweight, with_dbias>(b, area, group, r + k, first && k == 0, c + k,
+          second_loop<rows, special, with_dx, kWithDweight, with_dbias>(b, area, group, r + k, first && k == 0, c + k,
                                                                         begin, n);
           k += rows;
         };
-        if constexpr (kTogether) {
+        if constexpr (B::kTogether) {
           while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
           while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
         }
@@ -341,10 +343,12 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
     Coefficients<typename B::Acc> c[kMaxBlockRows];
     int64_t k = 0;
     if (narrow) {
-      for (; is_short<X>(cols) && k + kRows <= count; k += kRows)
-        coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
-      for (; k + kFewRows <= count; k += kFewRows)
-        coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
+      if constexpr (B::kTogether) {
+        for (; is_short<X>(cols) && k + kRows <= count; k += kRows)
+          coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
+        for (; k + kFewRows <= count; k += kFewRows)
+          coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
+      }
       for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c + k);
     } else {
       for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c + k);
@@ -391,7 +395,7 @@ void backward(const B& b) {
   const Slots& slots = b.slots;
   if (slots.are_gradients) {
     const auto store = [&](const typename B::Acc* sums, const View& gradient, int64_t group) {
-      if (sums) reduce_slots(b, sums, 1, 0, p.cols, gradient.template row<typename B::W>(group, 0));
+      if (gradient.data) reduce_slots(b, sums, 1, 0, p.cols, gradient.template row<typename B::W>(group, 0));
     };
     parallel_for(slots.areas, 1, [&](int64_t area, int64_t end) {
       for (; area < end; ++area) {

@@ -181,8 +181,10 @@ void forward(const ForwardParams& p) {
     if (is_narrow<X>(p.cols)) {
       const bool interleaves = interleaves_rows<X>(rows, p.cols);
       for_rows([&](int64_t group, int64_t r, int64_t end) {
-        for (; interleaves && r + kRows <= end; r += kRows) {
-          forward_rows<OneThread, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
+        if constexpr (std::is_same_v<T, X>) {  // else row by row, which keeps the library small
+          for (; interleaves && r + kRows <= end; r += kRows) {
+            forward_rows<OneThread, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
+          }
         }
         for (; r < end; ++r) forward_rows<OneThread, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
       });
