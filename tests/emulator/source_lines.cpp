@@ -82,7 +82,7 @@ std::string kernel_name(const void* kernel) {
     for (std::string line; std::getline(file, line);) {
       const size_t name = line.find(' ') + 3;  // after the address and the kind
       if (name >= line.size()) continue;
-      names[std::stoull(line, nullptr, 16)] = line.substr(name, line.rfind('(') - name);
+      names[std::stoull(line, nullptr, 16)] = line.substr(name);
     }
   }
   const auto found = names.find(reinterpret_cast<uintptr_t>(kernel) - reinterpret_cast<uintptr_t>(module.dli_fbase));
@@ -90,7 +90,7 @@ std::string kernel_name(const void* kernel) {
   std::string plain = found->second.starts_with("void ") ? found->second.substr(5) : found->second;
   constexpr std::string_view kAnonymous = "(anonymous namespace)::";
   for (size_t at; (at = plain.find(kAnonymous)) != std::string::npos;) plain.erase(at, kAnonymous.size());
-  return plain;
+  return plain.substr(0, plain.find('('));  // without parameters
 }
 
 }  // namespace emulator

@@ -47,7 +47,7 @@ def test_only_cluster_barriers_invalidate_l1(kernels):
 
 
 def test_emulated_calls_reach_every_kernel(kernels):
-    """The compiled package has no other kernels than those that run in the emulator, and at most 150."""
+    """The compiled package has no other kernels than those that run in the emulator, and at most 125."""
     library = emulated_ops.library(emulated_build.PLAIN)
     library.launched()
     architecture = kernels[0].architecture
@@ -65,10 +65,10 @@ def test_emulated_calls_reach_every_kernel(kernels):
     limits, lengths = (emulated_ops.UNLIMITED, 0), (8, 128, 129, 9 * 32, 81 * 32)
     for dtypes, vectors, path_limit in itertools.product(DTYPES_16_BIT, lengths, limits):
         cols = vectors * 4
-        x, dy = (randn((1, 1, cols), dtypes[0]) for _ in range(2))
+        x, dy = (randn((1, 2, cols), dtypes[0]) for _ in range(2))  # images of one pixel are rows
         w, b = (randn(cols, dtypes[1]) for _ in range(2))
         with library.schedule(architecture=architecture, path_limit=path_limit):
             for is_image in (False, True):
                 run_grouped(library, x, dy, w, b, residual=x.float(), images=is_image)
     assert library.launched() == {kernel.name for kernel in kernels}
-    assert len(kernels) <= 120
+    assert len(kernels) <= 125
