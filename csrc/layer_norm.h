@@ -31,7 +31,7 @@ struct View {
   }
 };
 
-// What forward and backward have in common. Acc, the type of statistics and of sums, is double for kFloat64, else
+// The parameters of both forward and backward. Acc, the type of statistics and of sums, is double for kFloat64, else
 // float.
 //
 // All arrays of [groups, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.

@@ -294,7 +294,7 @@ class AddRMSNorm(RMSNorm):
 
 
 class _AdaNorm(torch.nn.Module):
-    """What the adaptive norms have in common. They have no parameters."""
+    """The base of the adaptive norms, which have no parameters."""
 
     __constants__ = ["eps", "normalized_shape"]
     normalized_shape: tuple[int, ...]

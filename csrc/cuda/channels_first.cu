@@ -28,7 +28,7 @@ struct ChannelsFirstPlan {
   double reciprocal_channels;
   bool staged;  // the channels fit into shared memory
 
-  // Of backward. A shared gradient takes all images as one, with segments of one tile.
+  // The fields below are for backward. For a shared gradient all images form one group, with segments of one tile.
   bool has_segments;
   bool weight_is_per_group, bias_is_per_group;
   int64_t num_segments, rounds;

@@ -39,7 +39,7 @@ struct Divisor {
   __device__ __forceinline__ Acc divide(Acc x) const { return divide_by_count(x, value, reciprocal); }
 };
 
-// What the kernel needs often, packed: testing a flag takes one instruction, testing a pointer three.
+// ForwardParams packed for the kernel: testing a flag takes one instruction, testing a pointer three.
 template <class Acc>
 struct PackedParams {
   static constexpr unsigned kAligned = 1, kResidual = 2, kWeight = 4, kBias = 8, kZeroCentered = 16, kRms = 32,

@@ -157,7 +157,7 @@ bool in_shared(const Block& block, const void* address);
 
 // ---- source_lines.cpp -----------------------------------------------------------------------------------------------
 
-std::string at(const void* pc);                  // a placeholder for the source line
+std::string at(const void* pc);                  // marks the source line of pc for explain()
 std::string explain(const std::string& report);  // fills in the source lines
 std::string kernel_name(const void* kernel);
 
