@@ -778,10 +778,12 @@ void dispatch(const BackwardParams& p, const F& f) {
     plan.chunk_cols = static_cast<int>(std::min(p.cols, int64_t{INT32_MAX}));
     plan.rows_per_block = 1;
     const int64_t vectors = ceil_div(p.cols, kVectorSize<X>);
-    if (vectors <= kMaxWarpRowVectors) {
-      plan.log2_lanes = log2_lanes_for(vectors);
-      plan.rows_per_block = WarpTile::kBlockThreads >> plan.log2_lanes;
-      return call(WarpTile{}, plan);
+    if constexpr (std::is_same_v<typename Types::T, X>) {  // residual streams in float32 have long rows
+      if (vectors <= kMaxWarpRowVectors) {
+        plan.log2_lanes = log2_lanes_for(vectors);
+        plan.rows_per_block = WarpTile::kBlockThreads >> plan.log2_lanes;
+        return call(WarpTile{}, plan);
+      }
     }
     const int64_t most = std::min(kMaxTileVectors, max_vectors<typename Types::T, X>());
     if (vectors > most) set_chunk_layout<typename Types::T, X>(plan, p.cols);

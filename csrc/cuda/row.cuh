@@ -105,7 +105,7 @@ unsigned block_threads(int64_t cols) {
 
 // Calls f(Tile{}) with the smallest tile that holds a row, or returns false if none does. The choice depends on nothing
 // but the dtypes and the number of columns, and so does the order of summation. Rows of two vectors take 30.9
-// instructions per bfloat16 element in Tile<2, 1>, and 34.9 in Tile<2, 4>. `few_tiles` says to choose among three.
+// instructions per bfloat16 element in Tile<2, 1>, and 34.9 in Tile<2, 4>. `few_tiles` says to choose among two.
 template <class X, bool few_tiles, class F>
 bool dispatch_tile(int64_t cols, const F& f) {
   const int64_t vectors = ceil_div(cols, kVectorSize<X>);
@@ -116,7 +116,7 @@ bool dispatch_tile(int64_t cols, const F& f) {
     return true;
   };
   if constexpr (few_tiles) {
-    return try_tile(Tile<8>{}) || try_tile(Tile<32>{}) || try_tile(Tile<512>{});
+    return try_tile(Tile<8>{}) || try_tile(Tile<512>{});
   } else {
     return try_tile(Tile<1, 1>{}) || try_tile(Tile<2, 1>{}) || try_tile(Tile<2>{}) || try_tile(Tile<4>{}) ||
            try_tile(Tile<8>{}) || try_tile(Tile<16>{}) || try_tile(Tile<32>{}) || try_tile(Tile<512>{});
