@@ -36,8 +36,8 @@ namespace layernorm::cuda {
 
 // The division of the work among blocks and launches. The host fills the plan, and the kernels read it.
 //
-// Rows are numbered by group. If any wanted gradient is per group, the rows of a group are divided into segments of the
-// same length, and rows at the end of a group's last segment may not exist.
+// Rows are numbered by group. If weight or bias is per group, the rows of a group are divided into segments of the same
+// length, and rows at the end of a group's last segment may not exist.
 struct LaunchPlan {
   int64_t first_row, end_row;  // of this launch
   int64_t num_slots;           // a slot is a block, or all blocks that share a row
@@ -60,9 +60,9 @@ struct LaunchPlan {
   int stages;
   bool has_groups;
   bool has_segments;
-  bool shares_segments;                         // the rows of a block share a segment, else each has one
-  bool writes_gradients;                        // a group has one segment, whose sums are its gradients
-  bool weight_is_per_group, bias_is_per_group;  // the wanted gradients
+  bool shares_segments;   // the rows of a block share a segment, else each has one
+  bool writes_gradients;  // a group has one segment, whose sums are its gradients
+  bool weight_is_per_group, bias_is_per_group;
   bool in_cluster;
   bool separate_sums;  // backward_sums computes the row sums before backward_rows
   bool accumulates;    // dweight and dbias are added to the workspace instead of overwriting it

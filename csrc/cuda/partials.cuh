@@ -22,9 +22,8 @@ struct Segments {
   }
 };
 
-inline bool is_per_group(const Params& p, const View& gradient) {
-  return gradient.data && gradient.group_stride != 0 && p.groups > 1;
-}
+// Also for a gradient that is not wanted, so that the other gradient does not depend on that.
+inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
 
 constexpr int kThreadsPerColumn = 8;  // of add_partials
 
