@@ -96,6 +96,19 @@ def test_sums_that_round_in_one_direction(backend, dtype, cols, outliers):
     check_forward(backend.forward(x, (cols,), None, None, 1e-5), x)
 
 
+@data_dtypes
+@pytest.mark.parametrize("first", [1, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("scale", [0, 1e-3, 1], ids="scale={}".format)
+def test_rows_that_begin_with_other_values(backend, dtype, first, scale):
+    """The CPU kernels estimate a row's mean from its first values. Without noise, mean(x - estimate)^2 / variance is
+    about cols / first - 1, and the estimate is refused if this exceeds 1."""
+    for cols in (first + 1, 2 * first - 1, 2 * first, 2 * first + 1, 3 * first, 100, 1000, 5000):
+        x = scale * torch.randn(20, cols, dtype=F64) + torch.logspace(-2, 1, 20, dtype=F64)[:, None]
+        x[:, :first] += torch.logspace(-1, 4, 20, dtype=F64)[:, None]
+        x = x.to(dtype).to(backend.device)
+        check_forward(backend.forward(x, (cols,), None, None, 1e-5), x, context=(cols,))
+
+
 CONSTANTS = [0.0, -0.0, 1.0, 0.1, -0.7, 1 / 3, 3.14159265, 1e-3, 1234.567, -54321.0, 1e-5, 65504.0]
 
 

@@ -229,6 +229,9 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   Acc* const dbias = b.dbias(area);
   const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
+  const int64_t prefetched = rows_to_prefetch<X>(p.groups * p.rows, p.cols, block_rows<X>(p.cols));
+  const X* const next_x = prefetched ? x + prefetched * x_stride : nullptr;
+  const T* const next_dy = dy + prefetched * dy_stride;
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
@@ -259,6 +262,12 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
     }
     if (with_dweight) write(dweight + j, dw, AllLanes{});
     if (with_dbias) write(dbias + j, db, AllLanes{});
+    if (next_x) {
+      for (int k = 0; k < kCount; ++k) {
+        prefetch_for_read(next_x + k * x_stride + j);
+        prefetch_for_read(next_dy + k * dy_stride + j);
+      }
+    }
   });
 }
 

@@ -2,14 +2,15 @@
 // forward.cpp and backward.cpp; a row is a pixel.
 //
 // A thread handles blocks of adjacent pixels (kernels.h). The lanes of a pack hold pixels, so only the weight gradients
-// are summed across lanes. Forward reads a block three times (mean, variance, output) and backward twice (sums,
-// gradients), a few channels at a time, each along its pixels, which is the fastest way to read the memory. The block
-// stays in the second-level cache, so memory traffic is the same as for rows.
+// are summed across lanes. Forward reads a block twice (statistics, output), and so does backward (sums, gradients), a
+// few channels at a time, each along its pixels, which is the fastest way to read the memory. The block stays in the
+// second-level cache, so memory traffic is the same as for rows.
 //
 // Order of summation: the channels in order, in runs of kRun in Acc; the runs in double. It depends only on the number
 // of channels. Weight gradients: lanes and packs of a block, blocks of a slot, then slots in order and in double.
 //
-// Precision is that of rows: forward corrects the mean by the average of x - mean, backward by that of xhat.
+// Precision is that of rows. In forward the average of the first run of channels estimates a pixel's mean; a block with
+// a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <cmath>
@@ -136,11 +137,12 @@ int64_t padded(int64_t pixels) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+// The mean is (center + correction) / scale.
 template <class Acc>
 struct Statistics {
   PerPixel<Acc> scale;       // 1, or kScale if a sum would overflow
-  PerPixel<Acc> mean;        // times scale, rounded
-  PerPixel<Acc> correction;  // mean of (x * scale - mean)
+  PerPixel<Acc> center;      // an estimate of the mean, times scale
+  PerPixel<Acc> correction;  // mean of (x * scale - center)
   PerPixel<Acc> rstd;        // over scale
 };
 
@@ -157,30 +159,24 @@ void add_residual(const ForwardParams& p, const Place& place) {
   }
 }
 
-// Returns whether all variances are finite, and sets the scale of the pixels.
+struct Moments {
+  bool finite;  // all variances are finite
+  bool far;     // a center was an estimate too far from the mean, and has been improved
+};
+
+// Sets correction and rstd for the given centers, and the scale of the pixels.
 template <bool scaled, class X>
-bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
+Moments find_moments(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels, bool is_estimate,
                      Statistics<AccOf<X>>& stats) {
   using Acc = AccOf<X>;
-  const int64_t pixels = padded<Acc>(block_pixels);
   const Average<Acc> average(p.cols);
-  RunSums<Acc> sums, deviations, squares;
-  if (!p.rms) {
-    for_each_run(p.cols, [&](int64_t c, int64_t n) {
-      for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
-        Pack<Acc> sum = {};
-        for (int64_t k = 0; k < n; ++k) sum = sum + load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes);
-        sums.add(j, sum);
-      });
-    });
-  }
-  for (int64_t j = 0; j < pixels; ++j) stats.mean[j] = static_cast<Acc>(average(sums[j]));
+  RunSums<Acc> deviations, squares;
   for_each_run(p.cols, [&](int64_t c, int64_t n) {
     for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
-      const auto mean = read(stats.mean + j, AllLanes{});
+      const auto center = read(stats.center + j, AllLanes{});
       Pack<Acc> deviation = {}, square = {};
       for (int64_t k = 0; k < n; ++k) {
-        const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - mean;
+        const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - center;
         deviation = deviation + d;
         square = fma(d, d, square);
       }
@@ -188,8 +184,8 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
       squares.add(j, square);
     });
   });
-  bool finite = true;
-  for (int64_t j = 0; j < pixels; ++j) {
+  Moments moments = {true, false};
+  for (int64_t j = 0; j < padded<Acc>(block_pixels); ++j) {
     const double correction = p.rms ? 0 : average(deviations[j]);
     double variance = average(squares[j]) - correction * correction;
     variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
@@ -199,9 +195,30 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
     stats.correction[j] = static_cast<Acc>(correction);
     stats.rstd[j] = static_cast<Acc>(1 / deviation);
     if (!scaled) stats.scale[j] = std::isfinite(variance) ? Acc(1) : kScale<Acc>;
-    finite &= std::isfinite(variance);
+    moments.finite &= std::isfinite(variance);
+    const bool far = is_estimate && correction * correction > variance;
+    if (far) stats.center[j] = static_cast<Acc>(stats.center[j] + correction);
+    moments.far |= far;
   }
-  return finite;
+  return moments;
+}
+
+// Returns whether all variances are finite. The average of the first run of channels estimates the mean.
+template <bool scaled, class X>
+bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
+                     Statistics<AccOf<X>>& stats) {
+  using Acc = AccOf<X>;
+  const int64_t n = min(p.cols, kRun);
+  for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
+    Pack<Acc> sum = {};
+    for (int64_t k = 0; k < n && !p.rms; ++k) {
+      sum = sum + load_scaled<scaled>(x.channel(k) + j, stats.scale + j, lanes);
+    }
+    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(n)), AllLanes{});
+  });
+  Moments moments = find_moments<scaled>(p, x, block_pixels, !p.rms, stats);
+  if (moments.far) moments = find_moments<scaled>(p, x, block_pixels, false, stats);
+  return moments.finite;
 }
 
 template <bool scaled, class W, class T, class X>
@@ -215,11 +232,11 @@ void normalize(const ForwardParams& p, const Place& place, const Block<const X> 
   for_each_run(p.cols, [&](int64_t c, int64_t n) {
     const RunParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
     for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
-      const auto mean = read(stats.mean + j, AllLanes{}), correction = read(stats.correction + j, AllLanes{});
-      const auto rstd = read(stats.rstd + j, AllLanes{});
+      const auto center = read(stats.center + j, AllLanes{}), rstd = read(stats.rstd + j, AllLanes{});
+      const auto minus_shift = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
       for (int64_t k = 0; k < n; ++k) {
-        const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - mean - correction;
-        auto v = d * rstd;  // xhat
+        const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - center;
+        auto v = fma(d, rstd, minus_shift);  // xhat
         if (weight && bias) {
           v = fma(v, w[k], b[k]);
         } else if (weight) {
@@ -248,12 +265,12 @@ void forward_block(const ForwardParams& p, const Place& place) {
     normalize<true, W>(p, place, x, stats, y);
   }
   for (int64_t j = 0; j < padded<Acc>(place.pixels); ++j) {
-    stats.mean[j] = static_cast<Acc>((double(stats.mean[j]) + stats.correction[j]) / stats.scale[j]);
+    stats.center[j] = static_cast<Acc>((double(stats.center[j]) + stats.correction[j]) / stats.scale[j]);
     stats.rstd[j] = stats.rstd[j] * stats.scale[j];
   }
   const auto mean = place.of<Acc>(p.mean), rstd = place.of<Acc>(p.rstd);
   for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
-    if (mean.data) store<X, true>(mean.data + j, read(stats.mean + j, AllLanes{}), lanes);
+    if (mean.data) store<X, true>(mean.data + j, read(stats.center + j, AllLanes{}), lanes);
     store<X, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
 }

@@ -1,12 +1,21 @@
 // Computes y = (x - mean) * rstd * weight + bias for every row of x [rows, cols]. RMSNorm has a mean of 0.
 //
 // Each thread handles a range of rows; if there are fewer rows than threads, the threads share each row. The code reads
-// a row three times (mean, variance, output), but only once from memory: it moves 2 * rows * cols * sizeof(T) bytes. A
-// residual is added in a loop of its own before the others.
+// a row twice (statistics, output), but only once from memory: it moves 2 * rows * cols * sizeof(T) bytes. A residual
+// is added in a loop of its own before the others.
 //
-// Precision: rounding the mean is an error of up to 0.03 for values near 1e6. The second loop also sums x - mean, whose
-// average is this error to full precision, and corrects the mean, the variance and the output with it. The output is
-// within a few roundings of the exact result at any offset, and a constant row gives exactly the bias.
+// The average c of a row's first pack estimates the mean. One loop sums d = x - c and d^2, and then
+//
+//   mean = c + mean(d)      var = mean(d^2) - mean(d)^2      xhat = (x - c) * rstd - mean(d) * rstd
+//
+// This is precise if mean(d)^2 <= var. Then |d| <= (|xhat| + 1) / rstd, so rounding d changes xhat by no more than
+// 2^-24 * (|xhat| + 1), and mean(d^2) <= 2 * var, so the relative error of var is at most twice that of a sum of
+// squares.
+//
+// Otherwise the row is read again with c + mean(d) as the center. c is the average of m of the row's elements, so it is
+// within sqrt(cols / m) standard deviations of the mean, and rounding d leaves the second center within 2^-24 times
+// that. Rounding the center to Acc, an error of up to 0.03 for values near 1e6, is again corrected by mean(d). The
+// output is within a few roundings of the exact result at any offset, and a constant row gives exactly the bias.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
@@ -17,12 +26,11 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
+// The statistics of rows as load_row() returns them. The mean is center + correction.
 template <class Acc, int kCount>
 struct Statistics {
-  Acc mean[kCount];        // rounded; of the row as load_row() returns it
-  Acc correction[kCount];  // mean of (x - mean)
-  Acc rstd[kCount];
-  bool finite[kCount];
+  PerRow<Acc, kCount> center, correction, rstd;
+  bool finite;
 };
 
 // sum = input + residual, for kCount rows.
@@ -42,55 +50,70 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
   });
 }
 
-// The statistics of kCount rows, the first at x.
+// The statistics of kCount rows, the first at x, with the given centers. A row whose center is an estimate too far from
+// the mean is read again.
 template <class Threads, int kCount, int kPacks, bool scaled, class X>
-Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms) {
+Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
+                                        const PerRow<AccOf<X>, kCount>& center, bool is_estimate) {
   using Acc = AccOf<X>;
-  Statistics<Acc, kCount> stats;
-  Acc mean[kCount] = {};
-  if (!rms) {
-    const auto sums = Threads::template sum<Sums<kCount, 1>>(chunks, [&](int64_t begin, int64_t n) {
-      Accumulators<Acc, kCount, 1, kPacks> s;
-      for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
-#pragma GCC unroll 4
-        for (int r = 0; r < kCount; ++r) {
-          s.values[0][r][pack] = s.values[0][r][pack] + load_row<X, scaled>(x + r * stride + j, lanes);
-        }
-      });
-      return s.total();
-    });
-    for (int r = 0; r < kCount; ++r) mean[r] = chunks.mean<Acc>(sums.values[0][r]);
-  }
-  const auto deviations = Threads::template sum<Sums<kCount, 2>>(chunks, [&](int64_t begin, int64_t n) {
+  using Doubles = PerRow<double, kCount>;
+  Acc centers[kCount];
+  for (int r = 0; r < kCount; ++r) centers[r] = center[r];
+  const auto sums = Threads::template sum<Sums<kCount, 2>>(chunks, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, 2, kPacks> s;
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
-        const auto d = zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, lanes) - mean[r], lanes);
+        const auto d = zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, lanes) - centers[r], lanes);
         s.values[0][r][pack] = s.values[0][r][pack] + d;
         s.values[1][r][pack] = fma(d, d, s.values[1][r][pack]);
       }
     });
     return s.total();
   });
+  const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
+  Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, deviation;
+  variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
+  bool finite = true, far = false;
   for (int r = 0; r < kCount; ++r) {
-    const double correction = rms ? 0 : chunks.mean<Acc>(deviations.values[0][r]);
-    double variance = chunks.mean<Acc>(deviations.values[1][r]) - correction * correction;
-    variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
     // eps * kScale^2 may underflow; its root does not.
-    const double deviation =
-        scaled ? ::hypot(std::sqrt(variance), std::sqrt(eps) * kScale<Acc>) : std::sqrt(variance + eps);
-    stats.mean[r] = mean[r];
-    stats.correction[r] = static_cast<Acc>(correction);
-    stats.rstd[r] = static_cast<Acc>(1 / deviation);
-    stats.finite[r] = std::isfinite(variance);
+    deviation[r] =
+        scaled ? ::hypot(std::sqrt(variance[r]), std::sqrt(eps) * kScale<Acc>) : std::sqrt(variance[r] + eps);
+    finite &= std::isfinite(variance[r]);
+    far |= correction[r] * correction[r] > variance[r];
+  }
+  const auto rounded = [](const Doubles& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
+  Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(1 / deviation), finite};
+  if (!far || !is_estimate) return stats;
+  for (int r = 0; r < kCount; ++r) {
+    if (!(correction[r] * correction[r] > variance[r])) continue;
+    const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
+    const auto row = statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, mean, false);
+    stats.center[r] = row.center[0], stats.correction[r] = row.correction[0], stats.rstd[r] = row.rstd[0];
   }
   return stats;
 }
 
+// The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
+template <class Threads, int kCount, int kPacks, bool scaled, class X>
+Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms) {
+  using Acc = AccOf<X>;
+  PerRow<Acc, kCount> center = {};
+  if (!rms) {
+    const int64_t n = min(chunks.cols, kPackSize<Acc>);
+    Accumulators<Acc, kCount, 1, 1> first;
+    for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kCount; ++r) first.values[0][r][0] = load_row<X, scaled>(x + r * stride + j, lanes);
+    });
+    center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
+  }
+  return statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, center, !rms);
+}
+
 template <class Threads, int kCount, bool scaled, bool streaming, class T, class X, class W>
 void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
-               const Statistics<AccOf<X>, kCount>& stats, bool prefetch) {
+               const Statistics<AccOf<X>, kCount>& stats, int64_t prefetched) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
   T* const y = p.output.row<T>(group, r);
@@ -99,14 +122,15 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
+  const auto minus_shift = -stats.correction * stats.rstd;
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
       if (bias) b = load<X>(bias + j, lanes);
       for (int k = 0; k < kCount; ++k) {
-        const auto d = load_row<X, scaled>(x + k * x_stride + j, lanes) - stats.mean[k] - stats.correction[k];
-        auto v = d * stats.rstd[k];  // xhat
+        const auto d = load_row<X, scaled>(x + k * x_stride + j, lanes) - stats.center[k];
+        auto v = fma(d, stats.rstd[k], minus_shift[k]);  // xhat
         if (weight && bias) {
           v = fma(v, w, b);
         } else if (weight) {
@@ -115,8 +139,10 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
           v = v + b;
         }
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
-        if (prefetch) prefetch_for_read(x + (k + kCount) * x_stride + j);
         if (kCount == 1 && !streaming) prefetch_for_write(y + j);
+      }
+      if (prefetched) {
+        for (int k = 0; k < kCount; ++k) prefetch_for_read(x + (k + prefetched) * x_stride + j);
       }
     });
     if (streaming) streaming_fence();
@@ -131,19 +157,17 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& 
   Acc* const mean = p.mean.row<Acc>(group, r);
   Acc* const rstd = p.rstd.row<Acc>(group, r);
   const int64_t rows = p.groups * p.rows;
-  const bool prefetch = !p.residual.data && should_prefetch<X>(rows, p.cols, kCount);
+  const int64_t prefetched = p.residual.data ? 0 : rows_to_prefetch<X>(rows, p.cols, kCount);
   const bool streaming = kCount == 1 && should_stream<T>(p.output, rows, p.cols);
   const auto stats = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms);
-  bool finite = true;
-  for (int k = 0; k < kCount; ++k) finite &= stats.finite[k];
-  if (finite) {
+  if (stats.finite) {
     if (streaming) {
-      normalize<Threads, kCount, false, kCount == 1, T, X, W>(p, group, r, values, chunks, stats, prefetch);
+      normalize<Threads, kCount, false, kCount == 1, T, X, W>(p, group, r, values, chunks, stats, prefetched);
     } else {
-      normalize<Threads, kCount, false, false, T, X, W>(p, group, r, values, chunks, stats, prefetch);
+      normalize<Threads, kCount, false, false, T, X, W>(p, group, r, values, chunks, stats, prefetched);
     }
     for (int k = 0; k < kCount; ++k) {
-      if (mean) mean[k * p.mean.row_stride] = static_cast<Acc>(double(stats.mean[k]) + stats.correction[k]);
+      if (mean) mean[k * p.mean.row_stride] = static_cast<Acc>(double(stats.center[k]) + stats.correction[k]);
       rstd[k * p.rstd.row_stride] = stats.rstd[k];
     }
   } else if constexpr (kCount > 1) {
@@ -151,9 +175,9 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& 
   } else {  // a sum overflowed, or the row holds NaN or infinity and will give NaN again
     constexpr Acc s = kScale<Acc>;
     const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms);
-    normalize<Threads, 1, true, false, T, X, W>(p, group, r, values, chunks, scaled, prefetch);
-    if (mean) *mean = static_cast<Acc>((double(*scaled.mean) + *scaled.correction) / s);
-    *rstd = *scaled.rstd * s;
+    normalize<Threads, 1, true, false, T, X, W>(p, group, r, values, chunks, scaled, prefetched);
+    if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / s);
+    *rstd = scaled.rstd[0] * s;
   }
 }
 

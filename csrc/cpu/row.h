@@ -229,19 +229,21 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
   return lanes;
 }
 
-// Whether a thread prefetches its next rows while it computes. This gains if the rows are not in the second-level cache
-// and fit into the first: forward is 1.1 (fp32) and 1.2 (bf16) times as fast (4096 x 768, Sapphire Rapids). Rows in the
-// second-level cache would lose.
+// How many rows ahead of its rows, of which it handles `count` at a time, a thread prefetches; 0 for none. This gains
+// if the rows are in memory: 1576 x 768 take 0.75 (forward) and 0.8 (backward) of the time in fp32, 0.9 and 0.75 in
+// bf16 (AMD EPYC with AVX-512). Rows in the second-level cache would lose.
 template <class T>
-inline bool should_prefetch(int64_t rows, int64_t cols, int count) {
+inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
+  constexpr int64_t kDistance = 4096;  // bytes
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-  return rows * row_bytes > 1 << 21 && count * row_bytes <= 1 << 15;
+  if (rows * row_bytes <= 1 << 21 || count * row_bytes > 1 << 15) return 0;
+  return max(count, ceil_div(kDistance, row_bytes));
 }
 
 template <class T>
 inline void prefetch_for_read(const T* p) {
-  __builtin_prefetch(p);
-  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T));
+  __builtin_prefetch(p, 0, 2);  // to the second-level cache
+  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T), 0, 2);
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
