@@ -236,23 +236,32 @@ def test_subnormal_gradients_are_kept(backend, run, dtypes, cols):
 
 
 @pytest.mark.large
-def test_more_than_2_to_the_31_elements(backend):
+@pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
+def test_more_than_2_to_the_31_elements(backend, images):
     """Almost all rows are zero: on a CPU they take no memory in the input, and 4.3 GB in each result."""
     torch.use_deterministic_algorithms(False)  # poisoning would take as long as the test
-    rows, cols = (1 << 19) + 1, 4096
-    x, dy = (lazy_zeros((rows, cols), BF16, backend.device) for _ in range(2))
+    n, rows, cols = (3, (1 << 23) - 5, 86) if images else (1, (1 << 19) + 1, 4096)
+    shape = (n, cols, rows) if images else (n, rows, cols)
+    x, dy = (lazy_zeros(shape, BF16, backend.device) for _ in range(2))
+    x, dy = (t.mT if images else t for t in (x, dy))
     some = [0, 1, rows // 3, rows // 2, rows - 2, rows - 1]
     zeros = [row for row in range(0, rows, rows // 1000) if row not in some]
-    x[some], dy[some], w, b = random_args(backend, (BF16, BF16), len(some), cols)
+    for tensor in (x, dy):
+        tensor[:, some] = randn((n, len(some), cols), BF16, backend.device)
+    w, b = (randn(cols, BF16, backend.device) for _ in range(2))
 
-    y, mean, rstd = backend.forward(x, (cols,), w, b, 1e-5)
-    check_forward((y[some], mean[some], rstd[some]), x[some], w, b)
-    assert torch.equal(y[zeros], b.expand(len(zeros), cols)) and not mean[zeros].any()
+    def chosen(*tensors):
+        return [t[:, some].flatten(0, 1) for t in tensors]
+
+    y, mean, rstd = backend.forward(x, (cols,), w, b, 1e-5, preserve_layout=images)
+    check_forward(chosen(y, mean, rstd), *chosen(x), w, b)
+    assert torch.equal(y[-1, zeros], b.expand(len(zeros), cols)) and not mean[-1, zeros].any()
     del y
 
-    grad_input, *parameter_gradients = backend.backward(dy, x, (cols,), mean, rstd, w, b, ALL)
-    check_backward((grad_input[some], *parameter_gradients), dy[some], x[some], w)  # rows of zeros add nothing
-    assert not grad_input[zeros].any()
+    arguments = (dy, x, (cols,), mean, rstd, w, b, ALL)
+    grad_input, *parameter_gradients = backend.backward(*arguments, preserve_layout=images)
+    check_backward((*chosen(grad_input), *parameter_gradients), *chosen(dy, x), w)  # rows of zeros add nothing
+    assert not grad_input[-1, zeros].any()
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)

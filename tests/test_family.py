@@ -112,15 +112,15 @@ def test_float32_residual_matches_float64(backend, dtypes, name, rms):
         assert_same_bits((results[0], in_place, *results[1:]), (output, total, *others[:2]))
 
 
-@data_dtypes
+@all_dtypes
 @variants
-def test_absent_parameters_and_masks(backend, dtype, variant):
+def test_absent_parameters_and_masks(backend, dtypes, variant):
     """A gradient that is not requested is None. The others do not depend on the mask."""
     presence = [((3,), w, b) for w, b in itertools.product(((), None), repeat=2)]
     cases = [(batches, cols) for batches in presence for cols in (40, 1100, 5000)]
     for batches, cols in [*cases, *((batches, 40) for batches in GROUPS.values())]:
-        x, dy, w, b = arguments(batches, cols, (dtype, dtype), backend.device)
-        residual, grad_sum = (randn(x.shape, dtype, backend.device) for _ in range(2))
+        x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
+        residual, grad_sum = (randn(x.shape, dtypes[0], backend.device) for _ in range(2))
         options = {"residual": residual, "grad_sum": grad_sum, **variant}
         output, total, *others = run(backend, x, dy, w, b, **options)
         check((output, *others), total, dy, w, b, context=(batches, cols), grad_sum=grad_sum, **variant)

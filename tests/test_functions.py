@@ -7,13 +7,12 @@ import itertools
 
 import pytest
 import torch
-from family import EPS, MEMBERS, family, with_gradients
+from family import MEMBERS, family, with_gradients
 from reference import BF16, DTYPES_16_BIT, F16, F32, F64, Forward, assert_within, dtypes_id, exact, output_bound
 from shapes import MASKS, assert_same_bits, randn, statistics_dtype
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-import layernorm_ext
 from layernorm_ext import add_layer_norm, add_layer_norm_2d, add_rms_norm, layer_norm, rms_norm
 
 FLOATS = [F64, F32, F16, BF16]
@@ -228,68 +227,57 @@ def test_in_place_addition_is_tracked_or_refused_by_autograd(add):
 
 # float32 residuals of 16-bit inputs
 
-ADD = {"layer": add_layer_norm, "rms": add_rms_norm}
+adding_members = pytest.mark.parametrize("member", [m for m in MEMBERS if m.adds], ids=lambda member: member.name)
 
 
-@pytest.mark.parametrize("name", ADD)
+@adding_members
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
-def test_gradients_of_a_float32_residual(dtypes, name):
+def test_gradients_of_a_float32_residual(member, dtypes):
     """The residual's gradient is float32, and the input's is its rounded value. The output is off by one rounding."""
-    tensors, wide = leaves([randn((6, 64), dtypes[0]), randn((6, 64), F32), randn(64, dtypes[1])])
-    output, total = outputs = ADD[name](*tensors[:2], (64,), tensors[2], eps=EPS)
-    assert (output.dtype, total.dtype) == (dtypes[0], F32)
-    grad_outputs = [torch.randn_like(t) for t in outputs]
-    dx, dresidual, dw = torch.autograd.grad(outputs, tensors, grad_outputs)
-    assert (dx.dtype, dresidual.dtype, dw.dtype) == (dtypes[0], F32, dtypes[1])
-    assert torch.equal(dx, dresidual.to(dtypes[0]))
+    for layout in layouts(member):
+        of_inputs = (layout(randn((2, 3, 64), dtype)) for dtype in (dtypes[0], F32))
+        tensors, wide = leaves([*of_inputs, *(randn(64, dtypes[1]) for _ in range(2))])
+        grad_outputs = [layout(randn((2, 3, 64), dtype)) for dtype in (dtypes[0], F32)]
+        (output, total), (dx, dresidual, dw, _) = with_gradients(member, tensors, grad_outputs)
+        assert (output.dtype, total.dtype) == (dtypes[0], F32)
+        assert (dx.dtype, dresidual.dtype, dw.dtype) == (dtypes[0], F32, dtypes[1])
+        assert torch.equal(total, tensors[0].float() + tensors[1]) and torch.equal(dx, dresidual.to(dtypes[0]))
 
-    sum64 = wide[0] + wide[1]
-    y64 = (F.layer_norm if name == "layer" else F.rms_norm)(sum64, (64,), wide[2], eps=EPS)
-    expected = torch.autograd.grad((y64, sum64), wide, [g.double() for g in grad_outputs])
-    # The sum is one rounding of values below 8 to float32.
-    torch.testing.assert_close(total.double(), sum64, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(output.double(), y64, rtol=torch.finfo(dtypes[0]).eps, atol=1e-5)
-    # Sums of 64 products of size 1, in float32.
-    torch.testing.assert_close(dresidual.double(), expected[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dw.double(), expected[2], rtol=2 * torch.finfo(dtypes[1]).eps, atol=1e-5)
+        outputs, gradients = with_gradients(member.formula, wide, [g.double() for g in grad_outputs])
+        torch.testing.assert_close(output.double(), outputs[0], rtol=torch.finfo(dtypes[0]).eps, atol=1e-5)
+        # Sums of 64 products of size 1, in float32.
+        torch.testing.assert_close(dresidual.double(), gradients[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dw.double(), gradients[2], rtol=2 * torch.finfo(dtypes[1]).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ADD)
-def test_derivatives_of_a_float32_residual(name):
+@adding_members
+def test_derivatives_of_a_float32_residual(member):
     """Second derivatives, forward mode and vmap work with two dtypes. The loss sums rounded bfloat16 numbers."""
     (x, residual), wide = leaves([randn((3, 8), BF16), randn((3, 8), F32)])
 
-    def call(x, residual):
-        return ADD[name](x, residual, (8,), eps=EPS)
-
-    def second(x, residual):
-        output, total = call(x, residual)
+    def second(function, x, residual):
+        output, total = function(x, residual, *torch.ones(2, 8, dtype=F32 if x.dtype == BF16 else F64))
         loss = (output.double().sin() * total.double()).sum()
         first = torch.autograd.grad(loss, (x, residual), create_graph=True)
         return torch.autograd.grad(sum(g.double().square().sum() for g in first), (x, residual))
 
-    actual, expected = second(x, residual), second(*wide)
+    actual, expected = second(member, x, residual), second(member.formula, *wide)
     assert [t.dtype for t in actual] == [BF16, F32]
     for a, e in zip(actual, expected, strict=True):
         # Some roundings of 2^-8 of the output and of the first gradients, amplified by rstd, which is at most 2.
         assert (a.double() - e).abs().max() <= 16 * torch.finfo(BF16).eps * e.abs().max()
+    if "inplace" in member.options:  # r * 1 has no tangent within vmap
+        return
+
+    def call(x, residual):
+        return member(x, residual, *torch.ones(2, 8))
+
     batched = torch.vmap(call)(torch.stack([x, 2 * x]), torch.stack([residual, residual]))
     for i, scale in enumerate((1, 2)):
         # The composite may round to the other neighbour.
         torch.testing.assert_close([t[i] for t in batched], list(call(scale * x, residual)), rtol=2**-7, atol=1e-6)
     tangents = torch.ones_like(x), torch.zeros_like(residual)
     assert [t.dtype for t in torch.func.jvp(call, (x.detach(), residual.detach()), tangents)[1]] == [BF16, F32]
-
-
-@pytest.mark.parametrize("name", ["add_layer_norm_2d", "add_rms_norm_2d"])
-@pytest.mark.parametrize("layout", [contiguous, channels_first])
-def test_float32_residual_of_16_bit_images(name, layout):
-    x, r = (layout(randn((2, 4, 5, 9), dtype)).movedim(-1, 1).requires_grad_() for dtype in (F16, F32))
-    output, total = getattr(layernorm_ext, name)(x, r)
-    assert total.dtype == F32 and torch.equal(total, x.float() + r)
-    assert torch.equal(output, getattr(layernorm_ext, name.removeprefix("add_"))(total).to(F16))
-    output.float().square().sum().backward()
-    assert x.grad.dtype == F16 and r.grad.dtype == F32
 
 
 # What autograd saves
@@ -302,8 +290,9 @@ def test_autograd_saves_few_tensors(member):
     Otherwise the bias is saved only if its dtype is not that of the weight.
     """
     for bias_dtype in (F32, F64):
-        x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 32, 64), (4, 32, 64), (64,)))
-        b = torch.randn(64, dtype=bias_dtype, requires_grad=True)
+        parameter_shape = (4, 64) if "ada" in member.name else (64,)
+        x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 32, 64), (4, 32, 64), parameter_shape))
+        b = torch.randn(parameter_shape, dtype=bias_dtype, requires_grad=True)
         found = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, found=found: found.append(t) or t, lambda t: t):
             y, *total = member(x, r, w, b)
