@@ -21,59 +21,20 @@ from ._compatibility import check_torch
 
 check_torch()
 
+from . import channels_first, conversion, functional, modules, tracing
 from ._ops import register_with_torch
-from .channels_first import (
-    AdaLayerNorm2d,
-    AdaRMSNorm2d,
-    AddLayerNorm2d,
-    AddRMSNorm2d,
-    LayerNorm2d,
-    RMSNorm2d,
-    ada_layer_norm_2d,
-    ada_rms_norm_2d,
-    add_layer_norm_2d,
-    add_rms_norm_2d,
-    layer_norm_2d,
-    rms_norm_2d,
-)
-from .conversion import ConversionReport, convert, converted, register_conversion, revert
-from .functional import ada_layer_norm, ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .modules import AdaLayerNorm, AdaRMSNorm, AddLayerNorm, AddRMSNorm, LayerNorm, LazyLayerNorm, RMSNorm
-from .tracing import trace_as
+from .channels_first import *
+from .conversion import *
+from .functional import *
+from .modules import *
+from .tracing import *
 
-__all__ = [
-    "AdaLayerNorm",
-    "AdaLayerNorm2d",
-    "AdaRMSNorm",
-    "AdaRMSNorm2d",
-    "AddLayerNorm",
-    "AddLayerNorm2d",
-    "AddRMSNorm",
-    "AddRMSNorm2d",
-    "ConversionReport",
-    "LayerNorm",
-    "LayerNorm2d",
-    "LazyLayerNorm",
-    "RMSNorm",
-    "RMSNorm2d",
-    "ada_layer_norm",
-    "ada_layer_norm_2d",
-    "ada_rms_norm",
-    "ada_rms_norm_2d",
-    "add_layer_norm",
-    "add_layer_norm_2d",
-    "add_rms_norm",
-    "add_rms_norm_2d",
-    "convert",
-    "converted",
-    "layer_norm",
-    "layer_norm_2d",
-    "register_conversion",
-    "revert",
-    "rms_norm",
-    "rms_norm_2d",
-    "trace_as",
-]
+__all__ = []
+__all__ += channels_first.__all__
+__all__ += conversion.__all__
+__all__ += functional.__all__
+__all__ += modules.__all__
+__all__ += tracing.__all__
 __version__ = metadata.version("layernorm-ext")
 
 register_with_torch()

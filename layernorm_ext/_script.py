@@ -17,15 +17,7 @@ def layer_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Compute :func:`layernorm_ext.layer_norm`."""
-    return torch.ops.layernorm.forward(
-        input,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        zero_centered_weight=zero_centered_weight,
-        memory_efficient=memory_efficient,
-    )[0]
+    return _norm(input, None, normalized_shape, weight, bias, eps, False, zero_centered_weight, memory_efficient)[0]
 
 
 def rms_norm(
@@ -36,15 +28,7 @@ def rms_norm(
     zero_centered_weight: bool = False,
 ) -> Tensor:
     """Compute :func:`layernorm_ext.rms_norm`."""
-    return torch.ops.layernorm.forward(
-        input,
-        normalized_shape,
-        weight,
-        None,
-        rms_eps(input, eps),
-        rms=True,
-        zero_centered_weight=zero_centered_weight,
-    )[0]
+    return _norm(input, None, normalized_shape, weight, None, rms_eps(input, eps), True, zero_centered_weight)[0]
 
 
 def add_layer_norm(
@@ -58,7 +42,7 @@ def add_layer_norm(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`layernorm_ext.add_layer_norm`."""
-    return _add_norm(input, residual, normalized_shape, weight, bias, eps, False, zero_centered_weight, False, inplace)
+    return _norm(input, residual, normalized_shape, weight, bias, eps, False, zero_centered_weight, inplace=inplace)
 
 
 def add_rms_norm(
@@ -72,46 +56,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`layernorm_ext.add_rms_norm`."""
     eps = rms_eps(input, eps)
-    return _add_norm(input, residual, normalized_shape, weight, None, eps, True, zero_centered_weight, False, inplace)
-
-
-def _add_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    zero_centered_weight: bool,
-    preserve_layout: bool,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
-    if inplace:
-        output = torch.ops.layernorm.forward_(
-            input,
-            residual,
-            normalized_shape,
-            weight,
-            bias,
-            eps,
-            rms=rms,
-            zero_centered_weight=zero_centered_weight,
-            preserve_layout=preserve_layout,
-        )[0]
-        return output, residual
-    results = torch.ops.layernorm.forward(
-        input,
-        residual,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        rms=rms,
-        zero_centered_weight=zero_centered_weight,
-        preserve_layout=preserve_layout,
-    )
-    return results[0], results[1]
+    return _norm(input, residual, normalized_shape, weight, None, eps, True, zero_centered_weight, inplace=inplace)
 
 
 def ada_layer_norm(
@@ -136,27 +81,6 @@ def ada_rms_norm(
     return _ada_norm(input, normalized_shape, scale, shift, eps, True)
 
 
-def _ada_norm(
-    input: Tensor, normalized_shape: list[int], scale: Tensor | None, shift: Tensor | None, eps: float, rms: bool
-) -> Tensor:
-    input = torch.ops.layernorm.check_modulation(input, normalized_shape, scale, shift)
-    weight = insert_batch_dims(scale, input, len(normalized_shape))
-    bias = insert_batch_dims(shift, input, len(normalized_shape))
-    results = torch.ops.layernorm.forward(
-        input, normalized_shape, weight, bias, eps, rms=rms, zero_centered_weight=True
-    )
-    return results[0]
-
-
-def insert_batch_dims(parameter: Tensor | None, input: Tensor, normalized_dims: int) -> Tensor | None:
-    """Insert the batch dimensions that a scale or shift of :func:`ada_layer_norm` lacks after those that it has."""
-    if parameter is None or parameter.dim() == normalized_dims:
-        return parameter
-    for _ in range(input.dim() - parameter.dim()):
-        parameter = parameter.unsqueeze(-1 - normalized_dims)
-    return parameter
-
-
 def layer_norm_2d(
     input: Tensor,
     weight: Tensor | None = None,
@@ -166,14 +90,14 @@ def layer_norm_2d(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Compute :func:`layernorm_ext.layer_norm_2d`."""
-    return _norm_2d(input, weight, bias, eps, False, zero_centered_weight, memory_efficient, False)
+    return _norm_2d(input, None, weight, bias, eps, False, zero_centered_weight, memory_efficient)[0]
 
 
 def rms_norm_2d(
     input: Tensor, weight: Tensor | None = None, eps: float | None = None, zero_centered_weight: bool = False
 ) -> Tensor:
     """Compute :func:`layernorm_ext.rms_norm_2d`."""
-    return _norm_2d(input, weight, None, rms_eps(input, eps), True, zero_centered_weight, False, False)
+    return _norm_2d(input, None, weight, None, rms_eps(input, eps), True, zero_centered_weight)[0]
 
 
 def add_layer_norm_2d(
@@ -186,7 +110,7 @@ def add_layer_norm_2d(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`layernorm_ext.add_layer_norm_2d`."""
-    return _add_norm_2d(input, residual, weight, bias, eps, False, zero_centered_weight, inplace)
+    return _norm_2d(input, residual, weight, bias, eps, False, zero_centered_weight, inplace=inplace)
 
 
 def add_rms_norm_2d(
@@ -198,73 +122,126 @@ def add_rms_norm_2d(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`layernorm_ext.add_rms_norm_2d`."""
-    return _add_norm_2d(input, residual, weight, None, rms_eps(input, eps), True, zero_centered_weight, inplace)
+    return _norm_2d(input, residual, weight, None, rms_eps(input, eps), True, zero_centered_weight, inplace=inplace)
 
 
 def ada_layer_norm_2d(
     input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
     """Compute :func:`layernorm_ext.ada_layer_norm_2d`."""
-    return _norm_2d(input, scale, shift, eps, False, True, False, True)
+    return _norm_2d(input, None, scale, shift, eps, False, True, adaptive=True)[0]
 
 
 def ada_rms_norm_2d(
     input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
     """Compute :func:`layernorm_ext.ada_rms_norm_2d`."""
-    return _norm_2d(input, scale, shift, eps, True, True, False, True)
+    return _norm_2d(input, None, scale, shift, eps, True, True, adaptive=True)[0]
+
+
+def _norm(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    zero_centered_weight: bool,
+    memory_efficient: bool = False,
+    preserve_layout: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute any member of the family: the output, and the sum with a residual or the input."""
+    total = input
+    if residual is None:
+        output = torch.ops.layernorm.forward(
+            input,
+            normalized_shape,
+            weight,
+            bias,
+            eps,
+            rms=rms,
+            zero_centered_weight=zero_centered_weight,
+            memory_efficient=memory_efficient,
+            preserve_layout=preserve_layout,
+        )[0]
+    elif inplace:
+        output = torch.ops.layernorm.forward_(
+            input,
+            residual,
+            normalized_shape,
+            weight,
+            bias,
+            eps,
+            rms=rms,
+            zero_centered_weight=zero_centered_weight,
+            preserve_layout=preserve_layout,
+        )[0]
+        total = residual
+    else:
+        output, total, _, _ = torch.ops.layernorm.forward(
+            input,
+            residual,
+            normalized_shape,
+            weight,
+            bias,
+            eps,
+            rms=rms,
+            zero_centered_weight=zero_centered_weight,
+            preserve_layout=preserve_layout,
+        )
+    return output, total
+
+
+def _ada_norm(
+    input: Tensor, normalized_shape: list[int], scale: Tensor | None, shift: Tensor | None, eps: float, rms: bool
+) -> Tensor:
+    input = torch.ops.layernorm.check_modulation(input, normalized_shape, scale, shift)
+    weight = insert_batch_dims(scale, input, len(normalized_shape))
+    bias = insert_batch_dims(shift, input, len(normalized_shape))
+    return _norm(input, None, normalized_shape, weight, bias, eps, rms, True)[0]
 
 
 def _norm_2d(
     input: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     rms: bool,
     zero_centered_weight: bool,
-    memory_efficient: bool,
-    adaptive: bool,
-) -> Tensor:
-    input = torch.ops.layernorm.check_images(input, None, weight, bias, adaptive)
-    output = torch.ops.layernorm.forward(
-        input.movedim(1, -1),
-        [input.size(1)],
-        channels_last(weight, input.dim()),
-        channels_last(bias, input.dim()),
-        eps,
-        rms=rms,
-        zero_centered_weight=zero_centered_weight,
-        memory_efficient=memory_efficient,
-        preserve_layout=True,
-    )[0]
-    return output.movedim(-1, 1)
-
-
-def _add_norm_2d(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    zero_centered_weight: bool,
-    inplace: bool,
+    memory_efficient: bool = False,
+    inplace: bool = False,
+    adaptive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    input = torch.ops.layernorm.check_images(input, residual, weight, bias)
-    output, total = _add_norm(
+    """Compute any member of the family on images."""
+    input = torch.ops.layernorm.check_images(input, residual, weight, bias, adaptive)
+    output, total = _norm(
         input.movedim(1, -1),
-        residual.movedim(1, -1),
+        None if residual is None else residual.movedim(1, -1),
         [input.size(1)],
         channels_last(weight, input.dim()),
         channels_last(bias, input.dim()),
         eps,
         rms,
         zero_centered_weight,
-        True,
-        False,
+        memory_efficient,
+        preserve_layout=True,
     )
     output, total = output.movedim(-1, 1), total.movedim(-1, 1)
-    return output, residual.copy_(total) if inplace else total
+    if residual is not None and inplace:
+        return output, residual.copy_(total)  # the operator refuses to change a view
+    return output, total
+
+
+def insert_batch_dims(parameter: Tensor | None, input: Tensor, normalized_dims: int) -> Tensor | None:
+    """Insert the batch dimensions that a scale or shift of :func:`ada_layer_norm` lacks after those that it has."""
+    if parameter is None or parameter.dim() == normalized_dims:
+        return parameter
+    for _ in range(input.dim() - parameter.dim()):
+        parameter = parameter.unsqueeze(-1 - normalized_dims)
+    return parameter
 
 
 def channels_last(parameter: Tensor | None, dims: int) -> Tensor | None:

@@ -17,20 +17,9 @@ from ._ops import _C
 from .functional import _norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
-__all__ = [
-    "AdaLayerNorm2d",
-    "AdaRMSNorm2d",
-    "AddLayerNorm2d",
-    "AddRMSNorm2d",
-    "LayerNorm2d",
-    "RMSNorm2d",
-    "ada_layer_norm_2d",
-    "ada_rms_norm_2d",
-    "add_layer_norm_2d",
-    "add_rms_norm_2d",
-    "layer_norm_2d",
-    "rms_norm_2d",
-]
+__all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "LayerNorm2d", "RMSNorm2d"]
+__all__ += ["ada_layer_norm_2d", "ada_rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "layer_norm_2d"]
+__all__ += ["rms_norm_2d"]
 
 
 def layer_norm_2d(
@@ -96,21 +85,9 @@ def rms_norm_2d(
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
 
-    Source: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        input: As in :func:`layer_norm_2d`.
-        weight: As in :func:`layer_norm_2d`.
-        eps: Added to the mean square. The default is that of :func:`layernorm_ext.rms_norm`, so that rows and images
-            give the same results.
-        zero_centered_weight: Whether to multiply by ``weight + 1``.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of ``input``.
-
-    Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported.
+    Shapes, dtypes, results and errors are those of :func:`layer_norm_2d`. The default of ``eps`` is that of
+    :func:`layernorm_ext.rms_norm`, so that rows and images give the same results. Source: Zhang and Sennrich, `Root
+    Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     if has_torch_function_variadic(input, weight):
         options = {"zero_centered_weight": zero_centered_weight}
@@ -134,27 +111,12 @@ def add_layer_norm_2d(
         s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
         \mathrm{bias}
 
-    ``s`` is rounded to the dtype of ``residual`` before ``y`` is computed. Source: Ba, Kiros and Hinton, `Layer
-    Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
-
-    Args:
-        input: As in :func:`layer_norm_2d`.
-        residual: Tensor of the shape and dtype of ``input``; it may be float32 if ``input`` is float16 or bfloat16.
-        weight: As in :func:`layer_norm_2d`.
-        bias: As in :func:`layer_norm_2d`.
-        eps: Added to the variance.
-        zero_centered_weight: Whether to multiply by ``weight + 1``.
-        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor.
+    The residual, the sum, their dtypes, ``inplace`` and the errors are those of
+    :func:`layernorm_ext.add_layer_norm`. The other arguments are those of :func:`layer_norm_2d`. Source: Ba, Kiros and
+    Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Returns:
-        Output and sum, both of the shape and memory format of ``input``. The output has the dtype of ``input``, the sum
-        that of ``residual``.
-
-    Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or
-            ``residual`` cannot be changed in place: it is a leaf that requires grad, or several of its elements share
-            memory.
-        NotImplementedError: The dtype of ``input`` is not supported.
+        Output and sum, both of the shape and memory format of ``input``.
 
     Example:
         >>> x, residual = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
@@ -185,22 +147,9 @@ def add_rms_norm_2d(
     .. math::
         s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
-    Source: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        input: As in :func:`layer_norm_2d`.
-        residual: As in :func:`add_layer_norm_2d`.
-        weight: As in :func:`layer_norm_2d`.
-        eps: As in :func:`rms_norm_2d`.
-        zero_centered_weight: Whether to multiply by ``weight + 1``.
-        inplace: As in :func:`add_layer_norm_2d`.
-
-    Returns:
-        Output and sum, as :func:`add_layer_norm_2d`.
-
-    Raises:
-        RuntimeError: As :func:`add_layer_norm_2d`.
-        NotImplementedError: The dtype of ``input`` is not supported.
+    Arguments, results and errors are those of :func:`add_layer_norm_2d`, and the default of ``eps`` is that of
+    :func:`rms_norm_2d`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
+    <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     if has_torch_function_variadic(input, residual, weight):
         options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
@@ -217,21 +166,10 @@ def ada_layer_norm_2d(
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
 
-    A network computes scale and shift from a condition. Source: Peebles and Xie, `Scalable Diffusion Models with
-    Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
-
-    Args:
-        input: As in :func:`layer_norm_2d`.
-        scale: Tensor of shape ``[N, C]``, or any shape of a weight of :func:`layer_norm_2d`. Zeros if ``None``.
-        shift: Like ``scale``. If both vary between pixels, they vary in the same dimensions. Zeros if ``None``.
-        eps: Added to the variance.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of ``input``.
-
-    Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported.
+    A network computes scale and shift from a condition. Both are tensors of shape ``[N, C]``, or of any shape of a
+    weight of :func:`layer_norm_2d`, which also describes the input, the result and the errors. If both vary between
+    pixels, they vary in the same dimensions. ``None`` means zeros. Source: Peebles and Xie, `Scalable Diffusion
+    Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
 
     Example:
         >>> x, scale, shift = torch.randn(2, 8, 4, 4), torch.randn(2, 8), torch.randn(2, 8)
@@ -252,21 +190,9 @@ def ada_rms_norm_2d(
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
 
-    Sources: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019;
-    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
-
-    Args:
-        input: As in :func:`layer_norm_2d`.
-        scale: As in :func:`ada_layer_norm_2d`.
-        shift: As in :func:`ada_layer_norm_2d`.
-        eps: Added to the mean square.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of ``input``.
-
-    Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported.
+    Arguments, results and errors are those of :func:`ada_layer_norm_2d`. Sources: Zhang and Sennrich, `Root Mean Square
+    Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019; Peebles and Xie, `Scalable Diffusion Models with
+    Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
     """
     if has_torch_function_variadic(input, scale, shift):
         tensors = (input, scale, shift)
@@ -382,15 +308,9 @@ class RMSNorm2d(RMSNorm):
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
 
-    :func:`layernorm_ext.rms_norm_2d` describes results, precision and errors. The weight, ``state_dict`` and the
-    arguments not listed here are those of :class:`RMSNorm`. Source: Zhang and Sennrich, `Root Mean Square Layer
-    Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        num_channels: The number of channels ``C``.
-
-    Shape:
-        Input and output: ``[N, C, *]``. ``weight`` (initially ones): ``[C]``.
+    :func:`layernorm_ext.rms_norm_2d` describes results, precision and errors. ``num_channels`` and the shapes are those
+    of :class:`LayerNorm2d`, the other arguments and the ``state_dict`` those of :class:`RMSNorm`. Source: Zhang and
+    Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
 
     def __init__(
@@ -420,16 +340,9 @@ class AddLayerNorm2d(AddLayerNorm):
         s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
         \mathrm{bias}
 
-    :func:`layernorm_ext.add_layer_norm_2d` describes results, precision and errors. Parameters, ``state_dict`` and the
-    arguments not listed here are those of :class:`AddLayerNorm`. Source: Ba, Kiros and Hinton, `Layer Normalization
-    <https://arxiv.org/abs/1607.06450>`_, 2016.
-
-    Args:
-        num_channels: The number of channels ``C``.
-
-    Shape:
-        Input, residual, output and sum: ``[N, C, *]``. ``weight`` (initially ones) and ``bias`` (initially zeros):
-        ``[C]``.
+    :func:`layernorm_ext.add_layer_norm_2d` describes results, precision and errors. ``num_channels`` and the shapes are
+    those of :class:`LayerNorm2d`, the other arguments and the ``state_dict`` those of :class:`AddLayerNorm`. Source:
+    Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
     """
 
     def __init__(
@@ -456,10 +369,7 @@ class AddLayerNorm2d(AddLayerNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
-
-        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
-        """
+        """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         _check_channels(input, self.normalized_shape[0])
         weight, bias, eps, zero_centered = self.weight, self.bias, self.eps, self.zero_centered_weight
         if residual is None:
@@ -476,15 +386,9 @@ class AddRMSNorm2d(AddRMSNorm):
     .. math::
         s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
-    :func:`layernorm_ext.add_rms_norm_2d` describes results, precision and errors. The weight, ``state_dict`` and the
-    arguments not listed here are those of :class:`AddRMSNorm`. Source: Zhang and Sennrich, `Root Mean Square Layer
-    Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        num_channels: The number of channels ``C``.
-
-    Shape:
-        Input, residual, output and sum: ``[N, C, *]``. ``weight`` (initially ones): ``[C]``.
+    :func:`layernorm_ext.add_rms_norm_2d` describes results, precision and errors. ``num_channels`` and the shapes are
+    those of :class:`LayerNorm2d`, the other arguments and the ``state_dict`` those of :class:`AddRMSNorm`. Source:
+    Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
 
     def __init__(
@@ -510,10 +414,7 @@ class AddRMSNorm2d(AddRMSNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
-
-        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
-        """
+        """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         _check_channels(input, self.normalized_shape[0])
         weight, eps, zero_centered = self.weight, self.eps, self.zero_centered_weight
         if residual is None:

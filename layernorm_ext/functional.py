@@ -106,28 +106,14 @@ def rms_norm(
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
 
-    Source: Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
-            to the input's or 1, and of any of these dtypes. Ones if ``None``.
-        eps: Added to the mean square. If ``None``, as in torch, ``torch.finfo(dtype).eps`` of the accumulation dtype:
-            float64 for a float64 input, else float32.
-        zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does.
+    Shapes, dtypes, errors, precision, determinism and derivatives are those of :func:`layer_norm`. If ``eps`` is
+    ``None``, it is, as in torch, ``torch.finfo(dtype).eps`` of the accumulation dtype: float64 for a float64 input,
+    else float32. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
+    <https://arxiv.org/abs/1910.07467>`_, 2019.
 
     Returns:
         A tensor of the shape and dtype of ``input``. As in torch, it is ``channels_last`` (``channels_last_3d``) if
         ``input`` is, else contiguous.
-
-    Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported.
-
-    Note:
-        Precision, determinism, derivatives and dtypes of gradients are those of :func:`layer_norm`.
     """
     options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
     if _is_overridden(input, weight):
@@ -165,13 +151,11 @@ def add_layer_norm(
     `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Args:
-        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16.
+        input: As in :func:`layer_norm`.
         residual: Tensor of the shape of ``input`` and of its dtype, or float32 if that is float16 or bfloat16.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
-            to the input's or 1, and of any of these dtypes. Ones if ``None``.
-        bias: Like ``weight``, as in :func:`layer_norm`. Zeros if ``None``.
+        normalized_shape: As in :func:`layer_norm`.
+        weight: As in :func:`layer_norm`.
+        bias: As in :func:`layer_norm`.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor.
@@ -181,13 +165,12 @@ def add_layer_norm(
         ``residual``. The gradients have the dtypes of the arguments.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. Or
-            ``residual`` cannot be changed in place: it is a leaf that requires grad, a view while autograd records, or
-            several of its elements share memory.
+        RuntimeError: As :func:`layer_norm`. Or ``residual`` cannot be changed in place: it is a leaf that requires
+            grad, a view while autograd records, or several of its elements share memory.
         NotImplementedError: The dtype of ``input`` is not supported.
 
     Note:
-        Precision, determinism, derivatives and dtypes of gradients are those of :func:`layer_norm`.
+        Precision, determinism and derivatives are those of :func:`layer_norm`.
 
     Example:
         >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -223,27 +206,9 @@ def add_rms_norm(
     .. math::
         s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
-    ``s`` is rounded as in :func:`add_layer_norm`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
+    Shapes, dtypes, the rounding of ``s``, results and errors are those of :func:`add_layer_norm`, and the default of
+    ``eps`` is that of :func:`rms_norm`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16.
-        residual: Tensor of the shape of ``input`` and of its dtype, or float32 if that is float16 or bfloat16.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
-            to the input's or 1, and of any of these dtypes. Ones if ``None``.
-        eps: Added to the mean square; if ``None``, as in :func:`rms_norm`.
-        zero_centered_weight: Whether to multiply by ``weight + 1``.
-        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor.
-
-    Returns:
-        Output and sum, each of the shape of ``input``. The output has the dtype of ``input``, the sum that of
-        ``residual``. The gradients have the dtypes of the arguments.
-
-    Raises:
-        RuntimeError: As :func:`add_layer_norm`.
-        NotImplementedError: The dtype of ``input`` is not supported.
     """
     options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if _is_overridden(input, residual, weight):
@@ -275,9 +240,8 @@ def ada_layer_norm(
     Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
 
     Args:
-        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16. :func:`layer_norm` describes which layouts are read in place.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
+        input: As in :func:`layer_norm`.
+        normalized_shape: As in :func:`layer_norm`.
         scale: Tensor of shape ``[*batch, *normalized_shape]`` and any of these dtypes. The sizes ``batch`` belong to
             the first batch dimensions of ``input``; each equals the input's or 1, and the others count as 1. For an
             input ``[B, S, N]``, ``[B, N]`` and ``[B, 1, N]`` are per sample, ``[1, S, N]`` is per position,
@@ -290,8 +254,8 @@ def ada_layer_norm(
         A contiguous tensor of the shape and dtype of ``input``.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values. With a
-            nested input, ``scale`` and ``shift`` must have ``normalized_shape``.
+        RuntimeError: As :func:`layer_norm`. With a nested input, ``scale`` and ``shift`` must have
+            ``normalized_shape``.
         NotImplementedError: The dtype of ``input`` is not supported.
 
     Note:
@@ -323,23 +287,10 @@ def ada_rms_norm(
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
 
-    Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022;
-    Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        input: Tensor of shape ``[*, normalized_shape[0], ..., normalized_shape[-1]]`` and dtype float64, float32,
-            float16 or bfloat16.
-        normalized_shape: Sizes of the dimensions to normalize over; at least one.
-        scale: Tensor of shape ``[*batch, *normalized_shape]``, as in :func:`ada_layer_norm`. Zeros if ``None``.
-        shift: Like ``scale``.
-        eps: Added to the mean square.
-
-    Returns:
-        A tensor of the shape and dtype of ``input``, with the memory format of :func:`rms_norm`.
-
-    Raises:
-        RuntimeError: As :func:`ada_layer_norm`.
-        NotImplementedError: The dtype of ``input`` is not supported.
+    Shapes, dtypes and errors are those of :func:`ada_layer_norm`, and the memory format of the output is that of
+    :func:`rms_norm`. Sources: Peebles and Xie, `Scalable Diffusion Models with Transformers
+    <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer Normalization
+    <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     if _is_overridden(input, scale, shift):
         tensors = (input, scale, shift)

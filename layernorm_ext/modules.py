@@ -185,21 +185,10 @@ class RMSNorm(torch.nn.RMSNorm):
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
 
-    :func:`layernorm_ext.rms_norm` describes results, precision and errors. Constructor, parameters, ``state_dict`` and
-    ``repr`` are torch's. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
+    :func:`layernorm_ext.rms_norm` describes results, precision, errors and the default of ``eps``. Constructor,
+    parameters, ``state_dict`` and ``repr`` are torch's. The arguments, the shapes and the initial weights are those of
+    :class:`LayerNorm`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
-        eps: Added to the mean square; :func:`layernorm_ext.rms_norm` describes the default.
-        elementwise_affine: Whether the layer has a weight.
-        device: Device of the weight.
-        dtype: Dtype of the weight: float64, float32, float16 or bfloat16.
-        zero_centered_weight: Whether to multiply by ``weight + 1``, with weights that are initially zeros.
-
-    Shape:
-        Input and output: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. ``weight`` (initially ones):
-        ``normalized_shape``.
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "zero_centered_weight"]
@@ -241,17 +230,9 @@ class AddRMSNorm(RMSNorm):
     .. math::
         s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
-    :func:`layernorm_ext.add_rms_norm` describes results, precision and errors. Parameters, ``state_dict`` and the
-    arguments not listed here are those of :class:`RMSNorm`. Source: Zhang and Sennrich, `Root Mean Square Layer
-    Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-
-    Args:
-        inplace: Whether to overwrite the residual with the sum.
-        residual_in_fp32: Whether the sum is float32 without a residual, as in a first block. The following blocks then
-            have a float32 residual, in which no digit of a float16 or bfloat16 input is lost.
-
-    Shape:
-        Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``.
+    :func:`layernorm_ext.add_rms_norm` describes results, precision and errors. The weight, ``state_dict`` and ``eps``
+    are those of :class:`RMSNorm`, the other arguments and the shapes those of :class:`AddLayerNorm`. Source: Zhang and
+    Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
 
     __constants__ = [*RMSNorm.__constants__, "inplace", "residual_in_fp32"]
@@ -280,10 +261,7 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
-
-        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
-        """
+        """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         shape, weight, eps, zero_centered = self.normalized_shape, self.weight, self.eps, self.zero_centered_weight
         if residual is None:
             total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
@@ -347,15 +325,8 @@ class AdaRMSNorm(_AdaNorm):
     .. math::
         y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
 
-    :func:`layernorm_ext.ada_rms_norm` describes shapes, precision and errors. Sources: those of :class:`AdaLayerNorm`
-    and :class:`RMSNorm`.
-
-    Args:
-        normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
-        eps: Added to the mean square.
-
-    Shape:
-        As in :class:`AdaLayerNorm`.
+    :func:`layernorm_ext.ada_rms_norm` describes precision and errors. Arguments and shapes are those of
+    :class:`AdaLayerNorm`. Sources: those of :class:`AdaLayerNorm` and :class:`RMSNorm`.
     """
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:

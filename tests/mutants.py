@@ -47,7 +47,7 @@ LIMIT = 10_000  # above the number of mutants
 TARGETS = {
     "cuda": (["csrc/cuda/*.cu", "csrc/cuda/*.cuh"], ["tests/emulator/test_kernels.py"], 0.97),
     "cpu": (
-        ["csrc/cpu/*", "csrc/ops.cpp", "csrc/autograd.cpp", "csrc/channels_first.cpp"],
+        ["csrc/cpu/*", "csrc/ops.cpp", "csrc/autograd.cpp"],
         ["tests", "--ignore=tests/test_benchmarks.py", "--ignore=tests/test_build.py"],
         0.95,
     ),

@@ -125,13 +125,19 @@ def factor(weight, zero_centered_weight):
     return None if weight is None else exact(weight) + int(zero_centered_weight)
 
 
-def check_forward(results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False):
-    """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward."""
+def check_forward(
+    results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False, dtype=None
+):
+    """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward.
+
+    `dtype` is that of the output, by default that of x.
+    """
     y, mean, rstd = results
     expected = Forward(exact(x), eps, rms)
     w, b = factor(weight, zero_centered_weight), None if bias is None else exact(bias)
-    assert y.dtype == x.dtype and y.is_contiguous(), context
-    assert_within(y, expected.output(w, b), output_bound(x.dtype, expected, w, b), "output", *context)
+    dtype = dtype or x.dtype
+    assert y.dtype == dtype and y.is_contiguous(), context
+    assert_within(y, expected.output(w, b), output_bound(dtype, expected, w, b), "output", *context)
 
     if rms:
         assert mean is None, context

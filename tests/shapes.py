@@ -4,9 +4,25 @@ import itertools
 import math
 import mmap
 
+import numpy as np
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, check_backward, check_forward, dtype_id, dtypes_id
+from reference import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    GRADIENT,
+    assert_within,
+    check_backward,
+    check_forward,
+    dtype_id,
+    dtypes_id,
+    exact,
+    rounding,
+    statistics_dtype,
+)
 
 ALL = [True, True, True]  # output_mask: all gradients
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
@@ -53,19 +69,35 @@ def random_args(backend, dtypes, rows, cols, offset=0):
     return x, dy, *(randn(cols, dtypes[1], backend.device) for _ in range(2))
 
 
-def run(backend, x, dy, weight=None, bias=None, eps=1e-5, normalized_shape=None, mask=ALL):
-    """Return output, mean, rstd, grad_input, grad_weight and grad_bias."""
-    shape = normalized_shape or x.shape[-1:]
-    output, mean, rstd = backend.ops.forward(x, shape, weight, bias, eps)
-    return output, mean, rstd, *backend.ops.backward(dy, x, shape, mean, rstd, weight, bias, mask)
-
-
-def forward(backend, x, residual, weight, bias, **options):
-    """Return output, sum, mean and rstd of the last dimension. The sum is None without a residual."""
+def forward(backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None, **options):
+    """Return output, sum, mean and rstd. The sum is None without a residual."""
+    arguments = (normalized_shape or x.shape[-1:], weight, bias, eps)
     if residual is not None:
-        return backend.ops.forward.residual(x, residual, x.shape[-1:], weight, bias, **options)
-    output, mean, rstd = backend.ops.forward(x, x.shape[-1:], weight, bias, **options)
+        return backend.ops.forward.residual(x, residual, *arguments, **options)
+    output, mean, rstd = backend.ops.forward(x, *arguments, **options)
     return output, None, mean, rstd
+
+
+def run(
+    backend,
+    x,
+    dy,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    normalized_shape=None,
+    mask=ALL,
+    *,
+    residual=None,
+    grad_sum=None,
+    **options,
+):
+    """Return output, sum if there is a residual, mean, rstd, grad_input, grad_weight and grad_bias."""
+    shape = normalized_shape or x.shape[-1:]
+    output, total, mean, rstd = forward(backend, x, residual, weight, bias, eps, shape, **options)
+    saved = output if options.get("memory_efficient") else x if residual is None else total
+    gradients = backend.ops.backward(dy, saved, shape, mean, rstd, weight, bias, mask, grad_sum, **options)
+    return output, *([] if residual is None else [total]), mean, rstd, *gradients
 
 
 def forward_images(backend, x, weight=None, bias=None, eps=1e-5, **options):
@@ -93,11 +125,56 @@ def as_rows(images):
     return images if images is None else images.movedim(1, -1).flatten(0, -2).contiguous()
 
 
-def check(results, x, dy, weight=None, bias=None, eps=1e-5, context=()):
-    """Check the results of `run` for 2-d input against float64."""
-    parameter = weight if weight is not None else bias if bias is not None else x
-    check_forward(results[:3], x, weight, bias, eps, context)
-    check_backward(results[3:], dy, x, weight, parameter.dtype, eps, context)
+def run_pixels(backend, x, dy, *args, images=1, **options):
+    """Return the results of `run` for rows [rows, cols]. Each row becomes a pixel of one of the images."""
+    x, dy = (t.unflatten(0, (images, -1)).mT.contiguous() for t in (x, dy))
+    results = run_images(backend, x, dy, *args, **options)
+    return [*map(as_rows, results[:4]), *results[4:]]
+
+
+# A test with the argument `run` tests the kernels for rows and those for channels-first images.
+rows_and_images = pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "images"])
+
+
+def broadcast_rows(t, batch):
+    """Return a tensor as a matrix that has a row for each element of the batch."""
+    return None if t is None else t.expand(*batch, t.shape[-1]).reshape(-1, t.shape[-1])
+
+
+def check(
+    results, x, dy, weight=None, bias=None, eps=1e-5, context=(), *, grad_sum=None, xhat_error=0, dtype=None, **variant
+):
+    """Check the results of `run` against float64: row by row, and the parameters' gradients group by group.
+
+    With a residual, `x` is the sum, and `dtype` is that of the output.
+    """
+    batch = x.shape[:-1]
+    output, mean, rstd, grad_input, *gradients = results
+    assert output.shape == x.shape and rstd.shape == (*batch, 1)
+    outputs = [broadcast_rows(t, batch) for t in (output, mean, rstd)]
+    x, dy, *matrices, grad_sum = (broadcast_rows(t, batch) for t in (x, dy, weight, bias, grad_sum))
+    xhat = check_forward(outputs, x, *matrices, eps, context, dtype=dtype, **variant).xhat
+    options = {"grad_sum": grad_sum, "xhat_error": xhat_error}
+    grad_input = broadcast_rows(grad_input, batch)
+    check_backward((grad_input, None, None), dy, x, matrices[0], None, eps, context, **options, **variant)
+
+    given, abs_dy = [p for p in (weight, bias) if p is not None], np.abs(exact(dy))
+    for gradient, parameter, products, terms, errors in (
+        (gradients[0], weight, exact(dy) * xhat, abs_dy * (1 + np.abs(xhat)), abs_dy * xhat_error),
+        (gradients[1], bias, exact(dy), abs_dy, 0 * abs_dy),
+    ):
+        if gradient is None:
+            continue
+        # The gradient of an absent parameter has the shape and dtype of the other one.
+        like = parameter if parameter is not None else given[0] if given else x[0]
+        assert gradient.shape == like.shape and gradient.dtype == like.dtype and gradient.is_contiguous(), context
+        groups = math.prod(like.shape[:-1])
+        group = torch.arange(groups).view(like.shape[:-1]).expand(batch).flatten().numpy()
+        value, error = np.zeros((2, groups, x.shape[-1]), xhat.dtype)
+        np.add.at(value, group, products)
+        np.add.at(error, group, GRADIENT[x.dtype] * terms + errors)
+        bounds = error + rounding(like.dtype, value, error, statistics_dtype(x.dtype))
+        assert_within(gradient, value.reshape(like.shape), bounds.reshape(like.shape), *context)
 
 
 def check_images(results, x, dy, *args, **kwargs):

@@ -1,16 +1,14 @@
-"""torch.compile, compiled autograd, AOTInductor and opcheck with the operators of LayerNorm.
+"""torch.compile, compiled autograd and AOTInductor with layer_norm and LayerNorm.
 
-Other files test the rest of the family; test_tracing.py tests which operators a graph calls.
+test_functions.py tests the rest of the family, and test_tracing.py which operators a graph calls.
 """
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-import layernorm_ext
 from layernorm_ext import LayerNorm, layer_norm
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -156,65 +154,3 @@ def test_compiled_autograd_with_inductor_matches_eager():
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(lambda: module(x).sin().sum().backward())()
     torch.testing.assert_close([p.grad for p in module.parameters()], list(expected), **TOLERANCE)
-
-
-# opcheck: the schema, shape functions and autograd registration of the operators are right
-
-
-MISSING_PARAMETERS = [(True, False), (False, True), (False, False)]
-
-
-def opcheck_arguments(backend, dtype, parameter_dtype, weight, bias):
-    x = torch.randn(3, 2, 4, device=backend.device).to(dtype).requires_grad_()
-    w, b = (torch.randn(2, 4, device=backend.device).to(parameter_dtype).requires_grad_() for _ in range(2))
-    return x, w if weight else None, b if bias else None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "parameter_dtype", "weight", "bias"),
-    [(F32, F32, *present) for present in MISSING_PARAMETERS]
-    + [(*dtypes, True, True) for dtypes in ((F64, F64), (F32, F32), (BF16, BF16), (F16, F32))],
-)
-def test_opcheck_of_forward(backend, dtype, parameter_dtype, weight, bias):
-    x, w, b = opcheck_arguments(backend, dtype, parameter_dtype, weight, bias)
-    torch.library.opcheck(backend.forward.default, (x, (2, 4), w, b, 1e-5))
-
-
-@pytest.mark.parametrize(
-    ("weight", "bias", "output_mask"),
-    [(*present, (True, True, True)) for present in MISSING_PARAMETERS]
-    + [(True, True, output_mask) for output_mask in itertools.product([True, False], repeat=3)],
-)
-def test_opcheck_of_backward(backend, weight, bias, output_mask):
-    x, w, b = opcheck_arguments(backend, F32, F32, weight, bias)
-    _, mean, rstd = backend.forward(x, (2, 4), w, b, 1e-5)
-    dy = torch.randn_like(x, requires_grad=True)
-    torch.library.opcheck(backend.backward.default, (dy, x, (2, 4), mean, rstd, w, b, output_mask))
-
-
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced", "expanded", "empty"])
-def test_opcheck_of_layouts(backend, layout):
-    """The strides of the results are those that the shape functions promise."""
-    x = {
-        "transposed": torch.randn(4, 5, 3, device=backend.device).transpose(0, 1),
-        "channels_last": torch.randn(2, 4, 5, 3, device=backend.device).to(memory_format=torch.channels_last),
-        "sliced": torch.randn(6, 5, 3, device=backend.device)[::2],
-        "expanded": torch.randn(1, 3, device=backend.device).expand(4, 3),
-        "empty": torch.randn(0, 3, device=backend.device),
-    }[layout]
-    torch.library.opcheck(backend.forward.default, (x, x.shape[-1:]))
-    _, mean, rstd = backend.forward(x, x.shape[-1:])
-    arguments = (torch.randn_like(x), x, x.shape[-1:], mean, rstd, None, None, [True] * 3)
-    torch.library.opcheck(backend.backward.default, arguments)
-
-
-def test_public_names():
-    assert set(layernorm_ext.__all__) == {
-        *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
-        *("AdaLayerNorm", "AdaRMSNorm", "ada_layer_norm", "ada_rms_norm"),
-        *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
-        *("LayerNorm2d", "RMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "AdaLayerNorm2d", "AdaRMSNorm2d"),
-        *("rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "ada_layer_norm_2d", "ada_rms_norm_2d"),
-        *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
-        "trace_as",
-    }

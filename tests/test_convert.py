@@ -1,7 +1,6 @@
 """convert() replaces a model's normalization layers in place, skips what differs, and revert() restores the model."""
 
 import copy
-import doctest
 import itertools
 import pickle
 
@@ -140,11 +139,6 @@ def test_conversion_recompiles_a_compiled_model():
     convert(model)
     compiled(x)
     assert ["layernorm.forward" in graph.code for graph in graphs.graphs] == [False, True]
-
-
-def test_docstring_examples():
-    result = doctest.testmod(conversion)
-    assert result.attempted > 0 and result.failed == 0
 
 
 # Layers that are skipped

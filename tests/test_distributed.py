@@ -43,6 +43,7 @@ CHECKS = []
 
 # Four processes add float32 numbers in another order than one: some hundred terms of size 1, each rounded by 6e-8.
 ANOTHER_ORDER = {"rtol": 1e-5, "atol": 1e-5}
+SAME_BITS = {"rtol": 0, "atol": 0}
 
 
 def in_four_processes(check):
@@ -98,69 +99,58 @@ def placements_of(tensors):
     return [None if tensor is None else tensor.placements for tensor in tensors]
 
 
+def assert_stays_sharded(mesh, function, tensors, placements):
+    """Compare a function of distributed tensors with that of whole ones; neither pass needs a collective.
+
+    The first tensor is the input. The gradient of a replicated parameter is a partial sum.
+    """
+    whole = [t.clone().requires_grad_() for t in tensors]
+    distributed = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, placements, strict=True)]
+    outputs, collectives = with_collectives(function, *distributed)
+    expected = function(*whole)
+    assert placements_of(outputs) == [(placements[0],)] * len(outputs) and not collectives
+    grad_outputs = [torch.randn_like(t) for t in expected]
+    shards = [distribute_tensor(t, mesh, [placements[0]]) for t in grad_outputs]
+    gradients, collectives = with_collectives(torch.autograd.grad, outputs, distributed, shards)
+    assert placements_of(gradients) == [(p if p.is_shard() else Partial(),) for p in placements] and not collectives
+    for actual, e in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), e, **SAME_BITS)
+    for actual, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
+        torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+
+
 @in_four_processes
 def family_keeps_batch_and_sequence_sharded(mesh):
-    """Without any collective, in forward and backward. Parameter gradients are partial sums."""
-    x, w, b, dy = random_tensors()
-    residual, dsum = torch.randn(2, *x.shape)
-    tensors = {"x": x, "r": residual, "w": w, "b": b}
+    x, w, b, _ = random_tensors()
+    r = torch.randn_like(x)
     members = [
-        (lambda x, w, b: (layer_norm(x, (16,), w, b),), "xwb"),
-        (lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True, memory_efficient=True),), "xw"),
-        (lambda x, w: (rms_norm(x, (16,), w),), "xw"),
-        (lambda x, r, w, b: add_layer_norm(x, r, (16,), w, b), "xrwb"),
-        (lambda x, r, w: add_rms_norm(x, r, (16,), w), "xrw"),
+        (lambda x, w, b: (layer_norm(x, (16,), w, b),), [x, w, b]),
+        (lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True, memory_efficient=True),), [x, w]),
+        (lambda x, w: (rms_norm(x, (16,), w),), [x, w]),
+        (lambda x, r, w, b: add_layer_norm(x, r, (16,), w, b), [x, r, w, b]),
+        (lambda x, r, w: add_rms_norm(x, r, (16,), w), [x, r, w]),
     ]
-    for shard, (function, names) in itertools.product((Shard(0), Shard(1)), members):
-        placements = {"x": shard, "r": shard, "w": Replicate(), "b": Replicate()}
-        distributed = [distribute_tensor(tensors[n], mesh, [placements[n]]).requires_grad_() for n in names]
-        outputs, collectives = with_collectives(function, *distributed)
-        assert placements_of(outputs) == [(shard,)] * len(outputs) and not collectives
-        grad_outputs = (dy, dsum)[: len(outputs)]
-        sharded_grad_outputs = [distribute_tensor(t, mesh, [shard]) for t in grad_outputs]
-        gradients, collectives = with_collectives(torch.autograd.grad, outputs, distributed, sharded_grad_outputs)
-        assert placements_of(gradients) == [(shard,) if name in "xr" else (Partial(),) for name in names]
-        assert not collectives
-
-        whole = [tensors[name].clone().requires_grad_() for name in names]
-        expected = function(*whole)
-        assert all(torch.equal(actual.full_tensor(), e) for actual, e in zip(outputs, expected, strict=True))
-        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
-            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+    for shard, (function, tensors) in itertools.product((Shard(0), Shard(1)), members):
+        placements = [shard if t.dim() == 3 else Replicate() for t in tensors]
+        assert_stays_sharded(mesh, function, tensors, placements)
 
 
 @in_four_processes
 def images_keep_their_shards(mesh):
-    """Images sharded over N or H need no collective, in forward and backward. A scale per image is sharded over N."""
-    x, dy, w, scale = torch.randn(4, 6, 8, 3), torch.randn(4, 6, 8, 3), torch.randn(6), torch.randn(4, 6, 1, 1)
+    """Images sharded over N or H. A scale per image is sharded over N."""
+    x, w, scale = torch.randn(4, 6, 8, 3), torch.randn(6), torch.randn(4, 6, 1, 1)
     members = [(layer_norm_2d, w), (rms_norm_2d, w), (ada_layer_norm_2d, scale)]
     for shard, memory_format, (function, weight) in itertools.product(
         (Shard(0), Shard(2)), (torch.contiguous_format, torch.channels_last), members
     ):
-        images = x.to(memory_format=memory_format)
-        weight_shard = shard if weight is scale and shard == Shard(0) else Replicate()
-        leaves = [
-            distribute_tensor(t, mesh, [placement]).requires_grad_()
-            for t, placement in ((images, shard), (weight, weight_shard))
-        ]
-        output, collectives = with_collectives(function, *leaves)
-        assert output.placements == (shard,) and not collectives
-        grad_output = distribute_tensor(dy, mesh, [shard])
-        gradients, collectives = with_collectives(torch.autograd.grad, output, leaves, grad_output)
-        summed = weight_shard if weight_shard.is_shard() else Partial()
-        assert placements_of(gradients) == [(shard,), (summed,)] and not collectives
-
-        whole = [t.clone().requires_grad_() for t in (images, weight)]
-        expected = function(*whole)
-        torch.testing.assert_close(output.full_tensor(), expected, **ANOTHER_ORDER)
-        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, dy), strict=True):
-            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+        placements = [shard, shard if weight is scale and shard == Shard(0) else Replicate()]
+        tensors = [x.to(memory_format=memory_format), weight]
+        assert_stays_sharded(mesh, lambda *t, f=function: (f(*t),), tensors, placements)
 
 
 @in_four_processes
 def parameters_per_sample_are_sharded_with_the_batch(mesh):
-    """Without any collective. Gradients of parameters that the processes share are partial sums."""
-    x, dy = torch.randn(2, 4, 8, 16)
+    x = torch.randn(4, 8, 16)
     own, same = torch.randn(4, 1, 16), torch.randn(16)
     of_position = torch.randn(1, 8, 16)
     cases = [  # function, shard of the input, weight and bias, and whether they have the input's shard
@@ -173,22 +163,9 @@ def parameters_per_sample_are_sharded_with_the_batch(mesh):
         (ada_rms_norm, Shard(0), own[:, 0], same, True, False),
         (ada_rms_norm, Shard(1), own[:, 0], own[:, 0].cos(), False, False),
     ]
-    for function, shard, weight, bias, *sharded in cases:
-        placements = [shard, *(shard if has_own else Replicate() for has_own in sharded)]
-        whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        distributed = [
-            distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(whole, placements, strict=True)
-        ]
-        y, collectives = with_collectives(lambda *t, f=function: f(t[0], (16,), *t[1:]), *distributed)
-        assert y.placements == (shard,) and not collectives
-        ddy = distribute_tensor(dy, mesh, [shard])
-        gradients, collectives = with_collectives(torch.autograd.grad, y, distributed, ddy)
-        assert placements_of(gradients) == [(shard,), *((shard if s else Partial(),) for s in sharded)]
-        assert not collectives
-        expected = function(whole[0], (16,), *whole[1:])
-        assert torch.equal(y.full_tensor(), expected)
-        for actual, e in zip(gradients, torch.autograd.grad(expected, whole, dy), strict=True):
-            torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+    for function, shard, weight, bias, *has_shard in cases:
+        placements = [shard, *(shard if has_own else Replicate() for has_own in has_shard)]
+        assert_stays_sharded(mesh, lambda x, *p, f=function: (f(x, (16,), *p),), [x, weight, bias], placements)
 
 
 @in_four_processes

@@ -6,13 +6,14 @@ import re
 import numpy
 import pytest
 import torch
+from reference import BF16, F16, F32, F64
+from shapes import ALL
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layernorm_ext
 from layernorm_ext import _build_info
 
 X, W, STATISTICS = torch.ones(2, 3), torch.ones(3), torch.ones(2, 1)
-ALL = [True, True, True]
 
 
 def fake_tensors():
@@ -88,6 +89,29 @@ def test_unsupported_dtype(backend, context, name, dtype):
     assert isinstance(error.value, NotImplementedError) == (name == "input" and context is not fake_tensors)
 
 
+@pytest.mark.parametrize(
+    ("weight", "bias", "message"),
+    [
+        ((2, 5, 8), None, "Expected weight to be of the shape of input, with each batch size equal to the input's or "
+         "1, but got weight of shape [2, 5, 8], input of shape [3, 5, 8] and normalized_shape = [8]"),
+        (None, (3, 5, 7), "Expected bias to be of the shape of input, with each batch size equal to the input's or "
+         "1, but got bias of shape [3, 5, 7], input of shape [3, 5, 8] and normalized_shape = [8]"),
+        ((5, 8), None, "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and "
+         "normalized_shape = [8]; or to have the dimensions of input of shape [3, 5, 8]"),
+        ((3, 1, 8), (1, 5, 8), "Expected weight and bias to have the same batch sizes, but got weight of shape "
+         "[3, 1, 8], bias of shape [1, 5, 8] and input of shape [3, 5, 8]"),
+    ],
+    ids=["batch", "columns", "dimensions", "groups"],
+)  # fmt: skip
+def test_parameters_with_batch_dimensions(backend, weight, bias, message):
+    x, w, b = (None if s is None else torch.zeros(s, device=backend.device) for s in ((3, 5, 8), weight, bias))
+    statistic = torch.zeros(3, 5, 1, device=backend.device)
+    with raises(message):
+        backend.forward(x, (8,), w, b)
+    with raises(message):
+        backend.backward(x, x, (8,), statistic, statistic, w, b, ALL)
+
+
 BACKWARD = {  # what differs from a right call, and the message
     "Given normalized_shape=[4], expected input with shape [*, 4], but got input of size[2, 3]": {
         "normalized_shape": [4]
@@ -125,6 +149,31 @@ def call_backward(backend, changes):
 def test_errors_of_backward(backend, context, message, changes):
     with raises(message):
         call_backward(backend, {name: to_device(value, backend.device) for name, value in changes.items()})
+
+
+def test_errors_of_residuals(backend, context):
+    """The residual has the shape and dtype of the input, or is float32 beside 16 bits; grad_sum is like the sum."""
+    x, statistics = X.to(backend.device), STATISTICS.to(backend.device)
+    other_shape = "Expected {0} to be of the shape of input, but got {0} of shape [1, 3] and input of shape [2, 3]"
+    other_dtype = "Expected {0} to be of the dtype of input, but got {0} of dtype Half and input of dtype Float"
+    for wrong, message in ((x[:1], other_shape), (x.half(), other_dtype)):
+        for operator in (backend.ops.forward.residual, backend.ops.forward_.residual):
+            with raises(message.format("residual")):
+                operator(x, wrong, [3])
+        with raises(message.format("grad_sum")):
+            backend.backward(x, x, [3], statistics, statistics, None, None, ALL, wrong)
+    for dtype, residual in ((F32, BF16), (F16, BF16), (F16, F64), (F64, F32)):
+        with raises("Expected residual to be of the dtype of input, but got residual of"):
+            backend.forward.residual(x.to(dtype), x.to(residual), [3])
+    with raises("Expected mean to be a tensor, but got None"):
+        backend.backward(x, x, [3], None, statistics, None, None, ALL)
+
+
+def test_in_place_residual_must_not_overlap(backend):
+    x = X.to(backend.device)
+    for residual in (torch.zeros(3, device=backend.device).expand(2, 3), x):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            backend.ops.forward_(x, residual, [3])
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "mean", "rstd", "grad_output"])

@@ -72,5 +72,8 @@ def test_random_calls_match_float64(backend, dtypes, data):
     assert [t.shape for t in results[:3]] == [x.shape, statistics, statistics]
     assert [g is not None for g in results[3:]] == mask
     assert all(torch.equal(bits(t), old) for t, old in zip((x, dy), before, strict=True)), "arguments have changed"
-    x, dy = (t.reshape(-1, math.prod(normalized_shape)) for t in (x, dy))
-    check(results, x, dy, *(None if p is None else p.reshape(-1) for p in (w, b)), eps)
+    rows, cols = math.prod(batch), math.prod(normalized_shape)
+    sizes = [(rows, cols), (rows, 1), (rows, 1), (rows, cols), (cols,), (cols,)]
+    results = [None if t is None else t.reshape(size) for t, size in zip(results, sizes, strict=True)]
+    x, dy = (t.reshape(rows, cols) for t in (x, dy))
+    check(results, x, dy, *(None if p is None else p.reshape(cols) for p in (w, b)), eps)

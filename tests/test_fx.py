@@ -26,6 +26,8 @@ ROWS, IMAGES = (3, 8), (2, 8, 3, 4)
         (layernorm_ext.RMSNorm2d(8), layernorm_ext.rms_norm_2d, [IMAGES]),
         (layernorm_ext.AddLayerNorm2d(8), layernorm_ext.add_layer_norm_2d, [IMAGES, IMAGES]),
         (layernorm_ext.AddRMSNorm2d(8), layernorm_ext.add_rms_norm_2d, [IMAGES, IMAGES]),
+        (layernorm_ext.AdaLayerNorm(8), layernorm_ext.ada_layer_norm, [ROWS, ROWS, ROWS]),
+        (layernorm_ext.AdaRMSNorm(8), layernorm_ext.ada_rms_norm, [ROWS, ROWS, ROWS]),
         (layernorm_ext.AdaLayerNorm2d(8), layernorm_ext.ada_layer_norm_2d, [IMAGES, (2, 8), (2, 8)]),
         (layernorm_ext.AdaRMSNorm2d(8), layernorm_ext.ada_rms_norm_2d, [IMAGES, (2, 8), (2, 8)]),
         (AddLayerNorm(8), layernorm_ext.add_layer_norm, [ROWS, ROWS]),

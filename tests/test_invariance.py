@@ -1,11 +1,23 @@
 """No bit of the results depends on the memory layout, the other rows, the threads, or repetition."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from reference import BF16, F32, F64, dtypes_id
-from shapes import ALL, LAYOUTS, all_dtypes, amid_nans, assert_same_bits, data_dtypes, randn, random_args, run
+from shapes import (
+    ALL,
+    LAYOUTS,
+    all_dtypes,
+    amid_nans,
+    assert_same_bits,
+    data_dtypes,
+    randn,
+    random_args,
+    run,
+    run_pixels,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -127,28 +139,43 @@ def test_row_beside_an_overflowing_one(backend, dtypes, cols):
 # Threads
 
 
-# Rows and columns for each way in which the CPU kernels divide their work.
+def run_groups(backend, x, dy, w, b, samples, positions):
+    """Run rows with parameters per sample, per position, or per row."""
+    x, dy = (t.unflatten(0, (samples, positions)) for t in (x, dy))
+    return [
+        result
+        for batch in ((samples, 1), (1, positions), (samples, positions))
+        for result in run(backend, x, dy, *(p.repeat(*batch, 1) for p in (w, b)))
+    ]
+
+
+# Rows, columns and the call, for each way in which the CPU kernels divide their work.
 WORK = {
-    "narrow rows, many slots": (4099, 64),
-    "narrow rows, a few slots": (37, 96),
-    "wide rows, many slots": (300, 1100),
-    "fewer slots than threads: tiles of columns": (20, 5000),
-    "fewer rows than threads: chunks of a row": (5, 20001),
-    "one long row": (1, 300_001),
-    "groups of chunks": (2, (1 << 20) + 5000),
+    "narrow rows, many slots": (4099, 64, run),
+    "narrow rows, a few slots": (37, 96, run),
+    "wide rows, many slots": (300, 1100, run),
+    "fewer slots than threads: tiles of columns": (20, 5000, run),
+    "fewer rows than threads: chunks of a row": (5, 20001, run),
+    "one long row": (1, 300_001, run),
+    "groups of chunks": (2, (1 << 20) + 5000, run),
+    "groups": (512, 768, partial(run_groups, samples=8, positions=64)),
+    "many images": (32 * 49, 40, partial(run_pixels, images=32)),
+    "many pixels": (3000, 96, partial(run_pixels, images=3)),
+    "images of few pixels": (70 * 9, 64, partial(run_pixels, images=70)),
+    "many channels": (40, 3000, run_pixels),
 }
 
 
-@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
-@pytest.mark.parametrize("rows, cols", WORK.values(), ids=WORK)
-def test_number_of_threads(backend, use_threads, dtypes, rows, cols):
+@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
+@pytest.mark.parametrize("rows, cols, call", WORK.values(), ids=WORK)
+def test_number_of_threads(backend, use_threads, dtypes, rows, cols, call):
     """It changes torch's weight gradients."""
     arguments = random_args(backend, dtypes, rows, cols, offset=10)
     use_threads(1)
-    expected = run(backend, *arguments)
+    expected = call(backend, *arguments)
     for threads in (2, 3, 8):
         use_threads(threads)
-        assert_same_bits(run(backend, *arguments), expected, threads)
+        assert_same_bits(call(backend, *arguments), expected, threads)
 
 
 def test_calls_from_two_python_threads(backend):

@@ -22,6 +22,19 @@ from layernorm_ext import (
     rms_norm,
 )
 
+
+def test_public_names():
+    assert set(layernorm_ext.__all__) == {
+        *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("AdaLayerNorm", "AdaRMSNorm", "ada_layer_norm", "ada_rms_norm"),
+        *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
+        *("LayerNorm2d", "RMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "AdaLayerNorm2d", "AdaRMSNorm2d"),
+        *("rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "ada_layer_norm_2d", "ada_rms_norm_2d"),
+        *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
+        "trace_as",
+    }
+
+
 AFFINE_OPTIONS = [
     {"elementwise_affine": True, "bias": True},
     {"elementwise_affine": True, "bias": False},
@@ -108,20 +121,9 @@ def test_autocast_keeps_the_dtype_of_the_input(norm):
             assert norm(torch.randn(2, 8, 8, 8, dtype=dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_nested_tensor_keeps_its_ragged_shape(compiled):
-    rows = [torch.randn(length, 8) for length in (2, 5, 1)]
-    x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
-    module = LayerNorm(8)
-    y = (torch.compile(module, fullgraph=True) if compiled else module)(x)
-    assert torch.equal(y.values(), module(x.values()))
-    (y + x).values().sum().backward()  # the sum exists only if both have the same ragged shape
-    assert x.grad.values().isfinite().all() and module.bias.grad.eq(8).all()
-
-
-@pytest.mark.parametrize("module", [layernorm_ext.functional, layernorm_ext.modules, layernorm_ext.channels_first])
-def test_docstring_examples_run(module):
-    result = doctest.testmod(module, extraglobs={"torch": torch})
+@pytest.mark.parametrize("name", ["functional", "modules", "channels_first", "conversion", "tracing"])
+def test_docstring_examples_run(name):
+    result = doctest.testmod(getattr(layernorm_ext, name), extraglobs={"torch": torch, "layernorm_ext": layernorm_ext})
     assert result.attempted >= 4 and result.failed == 0
 
 
@@ -148,6 +150,8 @@ CALLS = {
     layernorm_ext.rms_norm_2d: lambda x, w, b: layernorm_ext.rms_norm_2d(x, w, zero_centered_weight=True),
     layernorm_ext.add_layer_norm_2d: lambda x, w, b: layernorm_ext.add_layer_norm_2d(x, x, w, bias=b),
     layernorm_ext.add_rms_norm_2d: lambda x, w, b: layernorm_ext.add_rms_norm_2d(x, x, w),
+    layernorm_ext.ada_layer_norm: lambda x, w, b: layernorm_ext.ada_layer_norm(x, (8,), w, shift=b),
+    layernorm_ext.ada_rms_norm: lambda x, w, b: layernorm_ext.ada_rms_norm(x, (8,), w, shift=b),
     layernorm_ext.ada_layer_norm_2d: lambda x, w, b: layernorm_ext.ada_layer_norm_2d(x, w, shift=b),
     layernorm_ext.ada_rms_norm_2d: lambda x, w, b: layernorm_ext.ada_rms_norm_2d(x, w, shift=b),
 }
@@ -171,7 +175,7 @@ def test_torch_function_receives_our_function(function, position):
     assert CALLS[function](*tensors) == "overridden"
     ((called, kwargs),) = Recorder.calls
     assert called is function
-    assert "zero_centered_weight" in kwargs or "ada" in function.__name__
+    assert "eps" in kwargs and ("zero_centered_weight" in kwargs or kwargs["scale"] is tensors[1])
 
 
 def test_torch_function_mode_receives_our_function():
@@ -191,6 +195,52 @@ def test_subclass_without_override_is_kept():
     y = LayerNorm(8)(x.as_subclass(Subclass))
     assert type(y) is Subclass
     assert torch.equal(y.as_subclass(torch.Tensor), LayerNorm(8)(x))
+
+
+# Options
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
+def test_zero_centred_module_starts_as_the_identity_weight(name):
+    plain, centred = (getattr(layernorm_ext, name)(8, zero_centered_weight=flag) for flag in (False, True))
+    assert plain.weight.eq(1).all() and not centred.weight.any()
+    assert repr(centred) == repr(plain)[:-1] + ", zero_centered_weight=True)"
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(centred(x), plain(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
+def test_add_module_is_addition_and_norm(name):
+    norm, in_place = (getattr(layernorm_ext, name)(8, inplace=flag) for flag in (False, True))
+    plain = getattr(layernorm_ext, name.removeprefix("Add"))(8)
+    torch.nn.init.normal_(norm.weight)
+    plain.load_state_dict(norm.state_dict())
+    x, r = torch.randn(3, 8), torch.randn(3, 8)
+    output, total = norm(x)
+    assert total is x and torch.equal(output, plain(x))
+    output, total = norm(x, r)
+    assert torch.equal(total, x + r) and torch.equal(output, plain(x + r))
+    assert repr(in_place) == repr(norm)[:-1] + ", inplace=True)"
+    with torch.no_grad():
+        assert in_place(x, r)[1].data_ptr() == r.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
+def test_modules_start_a_float32_residual(name):
+    plain, norm = (
+        getattr(layernorm_ext, name)(8, dtype=torch.bfloat16, residual_in_fp32=flag) for flag in (False, True)
+    )
+    x = torch.randn(3, 8).to(torch.bfloat16)
+    assert repr(norm) == repr(plain)[:-1] + ", residual_in_fp32=True)"
+    assert plain(x)[1] is x
+    for module in (norm, torch.jit.script(norm), torch.compile(norm, backend="aot_eager", fullgraph=True)):
+        output, total = module(x)
+        assert total.dtype == torch.float32 and torch.equal(total, x.float()) and torch.equal(output, plain(x)[0])
+        output, total = module(x, total)
+        assert (output.dtype, total.dtype) == (torch.bfloat16, torch.float32) and torch.equal(total, 2 * x.float())
+        wide = x.double()
+        assert module(wide)[1] is wide if module is norm else module(wide)[1].dtype == torch.float64
 
 
 # LazyLayerNorm

@@ -78,11 +78,14 @@ def test_scripted_modules_have_the_same_bits(make, shapes):
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
-    def outputs_and_gradients(module):
-        outputs = module(*(x * 1 for x in inputs))  # a leaf cannot change in place
+    def outputs_and_gradients(call):
+        copies = [x * 1 for x in inputs]  # a leaf cannot change in place
+        outputs = call(*copies)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if getattr(module, "inplace", False):
+            assert outputs[1].data_ptr() == copies[1].data_ptr()
         loss = sum(output.float().sin().sum() for output in outputs)
-        return *outputs, *torch.autograd.grad(loss, [*inputs, *module.parameters()])
+        return *outputs, *torch.autograd.grad(loss, [*inputs, *call.parameters()])
 
     scripted = torch.jit.script(module)
     for each in (scripted, save_and_load(scripted)):

@@ -1,7 +1,5 @@
 """The sample, reference and error inputs that torch's own tests use for layer norm."""
 
-import itertools
-
 import pytest
 import torch
 from reference import BF16, F16, F32, F64, check_backward, dtype_id
@@ -83,25 +81,6 @@ def test_errors_are_those_of_torch(backend):
         sample = error.sample_input
         with pytest.raises(error.error_type, match=error.error_regex):
             backend.forward(sample.input, *sample.args, **sample.kwargs)
-
-
-def test_gradcheck_accepts_all_derivatives(backend):
-    """First and second derivatives, in reverse and forward mode, also batched."""
-    for sample in itertools.islice(FUNCTION.sample_inputs(backend.device, F64, requires_grad=True), 12):
-        arguments = [sample.input, *sample.args]
-        if sample.kwargs.get("eps", 1) < 0 or sample.input.numel() == 0:
-            continue
-        sizes, leaves, options = arguments[1], [a for a in arguments if torch.is_tensor(a)], sample.kwargs
-
-        def function(input, *parameters, sizes=sizes, options=options):
-            return backend.layer_norm(input, sizes, *parameters, **options)
-
-        assert torch.autograd.gradcheck(
-            function, leaves, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-        )
-        assert torch.autograd.gradgradcheck(
-            function, leaves, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
-        )
 
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=dtype_id)

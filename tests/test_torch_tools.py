@@ -60,11 +60,6 @@ def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)  # sums of up to 60 products
 
 
-def test_opcheck_accepts_channels_last_rms_norm(backend):
-    x = torch.randn(2, 3, 4, 5, device=backend.device).to(memory_format=torch.channels_last).requires_grad_()
-    torch.library.opcheck(backend.forward.default, (x, (5,)), {"rms": True})
-
-
 # Types of eps
 
 FUNCTIONS = {

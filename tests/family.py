@@ -1,0 +1,90 @@
+"""The public functions with their options, and their formulas in torch's operations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import layernorm_ext
+
+EPS = 1e-3  # the default of no function
+
+
+@dataclass(frozen=True)
+class Member:
+    """A function of input and residual [*, C], weight and bias [C], with batch dimensions if it is adaptive.
+
+    It returns a tuple of the output and, if it adds the residual, the sum. The functions of images get the channels
+    second.
+    """
+
+    function: Callable
+    options: dict
+
+    @property
+    def name(self):
+        return ", ".join([self.function.__name__, *self.options])
+
+    @property
+    def adds(self):
+        return "add" in self.name
+
+    @property
+    def takes_images(self):
+        return "2d" in self.name
+
+    @property
+    def has_bias(self):
+        return "rms" not in self.name or "ada" in self.name
+
+    @property
+    def differentiates_twice(self):
+        return "memory_efficient" not in self.options
+
+    def __call__(self, x, r, w, b):
+        tensors = [x, r, w] if self.adds else [x, w]
+        tensors += [b] if self.has_bias else []
+        if self.takes_images:
+            tensors = [t.movedim(-1, 1) if t.dim() > 1 else t for t in tensors]
+        else:
+            tensors.insert(2 if self.adds else 1, x.shape[-1:])
+        if "inplace" in self.options:
+            tensors[1] = tensors[1] * 1  # a leaf cannot change in place
+        results = self.function(*tensors, eps=EPS, **self.options)
+        results = results if self.adds else (results,)
+        return tuple(y.movedim(1, -1) for y in results) if self.takes_images else results
+
+    def formula(self, x, r, w, b):
+        total = x + r if self.adds else x
+        d = total if "rms" in self.name else total - total.mean(-1, keepdim=True)
+        y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
+        w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))  # [N, C]
+        y = y * (w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w)
+        y = y + b if self.has_bias else y
+        return (y, total) if self.adds else (y,)
+
+
+OPTIONS = {
+    "layer_norm": [{}, {"zero_centered_weight": True}, {"memory_efficient": True}],
+    "rms_norm": [{}, {"zero_centered_weight": True}],
+    "add_layer_norm": [{}, {"inplace": True}],
+    "add_rms_norm": [{"zero_centered_weight": True}],
+    "ada_layer_norm": [{}],
+    "ada_rms_norm": [{}],
+}
+MEMBERS = [
+    Member(getattr(layernorm_ext, name + suffix), options)
+    for suffix in ("", "_2d")
+    for name, choices in OPTIONS.items()
+    for options in choices
+]
+family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+
+
+def with_gradients(function, tensors, grad_outputs=None, **options):
+    """Return the outputs of a function and, for a given or simple loss, the gradients of all tensors."""
+    outputs = function(*tensors)
+    grad_outputs = [y.detach().sin() for y in outputs] if grad_outputs is None else grad_outputs[: len(outputs)]
+    options = {"materialize_grads": True} | options
+    return outputs, torch.autograd.grad(outputs, tensors, grad_outputs, **options)

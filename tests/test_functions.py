@@ -1,0 +1,389 @@
+"""The public functions match their formulas (family.py): results, derivatives, transforms and compiled calls.
+
+test_family.py tests the operators on every backend, test_tracing.py tracers, and test_script.py scripts.
+"""
+
+import itertools
+
+import pytest
+import torch
+from family import MEMBERS, family, with_gradients
+from reference import BF16, DTYPES_16_BIT, F16, F32, F64, Forward, assert_within, dtypes_id, exact, output_bound
+from shapes import MASKS, assert_same_bits, randn, statistics_dtype
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
+
+from layernorm_ext import add_layer_norm, add_layer_norm_2d, add_rms_norm, layer_norm, rms_norm
+
+FLOATS = [F64, F32, F16, BF16]
+# Input, weight, bias: wider parameters, narrower ones, and two parameter dtypes.
+MIXED = [(F32, F64, F64), (F32, F16, F16), (F64, F32, BF16), (F16, F16, F32), (BF16, F64, F16)]
+mixed_dtypes = pytest.mark.parametrize("dtypes", MIXED, ids=dtypes_id)
+
+
+def contiguous(t):
+    return t.contiguous()
+
+
+def channels_first(t):
+    """Return rows [N, *, C] with the memory layout of contiguous images [N, C, *]."""
+    return t.movedim(-1, 1).contiguous().movedim(1, -1)
+
+
+def layouts(member):
+    return (contiguous, channels_first) if member.takes_images else (contiguous,)
+
+
+def parameter_shapes(member, shape):
+    """Return the shapes of parameters: shared, per sample, per column of pixels, per position, and per row."""
+    n, *inner, c = shape
+    shapes = {(c,), (n, *[1] * len(inner), c), (n, *inner[:-1], *[1][: len(inner)], c), (1, *inner, c), tuple(shape)}
+    return shapes | {(n, c)} if member.takes_images or "ada" in member.name else shapes
+
+
+def assert_near(actual, expected, tolerance, dtypes):
+    """Compare results of the given dtypes with float64, relative to the largest value or 1."""
+    for a, e, dtype in zip(actual, expected, dtypes, strict=True):
+        assert a.dtype == dtype and a.shape == e.shape
+        torch.testing.assert_close(a.double(), e.double(), rtol=0, atol=tolerance * max(1, e.abs().max().item()))
+
+
+def leaves(tensors):
+    """Return tensors that require gradients, and copies of them in float64."""
+    return [t.requires_grad_() for t in tensors], [t.detach().double().requires_grad_() for t in tensors]
+
+
+# Results and derivatives
+
+
+@family
+@pytest.mark.parametrize("shape", [(6, 9), (3, 20, 9), (2, 4, 5, 9), (2, 3, 2, 4, 9)], ids=str)
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+def test_results_match_the_formula(member, shape, dtype):
+    """Output and gradient keep the memory format of the input, for every shape of the parameters."""
+    for layout, parameter_shape in itertools.product(layouts(member), parameter_shapes(member, shape)):
+        x, r, *grad_outputs = (layout(randn(shape, dtype)) for _ in range(4))
+        w, b = (randn(parameter_shape, dtype) for _ in range(2))
+        tensors, wide = leaves([x, r, torch.where(w.abs() < 0.5, 0.5, w), b])  # memory_efficient divides by the weight
+        outputs, gradients = with_gradients(member, tensors, grad_outputs)
+        expected = with_gradients(member.formula, wide, [g.double() for g in grad_outputs])
+        # Some ten roundings; the gradients of parameters sum up to 60 rows.
+        tolerance = 32 * torch.finfo(dtype).eps
+        assert_near(outputs, expected[0], tolerance, [dtype] * len(outputs))
+        assert_near(gradients, expected[1], tolerance, [dtype] * 4)
+        assert outputs[0].stride() == gradients[0].stride() == x.stride(), parameter_shape
+
+
+@family
+def test_first_and_second_derivatives(member):
+    """Reverse and forward mode agree with finite differences, also combined and batched by vmap."""
+    parameter_shape = (2, 3) if "ada" in member.name else (3,)
+    has_forward_mode = "inplace" not in member.options  # r * 1 has no tangent within vmap
+    for layout in layouts(member):
+        tensors, _ = leaves([layout(randn((2, 2, 1, 3), F64)) for _ in range(2)])
+        tensors += [(randn(parameter_shape, F64).abs() + 0.5).requires_grad_() for _ in range(2)]
+        assert gradcheck(
+            member,
+            tensors,
+            check_forward_ad=has_forward_mode,
+            check_batched_grad=True,
+            check_batched_forward_grad=has_forward_mode,
+        )
+        if member.differentiates_twice:
+            assert gradgradcheck(member, tensors, check_fwd_over_rev=has_forward_mode, check_batched_grad=True)
+
+
+def loss(outputs):
+    """Return a scalar to which each element contributes with another weight."""
+    return sum((y.double().flatten() * torch.linspace(-1, 1, y.numel(), dtype=F64)).sum() for y in outputs)
+
+
+def mixed_leaves(dtypes, shape):
+    """Return input, residual, weight and bias, and copies of them in float64. The parameters are at least 0.1."""
+    parameters = ((randn(40, F64).abs() + 0.1).to(dtype) for dtype in dtypes[1:])
+    return leaves([*(randn(shape, dtypes[0]) for _ in range(2)), *parameters])
+
+
+@family
+@mixed_dtypes
+def test_derivatives_with_mixed_dtypes(member, dtypes):
+    """First and second derivatives, torch.func's gradient, vmap and forward mode agree with float64."""
+
+    def derivatives(function, tensors):
+        y, *_ = outputs = function(*tensors)
+        first = torch.autograd.grad(loss(outputs), tensors, create_graph=True, materialize_grads=True)
+        if not member.differentiates_twice:
+            return *outputs, *first
+        # The second derivative is that of a product of gradients.
+        return *outputs, *first, *torch.autograd.grad(loss(first[:1]) * first[2].double().sin().sum(), tensors[:3:2])
+
+    def transforms(function, tensors):
+        gradients = torch.func.grad(lambda *t: loss(function(*t)), argnums=(0, 2, 3))(*tensors)
+        many = [torch.stack([t, 2 * t]) for t in tensors[:2]]
+        batched = torch.vmap(function, (0, 0, None, None))(*many, *tensors[2:])
+        directions = tuple(t.to(a.dtype) for t, a in zip(tangents, tensors, strict=True))
+        return *gradients, *batched, *torch.func.jvp(function, tuple(tensors), directions)[1]
+
+    of_inputs = [randn((2, 3, 40), dtypes[0]) for _ in range(2)]
+    of_parameters = [(randn(40, F64).abs() + 0.1).to(dtype) for dtype in dtypes[1:]]
+    tensors, wide = leaves([*of_inputs, *of_parameters])
+    tangents = [torch.randn_like(t) for t in tensors]
+    # Sums of some products of size 1, and 64 roundings to the narrowest dtype: a memory-efficient backward divides the
+    # rounded output by weights as small as 0.1.
+    tolerance = 64 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    outputs = [dtypes[0]] * (2 if member.adds else 1)
+    of_tensors = [t.dtype for t in tensors]
+    actual = derivatives(member, tensors)
+    result_dtypes = [*outputs, *of_tensors, *of_tensors[:3:2]][: len(actual)]
+    assert_near(actual, derivatives(member.formula, wide), tolerance, result_dtypes)
+    with torch.inference_mode():
+        assert_same_bits(member(*(t.detach().clone() for t in tensors)), actual[: len(outputs)])
+    if "inplace" not in member.options:  # r * 1 has no tangent within vmap
+        result_dtypes = [*dtypes, *outputs, *outputs]
+        assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if "ada" in m.name], ids=lambda member: member.name)
+def test_transforms_over_samples(member):
+    """torch.func's gradients, vmap and forward mode, over the samples of input and parameters, in float64."""
+    tensors = [torch.randn(size, dtype=F64) for size in ((2, 3, 5), (2, 3, 5), (2, 5), (2, 5))]
+    tangents = tuple(torch.randn_like(t) for t in tensors)
+    many = [torch.stack([t, 2 * t]) for t in tensors]
+    x, r, w, b = tensors
+    results = []
+    for function in (member, member.formula):
+        value = lambda *t, f=function: f(*t)[0].sin().sum()  # noqa: E731
+        results.append(
+            [
+                torch.func.grad(value, (0, 2, 3))(*tensors),
+                torch.func.jvp(function, tuple(tensors), tangents),
+                torch.vmap(function)(*many),
+                torch.vmap(function, (0, 0, None, 0))(many[0], many[1], w, many[3]),
+                torch.vmap(torch.func.grad(value, (0, 2, 3)))(*many),
+                torch.func.hessian(lambda w, value=value: value(x, r, w, b))(w),
+            ]
+        )
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [add_layer_norm, add_rms_norm])
+def test_gradients_of_fused_addition(function):
+    """Equal to those of separate operations if both outputs are used, or one, or if some inputs are constant."""
+    plain = layer_norm if function is add_layer_norm else rms_norm
+    inputs = [torch.randn(s, dtype=F64) for s in ((3, 5), (3, 5), (5,))]
+    grad_outputs = torch.randn(2, 3, 5, dtype=F64)
+
+    def gradients(call, requires_grad, used):
+        tensors = [t.clone().requires_grad_(flag) for t, flag in zip(inputs, requires_grad, strict=True)]
+        loss = sum((t * g).sum() for t, g, is_used in zip(call(*tensors), grad_outputs, used, strict=True) if is_used)
+        if loss.requires_grad:
+            loss.backward()
+        return [t.grad for t in tensors]
+
+    for requires_grad, used in itertools.product(MASKS, ((1, 1), (1, 0), (0, 1))):
+        actual = gradients(lambda x, r, w: function(x, r, (5,), w), requires_grad, used)
+        expected = gradients(lambda x, r, w: (plain(x + r, (5,), w), x + r), requires_grad, used)
+        # Sums are added in another order: some roundings of float64.
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_derivatives_of_in_place_addition():
+    x, r, w = (torch.randn(s, dtype=F64, requires_grad=True) for s in ((3, 5), (3, 5), (5,)))
+
+    def in_place(x, r, w):
+        r = r * 2
+        output, total = add_layer_norm(x, r, (5,), w, inplace=True)
+        assert total.data_ptr() == r.data_ptr()
+        return output, r, total
+
+    assert gradcheck(in_place, (x, r, w))
+    assert gradgradcheck(in_place, (x, r, w))
+
+
+@pytest.mark.parametrize(
+    "add", [lambda x, r, **options: add_layer_norm(x, r, (8,), **options), add_layer_norm_2d], ids=["rows", "images"]
+)
+def test_in_place_addition_is_tracked_or_refused_by_autograd(add):
+    """A view of the residual may change only while autograd does not record."""
+    x, r = torch.randn(2, 8, 3, 8), torch.randn(2, 8, 3, 8)
+    expected, total = add(x, r)
+    for recorded, view in ((False, False), (False, True), (True, False)):
+        changed = r.clone()
+        residual = changed[:] if view else changed
+        output, returned = add(x.clone().requires_grad_(recorded), residual, inplace=True)
+        assert returned is residual and returned.requires_grad == recorded
+        assert_same_bits((output, changed), (expected, total))
+    with pytest.raises(RuntimeError, match="Expected residual not to be a view"):
+        add(x.requires_grad_(), r.clone()[:], inplace=True)
+    before = r.clone()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+        add(x, r.requires_grad_(), inplace=True)
+    assert torch.equal(r, before)
+    saved = r.exp()  # the backward of exp needs its output
+    add(x, saved, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+# float32 residuals of 16-bit inputs
+
+adding_members = pytest.mark.parametrize("member", [m for m in MEMBERS if m.adds], ids=lambda member: member.name)
+
+
+@adding_members
+@pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
+def test_gradients_of_a_float32_residual(member, dtypes):
+    """The residual's gradient is float32, and the input's is its rounded value. The output is off by one rounding."""
+    for layout in layouts(member):
+        of_inputs = (layout(randn((2, 3, 64), dtype)) for dtype in (dtypes[0], F32))
+        tensors, wide = leaves([*of_inputs, *(randn(64, dtypes[1]) for _ in range(2))])
+        grad_outputs = [layout(randn((2, 3, 64), dtype)) for dtype in (dtypes[0], F32)]
+        (output, total), (dx, dresidual, dw, _) = with_gradients(member, tensors, grad_outputs)
+        assert (output.dtype, total.dtype) == (dtypes[0], F32)
+        assert (dx.dtype, dresidual.dtype, dw.dtype) == (dtypes[0], F32, dtypes[1])
+        assert torch.equal(total, tensors[0].float() + tensors[1]) and torch.equal(dx, dresidual.to(dtypes[0]))
+
+        outputs, gradients = with_gradients(member.formula, wide, [g.double() for g in grad_outputs])
+        torch.testing.assert_close(output.double(), outputs[0], rtol=torch.finfo(dtypes[0]).eps, atol=1e-5)
+        # Sums of 64 products of size 1, in float32.
+        torch.testing.assert_close(dresidual.double(), gradients[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dw.double(), gradients[2], rtol=2 * torch.finfo(dtypes[1]).eps, atol=1e-5)
+
+
+@adding_members
+def test_derivatives_of_a_float32_residual(member):
+    """Second derivatives, forward mode and vmap work with two dtypes. The loss sums rounded bfloat16 numbers."""
+    (x, residual), wide = leaves([randn((3, 8), BF16), randn((3, 8), F32)])
+
+    def second(function, x, residual):
+        output, total = function(x, residual, *torch.ones(2, 8, dtype=F32 if x.dtype == BF16 else F64))
+        loss = (output.double().sin() * total.double()).sum()
+        first = torch.autograd.grad(loss, (x, residual), create_graph=True)
+        return torch.autograd.grad(sum(g.double().square().sum() for g in first), (x, residual))
+
+    actual, expected = second(member, x, residual), second(member.formula, *wide)
+    assert [t.dtype for t in actual] == [BF16, F32]
+    for a, e in zip(actual, expected, strict=True):
+        # Some roundings of 2^-8 of the output and of the first gradients, amplified by rstd, which is at most 2.
+        assert (a.double() - e).abs().max() <= 16 * torch.finfo(BF16).eps * e.abs().max()
+    if "inplace" in member.options:  # r * 1 has no tangent within vmap
+        return
+
+    def call(x, residual):
+        return member(x, residual, *torch.ones(2, 8))
+
+    batched = torch.vmap(call)(torch.stack([x, 2 * x]), torch.stack([residual, residual]))
+    for i, scale in enumerate((1, 2)):
+        # The composite may round to the other neighbour.
+        torch.testing.assert_close([t[i] for t in batched], list(call(scale * x, residual)), rtol=2**-7, atol=1e-6)
+    tangents = torch.ones_like(x), torch.zeros_like(residual)
+    assert [t.dtype for t in torch.func.jvp(call, (x.detach(), residual.detach()), tangents)[1]] == [BF16, F32]
+
+
+# What autograd saves
+
+
+@family
+def test_autograd_saves_few_tensors(member):
+    """The input or the sum, the weight, and one or two numbers per row; with memory_efficient, the output and the bias.
+
+    Otherwise the bias is saved only if its dtype is not that of the weight.
+    """
+    for bias_dtype in (F32, F64):
+        parameter_shape = (4, 64) if "ada" in member.name else (64,)
+        x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 32, 64), (4, 32, 64), parameter_shape))
+        b = torch.randn(parameter_shape, dtype=bias_dtype, requires_grad=True)
+        found = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, found=found: found.append(t) or t, lambda t: t):
+            y, *total = member(x, r, w, b)
+        saved = {t.data_ptr(): t for t in found if t is not None and t.numel()}
+        kept = [y if "memory_efficient" in member.options else total[0] if member.adds else x, w]
+        if "memory_efficient" in member.options or (bias_dtype == F64 and member.has_bias):
+            kept.append(b)
+        for tensor in kept:
+            assert saved.pop(tensor.data_ptr()).numel() == tensor.numel()
+        statistics = 1 if "rms" in member.name or "memory_efficient" in member.options else 2
+        assert sum(t.numel() for t in saved.values()) == statistics * 4 * 32
+
+
+def test_memory_efficient_has_no_second_derivative():
+    x = torch.randn(4, 8, requires_grad=True)
+    y = layer_norm(x, (8,), memory_efficient=True)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
+        gradient.sum().backward()
+
+
+# rms_norm and torch's
+
+
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_rms_norm_matches_torch(eps):
+    """For every pair of dtypes. torch rounds several times, and the default eps matters for input of size 1e-3 or 0."""
+    for dtype, weight_dtype, scale in itertools.product(FLOATS, FLOATS, (1, 1e-3, 0)):
+        x, w = randn((4, 40), dtype) * scale, randn(40, weight_dtype)
+        actual, expected = rms_norm(x, (40,), w, eps), F.rms_norm(x, (40,), w, eps)
+        unit = max(torch.finfo(t).eps for t in (dtype, F32 if weight_dtype == F64 else weight_dtype))
+        atol = 4 * (torch.finfo(dtype).tiny if dtype == weight_dtype else unit)
+        torch.testing.assert_close(actual, expected, rtol=4 * unit, atol=atol)
+        exact_forward = Forward(exact(x), eps or torch.finfo(statistics_dtype(dtype)).eps, rms=True)
+        bound = output_bound(dtype, exact_forward, exact(w), None)
+        assert_within(actual, exact_forward.output(exact(w), None), bound, dtype, weight_dtype, scale)
+
+
+# torch.compile
+
+
+@family
+def test_compiled_calls_have_the_same_bits(member):
+    """Also the gradients, in the memory format of the input, and when the sizes change."""
+    torch._dynamo.reset()
+    compiled = torch.compile(member, fullgraph=True, dynamic=True, backend="aot_eager")
+    for layout, (n, h) in itertools.product(layouts(member), ((2, 3), (4, 5))):
+        x, r, *grad_outputs = (layout(torch.randn(n, h, 4, 8)) for _ in range(4))
+        w, b = torch.randn(2, 8) if "ada" not in member.name else torch.randn(2, n, 8)
+        tensors, _ = leaves([x, r, w, b])
+        actual, expected = (with_gradients(f, tensors, grad_outputs) for f in (compiled, member))
+        for results, right in zip(actual, expected, strict=True):
+            assert_same_bits(results, right)
+        assert actual[0][0].stride() == actual[1][0].stride() == x.stride()
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.takes_images], ids=lambda member: member.name)
+def test_inductor_fuses_neighbours(member):
+    """It decides whether an operator in place needs a copy. Residuals are float32 and parameters float64."""
+    torch._dynamo.reset()
+
+    def function(*tensors):
+        return [2 * y for y in member(*tensors)]
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    tolerance = 16 * torch.finfo(BF16).eps  # Inductor rounds fewer intermediate results
+    for rows in (3, 4, 7):
+        tensors, _ = leaves([randn((rows, 8), BF16), randn((rows, 8), F32), *(randn(8, F64) for _ in range(2))])
+        actual, expected = (with_gradients(f, tensors) for f in (compiled, function))
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        with torch.inference_mode():
+            torch.testing.assert_close(compiled(*tensors), actual[0], rtol=tolerance, atol=tolerance)
+
+
+def test_compiled_autograd():
+    """Compiled autograd gives the first and second derivatives of eager autograd."""
+    names = ("add_rms_norm, zero_centered_weight", "layer_norm, zero_centered_weight", "layer_norm_2d")
+    members = {member.name: member for member in MEMBERS}
+    add_rms, layer, images = (members[name] for name in names)
+    x, r, w, b = tensors = [torch.randn(s, requires_grad=True) for s in ((3, 8), (3, 8), (8,), (8,))]
+
+    def loss():
+        output, total = add_rms(*tensors)
+        y = layer(total * output, r, w, b)[0] * images(total, r, w, b)[0]
+        gradients = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
+        return members["layer_norm, memory_efficient"](y, r, w, b)[0].square().sum() + sum(
+            g.square().sum() for g in gradients
+        )
+
+    expected = torch.autograd.grad(loss(), tensors)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss().backward()
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
