@@ -5,7 +5,7 @@ SHELL := bash
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: install cuda-build test test-all test-device test-aarch64 launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
-	bench bench-cpu bench-compare lint format ci clean
+	bench bench-cpu bench-compare docs wheel lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -105,6 +105,10 @@ bench:
 # Builds the revision BASE and the working tree and fails if the working tree is slower.
 bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
+
+# Writes the API page to build/docs. It needs the dependency group "docs".
+docs:
+	python docs/api.py
 
 lint:
 	ruff check . && ruff format --check . && mypy && clang-format --dry-run -Werror $(CPP)
