@@ -1,4 +1,4 @@
-"""Time blocks of a model under torch.compile: with this package's kernels, with aten's operators, and with torch's layers.
+"""Time blocks of a model under torch.compile.
 
 The contenders `kernel` and `aten` are this package's layers, traced with `trace_as("kernel")` and `trace_as("aten")`.
 Training is forward and backward.
