@@ -129,7 +129,7 @@ wheel:
 	cd $(WHEELS) && fresh/bin/python -m layernorm_ext
 
 lint:
-	ruff check . && ruff format --check . && mypy && clang-format --dry-run -Werror $(CPP)
+	ruff check . && ruff format --check . && mypy && actionlint && clang-format --dry-run -Werror $(CPP)
 
 format:
 	ruff check --fix . && ruff format . && clang-format -i $(CPP)
