@@ -111,7 +111,8 @@ docs:
 	python docs/api.py
 
 # Builds a wheel for the installed torch, which its version names, as in 0.2.0+torch2.13.cpu; checks it with auditwheel,
-# which the dependency group "wheel" installs; and runs the self-check in a fresh environment.
+# which the dependency group "wheel" installs; and runs the self-check in a fresh environment. The build is
+# compiled again if a variable named FLAGS changes, so those of make are removed.
 WHEELS = build/wheels
 TORCH_LABEL = import torch; cuda = torch.version.cuda; \
 	print("torch" + ".".join(torch.__version__.split(".")[:2]), f"cu{cuda}".replace(".", "") if cuda else "cpu", sep=".")
@@ -120,7 +121,7 @@ wheel: export DIST_EXTRA_CONFIG = $(abspath $(WHEELS))/version.cfg
 wheel:
 	rm -rf $(WHEELS) && mkdir -p $(WHEELS)
 	printf '[egg_info]\ntag_build = +%s\n' "$$(python -c '$(TORCH_LABEL)')" >$(DIST_EXTRA_CONFIG)
-	pip wheel --no-deps --wheel-dir $(WHEELS)/built .
+	env -u MAKEFLAGS -u MFLAGS pip wheel --no-deps --wheel-dir $(WHEELS)/built .
 	auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart*' --exclude 'libgomp*' \
 		--wheel-dir $(WHEELS) $(WHEELS)/built/*.whl
 	python -m venv $(WHEELS)/fresh
