@@ -2,10 +2,10 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-CPP := $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CPP := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-all test-device launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
-	bench bench-cpu bench-compare lint format ci clean
+.PHONY: install cuda-build test test-all test-device test-aarch64 launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
+	bench bench-cpu bench-compare docs wheel lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -29,6 +29,21 @@ test-all:
 test-device:
 	python -m pytest -n auto --dist loadfile tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
+
+# Tests the CPU kernels for aarch64 under qemu-aarch64 and, on the same cases, the host's baseline kernels. It needs no
+# torch, but Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
+VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tests/aarch64/values.cpp
+VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -Itests/aarch64
+
+test-aarch64:
+	rm -rf build/aarch64 && mkdir -p build/aarch64
+	for compiler in g++ aarch64-linux-gnu-g++; do \
+		for source in $(VALUES); do \
+			echo $$compiler $(VALUES_FLAGS) -c $$source -o build/aarch64/$$compiler-$$(basename $$source).o; \
+		done; \
+	done | xargs -P 2 -I{} sh -c {}
+	g++ build/aarch64/g++-*.o -o build/aarch64/host && build/aarch64/host
+	aarch64-linux-gnu-g++ -static build/aarch64/aarch64-*.o -o build/aarch64/target && qemu-aarch64 build/aarch64/target
 
 # Lists the launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h. It needs a package that was
 # built with CUDA, but no GPU.
@@ -91,8 +106,31 @@ bench:
 bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
 
+# Writes the API page to build/docs. It needs the dependency group "docs".
+docs:
+	python docs/api.py
+
+# Builds a wheel for the installed torch, which its version names, as in 0.2.0+torch2.13.cpu; checks it with auditwheel,
+# which the dependency group "wheel" installs; and runs the self-check in a fresh environment. The build is
+# compiled again if a variable named FLAGS changes, so those of make are removed.
+WHEELS = build/wheels
+TORCH_LABEL = import torch; cuda = torch.version.cuda; \
+	print("torch" + ".".join(torch.__version__.split(".")[:2]), f"cu{cuda}".replace(".", "") if cuda else "cpu", sep=".")
+
+wheel: export DIST_EXTRA_CONFIG = $(abspath $(WHEELS))/version.cfg
+wheel:
+	rm -rf $(WHEELS) && mkdir -p $(WHEELS)
+	printf '[egg_info]\ntag_build = +%s\n' "$$(python -c '$(TORCH_LABEL)')" >$(DIST_EXTRA_CONFIG)
+	env -u MAKEFLAGS -u MFLAGS pip wheel --no-deps --wheel-dir $(WHEELS)/built .
+	auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart*' --exclude 'libgomp*' \
+		--wheel-dir $(WHEELS) $(WHEELS)/built/*.whl
+	python -m venv $(WHEELS)/fresh
+	$(WHEELS)/fresh/bin/python -m pip install --quiet $(WHEELS)/*.whl \
+		"torch==$$(python -c 'from importlib.metadata import version; print(version("torch"))')"
+	cd $(WHEELS) && fresh/bin/python -m layernorm_ext
+
 lint:
-	ruff check . && ruff format --check . && mypy && clang-format --dry-run -Werror $(CPP)
+	ruff check . && ruff format --check . && mypy && actionlint && clang-format --dry-run -Werror $(CPP)
 
 format:
 	ruff check --fix . && ruff format . && clang-format -i $(CPP)

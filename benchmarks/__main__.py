@@ -1,6 +1,7 @@
 """`python -m benchmarks COMMAND` runs one benchmark, prints its table and saves its records."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from . import accuracy, adaln, compare, kernels, memory, models, overhead, plots, tables
+from . import accuracy, adaln, compare, compiled, kernels, memory, models, overhead, plots, tables
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
@@ -21,6 +22,8 @@ SHAPES = {
     "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
 }
+
+OURS = ("ours", "kernel", "aten")  # the contenders that are this package
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -85,11 +88,11 @@ def finish(run: Run, folder: Path) -> None:
     for note in tables.notes(run):
         console.print(note, style="red", highlight=False)
     click.echo(f"{folder}/{run.benchmark}.json and .csv")
-    ours = [r for r in run.records if r["contender"] == "ours"]
+    ours = [r for r in run.records if r["contender"] in OURS]
     wrong = [r for r in ours if r["status"] == "wrong"]
     if wrong or (ours and all(r["status"] == "failed" for r in ours)):
         first = (wrong or ours)[0]
-        raise click.ClickException(f"ours is {first['status']}: {first['message']}")
+        raise click.ClickException(f"{first['contender']} is {first['status']}: {first['message']}")
 
 
 def execute(name: str, device: Device, cases: list, measure: Callable[..., Iterable[dict]], folder: Path) -> None:
@@ -185,6 +188,23 @@ def run_adaln(shapes, dtypes, device, seconds, out) -> None:
     execute("adaln", open_device(device), cases, adaln.measure, out)
 
 
+@cli.command("compile")
+@choices("--dtypes", PAIRS, "fp32,bf16")
+@device_option
+@seconds_option(0.5, "contender and case")
+@out_option
+def run_compile(dtypes, device, seconds, out) -> None:
+    """Time blocks under torch.compile: trace_as("kernel"), trace_as("aten") and torch's layers.
+
+    With one CPU thread, times are CPU time, which other programs disturb less.
+    """
+    cases = [(name, pair, seconds) for name in compiled.BLOCKS for pair in dtypes]
+    opened = open_device(device)
+    if device == "cpu" and torch.get_num_threads() == 1:
+        opened.clock = time.process_time
+    execute("compile", opened, cases, compiled.measure, out)
+
+
 @cli.command("all")
 @device_option
 @contenders_option
@@ -194,7 +214,7 @@ def run_all(context, device, contenders, out) -> None:
     """Run every benchmark except compare with its defaults."""
     for command in (run_kernels, run_overhead, run_accuracy, run_memory):
         context.invoke(command, device=device, contenders=contenders, out=out)
-    for command in (run_models, run_adaln):
+    for command in (run_models, run_adaln, run_compile):
         context.invoke(command, device=device, out=out)
 
 

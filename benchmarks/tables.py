@@ -13,6 +13,7 @@ KEYS = {  # benchmark -> the keys that identify a case
     "models": ("model", "dtypes", "mode"),
     "accuracy": ("sweep", "dtypes", "quantity"),
     "adaln": ("batch", "rows", "cols", "dtypes", "pass"),
+    "compile": ("block", "dtypes", "pass"),
     "compare": ("rows", "cols", "dtypes", "pass"),
 }
 CAPTION = "time · time of torch, or of the base, / this time · copy's time / this time · largest error · peak memory"

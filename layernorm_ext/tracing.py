@@ -27,14 +27,9 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     With ``"kernel"``, a graph calls this package's kernels and needs the package to run. With ``"aten"``, it calls
     :func:`torch.nn.functional.layer_norm` or :func:`torch.nn.functional.rms_norm`, with additions, permutations and
     dtype conversions as the arguments require. Such a graph runs without this package, compilers may fuse the norm with
-    its neighbours, and the results have torch's precision. ``None`` restores the default of each tool:
-
-    ============================================================ ============
-    tool                                                         default
-    ============================================================ ============
-    :func:`torch.compile`, :func:`torch.jit.trace`               ``"kernel"``
-    :func:`torch.export.export`, :func:`torch.onnx.export`       ``"aten"``
-    ============================================================ ============
+    its neighbours, and the results have torch's precision. ``None`` restores the defaults: ``"kernel"`` for
+    :func:`torch.compile` and :func:`torch.jit.trace`, ``"aten"`` for :func:`torch.export.export` and
+    :func:`torch.onnx.export`.
 
     A call sets the choice for the whole process. A ``with`` statement restores the previous choice at its end.
 

@@ -1,0 +1,56 @@
+"""The scripts of docs/examples run, and print what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+NUMBER = r"(\d[\d.e+-]*)"
+# Example -> a pattern of its output, and a condition on the numbers in it.
+PROMISES = {
+    "gpt_block": (rf"step 0: loss {NUMBER}\n.*\nstep 100: loss {NUMBER}", lambda first, last: last < first / 10),
+    # Two norms of ten roundings of 6e-8 each; 16-bit intermediate values round twice or more.
+    "dit_block": (
+        rf"float32 difference: {NUMBER}\n.* AdaLayerNorm: {NUMBER}\n.* composition: {NUMBER}",
+        lambda difference, ours, composition: difference < 1e-5 and ours < 0.004 < composition,
+    ),
+    "convnext": (
+        rf"LayerNorm: {NUMBER}\ntorch.contiguous_format is preserved: True\ntorch.channels_last is preserved: True",
+        lambda difference: difference < 5e-6,
+    ),
+    "convert_transformers": (
+        rf"{NUMBER} replaced, {NUMBER} skipped(?s:.*)difference from the original {NUMBER}",
+        lambda replaced, skipped, difference: replaced == 5 and skipped == 0 and difference < 1e-5,
+    ),
+    "fsdp2": (
+        rf"holds {NUMBER} of the {NUMBER} weights(?s:.*)difference from one process {NUMBER}",
+        lambda held, weights, difference: held == weights / 2 and difference < 1e-5,
+    ),
+    "memory_efficient": (
+        rf"saved {NUMBER}%, relative difference of the gradients {NUMBER}",
+        lambda saved, difference: saved >= 40 and difference < 1e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.integration] if "transformers" in path.stem else [])
+        for path in sorted(EXAMPLES.glob("*.py"))
+    ],
+)
+def test_example_keeps_its_promise(name):
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    command = [sys.executable, "-P", EXAMPLES / f"{name}.py"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    pattern, holds = PROMISES[name]
+    numbers = re.search(pattern, result.stdout)
+    assert numbers, result.stdout
+    assert holds(*map(float, numbers.groups())), result.stdout
