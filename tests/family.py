@@ -53,6 +53,8 @@ class Member:
             tensors[1] = tensors[1] * 1  # a leaf cannot change in place
         results = self.function(*tensors, eps=EPS, **self.options)
         results = results if self.adds else (results,)
+        if "inplace" in self.options:
+            results = (results[0], tensors[1])
         return tuple(y.movedim(1, -1) for y in results) if self.takes_images else results
 
     def formula(self, x, r, w, b):
