@@ -98,7 +98,7 @@ BASE ?= HEAD
 bench-cpu:
 	python -m benchmarks kernels --out $(BENCH_OUT)
 
-# Runs all benchmarks except compare. DEVICE=cuda runs them on a GPU.
+# Runs all benchmarks except compile and compare. DEVICE=cuda runs them on a GPU.
 bench:
 	python -m benchmarks all --device $(DEVICE) --out $(BENCH_OUT)
 

@@ -211,10 +211,10 @@ def run_compile(dtypes, device, seconds, out) -> None:
 @out_option
 @click.pass_context
 def run_all(context, device, contenders, out) -> None:
-    """Run every benchmark except compare with its defaults."""
+    """Run every benchmark except compile and compare with its defaults."""
     for command in (run_kernels, run_overhead, run_accuracy, run_memory):
         context.invoke(command, device=device, contenders=contenders, out=out)
-    for command in (run_models, run_adaln, run_compile):
+    for command in (run_models, run_adaln):
         context.invoke(command, device=device, out=out)
 
 

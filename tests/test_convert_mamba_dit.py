@@ -5,7 +5,15 @@ import copy
 import pytest
 import torch
 from packages import import_torchvision
-from test_convert_models import F64, MAMBA, Float64Throughout, assert_close, build_model, logits_and_gradients, randomize
+from test_convert_models import (
+    F64,
+    MAMBA,
+    Float64Throughout,
+    assert_close,
+    build_model,
+    logits_and_gradients,
+    randomize,
+)
 
 from layernorm_ext import convert
 
@@ -52,7 +60,8 @@ def test_float64_training_step_matches_the_original(build):
                 parameter.grad = results[-1][name]
             torch.optim.SGD(each.parameters(), 1e-3).step()
             losses.append(logits_and_gradients(each, inputs))
-    # Some ten layers each round some ten times by 1e-16. The gradients of the keys' biases, which are zero, add larger terms.
+    # Some ten layers each round some ten times by 1e-16. The gradients of the keys' biases, which are zero, add larger
+    # terms.
     assert_close(results[1], results[0], 1e-13)
     assert_close(losses[1], losses[0], 1e-13)
 
