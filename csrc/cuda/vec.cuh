@@ -50,11 +50,11 @@ __device__ __forceinline__ void load(Vector<E, kSize>& v, const E* src, int rema
   }
 }
 
-// Loads from array + begin, or fills the vector with `default_value` if the array is null.
+// Loads from array + begin, or fills the vector with `default_value` if the array does not exist.
 template <class E, int kSize>
-__device__ __forceinline__ void load_or(Vector<E, kSize>& v, const E* array, int64_t begin, int remaining, bool aligned,
-                                        E default_value) {
-  if (array) {
+__device__ __forceinline__ void load_or(Vector<E, kSize>& v, const E* array, bool exists, int64_t begin, int remaining,
+                                        bool aligned, E default_value) {
+  if (exists) {
     load(v, array + begin, remaining, aligned);
   } else {
 #pragma unroll

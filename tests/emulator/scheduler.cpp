@@ -9,7 +9,6 @@
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <set>
 
 #include "gpu_models.h"
 #include "launch_limits.h"
@@ -33,7 +32,7 @@ void* host_stack_pointer = nullptr;
 // Reused by the next launch.
 std::vector<Thread> threads;
 std::vector<char*> arenas;
-std::set<const void*> launched;  // kernels
+std::map<std::pair<const void*, unsigned>, int> launched;  // the number of launches by kernel and cluster size
 
 // ---- fibers ---------------------------------------------------------------------------------------------------------
 
@@ -438,7 +437,7 @@ size_t max_shared_memory() { return static_cast<size_t>(gpu().shared_bytes_of_bl
 
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
   std::lock_guard lock(one_launch_at_a_time);
-  launched.insert(kernel);
+  ++launched[{kernel, launch.cluster}];
   try {
     const std::string why = refusal(launch, find_kernel(known_kernels.empty() ? "" : kernel_name(kernel)));
     if (!why.empty()) throw Fault(why);
@@ -555,11 +554,14 @@ void emulator_resources(int architecture, const char* kernel, int registers, int
   emulator::known_kernels[architecture][kernel] = {registers, static_shared, architecture};
 }
 
-// Returns the kernels that were launched since the last call, one per line.
+// Returns the launches since the last call: kernel, cluster size and number, separated by tabs.
 const char* emulator_launched() {
   static std::string lines;
   lines.clear();
-  for (const void* kernel : emulator::launched) lines += emulator::kernel_name(kernel) + "\n";
+  for (const auto& [launch, count] : emulator::launched) {
+    lines += emulator::kernel_name(launch.first) + "\t" + std::to_string(launch.second) + "\t" + std::to_string(count) +
+             "\n";
+  }
   emulator::launched.clear();
   return lines.c_str();
 }
