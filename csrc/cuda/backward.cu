@@ -5,6 +5,9 @@
 // and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. If forward also returned x as a sum, the
 // gradient of that sum is added to dx.
 //
+// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then, if two
+// launches read the rows, the sums of their chunks [rows, num_chunks].
+//
 // Blocks are persistent: a block takes the rows of a segment in turn, and fetches the next rows to shared memory while
 // it works. A thread reads its vectors of a row twice, for the row's sums and for dx. It keeps the sums of dweight and
 // dbias for its columns in registers over the segment, and then writes them to the workspace. A second kernel adds the
@@ -26,23 +29,14 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "channels_first.h"
 #include "partials.cuh"
 
 namespace layernorm::cuda {
 
-// Rows are numbered by group. All groups that share their gradients form one gradient group.
-struct BackwardPlan {
-  Flags flags;
+struct BackwardPlan : GradientPlan {
   int log2_lanes, chunk_cols, num_chunks;  // see RowLayout
   int stages;
-  FastDivisor<int> rounds;  // of a segment; the block takes rows_per_block() rows in a round
-  int64_t num_segments;
-  FastDivisor<int64_t> segments_per_group;  // of a gradient group
-  int64_t segment_rows, gradient_group_rows;
-  FastDivisor<int64_t> rows;               // of a group
-  int64_t pitch;                           // elements from row to row of the workspace
-  int64_t weight_partials, bias_partials;  // rows of the workspace
+  int64_t pitch;  // elements from row to row of the workspace
   double reciprocal_cols;
 };
 
@@ -60,13 +54,6 @@ constexpr int kWarpTileThreads = 192, kBlockTileThreads = 256;
 template <class Acc>
 using RowSums = Acc[3];
 
-// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then, if two
-// launches read the rows, the sums of their chunks [rows, num_chunks].
-template <class Acc>
-__device__ Acc* chunk_sums_in_workspace(const BackwardParams& p, const BackwardPlan& plan) {
-  return static_cast<Acc*>(p.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
-}
-
 // The flags of the most usual call: all gradients of an aligned LayerNorm with a weight. Its loop is compiled
 // separately, because the tests of the other flags take a fifth more instructions.
 constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kGradInput | kGradWeight | kGradBias;
@@ -76,7 +63,7 @@ constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kG
 // Whether the block has a segment in this round.
 __device__ __forceinline__ bool has_round(const BackwardPlan& plan, Flags flags, int round) {
   if (!flags.has(kWeightPerGroup | kBiasPerGroup)) return round < plan.rounds.divisor();
-  return blockIdx.y + int64_t{plan.rounds.divide(round).quotient} * gridDim.y < plan.num_segments;
+  return blockIdx.y + plan.rounds.divide(round).quotient * gridDim.y < plan.num_segments;
 }
 
 // This thread's row, or chunk of a row, in a round, and the staged rows. A row that does not exist has no columns, and
@@ -90,7 +77,8 @@ struct Round {
   using X = typename Types::X;
   using W = typename Types::W;
   using Acc = AccOf<X>;
-  static constexpr int kVec = kVectorSize<X>;
+  // A vector is processed in sub-vectors, whose parameters fit into registers beside the sums.
+  static constexpr int kVec = kVectorSize<X>, kSub = std::min(kVec, 4);
   template <class E>
   using Row = StagedRow<E, kVec, Tile>;
 
@@ -124,8 +112,8 @@ struct Round {
     int64_t group = 0, segment_in_group = segment;
     if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
       const auto turn = plan.rounds.divide(round);
-      round_in_segment = turn.remainder;
-      segment += int64_t{turn.quotient} * gridDim.y;
+      round_in_segment = static_cast<int>(turn.remainder);
+      segment += turn.quotient * gridDim.y;
       const auto divided = plan.segments_per_group.divide(segment);
       group = divided.quotient, segment_in_group = divided.remainder;
     }
@@ -142,8 +130,10 @@ struct Round {
   __device__ __forceinline__ Row<X> x() const { return row<X>(stage * arrays() + 1, p.input); }
   __device__ __forceinline__ Row<X> grad_sum() const { return row<X>((stage + 1) * arrays() - 1, p.grad_sum); }
   __device__ __forceinline__ Row<X> dx() const { return row<X>(plan.stages * arrays(), p.grad_input); }
-  __device__ __forceinline__ Acc* chunk_sums() const {
-    return chunk_sums_in_workspace<Acc>(p, plan) + 3 * number * plan.num_chunks;
+  // The sums of the row's chunks, after all partial sums.
+  __device__ __forceinline__ RowSums<Acc>* chunk_sums() const {
+    Acc* const first = static_cast<Acc*>(p.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
+    return reinterpret_cast<RowSums<Acc>*>(first) + number * plan.num_chunks;
   }
   // Waits until the other threads have written to this thread's shared memory, or read what this thread overwrites.
   __device__ __forceinline__ void sync_unaligned() const {
@@ -151,6 +141,50 @@ struct Round {
   }
 
   __device__ __forceinline__ Statistics<Acc> statistics() const { return {p, index, needs_x() && cols > 0}; }
+
+  // Loads the weight or the bias from a column on, with zeros after the end. Aligned rows have no partial vectors.
+  template <int kSub>
+  __device__ __forceinline__ void load_parameter(Vector<W, kSub>& v, const View& view, Flag exists, int column,
+                                                 W default_value) const {
+    const int remaining = flags.has(kAligned) ? (column < cols ? kSub : 0) : cols - column;
+    load_or(v, address<const W>(view, {index.group, 0}) + begin + column, flags.has(exists), remaining,
+            flags.has(kAlignedParameters), default_value);
+  }
+
+  // Computes xhat - correction from columns of x, or of the output. After the end x is 0, and so is the result if kMask
+  // is true.
+  template <bool kMask, int kSub>
+  __device__ __forceinline__ void normalize(Acc (&xhat)[kSub], const Vector<X, kSub>& x, const Vector<W, kSub>& w,
+                                            const Statistics<Acc>& statistics, Acc correction, int column) const {
+    widen(xhat, x);
+    if (flags.has(kFromOutput)) {
+      Vector<W, kSub> b;
+      load_parameter(b, p.bias, kBias, column, W(0.0f));
+      const Acc weight_offset = flags.has(kZeroCentered) ? 1 : 0;
+#pragma unroll
+      for (int e = 0; e < kSub; ++e) {
+        xhat[e] = column + e < cols ? recover_xhat(xhat[e], static_cast<Acc>(w.values[e]),
+                                                   static_cast<Acc>(b.values[e]), weight_offset, correction)
+                                    : 0;
+      }
+      return;
+    }
+    Statistics<Acc> masked = statistics;
+#pragma unroll
+    for (int e = 0; e < kSub; ++e) {
+      if (kMask && (e == 0 || !flags.has(kAligned)) && column + e >= cols) masked.mean = 0;
+      xhat[e] = masked.xhat(xhat[e], correction);
+    }
+  }
+
+  // g = dy * weight.
+  template <int kSub>
+  __device__ __forceinline__ void multiply(Acc (&g)[kSub], const Vector<W, kSub>& weight) const {
+    Acc w[kSub];
+    widen(w, weight);
+#pragma unroll
+    for (int e = 0; e < kSub; ++e) g[e] *= flags.has(kZeroCentered) ? w[e] + 1 : w[e];
+  }
 
   // Starts to fetch the rows, and prefetches the statistics.
   __device__ __forceinline__ void fetch() const {
@@ -169,85 +203,19 @@ struct Round {
   }
 };
 
-// ---- vectors --------------------------------------------------------------------------------------------------------
-
-// A vector is processed in sub-vectors, whose parameters fit into registers beside the sums.
-template <class X>
-constexpr int kSubVectorSize = std::min(kVectorSize<X>, 4);
-
-// The parameters of a group from a column of the row on.
-template <class W>
-struct Parameters {
-  const W *weight, *bias;
-  Flags flags;
-
-  __device__ __forceinline__ Parameters(const BackwardParams& p, Flags flags, int64_t group, int64_t begin)
-      : weight(address<const W>(p.weight, {group, 0}) + begin),
-        bias(address<const W>(p.bias, {group, 0}) + begin),
-        flags(flags) {}
-
-  // Loads a sub-vector, with zeros after the remaining columns; with ones and zeros for absent parameters.
-  template <int kSub>
-  __device__ __forceinline__ void load_weight(Vector<W, kSub>& w, int column, int remaining) const {
-    load_or(w, weight, flags.has(kWeight), column, whole(remaining, kSub), flags.has(kAlignedParameters), W(1.0f));
-  }
-  template <int kSub>
-  __device__ __forceinline__ void load_bias(Vector<W, kSub>& b, int column, int remaining) const {
-    load_or(b, bias, flags.has(kBias), column, whole(remaining, kSub), flags.has(kAlignedParameters), W(0.0f));
-  }
-
- private:
-  // Aligned rows have no partial vectors.
-  __device__ __forceinline__ int whole(int remaining, int size) const {
-    return flags.has(kAligned) ? (remaining > 0 ? size : 0) : remaining;
-  }
-};
-
-// Computes xhat - correction from columns of x, or of the output. After the remaining columns x is 0, and so is the
-// result if kMask is true.
-template <bool kMask, class X, class W, int kSub, class Acc>
-__device__ __forceinline__ void normalize(Acc (&xhat)[kSub], const Vector<X, kSub>& x, const Vector<W, kSub>& w,
-                                          const Parameters<W>& parameters, const Statistics<Acc>& row, Acc correction,
-                                          int column, int remaining) {
-  const Flags flags = parameters.flags;
-  widen(xhat, x);
-  if (flags.has(kFromOutput)) {
-    Vector<W, kSub> b;
-    parameters.load_bias(b, column, remaining);
-    const Acc weight_offset = flags.has(kZeroCentered) ? 1 : 0;
-#pragma unroll
-    for (int e = 0; e < kSub; ++e) {
-      xhat[e] = e < remaining ? recover_xhat(xhat[e], static_cast<Acc>(w.values[e]), static_cast<Acc>(b.values[e]),
-                                             weight_offset, correction)
-                              : 0;
-    }
-    return;
-  }
-  Statistics<Acc> statistics = row;
-  if (kMask && remaining <= 0) statistics.mean = 0;
-#pragma unroll
-  for (int e = 0; e < kSub; ++e) {
-    if (kMask && !flags.has(kAligned) && e >= remaining) statistics.mean = 0;
-    xhat[e] = statistics.xhat(xhat[e], correction);
-  }
-}
-
-// g = dy * weight.
-template <class W, int kSub, class Acc>
-__device__ __forceinline__ void multiply(Acc (&g)[kSub], const Vector<W, kSub>& weight, bool zero_centered) {
-  Acc w[kSub];
-  widen(w, weight);
-#pragma unroll
-  for (int e = 0; e < kSub; ++e) g[e] *= zero_centered ? w[e] + 1 : w[e];
-}
-
 // ---- sums of a row --------------------------------------------------------------------------------------------------
 
-// Adds the sums of kLanes lanes. Further lanes with zeros would not change the result.
-template <int kLanes, class Acc>
-__device__ __forceinline__ void reduce_lanes(RowSums<Acc>& sums, const RowSums<double>& lane_sums) {
+// Adds the sums of a row's chunks, in an order that depends only on their number.
+template <class Acc>
+__device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const RowSums<Acc>* chunk_sums, int num_chunks) {
+  RowSums<double> lane_sums = {};
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarpSize; i < num_chunks; i += kWarpSize) {
 #pragma unroll
-  for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kLanes>(lane_sums[k]));
+    for (int k = 0; k < 3; ++k) lane_sums[k] += chunk_sums[i][k];
+  }
+#pragma unroll
+  for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
 // Reduces the sums over the blocks of a cluster, all of which must have started. Two buffers take turns, so that one
@@ -262,23 +230,7 @@ __device__ __forceinline__ void reduce_cluster(RowSums<Acc>& sums, int blocks, i
   }
   cluster_arrive();
   cluster_wait();
-  const int block = threadIdx.x % kMaxClusterSize;
-  RowSums<double> lane_sums = {};
-#pragma unroll
-  for (int k = 0; k < 3; ++k) lane_sums[k] = block < blocks ? block_sums[round % 2][block][k] : 0;
-  reduce_lanes<kMaxClusterSize>(sums, lane_sums);
-}
-
-// Reduces the sums of a row's chunks, which the first launch has stored.
-template <class Acc>
-__device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const Acc* chunk_sums, int num_chunks) {
-  RowSums<double> lane_sums = {};
-#pragma unroll 1
-  for (int i = threadIdx.x % kWarpSize; i < num_chunks; i += kWarpSize) {
-#pragma unroll
-    for (int k = 0; k < 3; ++k) lane_sums[k] += chunk_sums[3 * i + k];
-  }
-  reduce_lanes<kWarpSize>(sums, lane_sums);
+  reduce_chunks(sums, block_sums[round % 2], blocks);
 }
 
 template <class Acc>
@@ -334,10 +286,8 @@ __device__ __forceinline__ void reduce_block(const Acc (&sums)[kTileVectors][kVe
 template <class Types, class Tile, class Acc>
 __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Types, Tile>& row,
                                             const Statistics<Acc>& statistics) {
-  using X = typename Types::X;
   using W = typename Types::W;
-  constexpr int kVec = kVectorSize<X>, kSub = kSubVectorSize<X>;
-  const Parameters<W> parameters(row.p, row.flags, row.index.group, row.begin);
+  constexpr int kVec = Round<Types, Tile>::kVec, kSub = Round<Types, Tile>::kSub;
   const auto x = row.x();
   const auto dy = row.dy();
 #pragma unroll
@@ -347,16 +297,16 @@ __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Type
     const auto dy_vector = dy.read(i);
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
-      const int column = row.tile.vector_index(i) * kVec + k, remaining = row.cols - column;
+      const int column = row.tile.vector_index(i) * kVec + k;
       Vector<W, kSub> w;
-      parameters.load_weight(w, column, remaining);
+      row.load_parameter(w, row.p.weight, kWeight, column, W(1.0f));
       Acc xhat[kSub], g[kSub];
-      normalize<true>(xhat, sub_vector<kSub>(x_vector, k), w, parameters, statistics, Acc(0), column, remaining);
+      row.template normalize<true>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, Acc(0), column);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) sums[0] += xhat[e];
       if (!row.flags.has(kGradInput)) continue;
       widen(g, sub_vector<kSub>(dy_vector, k));
-      multiply(g, w, row.flags.has(kZeroCentered));
+      row.multiply(g, w);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) {
         sums[1] += g[e];
@@ -373,9 +323,8 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
                                                  const RowMeans<Acc>& means) {
   using X = typename Types::X;
   using W = typename Types::W;
-  constexpr int kSub = kSubVectorSize<X>;
+  constexpr int kSub = Round<Types, Tile>::kSub;
   const Flags flags = row.flags;
-  const Parameters<W> parameters(row.p, flags, row.index.group, row.begin);
   const auto x = row.x(), dx = row.dx();
   const auto dy = row.dy();
 #pragma unroll
@@ -386,12 +335,12 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
     const auto dy_vector = dy.read(i);
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
-      const int column = row.tile.vector_index(i) * kVec + k, remaining = row.cols - column;
+      const int column = row.tile.vector_index(i) * kVec + k;
       Acc xhat[kSub], g[kSub];
       Vector<W, kSub> w;
       if (row.needs_x()) {
-        parameters.load_weight(w, column, remaining);
-        normalize<false>(xhat, sub_vector<kSub>(x_vector, k), w, parameters, statistics, means.xhat, column, remaining);
+        row.load_parameter(w, row.p.weight, kWeight, column, W(1.0f));
+        row.template normalize<false>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, means.xhat, column);
       }
       widen(g, sub_vector<kSub>(dy_vector, k));
       if (flags.has(kGradWeight)) {
@@ -403,7 +352,7 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
         for (int e = 0; e < kSub; ++e) db[i][k + e] += g[e];
       }
       if (!flags.has(kGradInput)) continue;
-      multiply(g, w, flags.has(kZeroCentered));
+      row.multiply(g, w);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
       if (flags.has(kGradSum)) {
@@ -428,12 +377,12 @@ __device__ __forceinline__ void store_sums(const Acc (&sums)[kTileVectors][kVec]
                                            const View& gradient, Flag per_group, int64_t first_partial) {
   using W = typename Types::W;
   const bool adds = row.round_in_segment >= kRoundsPerSum;
-  const bool is_final = row.flags.has(per_group) && row.plan.segments_per_group.divisor() == 1;
+  const bool is_gradient = row.plan.stores_gradient(per_group) && row.flags.has(per_group);
   const int64_t partial = first_partial + row.segment;
   Acc* const to_workspace = static_cast<Acc*>(row.p.workspace) + partial * row.plan.pitch + row.begin;
   W* const to_gradient = address<W>(gradient, {row.segment, 0}) + row.begin;
   reduce_block(sums, row.tile, row.block_cols, [&](int column, Acc sum) {
-    if (is_final) {
+    if (is_gradient) {
       to_gradient[column] = W(sum);
     } else {
       to_workspace[column] = adds ? to_workspace[column] + sum : sum;
@@ -485,7 +434,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
       const auto row = row_of(round);
       if (row.cols > 0 && row.tile.thread() == 0) {
 #pragma unroll
-        for (int k = 0; k < 3; ++k) row.chunk_sums()[3 * blockIdx.x + k] = sums[k];
+        for (int k = 0; k < 3; ++k) row.chunk_sums()[blockIdx.x][k] = sums[k];
       }
     } else {
       RowMeans<Acc> means = {};
@@ -543,7 +492,6 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   plan.log2_lanes = layout.log2_lanes;
   plan.chunk_cols = layout.chunk_cols;
   plan.num_chunks = static_cast<int>(layout.num_chunks);
-  plan.rows = FastDivisor<int64_t>(p.rows);
   plan.pitch = round_up(p.cols, kVectorSize<X>);
   plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
   const bool in_cluster =
@@ -581,21 +529,7 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   const int arrays = 1 + plan.flags.has(kGradInput | kGradWeight) + plan.flags.has(kGradSum);
   config.shared_bytes = bytes(arrays, plan.stages, plan.flags.has(kAligned));
 
-  const int64_t gradient_groups = per_group ? p.groups : 1;
-  plan.gradient_group_rows = p.groups * p.rows / gradient_groups;
-  const int64_t rounds_of_group = ceil_div(plan.gradient_group_rows, rows_per_block);
-  const int64_t min_rounds = layout.num_chunks > 1 ? 4 : 16;  // long rows keep the GPU busy anyway
-  const Segments segments(rounds_of_group, per_group, resident, min_rounds);
-  plan.rounds = FastDivisor<int>(static_cast<int>(segments.rounds));
-  plan.segment_rows = segments.rounds * rows_per_block;
-  plan.segments_per_group = FastDivisor<int64_t>(segments.per_group);
-  plan.num_segments = gradient_groups * segments.per_group;
-  const auto partials = [&](const View& gradient, Flag per_group) {
-    const bool is_final = plan.flags.has(per_group) && segments.per_group == 1;
-    return gradient.data && !is_final ? plan.num_segments : 0;
-  };
-  plan.weight_partials = partials(p.grad_weight, kWeightPerGroup);
-  plan.bias_partials = partials(p.grad_bias, kBiasPerGroup);
+  plan.set_segments(p, rows_per_block, resident, layout.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
   config.grid = dim3(static_cast<unsigned>(plan.num_chunks),
                      static_cast<unsigned>(std::min({plan.num_segments, resident, kMaxGridY})));
   return result;

@@ -17,22 +17,13 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "channels_first.h"
 #include "partials.cuh"
 
 namespace layernorm::cuda {
 
-struct ChannelsFirstPlan {
-  FastDivisor<int64_t> pixels;  // of an image
+struct ChannelsFirstPlan : GradientPlan {  // forward uses `rows` alone
   double reciprocal_channels;
   bool staged;  // the channels fit into shared memory
-
-  // The fields below are for backward. All images that share their gradients form one gradient group, whose pixels are
-  // numbered by image.
-  Flags flags;
-  int64_t num_segments, segment_pixels, gradient_group_pixels;
-  FastDivisor<int64_t> segments_per_group;  // of a gradient group
-  int64_t weight_partials, bias_partials;   // rows of the workspace
 };
 
 namespace {
@@ -120,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const int lane = threadIdx.x % kWarpSize;
   const int64_t index = int64_t{blockIdx.x} * kWarpSize + lane;
   const bool exists = index < p.groups * p.rows, has_residual = p.residual.data;
-  const RowIndex pixel = find_group(exists ? index : 0, p.groups > 1, plan.pixels);
+  const RowIndex pixel = find_group(exists ? index : 0, p.groups > 1, plan.rows);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
@@ -280,12 +271,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
     const auto [group, segment_in_group] = plan.segments_per_group.divide(segment);
-    const int64_t begin = segment_in_group * plan.segment_pixels;
-    const int64_t end = min(begin + plan.segment_pixels, plan.gradient_group_pixels);
+    const int64_t begin = segment_in_group * plan.segment_rows;
+    const int64_t end = min(begin + plan.segment_rows, plan.gradient_group_rows);
     for (int64_t first = begin; first < end; first += kWarpSize) {
       const bool exists = first + lane < end;
-      const int64_t number = exists ? group * plan.gradient_group_pixels + first + lane : 0;
-      process_tile(find_group(number, p.groups > 1, plan.pixels), exists, segment, first == begin);
+      const int64_t number = exists ? group * plan.gradient_group_rows + first + lane : 0;
+      process_tile(find_group(number, p.groups > 1, plan.rows), exists, segment, first == begin);
     }
   }
 }
@@ -294,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
 // Sets everything but what concerns the gradients, and returns the bytes of shared memory.
 size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_channel) {
-  plan.pixels = FastDivisor<int64_t>(p.rows);
+  plan.rows = FastDivisor(p.rows);
   plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
@@ -311,14 +302,8 @@ void dispatch_backward(const BackwardParams& p, const F& f) {
     plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
     LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
     const int64_t resident = resident_blocks(config, channels_first_backward<Types>);
-    const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
-    const int64_t groups = per_group ? p.groups : 1;
-    plan.gradient_group_pixels = p.groups * p.rows / groups;
-    const Segments segments(ceil_div(plan.gradient_group_pixels, kWarpSize), per_group, resident, 4);
-    plan.segment_pixels = segments.rounds * kWarpSize;
-    plan.segments_per_group = FastDivisor<int64_t>(segments.per_group);
-    plan.num_segments = groups * segments.per_group;
-    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;
+    plan.set_segments(p, kWarpSize, resident, 4);
+    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
     plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
     config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
     f(types, plan, config);

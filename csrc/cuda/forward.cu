@@ -18,7 +18,6 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "channels_first.h"
 #include "tile.cuh"
 
 namespace layernorm::cuda {
@@ -32,8 +31,8 @@ struct ForwardPlan {
   Flags flags;
   int log2_lanes;  // see RowLayout
   int chunk_cols, num_chunks, chunks_per_block;
-  FastDivisor<int> blocks_per_row;
-  FastDivisor<int64_t> rows;  // of a group
+  FastDivisor blocks_per_row;
+  FastDivisor rows;  // of a group
   Acc eps;
   Divisor<Acc> cols, chunk, last_chunk;
 };
@@ -162,19 +161,20 @@ struct Chunk {
   unsigned char* shared;
 
   template <class E>
-  __device__ __forceinline__ StagedRow<E, kVec, Tile> staged(E* first, bool aligned) const {
-    return {shared, first + begin, cols, tile, aligned};
+  __device__ __forceinline__ StagedRow<E, kVec, Tile> staged(E* first) const {
+    return {shared, first + begin, cols, tile, flags.has(kAligned)};
   }
   // Before and after the residual is added.
-  __device__ __forceinline__ StagedRow<X, kVec, Tile> fetched_x(bool aligned) const {
-    return staged(flags.has(kResidual) ? address<X>(p.residual, row) : address<X>(p.input, row), aligned);
+  __device__ __forceinline__ StagedRow<X, kVec, Tile> fetched_x() const {
+    return staged(flags.has(kResidual) ? address<X>(p.residual, row) : address<X>(p.input, row));
   }
-  __device__ __forceinline__ StagedRow<X, kVec, Tile> loaded_x(bool aligned) const {
-    return staged(flags.has(kResidual) ? address<X>(p.sum, row) : address<X>(p.input, row), aligned);
+  __device__ __forceinline__ StagedRow<X, kVec, Tile> loaded_x() const {
+    return staged(flags.has(kResidual) ? address<X>(p.sum, row) : address<X>(p.input, row));
   }
 
   // Waits for x, adds the residual and stores the sum.
-  __device__ __forceinline__ void load(Vectors& v, bool aligned) const {
+  __device__ __forceinline__ void load(Vectors& v) const {
+    const bool aligned = flags.has(kAligned);
     Vector<T, kVec> input[kTileVectors];
     const auto for_each_vector = [&](const auto& f) {
 #pragma unroll
@@ -186,16 +186,17 @@ struct Chunk {
     if (flags.has(kResidual)) {
       const T* const src = address<const T>(p.input, row) + begin;
       for_each_vector([&](int i) {
-        cuda::load(input[i], src + tile.vector_index(i) * kVec, tile.template remaining<kVec>(i, cols), aligned);
+        load_or(input[i], src + tile.vector_index(i) * kVec, true, tile.template remaining<kVec>(i, cols), aligned,
+                T(0.0f));
       });
     }
     async_wait<0>();
     if (!aligned) tile.sync();
-    const auto x = fetched_x(aligned);
+    const auto x = fetched_x();
     for_each_vector([&](int i) { v[i] = x.read(i); });
     if (!flags.has(kResidual)) return;
     if (!aligned) tile.sync();
-    const auto sum = loaded_x(aligned);
+    const auto sum = loaded_x();
     for_each_vector([&](int i) {
       Acc a[kVec], b[kVec];
       widen(a, input[i]);
@@ -211,19 +212,19 @@ struct Chunk {
 
   // Computes the output from x in shared memory. The correction is subtracted before any multiplication, so that the
   // difference is exactly 0 for a constant row.
-  __device__ __forceinline__ void normalize_and_store(const Moments<Acc>& moments, Acc rstd, bool aligned) const {
+  __device__ __forceinline__ void normalize_and_store(const Moments<Acc>& moments, Acc rstd) const {
     const W* const weight = address<const W>(p.weight, {row.group, 0}) + begin;
     const W* const bias = address<const W>(p.bias, {row.group, 0}) + begin;
     const Acc weight_offset = flags.has(kZeroCentered) ? 1 : 0;
-    const auto x = loaded_x(aligned);
+    const auto x = loaded_x();
     Vector<T, kVec> y[kTileVectors];
 #pragma unroll
     for (int i = 0; i < kTileVectors; ++i) {
       if (!tile.template has_vector<kVec>(i, cols)) break;
       const int column = tile.vector_index(i) * kVec, remaining = cols - column;
       Vector<W, kVec> w, b;
-      load_or(w, weight, flags.has(kWeight), column, remaining, flags.has(kAlignedParameters), W(1.0f));
-      load_or(b, bias, flags.has(kBias), column, remaining, flags.has(kAlignedParameters), W(0.0f));
+      load_or(w, weight + column, flags.has(kWeight), remaining, flags.has(kAlignedParameters), W(1.0f));
+      load_or(b, bias + column, flags.has(kBias), remaining, flags.has(kAlignedParameters), W(0.0f));
       Acc v[kVec], wide_w[kVec], wide_b[kVec];
       widen(v, x.read(i));
       widen(wide_w, w);
@@ -235,8 +236,8 @@ struct Chunk {
       }
       y[i] = round_to<T>(v);
     }
-    if (!aligned) tile.sync();
-    const auto output = staged(address<T>(p.output, row), aligned);
+    if (!flags.has(kAligned)) tile.sync();
+    const auto output = staged(address<T>(p.output, row));
 #pragma unroll
     for (int i = 0; i < kTileVectors; ++i) {
       if (!tile.template has_vector<kVec>(i, cols)) break;
@@ -256,13 +257,14 @@ __global__ void __launch_bounds__(kForwardThreads, kMinBlocksPerSM)
   using BlockChunk = Chunk<Types, Tile>;
   const Tile tile{{plan.log2_lanes, static_cast<int>(threadIdx.x)}};
   const Flags flags = plan.flags;
-  int block_row = blockIdx.x, first_chunk = 0;
+  int64_t block_row = blockIdx.x;
+  int first_chunk = 0;
   if constexpr (Tile::kIsBlock) {
     const auto [quotient, remainder] = plan.blocks_per_row.divide(block_row);
-    block_row = quotient, first_chunk = remainder * plan.chunks_per_block;
+    block_row = quotient, first_chunk = static_cast<int>(remainder) * plan.chunks_per_block;
   }
   // The last block may have rows that do not exist. They have no columns, and their vectors are zeros.
-  const int64_t row_number = int64_t{block_row} * tile.rows_per_block() + tile.row();
+  const int64_t row_number = block_row * tile.rows_per_block() + tile.row();
   const bool exists = Tile::kIsBlock || row_number < p.groups * p.rows;
   const RowIndex row = find_group(exists ? row_number : 0, flags.has(kHasGroups), plan.rows);
   extern __shared__ __align__(16) unsigned char shared[];
@@ -277,9 +279,7 @@ __global__ void __launch_bounds__(kForwardThreads, kMinBlocksPerSM)
   const bool in_cluster = Tile::kIsBlock && flags.has(kInCluster);
   if (in_cluster) cluster_arrive();
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
-  for (int k = 0; k < num_chunks; ++k) {
-    with_constant(flags.has(kAligned), [&](auto aligned) { chunk_at(k).fetched_x(aligned).fetch(); });
-  }
+  for (int k = 0; k < num_chunks; ++k) chunk_at(k).fetched_x().fetch();
   async_commit();
 
   __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
@@ -290,14 +290,13 @@ __global__ void __launch_bounds__(kForwardThreads, kMinBlocksPerSM)
     for (int k = 0; k < num_chunks; ++k) {
       const BlockChunk chunk = chunk_at(k);
       const int index = first_chunk + k;
-      with_constant(flags.has(kAligned), [&](auto aligned) {
-        typename BlockChunk::Vectors v;
-        chunk.load(v, aligned);
-        const bool is_last = index + 1 == plan.num_chunks;
-        const Divisor<Acc> divisor(is_last ? plan.last_chunk.value : plan.chunk.value,
-                                   is_last ? plan.last_chunk.reciprocal : plan.chunk.reciprocal);
-        moments = reduce_moments<aligned>(v, tile, chunk.cols, divisor, flags.has(kRms), buffer);
-      });
+      typename BlockChunk::Vectors v;
+      chunk.load(v);
+      const bool is_last = index + 1 == plan.num_chunks, rms = flags.has(kRms);
+      const Divisor<Acc> divisor(is_last ? plan.last_chunk.value : plan.chunk.value,
+                                 is_last ? plan.last_chunk.reciprocal : plan.chunk.reciprocal);
+      moments = flags.has(kAligned) ? reduce_moments<true>(v, tile, chunk.cols, divisor, rms, buffer)
+                                    : reduce_moments<false>(v, tile, chunk.cols, divisor, rms, buffer);
       if (!Tile::kIsBlock || plan.num_chunks == 1) break;
       if (in_cluster) {
         if (k == 0) cluster_wait();  // all blocks have started
@@ -324,9 +323,7 @@ __global__ void __launch_bounds__(kForwardThreads, kMinBlocksPerSM)
 
   const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
   if (first_chunk == 0 && tile.thread() == 0 && exists) store_statistics(p, row, moments, rstd);
-  for (int k = 0; k < num_chunks; ++k) {
-    with_constant(flags.has(kAligned), [&](auto aligned) { chunk_at(k).normalize_and_store(moments, rstd, aligned); });
-  }
+  for (int k = 0; k < num_chunks; ++k) chunk_at(k).normalize_and_store(moments, rstd);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
@@ -345,7 +342,7 @@ ForwardLaunch make_launch(const ForwardParams& p, const RowLayout& layout,
   plan.log2_lanes = layout.log2_lanes;
   plan.chunk_cols = layout.chunk_cols;
   plan.num_chunks = static_cast<int>(layout.num_chunks);
-  plan.rows = FastDivisor<int64_t>(p.rows);
+  plan.rows = FastDivisor(p.rows);
   plan.eps = static_cast<Acc>(p.eps);
   plan.cols = Divisor<Acc>(p.cols);
   plan.chunk = Divisor<Acc>(layout.chunk_cols);
@@ -370,7 +367,7 @@ ForwardLaunch make_launch(const ForwardParams& p, const RowLayout& layout,
   const int64_t blocks_per_row = ceil_div(layout.num_chunks, chunks_per_block);
   plan.flags.set(kInCluster, !reads_twice && blocks_per_row > 1);
   plan.chunks_per_block = static_cast<int>(chunks_per_block);
-  plan.blocks_per_row = FastDivisor<int>(static_cast<int>(blocks_per_row));
+  plan.blocks_per_row = FastDivisor(blocks_per_row);
 
   LaunchConfig config;
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, rows) * blocks_per_row);

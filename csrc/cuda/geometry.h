@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 
 #include "../layer_norm.h"
 #include "device.h"
@@ -23,12 +22,17 @@ constexpr int kMaxClusterSize = 8;
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Forward and backward for Params::channels_first (channels_first.cu).
+void channels_first_forward(const ForwardParams& params);
+void channels_first_backward(const BackwardParams& params);
+int64_t channels_first_backward_workspace(const BackwardParams& params);
+
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
 // The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
 enum Flag : unsigned {
   kAligned = 1 << 0,  // every row of x and of its kind starts at a multiple of 16 bytes and consists of whole vectors
-  kAlignedParameters = 1 << 1,  // so do weight, bias and their gradients, whose last vector may be partial
+  kAlignedParameters = 1 << 1,  // so do weight and bias, whose last vector may be partial
   kHasGroups = 1 << 2,
   kRms = 1 << 3,
   kWeight = 1 << 4,
@@ -54,12 +58,15 @@ struct Flags {
   void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
 };
 
-// Whether every row of an array starts at a multiple of 16 bytes. An absent array is aligned.
-template <class E>
-bool is_aligned(const View& view) {
+// Whether every row of the arrays starts at a multiple of 16 bytes. An absent array is aligned.
+template <class E, class... Views>
+bool is_aligned(const Views&... views) {
   const auto is_multiple = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(E)) % 16 == 0; };
-  return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && is_multiple(view.group_stride) &&
-                        is_multiple(view.row_stride));
+  const auto check = [&](const View& view) {
+    return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && is_multiple(view.group_stride) &&
+                          is_multiple(view.row_stride));
+  };
+  return (check(views) && ...);
 }
 
 // Also for a gradient that is not wanted, so that the other gradient does not depend on that.
@@ -68,7 +75,7 @@ inline bool is_per_group(const Params& p, const View& gradient) { return gradien
 template <class W>
 Flags common_flags(const Params& p) {
   Flags flags;
-  flags.set(kAlignedParameters, is_aligned<W>(p.weight) && is_aligned<W>(p.bias));
+  flags.set(kAlignedParameters, is_aligned<W>(p.weight, p.bias));
   flags.set(kHasGroups, p.groups > 1);
   flags.set(kRms, p.rms);
   flags.set(kWeight, p.weight.data);
@@ -80,8 +87,8 @@ Flags common_flags(const Params& p) {
 template <class T, class X, class W>
 Flags make_flags(const ForwardParams& p) {
   Flags flags = common_flags<W>(p);
-  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.input) &&
-                          is_aligned<X>(p.residual) && is_aligned<X>(p.sum) && is_aligned<T>(p.output));
+  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.input, p.output) &&
+                          is_aligned<X>(p.residual, p.sum));
   flags.set(kResidual, p.residual.data);
   return flags;
 }
@@ -89,10 +96,8 @@ Flags make_flags(const ForwardParams& p) {
 template <class T, class X, class W>
 Flags make_flags(const BackwardParams& p) {
   Flags flags = common_flags<W>(p);
-  flags.set(kAlignedParameters,
-            flags.has(kAlignedParameters) && is_aligned<W>(p.grad_weight) && is_aligned<W>(p.grad_bias));
-  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<X>(p.input) &&
-                          is_aligned<T>(p.grad_output) && is_aligned<X>(p.grad_input) && is_aligned<X>(p.grad_sum));
+  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.grad_output) &&
+                          is_aligned<X>(p.input, p.grad_input, p.grad_sum));
   flags.set(kGradInput, p.grad_input.data);
   flags.set(kGradWeight, p.grad_weight.data);
   flags.set(kGradBias, p.grad_bias.data);
@@ -105,40 +110,29 @@ Flags make_flags(const BackwardParams& p) {
 
 // ---- groups of rows -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int64_t multiply_high(int64_t a, uint64_t b) {
-  return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(a), b));
-}
-__device__ __forceinline__ int multiply_high(int a, unsigned b) {
-  return static_cast<int>(__umulhi(static_cast<unsigned>(a), b));
-}
-
 // Divides numbers that are not negative without a division instruction, which would be a function call.
-template <class Int>
 class FastDivisor {
  public:
   struct Result {
-    Int quotient, remainder;
+    int64_t quotient, remainder;
   };
 
   FastDivisor() = default;
-  explicit FastDivisor(Int divisor)
-      : divisor_(divisor), reciprocal_(std::numeric_limits<Unsigned>::max() / static_cast<Unsigned>(divisor)) {}
+  explicit FastDivisor(int64_t divisor)
+      : divisor_(divisor), reciprocal_(std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(divisor)) {}
 
-  __host__ __device__ __forceinline__ Int divisor() const { return divisor_; }
+  __host__ __device__ __forceinline__ int64_t divisor() const { return divisor_; }
 
   // The product is the quotient or, because the reciprocal is rounded down, one less.
-  __device__ __forceinline__ Result divide(Int n) const {
-    Result result;
-    result.quotient = multiply_high(n, reciprocal_);
-    result.remainder = n - result.quotient * divisor_;
-    if (result.remainder >= divisor_) ++result.quotient, result.remainder -= divisor_;
-    return result;
+  __device__ __forceinline__ Result divide(int64_t n) const {
+    const auto product = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n), reciprocal_));
+    const int64_t rest = n - product * divisor_;
+    return rest >= divisor_ ? Result{product + 1, rest - divisor_} : Result{product, rest};
   }
 
  private:
-  using Unsigned = std::make_unsigned_t<Int>;
-  Int divisor_;
-  Unsigned reciprocal_;
+  int64_t divisor_;
+  uint64_t reciprocal_;
 };
 
 struct RowIndex {
@@ -146,7 +140,7 @@ struct RowIndex {
 };
 
 // The group of a row of [groups * rows].
-__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor<int64_t>& rows) {
+__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor& rows) {
   if (!has_groups) return {0, row};
   const auto [group, row_in_group] = rows.divide(row);
   return {group, row_in_group};
@@ -157,18 +151,37 @@ __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
   return static_cast<E*>(view.data) + index.group * view.group_stride + index.row * view.row_stride;
 }
 
-// The division of a gradient group's rows into segments: the rows whose weight gradients a block sums. A segment takes
-// `rounds` rounds of a block. If all rows share their gradients, each resident block has a segment. Else 64 segments of
-// a group keep the GPU busy with few groups; a segment has at least `min_rounds` rounds, which limits the memory
-// traffic of its sums, and at most 256, which limits their rounding errors.
-struct Segments {
-  int64_t rounds, per_group;
+// The division of rows among blocks for the sums of dweight and dbias. All groups that share their gradients form one
+// gradient group, whose rows are numbered by group. Its rows are divided into segments, and a block sums the gradients
+// over a segment, taking some rows in each round.
+struct GradientPlan {
+  Flags flags;
+  FastDivisor rows, rounds, segments_per_group;  // rows of a group, rounds of a segment, segments of a gradient group
+  int64_t num_segments, segment_rows, gradient_group_rows;
+  int64_t weight_partials, bias_partials;  // rows of the workspace
 
-  Segments(int64_t rounds_of_group, bool per_group_gradients, int64_t resident, int64_t min_rounds) {
-    rounds = ceil_div(rounds_of_group, per_group_gradients ? 64 : resident);
-    if (per_group_gradients) rounds = std::clamp(rounds, min_rounds, int64_t{256});
-    per_group = ceil_div(rounds_of_group, rounds);
-    rounds = ceil_div(rounds_of_group, per_group);
+  // If all rows share their gradients, each resident block has a segment. Else 64 segments of a group keep the GPU busy
+  // with few groups; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
+  // most 256, which limits their rounding errors.
+  void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
+    const bool per_group = flags.has(kWeightPerGroup | kBiasPerGroup);
+    const int64_t gradient_groups = per_group ? p.groups : 1;
+    gradient_group_rows = p.groups * p.rows / gradient_groups;
+    const int64_t rounds_of_group = ceil_div(gradient_group_rows, rows_per_round);
+    int64_t most_rounds = ceil_div(rounds_of_group, per_group ? 64 : resident);
+    if (per_group) most_rounds = std::clamp(most_rounds, min_rounds, int64_t{256});
+    const int64_t segments = ceil_div(rounds_of_group, most_rounds);
+    rows = FastDivisor(p.rows);
+    rounds = FastDivisor(ceil_div(rounds_of_group, segments));
+    segments_per_group = FastDivisor(segments);
+    segment_rows = rounds.divisor() * rows_per_round;
+    num_segments = gradient_groups * segments;
+    weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerGroup) ? num_segments : 0;
+    bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerGroup) ? num_segments : 0;
+  }
+  // Whether the sums of a segment are a group's gradient, and go there instead of the workspace.
+  __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
+    return flags.has(per_group) && segments_per_group.divisor() == 1;
   }
 };
 

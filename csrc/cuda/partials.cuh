@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
 
 // Adds the partial sums of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch] in the
 // workspace. The kernel that computes them must be the stream's previous launch.
-template <class Acc, class W, class Plan>
-void launch_add_partials(const BackwardParams& p, const Plan& plan, int64_t pitch) {
+template <class Acc, class W>
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
     const int64_t groups = is_per_group ? p.groups : 1;
     return Partials<Acc, W>{static_cast<const Acc*>(p.workspace) + first * pitch, groups, rows / groups,

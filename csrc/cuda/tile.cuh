@@ -9,16 +9,6 @@ namespace layernorm::cuda {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxBlockThreads = 512;
 
-// Calls f with the flag as a compile-time constant.
-template <class F>
-__device__ __forceinline__ void with_constant(bool flag, const F& f) {
-  if (flag) {
-    f(std::true_type{});
-  } else {
-    f(std::false_type{});
-  }
-}
-
 // Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
 template <int kLanes, class Acc>
 __device__ __forceinline__ Acc sum_lanes(Acc value) {
@@ -124,7 +114,7 @@ class StagedRow {
       for (int i = 0; i < kTileVectors; ++i) {
         if (!tile_.template has_vector<kVec>(i, cols_)) break;
         const int column = tile_.vector_index(i) * kVec;
-        async_copy_or_zeros<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column, column < cols_);
+        async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column, column < cols_);
       }
     } else {
       for_each_piece([&](int column) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column); },

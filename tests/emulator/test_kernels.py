@@ -32,7 +32,7 @@ from shapes import ALL, MASKS, all_dtypes, as_rows, assert_same_bits, check, che
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
-# The longest rows of 1, 2, 4, 8, 16 and 32 lanes, of a chunk, and of a large chunk (geometry.h), in vectors of 16 bytes.
+# The longest rows of 1 to 32 lanes, of a chunk and of a large chunk (geometry.h), in vectors of 16 bytes.
 LIMITS = (1, 8, 16, 32, 64, 128, 1024, 2048)
 # The order of the threads, its seed, and the number of blocks that take turns.
 SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]
