@@ -116,11 +116,7 @@ std::string describe_wait(const Thread& thread) {
   if (thread.wait == Wait::kBlock) return "at a block barrier, " + describe(thread.place);
   if (thread.wait == Wait::kWarp) return "in a warp collective, " + describe(thread.place);
   if (thread.wait == Wait::kCluster) return "at a cluster barrier, " + at(thread.pc);
-  if (thread.wait != Wait::kMBarrier) return "";
-  const MBarrier& barrier = *thread.mbarrier;
-  return "for phase " + std::to_string(barrier.phase) + " of an mbarrier that lacks " +
-         std::to_string(barrier.arrived ? 0 : 1) + " arrivals and " + std::to_string(barrier.pending_bytes) +
-         " bytes, " + at(thread.pc);
+  return "";
 }
 
 std::string describe_deadlock() {
@@ -153,8 +149,6 @@ void try_finish_block_barrier(Block& block) {
     if (thread.wait != Wait::kBlock) continue;
     thread.predicate_result = block.any_predicate;
     thread.epochs.block++;
-    learn(block.known, thread.known);
-    thread.known.clear();
     block.waited_for_previous_grid |= thread.waited_for_previous_grid;
     make_runnable(thread);
   }
@@ -223,7 +217,6 @@ void try_finish_cluster_barrier(Block& some_block) {
   running->live--;
   block.cluster->live--;
   if (--block.live == 0) {
-    check_nothing_in_flight(block);
     check_block_may_return(block);
     if (running->launch.overlaps_previous && !block.waited_for_previous_grid) {
       fail("block " + std::to_string(thread.id.block) +
@@ -299,7 +292,7 @@ void run_blocks() {
   while (running->fault.empty() && running->live > 0) {
     Thread* next = pick();
     if (next == nullptr) {
-      if (!deliver_transfers() && running->fault.empty()) running->fault = describe_deadlock();
+      if (running->fault.empty()) running->fault = describe_deadlock();
       continue;
     }
     set_current(next);
@@ -394,7 +387,6 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
 // ---- for the other parts of the emulator ----------------------------------------------------------------------------
 
 std::string who(const ThreadId& id) {
-  if (id.thread >= kAgent) return "an asynchronous copy";
   return "block " + std::to_string(id.block) + " thread " + std::to_string(id.thread);
 }
 
