@@ -44,8 +44,8 @@ TARGETS += [Target("RTX 5090", 100), Target("H200", 80), Target("B200", 90), Tar
 ROWS = (1, 129, 4096, 1_000_000, 10_000_000)
 MAX_COLS = 4 << 20
 MAX_BYTES = 4 << 30  # of a tensor: address space, not memory
-# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, and the chunks of a
-# block and of a cluster, for both passes, with 227 and with 99 KiB of shared memory per block.
+# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, and the chunks
+# of a block and of a cluster, for both passes, with 227 and with 99 KiB of shared memory per block.
 VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), *range(3072, 8193, 1024), 9216, 16384, 40960, 81920, 262144]
 
 
