@@ -22,9 +22,9 @@
 
 namespace layernorm::cuda {
 
-constexpr int kMaxBlockChunks = 4;                         // that a block keeps if no other block shares the row
-constexpr int kMaxRowChunks = 10 * kMaxClusterSize;        // of a row that a cluster keeps
-constexpr int kForwardThreads = 256, kMinBlocksPerSM = 3;  // 80 registers per thread
+constexpr int kMaxBlockChunks = 4;                   // that a block keeps if no other block shares the row
+constexpr int kMaxRowChunks = 10 * kMaxClusterSize;  // of a row that a cluster keeps
+constexpr int kForwardThreads = 256;
 
 template <class Acc>
 struct ForwardPlan {
@@ -251,7 +251,7 @@ struct Chunk {
 
 // Types is that of dtypes.h.
 template <class Types, class Tile>
-__global__ void __launch_bounds__(kForwardThreads, kMinBlocksPerSM)
+__global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
     forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan) {
   using Acc = AccOf<typename Types::X>;
   using BlockChunk = Chunk<Types, Tile>;

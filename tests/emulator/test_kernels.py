@@ -568,9 +568,9 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
 
     Sums of 255 rows would leave 2 for the next sum of 257 rows, and sums of 257 rows would leave 254 of 511.
     """
-    blocks = 3  # they take rows in turn
-    dy = torch.ones(rows, blocks)
-    dy[0] = 2.0**24
+    blocks = 3  # each takes successive rows
+    dy = torch.ones(blocks, rows)
+    dy[:, 0] = 2.0**24
     dy = dy.reshape(-1, 1).expand(-1, cols)
     x, rstd = torch.ones(len(dy), cols), torch.ones(len(dy), 1)
     with library.schedule(path_limit=path_limit):
