@@ -31,8 +31,8 @@ int64_t channels_first_backward_workspace(const BackwardParams& params);
 
 // The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
 enum Flag : unsigned {
-  kAligned = 1 << 0,  // every row of x and of its kind starts at a multiple of 16 bytes and consists of whole vectors
-  kAlignedParameters = 1 << 1,  // so do weight and bias, whose last vector may be partial
+  kAligned = 1 << 0,            // all rows start at multiples of 16 bytes and consist of whole vectors
+  kAlignedParameters = 1 << 1,  // weight and bias start at multiples of 16 bytes
   kHasGroups = 1 << 2,
   kRms = 1 << 3,
   kWeight = 1 << 4,
@@ -41,8 +41,8 @@ enum Flag : unsigned {
   kInCluster = 1 << 7,   // a cluster shares a row
   kStoresSums = 1 << 8,  // the first of two launches that read a row: it stores the row's sums in the workspace
   kLoadsSums = 1 << 9,   // the second launch
-  kResidual = 1 << 10,   // the flags from here to kPerGroup are those of one pass: forward
-  kGradInput = 1 << 11,  // backward
+  kResidual = 1 << 10,   // of forward only
+  kGradInput = 1 << 11,  // this and the following flags: of backward only
   kGradWeight = 1 << 12,
   kGradBias = 1 << 13,
   kGradSum = 1 << 14,
