@@ -17,23 +17,13 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "channels_first.h"
 #include "partials.cuh"
-#include "row.cuh"
 
 namespace layernorm::cuda {
 
-struct ChannelsFirstPlan {
-  FastDivisor<int64_t> pixels;  // of an image
+struct ChannelsFirstPlan : GradientPlan {  // forward uses `rows` alone
   double reciprocal_channels;
   bool staged;  // the channels fit into shared memory
-
-  // The fields below are for backward. For a shared gradient all images form one group, with segments of one tile.
-  bool has_segments;
-  bool weight_is_per_group, bias_is_per_group;
-  int64_t num_segments, rounds;
-  FastDivisor<int64_t> segments_per_group;
-  int64_t weight_partials, bias_partials;  // rows of the workspace
 };
 
 namespace {
@@ -121,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const int lane = threadIdx.x % kWarpSize;
   const int64_t index = int64_t{blockIdx.x} * kWarpSize + lane;
   const bool exists = index < p.groups * p.rows, has_residual = p.residual.data;
-  const RowIndex pixel = find_group(exists ? index : 0, p.groups > 1, plan.pixels);
+  const RowIndex pixel = find_group(exists ? index : 0, p.groups > 1, plan.rows);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
@@ -193,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 }
 
 // Blocks take segments of tiles in turn. The workspace gets dweight [weight_partials, channels] and dbias
-// [bias_partials, channels].
+// [bias_partials, channels], a row for each segment.
 template <class Types>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
@@ -205,17 +195,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
   const Channels<T> staged_dy(reinterpret_cast<T*>(shared + p.cols * kWarpSize * sizeof(X)) + lane, kWarpSize);
-  const bool grad_input = p.grad_input.data, grad_weight = p.grad_weight.data, grad_bias = p.grad_bias.data;
+  const bool grad_input = plan.flags.has(kGradInput), grad_weight = plan.flags.has(kGradWeight);
+  const bool grad_bias = plan.flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
   const Acc weight_offset = p.zero_centered_weight ? 1 : 0;
-  double* const weight_partials = static_cast<double*>(p.workspace);
-  double* const bias_partials = weight_partials + plan.weight_partials * p.cols;
   const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
   const auto nothing = [] {};
 
   // Adds the gradients of a tile to the workspace. A pixel that does not exist adds 0.
-  const auto process_tile = [&](const RowIndex& pixel, bool exists, double* dweight, bool first_weight, double* dbias,
-                                bool first_bias) {
+  const auto process_tile = [&](const RowIndex& pixel, bool exists, int64_t segment, bool is_first) {
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<X> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<X> dx(p.grad_input, pixel), dsum(p.grad_sum, pixel);
@@ -264,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
             dw = v * xhat;
             if (grad_input && exists) {
               const Acc result = means.grad_input(v * (weight[c] + weight_offset), xhat, statistics);
-              dx[c] = static_cast<X>(p.grad_sum.data ? result + static_cast<Acc>(dsum[c]) : result);
+              dx[c] = static_cast<X>(plan.flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
             }
           }
           if (!grad_weight && !grad_bias) return;
@@ -273,27 +261,22 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
           sum = sum_lanes<kWarpSize / 2>(sum);
           if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
-            double& total = (is_upper ? dbias : dweight)[c];
-            total = (is_upper ? first_bias : first_weight) ? sum : total + sum;
+            const int64_t partial = segment + (is_upper ? plan.weight_partials : 0);
+            double& total = static_cast<double*>(p.workspace)[partial * p.cols + c];
+            total = is_first ? sum : total + sum;
           }
         },
         nothing);
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
-    const auto [image, segment_in_image] = plan.segments_per_group.divide(segment);
-    for (int64_t round = 0; round < plan.rounds; ++round) {
-      const int64_t first = (segment_in_image * plan.rounds + round) * kWarpSize, index = first + lane;
-      const int64_t pixels = plan.has_segments ? p.rows : p.groups * p.rows;
-      if (first >= pixels) break;
-      const bool exists = index < pixels, is_first = segment == blockIdx.x && round == 0;
-      const RowIndex pixel = !exists             ? RowIndex{0, 0}
-                             : plan.has_segments ? RowIndex{image, index}
-                                                 : find_group(index, p.groups > 1, plan.pixels);
-      const auto partial = [&](bool is_per_group) { return (is_per_group ? segment : blockIdx.x) * p.cols; };
-      process_tile(pixel, exists, weight_partials + partial(plan.weight_is_per_group),
-                   plan.weight_is_per_group ? round == 0 : is_first, bias_partials + partial(plan.bias_is_per_group),
-                   plan.bias_is_per_group ? round == 0 : is_first);
+    const auto [group, segment_in_group] = plan.segments_per_group.divide(segment);
+    const int64_t begin = segment_in_group * plan.segment_rows;
+    const int64_t end = min(begin + plan.segment_rows, plan.gradient_group_rows);
+    for (int64_t first = begin; first < end; first += kWarpSize) {
+      const bool exists = first + lane < end;
+      const int64_t number = exists ? group * plan.gradient_group_rows + first + lane : 0;
+      process_tile(find_group(number, p.groups > 1, plan.rows), exists, segment, first == begin);
     }
   }
 }
@@ -302,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
 // Sets everything but what concerns the gradients, and returns the bytes of shared memory.
 size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_channel) {
-  plan.pixels = FastDivisor<int64_t>(p.rows);
+  plan.rows = FastDivisor(p.rows);
   plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
@@ -316,26 +299,13 @@ void dispatch_backward(const BackwardParams& p, const F& f) {
     using Types = decltype(types);
     ChannelsFirstPlan plan = {};
     const size_t bytes = set_plan(plan, p, sizeof(typename Types::X) + sizeof(typename Types::T));
-    plan.weight_is_per_group = is_per_group(p, p.grad_weight);
-    plan.bias_is_per_group = is_per_group(p, p.grad_bias);
-    plan.has_segments = plan.weight_is_per_group || plan.bias_is_per_group;
-    const int64_t groups = plan.has_segments ? p.groups : 1;
-    const int64_t tiles = ceil_div(p.groups * p.rows / groups, kWarpSize);
-    const Segments segments(tiles, 4);
-    plan.rounds = plan.has_segments ? segments.rounds : 1;
-    const int64_t per_group = plan.has_segments ? segments.per_group : tiles;
-    plan.segments_per_group = FastDivisor<int64_t>(per_group);
-    plan.num_segments = groups * per_group;
-
+    plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
     LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
     const int64_t resident = resident_blocks(config, channels_first_backward<Types>);
-    const int64_t blocks = std::min(plan.num_segments, resident);
-    config.grid = static_cast<unsigned>(blocks);
-    const auto partials = [&](const View& gradient, bool is_per_group) {
-      return !gradient.data ? 0 : is_per_group ? plan.num_segments : blocks;
-    };
-    plan.weight_partials = partials(p.grad_weight, plan.weight_is_per_group);
-    plan.bias_partials = partials(p.grad_bias, plan.bias_is_per_group);
+    plan.set_segments(p, kWarpSize, resident, 4);
+    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
+    plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
+    config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
     f(types, plan, config);
   });
 }

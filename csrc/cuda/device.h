@@ -77,40 +77,35 @@ inline int current_device() {
   return device;
 }
 
-struct Device {
-  int multiprocessors, l2_bytes;
-  int shared_bytes;  // the most static and dynamic shared memory of a block, after the kernel has opted in
-};
-
-inline Device device() {
-  const int index = current_device();
-  return cached<Device>(index, [&] {
-    const auto get = [&](cudaDeviceAttr attribute) {
-      int value = 0;
-      check(cudaDeviceGetAttribute(&value, attribute, index), [&] {
-        return "asking for attribute " + std::to_string(attribute) + " of device " + std::to_string(index);
-      });
-      return value;
-    };
-    return Device{get(cudaDevAttrMultiProcessorCount), get(cudaDevAttrL2CacheSize),
-                  get(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+inline int device_attribute(cudaDeviceAttr attribute) {
+  const int device = current_device();
+  return cached<int>(std::pair(device, attribute), [&] {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, attribute, device),
+          [&] { return "asking for attribute " + std::to_string(attribute) + " of device " + std::to_string(device); });
+    return value;
   });
 }
 
-struct KernelInfo {
-  int architecture;  // the compute capability that the kernel was compiled for: 80, 90, 100, ...
-};
+}  // namespace detail
 
-// Describes a kernel on the current device. The first call opts in to all of the device's shared memory, because the 48
-// KiB that need no opt-in include static shared memory.
-inline KernelInfo kernel_info(const void* kernel, const LaunchConfig& config) {
-  return cached<KernelInfo>(std::pair(kernel, current_device()), [&] {
+// Bytes of static and dynamic shared memory that a block may have on the current device.
+inline size_t max_shared_memory() {
+  return static_cast<size_t>(detail::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+namespace detail {
+
+// Returns the compute capability that a kernel was compiled for: 80, 90, 100, ... The first call on a device opts in to
+// all of its shared memory, because the 48 KiB that need no opt-in include static shared memory.
+inline int architecture_of(const void* kernel, const LaunchConfig& config) {
+  return cached<int>(std::pair(kernel, current_device()), [&] {
     const auto what = [&] { return describe(kernel, config); };
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel), what);
-    const int dynamic = device().shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
+    const int dynamic = static_cast<int>(max_shared_memory() - attributes.sharedSizeBytes);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), what);
-    return KernelInfo{attributes.ptxVersion};
+    return attributes.ptxVersion;
   });
 }
 
@@ -119,7 +114,7 @@ struct Config {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
 
-  Config(const LaunchConfig& from, const KernelInfo& kernel) {
+  Config(const LaunchConfig& from, int architecture) {
     config.gridDim = from.grid;
     config.blockDim = from.block;
     config.dynamicSmemBytes = from.shared_bytes;
@@ -131,7 +126,7 @@ struct Config {
       attribute.val.clusterDim.x = from.cluster;
       attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     }
-    if (from.overlaps_previous && kernel.architecture >= 90) {
+    if (from.overlaps_previous && architecture >= 90) {
       auto& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -142,25 +137,19 @@ struct Config {
 
 }  // namespace detail
 
-// Returns whether a kernel has the features of compute capability 9.0: clusters, bulk copies, overlapping launches. The
+// Returns whether a kernel has the features of compute capability 9.0: clusters and overlapping launches. The
 // kernel's code decides, not the device: PTX for 8.0 has none of them, even if the driver compiles it for an H100.
 template <class... Params>
 bool has_clusters(void (*kernel)(Params...)) {
-  return detail::kernel_info(reinterpret_cast<const void*>(kernel), {}).architecture >= 90;
+  return detail::architecture_of(reinterpret_cast<const void*>(kernel), {}) >= 90;
 }
-
-// Bytes of static and dynamic shared memory that a block may have on the current device.
-inline size_t max_shared_memory() { return static_cast<size_t>(detail::device().shared_bytes); }
-
-// Bytes of the current device's L2 cache.
-inline int64_t l2_cache_size() { return detail::device().l2_bytes; }
 
 // Returns how many blocks of a kernel are resident on the current device at once, and throws if none fits. Ignores
 // config.grid. The driver is asked once per kernel and configuration.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   const auto address = reinterpret_cast<const void*>(kernel);
-  const auto info = detail::kernel_info(address, config);
+  const int architecture = detail::architecture_of(address, config);
   const unsigned threads = config.block.x * config.block.y * config.block.z;
   const std::tuple key(address, detail::current_device(), threads, config.shared_bytes, config.cluster);
   return detail::cached<int>(key, [&] {
@@ -169,14 +158,14 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
     if (config.cluster > 1) {
       LaunchConfig one_cluster = config;
       one_cluster.grid = dim3(config.cluster);
-      const detail::Config driver_config(one_cluster, info);
+      const detail::Config driver_config(one_cluster, architecture);
       detail::check(cudaOccupancyMaxActiveClusters(&blocks, kernel, &driver_config.config), what);
       blocks *= static_cast<int>(config.cluster);
     } else {
       detail::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads),
                                                                   config.shared_bytes),
                     what);
-      blocks *= detail::device().multiprocessors;
+      blocks *= detail::device_attribute(cudaDevAttrMultiProcessorCount);
     }
     if (blocks == 0) throw std::runtime_error("layernorm: " + what() + ": no block fits on the device");
     return blocks;
@@ -187,7 +176,7 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
 template <class... Params, class... Args>
 void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
   const auto address = reinterpret_cast<const void*>(kernel);
-  const detail::Config driver_config(config, detail::kernel_info(address, config));
+  const detail::Config driver_config(config, detail::architecture_of(address, config));
   detail::check(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
                 [&] { return detail::describe(address, config); });
 }
@@ -206,14 +195,6 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Reads threadIdx.x again. The compiler cannot reuse an earlier value, so values computed from this one do not occupy
-// registers across iterations of a loop.
-__device__ __forceinline__ unsigned reload_thread_index() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // Returns the value, but hides from the compiler that it is the same. What is computed from the result does not occupy
 // registers before.
 __device__ __forceinline__ int reload(int value) {
@@ -227,14 +208,6 @@ __device__ __forceinline__ float fast_divide(float x, float y) {
 }
 __device__ __forceinline__ double fast_divide(double x, double y) { return x / y; }
 
-// 1 / x with an error of one unit in the last place, for integers x.
-__device__ __forceinline__ float approximate_reciprocal(float x) {
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-  return reciprocal;
-}
-__device__ __forceinline__ double approximate_reciprocal(double x) { return 1 / x; }
-
 // Prefetches a valid address into the L1 cache.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
@@ -243,7 +216,7 @@ __device__ __forceinline__ void prefetch(const void* address) {
 // cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
 // Writes zeros, and does not read `global`, if it does not exist.
 template <int kBytes>
-__device__ __forceinline__ void async_copy_or_zeros(void* shared, const void* global, bool exists) {
+__device__ __forceinline__ void async_copy(void* shared, const void* global, bool exists = true) {
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(exists ? 16 : 0)
@@ -254,10 +227,6 @@ __device__ __forceinline__ void async_copy_or_zeros(void* shared, const void* gl
                  : "memory");
   }
 }
-template <int kBytes>
-__device__ __forceinline__ void async_copy(void* shared, const void* global) {
-  async_copy_or_zeros<kBytes>(shared, global, true);
-}
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most the newest kGroupsLeft groups are pending. The thread then sees its other copies; the other
 // threads of the block see them after a barrier.
@@ -266,58 +235,8 @@ __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroupsLeft) : "memory");
 }
 
-// mbarrier: an object in shared memory that counts arrivals and the bytes of asynchronous copies. A phase ends, and the
-// next one begins, when both are complete.
-struct alignas(8) MBarrier {
-  uint64_t state;
-};
-
-// One thread initializes an mbarrier and calls mbarrier_fence_init(). Other threads may use it after a barrier of the
-// block or cluster.
-__device__ __forceinline__ void mbarrier_init(MBarrier* barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void mbarrier_fence_init() {
-  LAYERNORM_SM90_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
-}
-// Arrives, and adds the number of bytes that copies bring in this phase; a phase may have up to 1048575.
-__device__ __forceinline__ void mbarrier_arrive(MBarrier* barrier, unsigned expected_bytes = 0) {
-  LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-                     "r"(expected_bytes) : "memory");
-}
-// Waits for the end of the phase of this parity: 0 for the first phase, 1 for the second, and so on. Afterwards the
-// thread sees the copies of the phase, and everything that happened before its arrivals. The scope is the block: a
-// cluster-wide acquire would also invalidate the L1 cache (CCTL.IVALL), and with it the weights.
-__device__ __forceinline__ void mbarrier_wait(MBarrier* barrier, unsigned parity) {
-  unsigned done = 0;
-  while (done == 0) {
-    LAYERNORM_SM90_ASM(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}" : "=r"(done) : "r"(shared_address(barrier)),
-        "r"(parity) : "memory");
-  }
-}
-
-// cp.async.bulk: copies from global to shared memory and completes on the mbarrier. Addresses and size are multiples of
-// 16 bytes. Needs compute capability 9.0.
-__device__ __forceinline__ bool has_bulk_copies() {
-#if __CUDA_ARCH__ >= 900
-  return true;
-#else
-  return false;
-#endif
-}
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, unsigned bytes, MBarrier* barrier) {
-  LAYERNORM_SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         shared_address(shared)),
-                     "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
-// Clusters: the blocks of a cluster can access each other's shared memory. A cluster barrier or an mbarrier must ensure
-// that the other block has started, and that it does not return before the last access.
+// Clusters: the blocks of a cluster can access each other's shared memory. A cluster barrier must ensure that the
+// other block has started, and that it does not return before the last access.
 __device__ __forceinline__ unsigned cluster_rank() {
   unsigned rank = 0;
   LAYERNORM_SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

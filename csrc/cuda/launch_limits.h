@@ -7,12 +7,10 @@ namespace layernorm::cuda {
 
 constexpr int64_t kMaxGridY = 65535;  // blocks of a grid along y
 
-// Vectors of a row or of a chunk. Rows with more than kMaxTileVectors are cut into chunks. In backward, rows with more
-// than kMaxWarpRowVectors have a block to themselves, and larger chunks are allowed if a cluster then holds the row.
-constexpr int64_t kMaxTileVectors = 2048;
+// Vectors of a row that a warp shares, of a chunk, and of a chunk in backward if the row then needs fewer blocks.
+constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxChunkVectors = 1024;
-constexpr int64_t kMaxClusterChunkVectors = 2048;
-constexpr int64_t kMaxWarpRowVectors = 128;
+constexpr int64_t kMaxLargeChunkVectors = 2048;
 
 // Bytes of shared memory that stage the pixels of a block, so that two blocks fit on a multiprocessor of an H100. GPUs
 // of compute capability 8.6, 8.9 and 12.0 have less.

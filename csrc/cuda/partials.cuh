@@ -3,27 +3,10 @@
 
 #include <algorithm>
 
-#include "row.cuh"
+#include "tile.cuh"
 
 namespace layernorm::cuda {
 namespace {
-
-// The division of each group's rows into segments, if groups have gradients of their own. A segment takes `rounds`
-// rounds of a block and has one row of partial sums. 64 segments of a group keep the GPU busy with few groups; a
-// segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at most 256, which limits
-// their rounding errors.
-struct Segments {
-  int64_t rounds, per_group;
-
-  Segments(int64_t rounds_of_group, int64_t min_rounds)
-      : rounds(std::clamp(ceil_div(rounds_of_group, 64), min_rounds, int64_t{256})),
-        per_group(ceil_div(rounds_of_group, rounds)) {
-    rounds = ceil_div(rounds_of_group, per_group);
-  }
-};
-
-// Also for a gradient that is not wanted, so that the other gradient does not depend on that.
-inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
 
 constexpr int kThreadsPerColumn = 8;  // of add_partials
 
@@ -64,15 +47,15 @@ __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
 
 // Adds the partial sums of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch] in the
 // workspace. The kernel that computes them must be the stream's previous launch.
-template <class Acc, class W, class Plan>
-void launch_add_partials(const BackwardParams& p, const Plan& plan, int64_t pitch) {
+template <class Acc, class W>
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
     const int64_t groups = is_per_group ? p.groups : 1;
     return Partials<Acc, W>{static_cast<const Acc*>(p.workspace) + first * pitch, groups, rows / groups,
                             static_cast<W*>(gradient.data), gradient.group_stride};
   };
-  const auto weight = make(p.grad_weight, plan.weight_is_per_group, 0, plan.weight_partials);
-  const auto bias = make(p.grad_bias, plan.bias_is_per_group, plan.weight_partials, plan.bias_partials);
+  const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
+  const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
   const bool has_weight = plan.weight_partials > 0, has_bias = plan.bias_partials > 0;
   if (!has_weight && !has_bias) return;
   const int64_t groups = std::max(has_weight ? weight.groups : 0, has_bias ? bias.groups : 0);

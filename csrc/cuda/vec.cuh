@@ -36,29 +36,19 @@ __device__ __forceinline__ Vector<E, kSubSize> sub_vector(const Vector<E, kSize>
   return result;
 }
 
-// Loads the first `remaining` elements and sets the others to zero. `remaining` may exceed the vector or be negative.
+// Loads the first `remaining` elements of an array and sets the others to zero, or sets all to `default_value` if the
+// array does not exist. `remaining` may exceed the vector or be negative.
 template <class E, int kSize>
-__device__ __forceinline__ void load(Vector<E, kSize>& v, const E* src, int remaining, bool aligned) {
-  if (aligned && remaining >= kSize) {
-    v = *reinterpret_cast<const Vector<E, kSize>*>(src);
+__device__ __forceinline__ void load_or(Vector<E, kSize>& v, const E* array, bool exists, int remaining, bool aligned,
+                                        E default_value) {
+  if (exists && aligned && remaining >= kSize) {
+    v = *reinterpret_cast<const Vector<E, kSize>*>(array);
     return;
   }
-  v = {};
 #pragma unroll
   for (int e = 0; e < kSize; ++e) {
-    if (e < remaining) v.values[e] = src[e];
-  }
-}
-
-// Loads from array + begin, or fills the vector with `default_value` if the array is null.
-template <class E, int kSize>
-__device__ __forceinline__ void load_or(Vector<E, kSize>& v, const E* array, int64_t begin, int remaining, bool aligned,
-                                        E default_value) {
-  if (array) {
-    load(v, array + begin, remaining, aligned);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) v.values[e] = default_value;
+    v.values[e] = exists ? E(0.0f) : default_value;
+    if (exists && e < remaining) v.values[e] = array[e];
   }
 }
 

@@ -62,14 +62,7 @@ Region* find_region(uintptr_t a) {
   return nullptr;
 }
 
-bool ordered(const Moment& what, const Thread& thread) {
-  if (what.id.thread < kAgent) return before(what, {clock, thread.id, thread.epochs});
-  const auto knows = [&](const Knowledge& knowledge) {
-    const auto known = knowledge.find(what.id.thread);
-    return known != knowledge.end() && what.time <= known->second;
-  };
-  return knows(thread.known) || knows(thread.block->known);
-}
+bool ordered(const Moment& what, const Thread& thread) { return before(what, {clock, thread.id, thread.epochs}); }
 
 std::string place(const Region& region, uintptr_t a) {
   return std::string(region.arena ? "shared" : "global") + " memory '" + region.name + "' + " +
@@ -202,11 +195,6 @@ bool before(const Moment& a, const Moment& b) {
   return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
 }
 
-void learn(Knowledge& mine, const Knowledge& other) {
-  for (const auto& [agent, time] : other) mine[agent] = std::max(mine[agent], time);
-}
-
-uint64_t tick() { return ++clock; }
 Moment now() { return {++clock, current->id, current->epochs}; }
 
 // ---- launches and memory --------------------------------------------------------------------------------------------
@@ -246,7 +234,7 @@ void check_block_may_return(Block& block) {
   for (const auto& [begin, region] : regions) {
     if (region->arena != block.arena || !region->active) continue;
     const auto check = [&](const Record& record) {
-      const bool own = record.when.id.block == current->id.block && record.when.id.thread < kAgent;
+      const bool own = record.when.id.block == current->id.block;
       if (record.serial != region->serial || own || seen(record.when)) return;
       fail("block " + std::to_string(current->id.block) + " can return before " + who(record.when.id) +
            " accesses its shared memory '" + region->name + "' at " + at(record.pc) + ": nothing orders the two");
@@ -270,10 +258,11 @@ void begin_transfer(const Transfer& transfer) {
   if (transfer.from) check_access(transfer.from, transfer.bytes, Access::kRead, transfer.pc);
   check(reinterpret_cast<uintptr_t>(transfer.to), transfer.bytes, Access::kWrite, transfer.pc, &transfer);
 }
-void end_transfer(const Transfer& transfer, const Moment& by) {
+void end_transfer(const Transfer& transfer) {
   if (!checking) return;
   const auto a = reinterpret_cast<uintptr_t>(transfer.to);
   Region& region = *find_region(a);
+  const Moment by = now();
   for (size_t u = (a - region.begin) / kUnit; u <= (a + transfer.bytes - 1 - region.begin) / kUnit; ++u) {
     region.units[u].in_flight = nullptr;
     region.units[u].write = {by, transfer.pc, region.serial};

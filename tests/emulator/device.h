@@ -101,7 +101,6 @@ bool has_clusters(void (*)(Params...)) {
 }
 
 inline size_t max_shared_memory() { return emulator::max_shared_memory(); }
-inline int64_t l2_cache_size() { return 16 * 1024; }  // small, so that few rows take several groups
 
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
@@ -117,32 +116,20 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
 
 // ---- instructions ---------------------------------------------------------------------------------------------------
 
-using MBarrier = emulator::MBarrierStorage;
-using emulator::async_commit, emulator::bulk_copy, emulator::has_bulk_copies;
+using emulator::async_commit, emulator::wait_for_previous_grid;
 using emulator::cluster_arrive, emulator::cluster_rank, emulator::cluster_wait;
-using emulator::mbarrier_arrive, emulator::mbarrier_fence_init, emulator::mbarrier_init, emulator::mbarrier_wait;
-using emulator::wait_for_previous_grid;
 
-inline unsigned reload_thread_index() { return threadIdx.x; }
 inline int reload(int value) { return value; }
 template <class T>
 T fast_divide(T x, T y) {
   return x / y;
-}
-template <class T>
-T approximate_reciprocal(T x) {
-  return 1 / x;
 }
 inline void prefetch(const void*) {}
 inline void let_next_grid_start() {}
 
 #define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the line of the kernel
 template <int kBytes>
-EMULATOR_INLINE void async_copy(void* shared, const void* global) {
-  emulator::async_copy(shared, global, kBytes);
-}
-template <int kBytes>
-EMULATOR_INLINE void async_copy_or_zeros(void* shared, const void* global, bool exists) {
+EMULATOR_INLINE void async_copy(void* shared, const void* global, bool exists = true) {
   emulator::async_copy(shared, exists ? global : nullptr, kBytes);
 }
 template <int kGroupsLeft>

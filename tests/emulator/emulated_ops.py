@@ -55,8 +55,9 @@ class Library:
             self._configure(0, 0, 1, 90, UNLIMITED)
 
     def launched(self):
-        """Return the names of the kernels that were launched since the last call."""
-        return set(self._launched().decode().splitlines())
+        """Return {(kernel, blocks of a cluster): number of launches} since the last call."""
+        lines = (line.split("\t") for line in self._launched().decode().splitlines())
+        return {(kernel, int(cluster)): int(count) for kernel, cluster, count in lines}
 
 
 @functools.cache

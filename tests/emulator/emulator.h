@@ -66,16 +66,6 @@ void async_copy(void* to, const void* from, size_t bytes);
 void async_commit();
 void async_wait(int groups_left);
 
-struct alignas(8) MBarrierStorage {
-  uint64_t state;
-};
-void mbarrier_init(MBarrierStorage* barrier, unsigned arrivals);
-void mbarrier_fence_init();
-void mbarrier_arrive(MBarrierStorage* barrier, unsigned expected_bytes = 0);
-void mbarrier_wait(MBarrierStorage* barrier, unsigned parity);
-bool has_bulk_copies();
-void bulk_copy(void* to, const void* from, unsigned bytes, MBarrierStorage* barrier);
-
 void wait_for_previous_grid();
 
 // ---- launches -------------------------------------------------------------------------------------------------------

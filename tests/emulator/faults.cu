@@ -28,15 +28,10 @@ enum class Fault {
   kNone,
   kNoWait,
   kNoBarrier,
-  kNoFence,
   kWrongPhase,
-  kWrongBytes,
   kMisaligned,
-  kOddSize,
   kTooEarly,
   kReadByOthers,
-  kNotInitialized,
-  kPastEnd,
 };
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -192,7 +187,7 @@ __global__ void two_groups(const float* in, float* out) {
   float* const own = tile + 8 * threadIdx.x;
   async_copy<16>(own, in + threadIdx.x / 4 * 4);
   async_commit();
-  async_copy_or_zeros<16>(own + 4, nullptr, false);
+  async_copy<16>(own + 4, nullptr, false);
   async_commit();
   async_wait<1>();
   out[threadIdx.x] = own[threadIdx.x % 4];
@@ -203,67 +198,6 @@ __global__ void leave_copy(const float* in, float*) {
   extern __shared__ __align__(16) float tile[];
   async_copy<16>(tile + 4 * threadIdx.x, in + 4 * threadIdx.x);
   async_commit();
-}
-
-// ---- bulk copies and mbarriers --------------------------------------------------------------------------------------
-
-// A ring of two stages over four rows, all of them `in`. Every thread reads what another one's copy brought.
-template <Fault kFault>
-__global__ void ring(const float* in, float* out) {
-  extern __shared__ __align__(16) float stages[];
-  __shared__ MBarrier full[2];
-  const auto fetch_row = [&](int row) {
-    MBarrier* barrier = &full[row % 2];
-    const int shift = kFault == Fault::kMisaligned ? 1 : kFault == Fault::kPastEnd ? 4 : 0;
-    const unsigned bytes = kFault == Fault::kOddSize ? kRowBytes - 4 : kRowBytes;
-    mbarrier_arrive(barrier, kFault == Fault::kWrongBytes ? bytes + 16 : bytes);  // fault
-    bulk_copy(stages + row % 2 * kN, in + shift, bytes, barrier);                 // fault
-  };
-  if (threadIdx.x == 0) {
-    if (kFault != Fault::kNotInitialized) {
-      mbarrier_init(&full[0], 1);  // fault, on sm_80
-      mbarrier_init(&full[1], 1);
-    }
-    if (kFault != Fault::kNoFence) mbarrier_fence_init();
-    fetch_row(0);
-    fetch_row(1);
-  }
-  if (kFault != Fault::kNoBarrier) __syncthreads();
-  float sum = 0.f;
-  for (int row = 0; row < 4; ++row) {
-    const unsigned parity = kFault == Fault::kWrongPhase ? 1 - row / 2 % 2 : row / 2 % 2;
-    if (kFault != Fault::kNoWait && (kFault != Fault::kReadByOthers || threadIdx.x < 32)) {
-      mbarrier_wait(&full[row % 2], parity);  // fault
-    }
-    sum += stages[row % 2 * kN + (threadIdx.x ^ 1)];  // fault
-    if (kFault != Fault::kTooEarly) __syncthreads();
-    if (threadIdx.x == 0 && row + 2 < 4) fetch_row(row + 2);
-  }
-  out[threadIdx.x] = sum / 4;
-}
-// One thread waits for the copy, and a barrier informs the others. The parity before the first phase is complete.
-__global__ void one_thread_waits(const float* in, float* out) {
-  extern __shared__ __align__(16) float tile[];
-  __shared__ MBarrier full;
-  if (threadIdx.x == 0) {
-    mbarrier_init(&full, 1);
-    mbarrier_fence_init();
-    mbarrier_wait(&full, 1);
-    mbarrier_arrive(&full, kRowBytes);
-    bulk_copy(tile, in, kRowBytes, &full);  // fault, if the tile is smaller
-    mbarrier_wait(&full, 0);
-  }
-  __syncthreads();
-  out[threadIdx.x] = tile[threadIdx.x];
-}
-__global__ void leave_bulk_copy(const float* in, float*) {
-  extern __shared__ __align__(16) float tile[];
-  __shared__ MBarrier full;
-  if (threadIdx.x != 0) return;
-  mbarrier_init(&full, 1);
-  mbarrier_fence_init();
-  mbarrier_arrive(&full, kRowBytes);
-  bulk_copy(tile, in, kRowBytes, &full);  // fault
 }
 
 // ---- clusters -------------------------------------------------------------------------------------------------------
@@ -341,7 +275,7 @@ float same(const Data& d, int i) { return d.in[i]; }
 float swapped(const Data& d, int i) { return d.in[i ^ 1]; }
 
 const LaunchConfig kOne{1, kN}, kPair{2, kN, 0, nullptr, 2}, kOverlapping{1, kN, 0, nullptr, 1, true},
-    kWithRow{1, kN, kRowBytes}, kWithTwoRows{1, kN, 2 * kRowBytes};
+    kWithRow{1, kN, kRowBytes};
 
 std::function<void(const Data&)> launch_in(LaunchConfig config, void (*kernel)(const float*, float*),
                                            int architecture = 90) {
@@ -404,23 +338,6 @@ const std::vector<Case> kCases = {
     {"fetch_misaligned", "a misaligned asynchronous copy", launch_in(kWithRow, fetch<Fault::kMisaligned>)},
     {"two_groups", "", launch_in({1, kN, 8 * kRowBytes}, two_groups), same},
     {"leave_copy", "before its asynchronous copies were complete", launch_in({1, 64, kRowBytes}, leave_copy)},
-    {"ring", "", launch_in(kWithTwoRows, ring<Fault::kNone>), swapped},
-    {"ring_without_wait", "which the asynchronous copy", launch_in(kWithTwoRows, ring<Fault::kNoWait>)},
-    {"ring_waits_for_wrong_phase", "which the asynchronous copy", launch_in(kWithTwoRows, ring<Fault::kWrongPhase>)},
-    {"ring_read_by_others", "shared memory", launch_in(kWithTwoRows, ring<Fault::kReadByOthers>)},
-    {"ring_initialized_without_barrier", "mbarrier or 'full'", launch_in(kWithTwoRows, ring<Fault::kNoBarrier>)},
-    {"ring_without_fence", "was not fenced", launch_in(kWithTwoRows, ring<Fault::kNoFence>)},
-    {"ring_not_initialized", "an mbarrier that was not initialized",
-     launch_in(kWithTwoRows, ring<Fault::kNotInitialized>)},
-    {"ring_misaligned", "not multiples of 16 bytes", launch_in(kWithTwoRows, ring<Fault::kMisaligned>)},
-    {"ring_odd_size", "not multiples of 16 bytes", launch_in(kWithTwoRows, ring<Fault::kOddSize>)},
-    {"ring_expects_more", "lacks 0 arrivals and 16 bytes", launch_in(kWithTwoRows, ring<Fault::kWrongBytes>)},
-    {"ring_past_end", "outside any buffer", launch_in(kWithTwoRows, ring<Fault::kPastEnd>)},
-    {"ring_refilled_too_early", "data race or which the asynchronous copy",
-     launch_in(kWithTwoRows, ring<Fault::kTooEarly>)},
-    {"ring_on_sm80", "compute capability 9.0", launch_in(kWithTwoRows, ring<Fault::kNone>, 80)},
-    {"one_thread_waits", "", launch_in(kWithRow, one_thread_waits), same},
-    {"leave_bulk_copy", "into its shared memory was complete", launch_in(kWithRow, leave_bulk_copy)},
     {"read_peers", "", launch_in(kPair, read_peers<Fault::kNone>), swapped},
     {"read_peers_without_barrier", "a block that may not have started or uninitialized shared memory 'part'",
      launch_in(kPair, read_peers<Fault::kNoBarrier>)},

@@ -44,8 +44,8 @@ TARGETS += [Target("RTX 5090", 100), Target("H200", 80), Target("B200", 90), Tar
 ROWS = (1, 129, 4096, 1_000_000, 10_000_000)
 MAX_COLS = 4 << 20
 MAX_BYTES = 4 << 30  # of a tensor: address space, not memory
-# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, the chunks of a
-# cluster (for both passes, with 227 and with 99 KiB of shared memory per block), the parts of a row that is read twice.
+# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, and the chunks
+# of a block and of a cluster, for both passes, with 227 and with 99 KiB of shared memory per block.
 VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), *range(3072, 8193, 1024), 9216, 16384, 40960, 81920, 262144]
 
 
@@ -273,20 +273,9 @@ def unknown_symbols():
 TABLE_COLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 655360)
 
 
-def bytes_in_flight(kernel, launch, row_bytes):
-    """Return the bytes that the loads of a multiprocessor's blocks have in flight.
-
-    Staged rows take 64 bytes per thread and 32 more (staged_row.cuh). forward_rows and the kernels of backward fetch
-    all of them before they wait for the first; the other kernels fetch one chunk at a time.
-    """
-    threads = launch["threads"]
-    if row_bytes <= 32 * 64:  # lanes of a warp share a row
-        threads = 2
-        while threads * 64 < row_bytes:
-            threads *= 2
-    fetches_all = kernel in ("forward_rows", "backward_rows", "backward_sums")
-    staged = launch["dynamic_shared"] / (threads * 64 + 32) if fetches_all else 1
-    return round(launch["resident"] * staged * min(row_bytes / launch["cluster"], threads * 64))
+def bytes_in_flight(launch):
+    """Return the bytes that the loads of a multiprocessor's blocks have in flight: all of their staged rows."""
+    return launch["resident"] * launch["dynamic_shared"]
 
 
 def table():
@@ -309,7 +298,7 @@ def table():
             if kernel == "add_partials":
                 continue
             resident = launch["resident"]
-            in_flight = bytes_in_flight(kernel, launch, cols * dtype.itemsize)
+            in_flight = bytes_in_flight(launch)
             shape = (name.split()[0], str(dtype).removeprefix("torch."), cols, kernel)
             print(*shape, *map(launch.get, fields), resident, resident * launch["threads"] // 32, in_flight, sep=",")
 

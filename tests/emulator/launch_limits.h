@@ -7,16 +7,14 @@
 namespace layernorm::cuda {
 
 inline int64_t kMaxGridY = 5;  // small, so that few rows take several launches
-inline int64_t kMaxTileVectors = 2048, kMaxChunkVectors = 1024, kMaxClusterChunkVectors = 2048;
-inline int64_t kMaxWarpRowVectors = 128;
+inline int64_t kMaxWarpVectors = 128, kMaxChunkVectors = 1024, kMaxLargeChunkVectors = 2048;
 inline int64_t kMaxStagedBytes = 96 * 1024;
 
 // Lowers the limits on a row or on staged pixels to `path`.
 inline void lower_launch_limits(int64_t path) {
-  kMaxTileVectors = std::min<int64_t>(path, 2048);
+  kMaxWarpVectors = std::min<int64_t>(path, 128);
   kMaxChunkVectors = std::clamp<int64_t>(path, 32, 1024);  // a warp shares a chunk
-  kMaxClusterChunkVectors = std::clamp<int64_t>(path, 32, 2048);
-  kMaxWarpRowVectors = std::min<int64_t>(path, 128);
+  kMaxLargeChunkVectors = std::clamp<int64_t>(path, 32, 2048);
   kMaxStagedBytes = std::min<int64_t>(path, 96 * 1024);
 }
 

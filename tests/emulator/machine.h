@@ -18,10 +18,8 @@ namespace emulator {
 
 struct ThreadId {
   uint32_t block = 0, cluster = 0;  // flat index in the grid
-  uint32_t thread = 0;              // flat index in the block, or kAgent + the index of an mbarrier
+  uint32_t thread = 0;              // flat index in the block
 };
-constexpr uint32_t kAgent = 1u << 31;  // stands for the asynchronous copies that complete on an mbarrier
-
 // How many barriers of each scope a thread has passed.
 struct Epochs {
   uint32_t block = 0, warp = 0, cluster_arrived = 0, cluster_waited = 0;
@@ -35,34 +33,18 @@ struct Moment {
 // Returns whether program order or a barrier puts a before b.
 bool before(const Moment& a, const Moment& b);
 
-// Up to which time a thread knows that the copies of each mbarrier, named by its agent, are complete.
-using Knowledge = std::map<uint32_t, uint64_t>;
-void learn(Knowledge& mine, const Knowledge& other);
-
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
-
-struct MBarrier {
-  const void* address;
-  ThreadId agent;
-  bool arrived;
-  int64_t pending_bytes;
-  unsigned phase;
-  bool fenced;                       // copies and other blocks see the initialization
-  uint32_t initialized_by;           // thread
-  uint64_t last_arrival, completed;  // of a copy, and of the copies of complete phases
-};
 
 struct Transfer {
   void* to;
   const void* from;  // null: zeros
   size_t bytes;
-  MBarrier* barrier;  // null for cp.async
   const void* pc;
 };
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-enum class Wait : uint8_t { kRunnable, kBlock, kWarp, kCluster, kMBarrier, kDone };
+enum class Wait : uint8_t { kRunnable, kBlock, kWarp, kCluster, kDone };
 
 struct Block;
 struct Warp;
@@ -86,11 +68,9 @@ struct Thread {
   bool predicate_result;
   bool arrived_at_cluster;
   unsigned cluster_phase;
-  const MBarrier* mbarrier;
 
   std::vector<Transfer> open_copies;              // cp.async, not committed
   std::deque<std::vector<Transfer>> copy_groups;  // committed, oldest first
-  Knowledge known;
   bool waited_for_previous_grid;
 };
 
@@ -112,9 +92,7 @@ struct Block {
   Cluster* cluster;
   char* arena;  // its shared memory, kArenaBytes
   Thread* threads;
-  Knowledge known;  // to all of its threads
   bool waited_for_previous_grid;
-  std::map<const void*, MBarrier> mbarriers;
 };
 
 struct Running {
@@ -130,8 +108,6 @@ struct Running {
   std::vector<unsigned> order{};                   // warps, by falling priority
   std::map<const void*, size_t> static_offsets{};  // by declaration
   size_t static_end = 0, static_bytes = 0;
-  std::vector<Transfer> transfers{};  // pending, to complete on an mbarrier
-  uint32_t mbarriers = 0;             // initialized so far
   std::string fault{};
 };
 
@@ -161,22 +137,16 @@ std::string at(const void* pc);                  // marks the source line of pc 
 std::string explain(const std::string& report);  // fills in the source lines
 std::string kernel_name(const void* kernel);
 
-// ---- transfers.cpp --------------------------------------------------------------------------------------------------
-
-bool deliver_transfers();  // returns whether any was pending
-void check_nothing_in_flight(const Block& block);
-
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------
 
 void checker_begin_launch(bool overlaps_previous);
 void checker_end_launch();
-uint64_t tick();
 Moment now();  // of the current thread
 enum class Access { kRead, kWrite };
 void check_access(const void* address, size_t bytes, Access access, const void* pc);
-// No thread may access the target of a transfer between the two. `by` is the moment of its write.
+// No thread may access the target of a transfer between the two.
 void begin_transfer(const Transfer& transfer);
-void end_transfer(const Transfer& transfer, const Moment& by);
+void end_transfer(const Transfer& transfer);
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name);
 void remove_shared_memory(Block& block);
 void check_block_may_return(Block& block);  // its last thread returns

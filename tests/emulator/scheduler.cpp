@@ -9,7 +9,6 @@
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <set>
 
 #include "gpu_models.h"
 #include "launch_limits.h"
@@ -33,7 +32,7 @@ void* host_stack_pointer = nullptr;
 // Reused by the next launch.
 std::vector<Thread> threads;
 std::vector<char*> arenas;
-std::set<const void*> launched;  // kernels
+std::map<std::pair<const void*, unsigned>, int> launched;  // the number of launches by kernel and cluster size
 
 // ---- fibers ---------------------------------------------------------------------------------------------------------
 
@@ -117,11 +116,7 @@ std::string describe_wait(const Thread& thread) {
   if (thread.wait == Wait::kBlock) return "at a block barrier, " + describe(thread.place);
   if (thread.wait == Wait::kWarp) return "in a warp collective, " + describe(thread.place);
   if (thread.wait == Wait::kCluster) return "at a cluster barrier, " + at(thread.pc);
-  if (thread.wait != Wait::kMBarrier) return "";
-  const MBarrier& barrier = *thread.mbarrier;
-  return "for phase " + std::to_string(barrier.phase) + " of an mbarrier that lacks " +
-         std::to_string(barrier.arrived ? 0 : 1) + " arrivals and " + std::to_string(barrier.pending_bytes) +
-         " bytes, " + at(thread.pc);
+  return "";
 }
 
 std::string describe_deadlock() {
@@ -154,8 +149,6 @@ void try_finish_block_barrier(Block& block) {
     if (thread.wait != Wait::kBlock) continue;
     thread.predicate_result = block.any_predicate;
     thread.epochs.block++;
-    learn(block.known, thread.known);
-    thread.known.clear();
     block.waited_for_previous_grid |= thread.waited_for_previous_grid;
     make_runnable(thread);
   }
@@ -224,7 +217,6 @@ void try_finish_cluster_barrier(Block& some_block) {
   running->live--;
   block.cluster->live--;
   if (--block.live == 0) {
-    check_nothing_in_flight(block);
     check_block_may_return(block);
     if (running->launch.overlaps_previous && !block.waited_for_previous_grid) {
       fail("block " + std::to_string(thread.id.block) +
@@ -300,7 +292,7 @@ void run_blocks() {
   while (running->fault.empty() && running->live > 0) {
     Thread* next = pick();
     if (next == nullptr) {
-      if (!deliver_transfers() && running->fault.empty()) running->fault = describe_deadlock();
+      if (running->fault.empty()) running->fault = describe_deadlock();
       continue;
     }
     set_current(next);
@@ -395,7 +387,6 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
 // ---- for the other parts of the emulator ----------------------------------------------------------------------------
 
 std::string who(const ThreadId& id) {
-  if (id.thread >= kAgent) return "an asynchronous copy";
   return "block " + std::to_string(id.block) + " thread " + std::to_string(id.thread);
 }
 
@@ -438,7 +429,7 @@ size_t max_shared_memory() { return static_cast<size_t>(gpu().shared_bytes_of_bl
 
 void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
   std::lock_guard lock(one_launch_at_a_time);
-  launched.insert(kernel);
+  ++launched[{kernel, launch.cluster}];
   try {
     const std::string why = refusal(launch, find_kernel(known_kernels.empty() ? "" : kernel_name(kernel)));
     if (!why.empty()) throw Fault(why);
@@ -555,11 +546,14 @@ void emulator_resources(int architecture, const char* kernel, int registers, int
   emulator::known_kernels[architecture][kernel] = {registers, static_shared, architecture};
 }
 
-// Returns the kernels that were launched since the last call, one per line.
+// Returns the launches since the last call: kernel, cluster size and number, separated by tabs.
 const char* emulator_launched() {
   static std::string lines;
   lines.clear();
-  for (const void* kernel : emulator::launched) lines += emulator::kernel_name(kernel) + "\n";
+  for (const auto& [launch, count] : emulator::launched) {
+    lines += emulator::kernel_name(launch.first) + "\t" + std::to_string(launch.second) + "\t" + std::to_string(count) +
+             "\n";
+  }
   emulator::launched.clear();
   return lines.c_str();
 }

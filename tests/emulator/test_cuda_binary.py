@@ -9,7 +9,7 @@ import emulated_ops
 import pytest
 from reference import DTYPES, DTYPES_16_BIT
 from shapes import randn
-from test_kernels import TILES, arguments, images, run, run_grouped, run_images
+from test_kernels import arguments, images, run, run_grouped, run_images
 
 from layernorm_ext import _build_info
 
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.skipif(not _build_info.with_cuda, reason="built without
 
 @pytest.fixture(scope="module", params=sorted(cuda_binary.kernels()) if _build_info.with_cuda else [0])
 def kernels(request):
-    """Return the kernels that have code: those for clusters only trap on GPUs without clusters."""
-    found = cuda_binary.disassembled(request.param)
-    return [kernel for kernel in found if request.param >= 90 or "in_cluster" not in kernel.name]
+    return cuda_binary.disassembled(request.param)
 
 
 def test_no_kernel_uses_local_memory(kernels):
@@ -28,17 +26,15 @@ def test_no_kernel_uses_local_memory(kernels):
 
 
 def test_rows_are_moved_by_16_bytes(kernels):
-    """Each row kernel moves full tiles by vectors, up to four per thread, or fetches rows by bulk copies (UBLKCP)."""
+    """Each row kernel moves full tiles by vectors, of which a thread holds four."""
     for kernel in kernels:
         if re.match("layernorm::cuda::(channels_first|add_partials)", kernel.name):
             continue
-        vectors = int(re.search(r"Tile<\d+, (\d+)>|$", kernel.name)[1] or 4)
-        assert kernel.count("UBLKCP") or kernel.count("LDGSTS", "128") >= vectors, kernel.name
-        if not re.search("_(moments|sums)<", kernel.name):
-            t, x = re.search(r"Types<(\w+), (\w+)", kernel.name).groups()
-            # The output of forward has 16 bits, and so 8 bytes per vector, if only x is float32.
-            narrow = kernel.count("STG", "64") if t != x else 0
-            assert kernel.count("STG", "128") + narrow >= vectors, kernel.name
+        t, x = re.search(r"Types<(\w+), (\w+)", kernel.name).groups()
+        # The output of forward has 16 bits, and so 8 bytes per vector, if only x is float32.
+        narrow = kernel.count("STG", "64") if t != x else 0
+        assert kernel.count("LDGSTS", "128") >= 4, kernel.name
+        assert kernel.count("STG", "128") + narrow >= 4, kernel.name
 
 
 def test_only_cluster_barriers_invalidate_l1(kernels):
@@ -51,24 +47,18 @@ def test_emulated_calls_reach_every_kernel(kernels):
     library = emulated_ops.library(emulated_build.PLAIN)
     library.launched()
     architecture = kernels[0].architecture
-    for dtypes, limit in itertools.product(DTYPES, [*TILES, 2049, 8193]):
+    for dtypes, limit in itertools.product(DTYPES, (128, 129)):
         x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
         with library.schedule(architecture=architecture):
             run(library, x, dy, w, b)
             run(library, x, dy, None, None)  # parameters of the input's dtype
-    for dtypes in DTYPES:
-        for chunks in (9, 81):
-            x, dy, w, b = arguments(1, chunks * 32 * 16 // dtypes[0].itemsize, dtypes)
-            with library.schedule(architecture=architecture, path_limit=0):
-                run(library, x, dy, w, b)
-                run_images(library, *images((1, 2, 3), dtypes))
-    limits, lengths = (emulated_ops.UNLIMITED, 0), (8, 128, 129, 9 * 32, 81 * 32)
-    for dtypes, vectors, path_limit in itertools.product(DTYPES_16_BIT, lengths, limits):
+            run_images(library, *images((1, 2, 3), dtypes))
+    for dtypes, vectors in itertools.product(DTYPES_16_BIT, (128, 129)):
         cols = vectors * 4
         x, dy = (randn((1, 2, cols), dtypes[0]) for _ in range(2))  # images of one pixel are rows
         w, b = (randn(cols, dtypes[1]) for _ in range(2))
-        with library.schedule(architecture=architecture, path_limit=path_limit):
+        with library.schedule(architecture=architecture):
             for is_image in (False, True):
                 run_grouped(library, x, dy, w, b, residual=x.float(), images=is_image)
-    assert library.launched() == {kernel.name for kernel in kernels}
+    assert {name for name, _ in library.launched()} == {kernel.name for kernel in kernels}
     assert len(kernels) <= 120

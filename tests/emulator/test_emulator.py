@@ -38,18 +38,19 @@ def test_planted_fault_is_reported_in_every_schedule(outcomes, name):
 
 
 def test_launch_beyond_registers_or_shared_memory_is_refused():
-    """A multiprocessor has 65536 registers: enough for 512 threads of 128, but not of 136."""
+    """A multiprocessor has 65536 registers: enough for 256 threads of 255, but not of 264."""
     library = emulated_ops.library(emulated_build.PLAIN)
-    kernel = "layernorm::cuda::forward_rows<layernorm::Types<float, float, float>, layernorm::cuda::Tile<512, 4> >"
-    x = torch.ones(1, 512 * 4 * 4)
+    types = "layernorm::Types<float, float, float>"
+    kernel = f"layernorm::cuda::forward_rows<{types}, layernorm::cuda::BlockTile>"
+    x = torch.ones(1, 256 * 4 * 4)
     try:
-        library.set_resources(90, kernel, 128, 0)
+        library.set_resources(90, kernel, 255, 0)
         library.ops.forward(x, x.shape[1:])
-        library.set_resources(90, kernel, 136, 0)
-        with pytest.raises(RuntimeError, match="512 threads of 136 registers do not fit on a multiprocessor"):
+        library.set_resources(90, kernel, 264, 0)
+        with pytest.raises(RuntimeError, match="256 threads of 264 registers do not fit on a multiprocessor"):
             library.ops.forward(x, x.shape[1:])
-        library.set_resources(90, kernel, 64, 200 * 1024)
-        with pytest.raises(RuntimeError, match="204800 of them static, are more than 232448 that the GPU has"):
+        library.set_resources(90, kernel, 64, 220 * 1024)
+        with pytest.raises(RuntimeError, match="225280 of them static, are more than 232448 that the GPU has"):
             library.ops.forward(x, x.shape[1:])
     finally:
         library.set_resources(90, kernel, 0, 0)

@@ -32,8 +32,8 @@ from shapes import ALL, MASKS, all_dtypes, as_rows, assert_same_bits, check, che
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
-# The longest row of each tile (row.cuh), in vectors of 16 bytes: lanes, and vectors per lane. Longer rows are cut.
-TILES = {1: (1, 1), 2: (2, 1), 8: (2, 4), 16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (32, 4), 2048: (512, 4)}
+# The longest rows of 1 to 32 lanes, of a chunk and of a large chunk (geometry.h), in vectors of 16 bytes.
+LIMITS = (1, 8, 16, 32, 64, 128, 1024, 2048)
 # The order of the threads, its seed, and the number of blocks that take turns.
 SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]
 
@@ -100,7 +100,7 @@ def block_columns(dtype, vectors=130):
 
 
 @all_dtypes
-@pytest.mark.parametrize("limit", TILES)
+@pytest.mark.parametrize("limit", LIMITS)
 def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     """Rows of whole vectors are aligned; those with one element less or more are not."""
     vector = 16 // dtypes[0].itemsize
@@ -139,34 +139,34 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
 # Which kernels are launched
 
 
+def launches(library, name):
+    """Return the cluster sizes of the launches of a kernel, and their number, since the last call of launched()."""
+    return {cluster: count for (kernel, cluster), count in library.launched().items() if name in kernel}
+
+
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
-def test_smallest_tile_that_holds_a_row_is_used(library, dtypes):
-    forward_tiles = {limit: "Tile<{}, {}>".format(*tile) for limit, tile in TILES.items()}
-    backward_tiles = {limit: "WarpTile" if limit <= 128 else "BlockTile" for limit in TILES}
-    for vectors in {limit + more for limit in TILES for more in (-1, 0, 1)} - {0}:
+def test_lanes_of_a_warp_share_rows_of_up_to_128_vectors(library, dtypes):
+    for vectors in {limit + more for limit in LIMITS for more in (-1, 0, 1)} - {0}:
         x, dy, w, b = arguments(1, vectors * 16 // dtypes[0].itemsize, dtypes)
         library.launched()
         check(run(library, x, dy, w, b), x, dy, w, b, context=(vectors,))
         launched = library.launched()
-        for kind, tiles, of_longer_rows in (
-            ("forward", forward_tiles, "forward_in_cluster"),
-            ("backward", backward_tiles, "BlockTile"),
-        ):
-            (name,) = (name for name in launched if kind in name)
-            assert next((tiles[limit] for limit in tiles if vectors <= limit), of_longer_rows) in name, vectors
+        tile = "WarpTile" if vectors <= 128 else "BlockTile"
+        clusters = {"forward": 1, "backward": math.ceil(vectors / 1024)}
+        for kind, cluster in clusters.items():
+            assert [(tile in name, n) for name, n in launched if kind in name] == [(True, cluster)], (kind, vectors)
 
 
 @all_dtypes
 def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes):
-    """Clusters take up to 80 chunks in forward and 8 in backward, except for float64.
+    """Clusters take up to 80 chunks in forward and 8 in backward, and a block takes 4 in forward.
 
     Rows are cut into chunks of `limit` vectors. The last warps of the row of 7 * 256 + 1 vectors have no columns.
-    Beyond 256 chunks, a block takes several; of 513, backward takes more than it fetches at a time.
     """
     vector = 16 // dtypes[0].itemsize
-    chunks_and_missing_elements = [(1, 1), (2, 0), (8, 1), (9, 0), (24, 3)]
+    chunks_and_missing_elements = [(1, 1), (2, 0), (5, 0), (8, 1), (9, 0), (24, 3)]
     if dtypes == (F32, F32):
-        chunks_and_missing_elements += [(80, vector + 1), (81, 0), (257, vector + 1), (513, 0)]
+        chunks_and_missing_elements += [(80, vector + 1), (81, 0), (257, vector + 1)]
     cases = [(32, 32 * chunks, missing) for chunks, missing in chunks_and_missing_elements]
     for limit, vectors, missing_elements in [*cases, (256, 7 * 256 + 1, 0), (256, 7 * 256 + 1, 1)]:
         chunks = math.ceil(vectors / limit)
@@ -176,30 +176,32 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
         for architecture in (89, 90):
             library.launched()
             with library.schedule("random", chunks, 3, architecture=architecture, path_limit=limit):
-                results = run(library, x, dy, w, b)
+                forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
+                forward_launches = launches(library, "forward")
+                gradients = library.ops.backward(dy, x, x.shape[1:], *forward[1:], w, b, ALL)
+                backward_launches = launches(library, "backward")
+            results = (*forward, *gradients)
             check(results, x, dy, w, b, context=(chunks, architecture))
             bits_of[architecture] = results[:4]
-            launched = {name.partition("<")[0].rpartition(":")[2] for name in library.launched()}
-            has_clusters = architecture >= 90 and dtypes[0] != F64
-            forward_kernels = {"forward_moments", "forward_output"}
-            if has_clusters and chunks <= 80:
-                forward_kernels = {"forward_in_cluster"}
-            if chunks > 1:
-                assert {name for name in launched if "forward" in name} == forward_kernels, (chunks, architecture)
-            in_cluster = has_clusters and chunks <= 8
-            assert ("backward_sums" in launched) == (chunks > 1 and not in_cluster), (chunks, architecture)
+            in_cluster = architecture >= 90 and chunks <= 80
+            blocks = math.ceil(chunks / math.ceil(chunks / 8))
+            expected = {1: 1} if chunks <= 4 else {blocks: 1} if in_cluster else {1: 2}
+            assert forward_launches == expected, (chunks, architecture)
+            in_cluster = architecture >= 90 and chunks <= 8
+            expected = {1: 1} if chunks == 1 else {chunks: 1} if in_cluster else {1: 2}
+            assert backward_launches == expected, (chunks, architecture)
         assert_same_bits(bits_of[89], bits_of[90], chunks)
 
 
-@pytest.mark.parametrize("chunks, kernel", [(40, "forward_in_cluster"), (41, "forward_output")])
-def test_clusters_fit_into_99_kib_of_shared_memory(library, chunks, kernel):
-    """With compute capability 12.0, each of eight blocks keeps five chunks, with room for the residual's."""
+@pytest.mark.parametrize("chunks, expected", [(48, {8: 1}), (49, {1: 2})])
+def test_clusters_fit_into_99_kib_of_shared_memory(library, chunks, expected):
+    """With compute capability 12.0, each of eight blocks keeps six chunks."""
     x = randn((1, chunks * 1024 * 8), BF16)
     library.launched()
     with library.schedule("random", 1, 2, architecture=120):
         forward = library.ops.forward(x, x.shape[1:], None, None, 1e-5)
     check_forward(forward, x)
-    assert any(kernel in name for name in library.launched())
+    assert launches(library, "forward") == expected
 
 
 @pytest.mark.parametrize("architecture", [89, 90, 120])
@@ -566,9 +568,9 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
 
     Sums of 255 rows would leave 2 for the next sum of 257 rows, and sums of 257 rows would leave 254 of 511.
     """
-    blocks = 3  # they take rows in turn
-    dy = torch.ones(rows, blocks)
-    dy[0] = 2.0**24
+    blocks = 3  # each takes successive rows
+    dy = torch.ones(blocks, rows)
+    dy[:, 0] = 2.0**24
     dy = dy.reshape(-1, 1).expand(-1, cols)
     x, rstd = torch.ones(len(dy), cols), torch.ones(len(dy), 1)
     with library.schedule(path_limit=path_limit):

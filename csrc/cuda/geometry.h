@@ -1,0 +1,211 @@
+// The mapping of rows to threads, blocks and clusters, for the host code of both passes and for the kernels.
+//
+// A row of up to kMaxWarpVectors vectors is a tile of some lanes of a warp. A longer row is divided into chunks, and a
+// chunk is a tile of a whole block. A thread holds up to kTileVectors vectors of a tile. The division of a row depends
+// only on the GPU, the dtypes and the number of columns, and so does the order of summation.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "../layer_norm.h"
+#include "device.h"
+#include "launch_limits.h"
+
+namespace layernorm::cuda {
+
+constexpr int kWarpSize = 32;
+constexpr int kTileVectors = 4;
+constexpr int kMaxClusterSize = 8;
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Forward and backward for Params::channels_first (channels_first.cu).
+void channels_first_forward(const ForwardParams& params);
+void channels_first_backward(const BackwardParams& params);
+int64_t channels_first_backward_workspace(const BackwardParams& params);
+
+// ---- flags ----------------------------------------------------------------------------------------------------------
+
+// The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
+enum Flag : unsigned {
+  kAligned = 1 << 0,            // all rows start at multiples of 16 bytes and consist of whole vectors
+  kAlignedParameters = 1 << 1,  // weight and bias start at multiples of 16 bytes
+  kHasGroups = 1 << 2,
+  kRms = 1 << 3,
+  kWeight = 1 << 4,
+  kBias = 1 << 5,
+  kZeroCentered = 1 << 6,
+  kInCluster = 1 << 7,   // a cluster shares a row
+  kStoresSums = 1 << 8,  // the first of two launches that read a row: it stores the row's sums in the workspace
+  kLoadsSums = 1 << 9,   // the second launch
+  kResidual = 1 << 10,   // of forward only
+  kGradInput = 1 << 11,  // this and the following flags: of backward only
+  kGradWeight = 1 << 12,
+  kGradBias = 1 << 13,
+  kGradSum = 1 << 14,
+  kFromOutput = 1 << 15,
+  kWeightPerGroup = 1 << 16,  // each group has a gradient of its own
+  kBiasPerGroup = 1 << 17,
+};
+
+struct Flags {
+  unsigned bits = 0;
+
+  __host__ __device__ __forceinline__ bool has(unsigned flag) const { return (bits & flag) != 0; }
+  void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
+};
+
+// Whether every row of the arrays starts at a multiple of 16 bytes. An absent array is aligned.
+template <class E, class... Views>
+bool is_aligned(const Views&... views) {
+  const auto is_multiple = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(E)) % 16 == 0; };
+  const auto check = [&](const View& view) {
+    return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && is_multiple(view.group_stride) &&
+                          is_multiple(view.row_stride));
+  };
+  return (check(views) && ...);
+}
+
+// Also for a gradient that is not wanted, so that the other gradient does not depend on that.
+inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
+
+template <class W>
+Flags common_flags(const Params& p) {
+  Flags flags;
+  flags.set(kAlignedParameters, is_aligned<W>(p.weight, p.bias));
+  flags.set(kHasGroups, p.groups > 1);
+  flags.set(kRms, p.rms);
+  flags.set(kWeight, p.weight.data);
+  flags.set(kBias, p.bias.data);
+  flags.set(kZeroCentered, p.zero_centered_weight);
+  return flags;
+}
+
+template <class T, class X, class W>
+Flags make_flags(const ForwardParams& p) {
+  Flags flags = common_flags<W>(p);
+  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.input, p.output) &&
+                          is_aligned<X>(p.residual, p.sum));
+  flags.set(kResidual, p.residual.data);
+  return flags;
+}
+
+template <class T, class X, class W>
+Flags make_flags(const BackwardParams& p) {
+  Flags flags = common_flags<W>(p);
+  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.grad_output) &&
+                          is_aligned<X>(p.input, p.grad_input, p.grad_sum));
+  flags.set(kGradInput, p.grad_input.data);
+  flags.set(kGradWeight, p.grad_weight.data);
+  flags.set(kGradBias, p.grad_bias.data);
+  flags.set(kGradSum, p.grad_sum.data);
+  flags.set(kFromOutput, p.from_output);
+  flags.set(kWeightPerGroup, is_per_group(p, p.grad_weight));
+  flags.set(kBiasPerGroup, is_per_group(p, p.grad_bias));
+  return flags;
+}
+
+// ---- groups of rows -------------------------------------------------------------------------------------------------
+
+// Divides numbers that are not negative without a division instruction, which would be a function call.
+class FastDivisor {
+ public:
+  struct Result {
+    int64_t quotient, remainder;
+  };
+
+  FastDivisor() = default;
+  explicit FastDivisor(int64_t divisor)
+      : divisor_(divisor), reciprocal_(std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(divisor)) {}
+
+  __host__ __device__ __forceinline__ int64_t divisor() const { return divisor_; }
+
+  // The product is the quotient or, because the reciprocal is rounded down, one less.
+  __device__ __forceinline__ Result divide(int64_t n) const {
+    const auto product = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n), reciprocal_));
+    const int64_t rest = n - product * divisor_;
+    return rest >= divisor_ ? Result{product + 1, rest - divisor_} : Result{product, rest};
+  }
+
+ private:
+  int64_t divisor_;
+  uint64_t reciprocal_;
+};
+
+struct RowIndex {
+  int64_t group, row;  // row: in the group
+};
+
+// The group of a row of [groups * rows].
+__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor& rows) {
+  if (!has_groups) return {0, row};
+  const auto [group, row_in_group] = rows.divide(row);
+  return {group, row_in_group};
+}
+
+template <class E>
+__device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
+  return static_cast<E*>(view.data) + index.group * view.group_stride + index.row * view.row_stride;
+}
+
+// The division of rows among blocks for the sums of dweight and dbias. All groups that share their gradients form one
+// gradient group, whose rows are numbered by group. Its rows are divided into segments, and a block sums the gradients
+// over a segment, taking some rows in each round.
+struct GradientPlan {
+  Flags flags;
+  FastDivisor rows, rounds, segments_per_group;  // rows of a group, rounds of a segment, segments of a gradient group
+  int64_t num_segments, segment_rows, gradient_group_rows;
+  int64_t weight_partials, bias_partials;  // rows of the workspace
+
+  // If all rows share their gradients, each resident block has a segment. Else 64 segments of a group keep the GPU busy
+  // with few groups; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
+  // most 256, which limits their rounding errors.
+  void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
+    const bool per_group = flags.has(kWeightPerGroup | kBiasPerGroup);
+    const int64_t gradient_groups = per_group ? p.groups : 1;
+    gradient_group_rows = p.groups * p.rows / gradient_groups;
+    const int64_t rounds_of_group = ceil_div(gradient_group_rows, rows_per_round);
+    int64_t most_rounds = ceil_div(rounds_of_group, per_group ? 64 : resident);
+    if (per_group) most_rounds = std::clamp(most_rounds, min_rounds, int64_t{256});
+    const int64_t segments = ceil_div(rounds_of_group, most_rounds);
+    rows = FastDivisor(p.rows);
+    rounds = FastDivisor(ceil_div(rounds_of_group, segments));
+    segments_per_group = FastDivisor(segments);
+    segment_rows = rounds.divisor() * rows_per_round;
+    num_segments = gradient_groups * segments;
+    weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerGroup) ? num_segments : 0;
+    bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerGroup) ? num_segments : 0;
+  }
+  // Whether the sums of a segment are a group's gradient, and go there instead of the workspace.
+  __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
+    return flags.has(per_group) && segments_per_group.divisor() == 1;
+  }
+};
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+// The division of a row among threads, the same for all rows of a call.
+struct RowLayout {
+  bool is_warp_tile;  // else a chunk is a tile of a block
+  int log2_lanes;     // of a warp tile: the number of lanes that share a row, as a logarithm
+  int chunk_cols;
+  int64_t num_chunks;
+
+  // kVec is the number of elements of a vector.
+  RowLayout(int64_t cols, int64_t vec, int64_t max_chunk) {
+    const int64_t vectors = ceil_div(cols, vec);
+    is_warp_tile = vectors <= kMaxWarpVectors;
+    log2_lanes = vectors > 1 ? 1 : 0;  // only rows of one vector have one lane
+    while (is_warp_tile && kTileVectors << log2_lanes < vectors) ++log2_lanes;
+    const int64_t chunks = ceil_div(vectors, is_warp_tile ? vectors : max_chunk);
+    const int64_t chunk = chunks == 1 ? vectors : round_up(ceil_div(vectors, chunks), kWarpSize);
+    chunk_cols = static_cast<int>(std::min(chunk * vec, cols));
+    num_chunks = ceil_div(cols, chunk_cols);
+  }
+  int rows_per_block(int64_t threads) const { return is_warp_tile ? static_cast<int>(threads) >> log2_lanes : 1; }
+};
+
+}  // namespace layernorm::cuda

@@ -1,0 +1,278 @@
+// Tiles: rows, or chunks of rows, that the lanes of a warp or the threads of a block share, and their shared memory.
+#pragma once
+
+#include "geometry.h"
+#include "vec.cuh"
+
+namespace layernorm::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxBlockThreads = 512;
+
+// Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
+template <int kLanes, class Acc>
+__device__ __forceinline__ Acc sum_lanes(Acc value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+// This thread's position in its tile. Neighbouring threads hold neighbouring vectors.
+template <bool kIsBlock_>
+struct TileBase {
+  static constexpr bool kIsBlock = kIsBlock_;
+  int log2_lanes, thread_in_block;
+
+  __device__ __forceinline__ int threads() const { return kIsBlock ? blockDim.x : 1 << log2_lanes; }  // of a row
+  __device__ __forceinline__ int thread() const {
+    return kIsBlock ? thread_in_block : thread_in_block & (threads() - 1);
+  }
+  __device__ __forceinline__ int row() const { return kIsBlock ? 0 : thread_in_block >> log2_lanes; }  // in the block
+  __device__ __forceinline__ int rows_per_block() const { return kIsBlock ? 1 : blockDim.x >> log2_lanes; }
+
+  // Synchronizes at least the threads of the row.
+  __device__ __forceinline__ static void sync() {
+    if constexpr (kIsBlock) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  }
+
+  // The index in the row of this thread's vector i.
+  __device__ __forceinline__ int vector_index(int i) const { return i * threads() + thread(); }
+  // The number of columns from this thread's vector i to the end; not positive if the vector is past the end.
+  template <int kVec>
+  __device__ __forceinline__ int remaining(int i, int cols) const {
+    return cols - vector_index(i) * kVec;
+  }
+  // Whether vector i of any thread of the row has columns. If not, the later vectors have none either.
+  template <int kVec>
+  __device__ __forceinline__ bool has_vector(int i, int cols) const {
+    return i == 0 || i * threads() * kVec < cols;
+  }
+};
+
+struct WarpTile : TileBase<false> {};
+struct BlockTile : TileBase<true> {};
+
+// Returns to all threads of a row the sums over them. Successive calls alternate `buffer` between 0 and 1, so that one
+// barrier per call suffices.
+template <class Tile, int kCount, class Acc>
+__device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, int buffer) {
+  if constexpr (!Tile::kIsBlock) {
+    for (int offset = tile.threads() / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    }
+  } else {
+    constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
+    __shared__ Acc warp_sums[2][kCount][kMaxWarps];
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+#pragma unroll
+    for (Acc& sum : sums) sum = sum_lanes<kWarpSize>(sum);
+    if (lane == 0) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][warp] = sums[k];
+    }
+    __syncthreads();
+    const int other = lane % kMaxWarps;  // may be beyond the block
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      sums[k] = sum_lanes<kMaxWarps>(other * kWarpSize < tile.threads() ? warp_sums[buffer][k][other] : 0);
+    }
+  }
+}
+
+// ---- rows in shared memory ------------------------------------------------------------------------------------------
+
+// A tile of an array in shared memory, in vectors of kVec elements: 16 bytes, or 8 if only x has 32 bits. In shared
+// memory a row has the same offset from 16 bytes as in global memory, so that whole vectors can be copied even if the
+// row is not aligned. Then a thread reads and writes its vectors by elements, after a barrier.
+template <class T, int kVec, class Tile>
+class StagedRow {
+ public:
+  using Vectors = Vector<T, kVec>[kTileVectors];  // a thread's part of a tile
+
+  // The shared memory of a tile. There is one more vector for the row's offset.
+  __host__ __device__ static constexpr size_t bytes(int threads) {
+    return (threads * kTileVectors + 1) * sizeof(Vector<T, kVec>);
+  }
+
+  __device__ __forceinline__ StagedRow(void* shared, T* row, int cols, const Tile& tile, bool aligned)
+      : row_(row), cols_(cols), tile_(tile), aligned_(aligned) {
+    const auto offset = aligned ? 0 : reinterpret_cast<uintptr_t>(row) % sizeof(Vector<T, kVec>);
+    shared_ = reinterpret_cast<T*>(static_cast<unsigned char*>(shared) + offset);
+  }
+
+  // Starts to copy the row to shared memory.
+  __device__ __forceinline__ void fetch() const {
+    if (aligned_) {
+#pragma unroll
+      for (int i = 0; i < kTileVectors; ++i) {
+        if (!tile_.template has_vector<kVec>(i, cols_)) break;
+        const int column = tile_.vector_index(i) * kVec;
+        async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column, column < cols_);
+      }
+    } else {
+      for_each_piece([&](int column) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column); },
+                     [&](int column) { shared_[column] = row_[column]; });
+    }
+  }
+
+  // Reads this thread's vector i of a fetched or written row, with zeros after its end.
+  __device__ __forceinline__ Vector<T, kVec> read(int i) const {
+    if (aligned_) return vector_at(shared_, i);
+    Vector<T, kVec> v;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v.values[e] = e < remaining(i) ? shared_[tile_.vector_index(i) * kVec + e] : T(0.0f);
+    return v;
+  }
+  __device__ __forceinline__ void write(int i, const Vector<T, kVec>& v) const {
+    if (aligned_) {
+      vector_at(shared_, i) = v;
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      if (e < remaining(i)) shared_[tile_.vector_index(i) * kVec + e] = v.values[e];
+    }
+  }
+
+  // Stores vector i in global memory; call end_of_store() after the last one. An unaligned row is staged in shared
+  // memory, and end_of_store() copies it.
+  __device__ __forceinline__ void store(int i, const Vector<T, kVec>& v) const {
+    if (!aligned_) {
+      write(i, v);
+    } else if (remaining(i) > 0) {
+      vector_at(row_, i) = v;
+    }
+  }
+  __device__ __forceinline__ void end_of_store() const {
+    if (aligned_) return;
+    tile_.sync();
+    for_each_piece([&](int column) { vector(row_, column) = vector(shared_, column); },
+                   [&](int column) { row_[column] = shared_[column]; });
+  }
+
+ private:
+  __device__ __forceinline__ int remaining(int i) const { return tile_.template remaining<kVec>(i, cols_); }
+  __device__ __forceinline__ static Vector<T, kVec>& vector(T* data, int column) {
+    return *reinterpret_cast<Vector<T, kVec>*>(data + column);
+  }
+  __device__ __forceinline__ Vector<T, kVec>& vector_at(T* data, int i) const {
+    return vector(data, tile_.vector_index(i) * kVec);
+  }
+
+  // Calls whole(column) for the aligned vectors of an unaligned row, and single(column) for the other elements.
+  template <class F, class G>
+  __device__ __forceinline__ void for_each_piece(const F& whole, const G& single) const {
+    const int before = static_cast<int>((0 - reinterpret_cast<uintptr_t>(row_)) % sizeof(Vector<T, kVec>) / sizeof(T));
+    const int begin = min(before, cols_), end = begin + (cols_ - begin) / kVec * kVec;
+#pragma unroll 1
+    for (int column = begin + tile_.thread() * kVec; column < end; column += tile_.threads() * kVec) whole(column);
+    const int singles = cols_ - (end - begin);
+#pragma unroll 1
+    for (int i = tile_.thread(); i < singles; i += tile_.threads()) single(i < begin ? i : i + end - begin);
+  }
+
+  T *row_, *shared_;
+  int cols_;
+  Tile tile_;
+  bool aligned_;
+};
+
+// ---- large numbers --------------------------------------------------------------------------------------------------
+
+// As on the CPU, a row whose sums of squares or differences overflow is first scaled by a power of two, which rounds
+// nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
+template <class Acc>
+constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
+template <class Acc>
+constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+
+// 1 / sqrt(x) with an error of at most two roundings. For float, one Newton step takes half as many instructions as a
+// square root and a division; it is skipped for 0 and infinity, where it would give NaN.
+__device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
+__device__ __forceinline__ float reciprocal_sqrt(float x) {
+  const float root = rsqrtf(x), residual = fma(-x * root, root, 1.0f);
+  return residual == residual ? fma(root / 2, residual, root) : root;
+}
+
+// 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not.
+template <class Acc>
+__device__ __forceinline__ Acc scaled_rstd(Acc variance, Acc eps, Acc scale) {
+  if (scale == 1) return reciprocal_sqrt(variance + eps);
+  return 1 / hypot(sqrt(variance), sqrt(eps) * scale);
+}
+
+// A number of columns, and its reciprocal rounded to nearest.
+template <class Acc>
+struct Divisor {
+  Acc value, reciprocal;
+
+  Divisor() = default;
+  explicit Divisor(int64_t count) : Divisor(static_cast<Acc>(count), 1 / static_cast<Acc>(count)) {}
+  __host__ __device__ __forceinline__ Divisor(Acc value, Acc reciprocal) : value(value), reciprocal(reciprocal) {}
+
+  // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite (Markstein,
+  // Computation of elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a function
+  // call that needs more registers.
+  __device__ __forceinline__ Acc divide(Acc x) const {
+    const Acc quotient = x * reciprocal;
+    return fma(fma(-quotient, value, x), reciprocal, quotient);
+  }
+};
+
+// ---- backward of a row ----------------------------------------------------------------------------------------------
+
+// The statistics that forward saved, for x * scale; zeros for a row that does not exist.
+template <class Acc>
+struct Statistics {
+  Acc scale, mean = 0, rstd = 0;
+
+  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool exists = true) {
+    if (exists) {
+      if (p.mean.data) mean = *address<const Acc>(p.mean, index);
+      rstd = *address<const Acc>(p.rstd, index);
+    }
+    // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
+    const bool is_huge = rstd < Acc(0x1p-60);
+    scale = is_huge ? kScale<Acc> : 1;
+    mean *= scale;
+    rstd *= is_huge ? 1 / kScale<Acc> : 1;
+  }
+  __device__ __forceinline__ static void prefetch(const Params& p, const RowIndex& index) {
+    if (p.mean.data) layernorm::prefetch(address<const Acc>(p.mean, index));
+    layernorm::prefetch(address<const Acc>(p.rstd, index));
+  }
+  __device__ __forceinline__ Acc xhat(Acc x, Acc correction) const {
+    return fma(fma(x, scale, -mean), rstd, -correction);
+  }
+};
+
+// The means over a row from which dx is computed.
+template <class Acc>
+struct RowMeans {
+  Acc xhat;  // of xhat as computed from the saved mean: the correction
+  Acc g;
+  Acc g_xhat;  // of g times the corrected xhat
+
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
+  // as for a row of one column or the gradient of the sum of the outputs.
+  __device__ __forceinline__ Acc grad_input(Acc g_, Acc xhat_, const Statistics<Acc>& row) const {
+    return fma(xhat_, -g_xhat, g_ - g) * (row.rstd * row.scale);
+  }
+};
+
+// xhat from the output, where the weight is weight + weight_offset. A weight that is too small to divide by gives NaN.
+template <class Acc>
+__device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias, Acc weight_offset, Acc correction) {
+  const Acc divisor = weight + weight_offset;
+  if (abs(divisor) < Acc(kSmallestDivisor)) return std::numeric_limits<Acc>::quiet_NaN();
+  return fast_divide(y - bias, divisor) - correction;
+}
+
+}  // namespace layernorm::cuda
