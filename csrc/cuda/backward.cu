@@ -515,7 +515,8 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
                                             aligned);
   };
   // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
-  // nor on which gradients are wanted.
+  // nor on which gradients are wanted. Rows that are not aligned also need memory for dx, and have a second stage only
+  // if that leaves as many blocks resident.
   constexpr size_t kMaxStaticShared = 12 * 1024;
   const int most_arrays = p.grad_sum.data ? 3 : 2;
   plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory() ? kMaxStages : 1;
@@ -523,15 +524,19 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   config.block = static_cast<unsigned>(threads);
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_chunks) : 1;
-  config.shared_bytes = bytes(most_arrays, plan.stages, true);
-  const int64_t resident =
-      std::max(resident_blocks(config, backward_rows<Types, Tile>) / layout.num_chunks, int64_t{1});
+  const auto resident_rows = [&](size_t shared_bytes) {
+    config.shared_bytes = shared_bytes;
+    return std::max(resident_blocks(config, backward_rows<Types, Tile>) / layout.num_chunks, int64_t{1});
+  };
+  const int64_t resident = resident_rows(std::max(bytes(most_arrays, plan.stages, true), bytes(most_arrays, 1, false)));
   const int arrays = 1 + plan.flags.has(kGradInput | kGradWeight) + plan.flags.has(kGradSum);
-  config.shared_bytes = bytes(arrays, plan.stages, plan.flags.has(kAligned));
+  const bool aligned = plan.flags.has(kAligned);
+  if (!aligned && resident_rows(bytes(arrays, plan.stages, false)) < resident) plan.stages = 1;
+  config.shared_bytes = bytes(arrays, plan.stages, aligned);
 
   plan.set_segments(p, rows_per_block, resident, layout.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
-  config.grid = dim3(static_cast<unsigned>(plan.num_chunks),
-                     static_cast<unsigned>(std::min({plan.num_segments, resident, kMaxGridY})));
+  const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
+  config.grid = dim3(static_cast<unsigned>(plan.num_chunks), static_cast<unsigned>(blocks));
   return result;
 }
 

@@ -6,9 +6,9 @@
 // up to 8 blocks shares a longer row and exchanges the moments. Still longer rows, and those on older GPUs, take two
 // launches, the first of which stores the moments in the workspace.
 //
-// The numerical method is that of the CPU kernels (cpu/forward.cpp): the mean is rounded, the average of x - mean is
-// its error to full precision, and this correction enters the mean, the variance and the output. Each chunk has its own
-// mean; the formula of Chan, Golub and LeVeque merges the moments of chunks.
+// The mean is rounded, the average of x - mean is its error to full precision, and this correction enters the mean, the
+// variance and the output. Each chunk has its own mean; the formula of Chan, Golub and LeVeque merges the moments of
+// chunks.
 //
 // A residual is added when a chunk is loaded, and the chunk in shared memory becomes the sum. If the sum is float and
 // the input has 16 bits, a vector of the input and of the output has 8 bytes.
