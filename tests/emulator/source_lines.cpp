@@ -32,7 +32,7 @@ std::vector<std::string> addr2line(uintptr_t pc) {
   return lines;
 }
 
-// Returns "row.cuh:35 < forward.cu:147": the line of the access, then the lines into which that was inlined.
+// Returns "tile.cuh:35 < forward.cu:147": the line of the access, then the lines into which that was inlined.
 std::string source_lines(uintptr_t pc) {
   static std::map<uintptr_t, std::string> seen;
   std::string& text = seen[pc];
