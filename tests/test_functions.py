@@ -280,7 +280,7 @@ def test_derivatives_of_a_float32_residual(member):
     assert [t.dtype for t in torch.func.jvp(call, (x.detach(), residual.detach()), tangents)[1]] == [BF16, F32]
 
 
-# What autograd saves
+# Saved tensors
 
 
 @family
