@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+RUN_WITH_TORCHVISION = """
+import runpy, sys
+from packages import import_torchvision
+
+import_torchvision()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 NUMBER = r"(\d[\d.e+-]*)"
 # Example -> a pattern of its output, and a condition on the numbers in it.
 PROMISES = {
@@ -45,10 +52,12 @@ PROMISES = {
     ],
 )
 def test_example_keeps_its_promise(name):
+    command = [sys.executable, "-P", EXAMPLES / f"{name}.py"]
     if "transformers" in name:
         pytest.importorskip("transformers")
-    command = [sys.executable, "-P", EXAMPLES / f"{name}.py"]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command[2:2] = ["-c", RUN_WITH_TORCHVISION]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     pattern, holds = PROMISES[name]
     numbers = re.search(pattern, result.stdout)
