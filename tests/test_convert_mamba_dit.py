@@ -23,12 +23,17 @@ DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out
 DIT |= {"sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10}
 
 
+@pytest.fixture(autouse=True)
+def torchvision():
+    """Import torchvision, which transformers and diffusers import."""
+    import_torchvision()
+
+
 class DiT(torch.nn.Module):
     """DiTTransformer2DModel with its image as the result."""
 
     def __init__(self):
         super().__init__()
-        import_torchvision()
         self.model = pytest.importorskip("diffusers").DiTTransformer2DModel(**DIT)
 
     def forward(self, **inputs):
