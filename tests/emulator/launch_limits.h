@@ -6,7 +6,7 @@
 
 namespace layernorm::cuda {
 
-inline int64_t kMaxGridY = 5;  // small, so that few rows take several launches
+inline int64_t kMaxGridY = 5;  // small, so that a block takes several segments
 inline int64_t kMaxWarpVectors = 128, kMaxChunkVectors = 1024, kMaxLargeChunkVectors = 2048;
 inline int64_t kMaxStagedBytes = 96 * 1024;
 
