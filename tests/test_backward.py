@@ -223,6 +223,16 @@ def test_huge_numbers(backend, run, dtypes, magnitude, cols):
     assert_same_bits([r[3] for r in results[:4]], [r[0] for r in ordinary[:4]])
 
 
+@pytest.mark.parametrize("deviation, gradient", [(-60, -80), (-21, -100), (-19, -100), (19, 100), (21, 100), (60, 80)])
+@rows_and_images
+def test_products_outside_the_range(backend, run, deviation, gradient):
+    """The product of a gradient and a deviation from the mean may overflow or underflow, given as powers of two."""
+    for cols in (3, 64, 700):
+        x, dy = (randn((5, cols), F32, backend.device) * 2.0**exponent for exponent in (deviation, gradient))
+        w, b = (randn(cols, F32, backend.device) for _ in range(2))
+        check_backward(run(backend, x, dy, w, b, eps=0.0)[3:], dy, x, w, eps=0.0, context=(cols,))
+
+
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
 @pytest.mark.parametrize("cols", [5, 64, 1000])
 @rows_and_images

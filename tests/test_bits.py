@@ -1,8 +1,8 @@
 """The CPU kernels give the same bits as before, in each instruction set.
 
-RMSNorm's hashes in bits.json are those of commit 2ea0d86. LayerNorm's are those of the change that made forward find
-mean and variance in one loop. A change that alters results on purpose writes them again:
-`python tests/test_bits.py > tests/bits.json`.
+The hashes in bits.json are not those of commit 2ea0d86. Since then, LayerNorm's forward finds mean and variance in one
+loop, and backward multiplies its sums by rstd instead of each element. A change that alters results on purpose writes
+them again: `python tests/test_bits.py > tests/bits.json`.
 """
 
 import functools

@@ -26,30 +26,25 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// Short rows take less time than the work that is done once per row. Their sums are computed for four rows together,
-// those of longer narrow rows for two, so that all sums stay in registers.
-template <class T>
-bool is_short(int64_t cols) {
-  return cols * static_cast<int64_t>(sizeof(T)) <= 512;
-}
+// The number of rows that share the loads of the weight and the loads and stores of the partial sums: four short rows,
+// whose sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly
+// (Intel Xeon with AVX-512); and two very long rows, whose weight and partial sums do not stay in the first-level
+// cache.
 constexpr int kFewRows = 2;
-
-// The number of rows whose second loop shares the loads of the weight and the loads and stores of the partial sums:
-// several for narrow rows, as in forward, and for very long rows, whose weight and partial sums do not stay in the
-// first-level cache. Two streams of 768 floats are read 1.1 times as fast as four (Intel Xeon with AVX-512).
 template <class T>
 int64_t rows_together(int64_t cols) {
-  if (is_short<T>(cols) || (sizeof(T) == 2 && cols <= 1024)) return kRows;
+  if (cols * static_cast<int64_t>(sizeof(T)) <= 2048) return kRows;
   return is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
 }
 
-// The number of rows whose sums are computed before the second loop starts. Short rows have several iterations of the
-// second loop, which then do not wait for each other's coefficients: 16384 rows of 32 take 0.9 of the time.
+// The number of rows whose sums are computed before the second loop starts. Rows of up to 512 bytes have several
+// iterations of the second loop, which then do not wait for each other's coefficients: 16384 rows of 32 take 0.9 of the
+// time.
 constexpr int64_t kMaxBlockRows = 16;
 template <class T>
 int64_t block_rows(int64_t cols) {
-  if (!is_short<T>(cols)) return rows_together<T>(cols);
-  return min(kMaxBlockRows, 2048 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows);
+  const int64_t rows = 2048 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows;
+  return max(rows_together<T>(cols), min(kMaxBlockRows, rows));
 }
 
 // The coefficients of a row for the second loop: with d = x * scale - mean,
@@ -59,7 +54,7 @@ int64_t block_rows(int64_t cols) {
 // g + minus_c2 is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one column.
 template <class Acc>
 struct Coefficients {
-  Acc scale;        // 1; kScale if x - mean might overflow; rstd if d is xhat, computed from the output
+  Acc scale;        // 1; a power of two near rstd; or rstd if d is xhat, computed from the output
   Acc mean;         // times scale
   Acc rstd_scaled;  // rstd / scale
   Acc minus_shift;  // minus the average of xhat before this correction
@@ -85,14 +80,21 @@ struct Backward {
         slots(p),
         padded_cols(cpu::padded_cols(p)),
         weight_offset(p.zero_centered_weight),
+        prefetched(rows_to_prefetch<X>(p.groups * p.rows, p.cols, block_rows<X>(p.cols))),
         partials(static_cast<Acc*>(workspace)),
         coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.areas * padded_cols)) {}
 
   Acc mean(int64_t group, int64_t r) const { return p.mean.data ? *p.mean.row<const Acc>(group, r) : Acc(0); }
   Acc rstd(int64_t group, int64_t r) const { return *p.rstd.row<const Acc>(group, r); }
-  // Special rows need scaling, or have xhat computed from the output. No difference overflows in a row whose standard
-  // deviation is below 2^60, whatever its length.
-  bool is_special(int64_t group, int64_t r) const { return p.from_output || rstd(group, r) < Acc(0x1p-60); }
+  // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
+  // from the output.
+  bool is_special(int64_t group, int64_t r) const {
+    return p.from_output || rstd(group, r) < Acc(0x1p-20) || rstd(group, r) > Acc(0x1p20);
+  }
+  Acc scale(int64_t group, int64_t r) const {
+    if (p.from_output) return rstd(group, r);
+    return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd(group, r), std::numeric_limits<Acc>::min())));
+  }
   Acc* dweight(int64_t area) const { return wants_parameters(p) ? partials + 2 * area * padded_cols : nullptr; }
   Acc* dbias(int64_t area) const { return p.grad_bias.data ? partials + (2 * area + 1) * padded_cols : nullptr; }
 
@@ -101,6 +103,7 @@ struct Backward {
   const Slots slots;
   const int64_t padded_cols;
   const Acc weight_offset;
+  const int64_t prefetched;         // the number of rows ahead, or 0
   Acc* partials;                    // [areas, 2, padded_cols], packs in the order of X
   Coefficients<Acc>* coefficients;  // [groups * rows]
 };
@@ -116,11 +119,11 @@ Pack<Acc> divisor(const Pack<Acc>& weight) {
 
 // d (see Coefficients) for a pack of x. Weight and bias are those of the row's group.
 template <bool special, class B, class Mean, class Lanes>
-Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, const Mean& mean, const typename B::W* weight,
-                                const typename B::W* bias, int64_t j, Lanes lanes) {
+Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc scale, const Mean& mean,
+                                const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
   using X = typename B::X;
   if constexpr (!special) return load<X>(x + j, lanes) - mean;
-  if (!b.p.from_output) return load_row<X, true>(x + j, lanes) - mean;
+  if (!b.p.from_output) return load<X>(x + j, lanes) * scale - mean;
   auto v = load<X>(x + j, lanes);
   if (bias) v = v - load<X>(bias + j, lanes);
   return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
@@ -132,15 +135,16 @@ template <class Threads, int kCount, int kPacks, bool special, bool with_g, clas
 void first_loop(const B& b, int64_t group, int64_t r, Coefficients<typename B::Acc>* c) {
   using X = typename B::X;
   using Acc = typename B::Acc;
-  enum { kXhat, kG, kGXhat, kKinds };
-  const Acc scale = !special ? Acc(1) : b.p.from_output ? b.rstd(group, r) : kScale<Acc>;
+  enum { kD, kG, kGD, kKinds };
+  const Acc scale = special ? b.scale(group, r) : Acc(1);
   const auto* const x = b.p.input.template row<const X>(group, r);
   const auto* const dy = b.p.grad_output.template row<const typename B::T>(group, r);
   const auto* const weight = b.p.weight.template row<const typename B::W>(group, 0);
   const auto* const bias = b.p.bias.template row<const typename B::W>(group, 0);
   const Acc weight_offset = b.weight_offset;
   const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
-  Acc mean[kCount], rstd_scaled[kCount];
+  Acc mean[kCount];
+  PerRow<double, kCount> rstd_scaled;
   for (int k = 0; k < kCount; ++k) {
     mean[k] = b.mean(group, r + k) * scale;
     rstd_scaled[k] = special && b.p.from_output ? Acc(1) : b.rstd(group, r + k) / scale;
@@ -152,13 +156,13 @@ void first_loop(const B& b, int64_t group, int64_t r, Coefficients<typename B::A
       if (with_g) w = load_weight<X>(weight, weight_offset, j, lanes);
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
-        const auto d = deviation<special>(b, x + k * x_stride, mean[k], weight, bias, j, lanes);
-        const auto xhat = zero_outside<kEvenOdd<X>>(d * rstd_scaled[k], lanes);
-        s.values[kXhat][k][pack] = s.values[kXhat][k][pack] + xhat;
+        const auto d = zero_outside<kEvenOdd<X>>(
+            deviation<special>(b, x + k * x_stride, scale, mean[k], weight, bias, j, lanes), lanes);
+        s.values[kD][k][pack] = s.values[kD][k][pack] + d;
         if constexpr (with_g) {
           const auto g = load<X>(dy + k * dy_stride + j, lanes) * w;
           s.values[kG][k][pack] = s.values[kG][k][pack] + g;
-          s.values[kGXhat][k][pack] = fma(g, xhat, s.values[kGXhat][k][pack]);
+          s.values[kGD][k][pack] = fma(g, d, s.values[kGD][k][pack]);
         }
       }
     });
@@ -166,14 +170,14 @@ void first_loop(const B& b, int64_t group, int64_t r, Coefficients<typename B::A
   });
   PerRow<double, kCount> shift = {}, mean_g = {};
   if (!b.p.rms) {
-    shift = b.chunks.template mean<Acc>(sums.values[kXhat]);
+    shift = b.chunks.template mean<Acc>(sums.values[kD]) * rstd_scaled;
     mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
   }
-  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGXhat]) - shift * mean_g;
-  const auto minus_shift = __builtin_convertvector(-shift, PerRow<Acc, kCount>);
-  const auto minus_c1 = __builtin_convertvector(-mean_g_xhat, PerRow<Acc, kCount>);
-  const auto minus_c2 = __builtin_convertvector(-mean_g, PerRow<Acc, kCount>);
-  for (int k = 0; k < kCount; ++k) c[k] = {scale, mean[k], rstd_scaled[k], minus_shift[k], minus_c1[k], minus_c2[k]};
+  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rstd_scaled - shift * mean_g;
+  const auto rounded = [](const PerRow<double, kCount>& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
+  const auto rstd = rounded(rstd_scaled), minus_shift = rounded(-shift);
+  const auto minus_c1 = rounded(-mean_g_xhat), minus_c2 = rounded(-mean_g);
+  for (int k = 0; k < kCount; ++k) c[k] = {scale, mean[k], rstd[k], minus_shift[k], minus_c1[k], minus_c2[k]};
 }
 
 template <class Threads, int kCount, int kPacks, class B>
@@ -229,9 +233,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   Acc* const dbias = b.dbias(area);
   const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
-  const int64_t prefetched = rows_to_prefetch<X>(p.groups * p.rows, p.cols, block_rows<X>(p.cols));
-  const X* const next_x = prefetched ? x + prefetched * x_stride : nullptr;
-  const T* const next_dy = dy + prefetched * dy_stride;
+  const X* const next_x = b.prefetched ? x + b.prefetched * x_stride : nullptr;
+  const T* const next_dy = dy + b.prefetched * dy_stride;
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
@@ -246,10 +249,11 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
     if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
     if (with_dbias && !first) db = read(dbias + j, AllLanes{});
     for (int k = 0; k < kCount; ++k) {
-      const auto v = load<X>(dy + k * dy_stride + j, lanes);
+      auto v = load<X>(dy + k * dy_stride + j, lanes);
+      if constexpr (!kEvenOdd<X>) v = in_register(v);
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
-        const auto d = deviation<special>(b, x + k * x_stride, mean[k], weight, bias, j, lanes);
+        const auto d = deviation<special>(b, x + k * x_stride, c[k].scale, mean[k], weight, bias, j, lanes);
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
@@ -353,7 +357,7 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
     int64_t k = 0;
     if (narrow) {
       if constexpr (B::kTogether) {
-        for (; is_short<X>(cols) && k + kRows <= count; k += kRows)
+        for (; rows_together<X>(cols) == kRows && k + kRows <= count; k += kRows)
           coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
         for (; k + kFewRows <= count; k += kFewRows)
           coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);

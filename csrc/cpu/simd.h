@@ -220,8 +220,9 @@ inline Pack<float> widen(Words pairs) { return {from_bits(pairs << 16), from_bit
 // numbers to zero. A NaN stays NaN unless its lower bits carry into the sign; a NaN that was a bfloat16 has none set.
 inline Words round_to_upper(Vec<float> v) {
   const Words bits = bits_of(v);
-#if defined(__AVX512F__)  // one instruction fewer
-  return (bits & 0x10000u) != 0 ? bits + 0x8000u : bits + 0x7fffu;
+#if defined(__AVX512F__)  // two instructions fewer
+  const __mmask16 is_odd = _mm512_test_epi32_mask(__m512i(bits), __m512i(Words{} + 0x10000u));
+  return Words(_mm512_mask_add_epi32(__m512i(bits + 0x7fffu), is_odd, __m512i(bits), __m512i(Words{} + 0x8000u)));
 #else
   return bits + 0x7fffu + ((bits >> 16) & 1);
 #endif
@@ -324,6 +325,20 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 
 // ---- loads and stores; they access nothing outside the row ----------------------------------------------------------
 
+// Loads v once, even if it is used several times. GCC would use it from memory each time, and the loops of backward are
+// bound by loads: float32 takes 1.1 times as long without this and bfloat16 1.03 times (AMD EPYC with AVX-512).
+template <class V>
+inline V in_register(V v) {
+#if defined(__AVX2__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+template <class Acc>
+inline Pack<Acc> in_register(const Pack<Acc>& p) {
+  return {in_register(p.a), in_register(p.b)};
+}
+
 // All lanes, in memory order.
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
 inline Pack<Acc> read(const Acc* p, AllLanes) {
@@ -345,7 +360,7 @@ inline void write(Half* p, const Pack<float>& pack, AllLanes) {
 inline Words read_words(const BFloat16* p, AllLanes) {
   Words words;
   std::memcpy(&words, p, sizeof(words));
-  return words;
+  return in_register(words);
 }
 inline void write_words(BFloat16* p, Words words, AllLanes) { std::memcpy(p, &words, sizeof(words)); }
 
