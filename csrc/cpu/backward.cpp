@@ -260,7 +260,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, lanes);
-          prefetch_for_write(dx + k * dx_stride + j);
+          if (kCount < kRows) prefetch_for_write(dx + k * dx_stride + j);  // else these lines are near
         }
       }
     }
