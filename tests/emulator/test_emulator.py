@@ -1,4 +1,4 @@
-"""The emulator reports planted faults, accepts their correct counterparts, and computes what CUDA documents."""
+"""The emulator reports planted faults, and nothing about their correct counterparts."""
 
 import re
 import subprocess
