@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from train_digits import MAX_FIRST_EPOCH_DIFFERENCE, Block, Run, load, parse_args, train_in_turn
+from train_digits import MAX_FIRST_EPOCH_DIFFERENCE, Block, Run, load, parse_args, print_comparison, train_in_turn
 
 import layernorm_ext
 
@@ -114,16 +114,15 @@ def main() -> None:
         all_test = *test, *noise_and_times(len(test[0]), args.device)
         test_losses = [run.model.loss(*all_test).item() for run in runs]
     (batch,) = random_batches(*train, 1, args)
-    print(f"{'':24}{'torch':>14}{'layernorm_ext':>16}")
-    rows = {
-        "loss, first step": [f"{run.losses[0]:.4f}" for run in runs],
-        "loss, last epoch": [f"{np.mean(run.losses[-steps_per_epoch:]):.4f}" for run in runs],
-        "test loss": [f"{loss:.4f}" for loss in test_losses],
-        "median time per step": [f"{1e3 * np.median(run.seconds):.2f} ms" for run in runs],
-        "kept for backward": [f"{kept_bytes(run.model, batch) / 2**20:.2f} MiB" for run in runs],
-    }
-    for name, (theirs, ours) in rows.items():
-        print(f"{name:24}{theirs:>14}{ours:>16}")
+    print_comparison(
+        {
+            "loss, first step": [f"{run.losses[0]:.4f}" for run in runs],
+            "loss, last epoch": [f"{np.mean(run.losses[-steps_per_epoch:]):.4f}" for run in runs],
+            "test loss": [f"{loss:.4f}" for loss in test_losses],
+            "median time per step": [f"{1e3 * np.median(run.seconds):.2f} ms" for run in runs],
+            "kept for backward": [f"{kept_bytes(run.model, batch) / 2**20:.2f} MiB" for run in runs],
+        }
+    )
     difference = np.abs(np.subtract(*(run.losses for run in runs)))
     largest = difference[:steps_per_epoch].max()
     print(f"losses differ by {largest:.1e} at most in the first epoch, {difference.max():.1e} in all")
