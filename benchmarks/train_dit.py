@@ -11,16 +11,16 @@ The script fails if the losses of the models differ by more than 0.00001 at any 
 does not fall below half of that of the untrained model.
 """
 
-import argparse
 import math
 import sys
-import time
+from argparse import Namespace
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from train_digits import MAX_FIRST_EPOCH_DIFFERENCE, Block, load
+from train_digits import MAX_FIRST_EPOCH_DIFFERENCE, Block, Run, load, parse_args, print_comparison, train_in_turn
 
 import layernorm_ext
 
@@ -58,7 +58,7 @@ class DiffusionTransformer(nn.Module):
         super().__init__()
         self.embed, self.position = nn.Linear(4, width), nn.Parameter(0.5 * torch.randn(16, width))
         self.label, self.time = nn.Embedding(10, width), nn.Linear(width, width)
-        self.frequencies = torch.exp(torch.linspace(0, math.log(100), width // 2))
+        self.register_buffer("frequencies", torch.exp(torch.linspace(0, math.log(100), width // 2)))
         self.blocks = nn.ModuleList(DiTBlock(width, heads, norm) for _ in range(depth))
         self.norm, self.modulation, self.head = norm(width), nn.Linear(width, 2 * width), nn.Linear(width, 4)
 
@@ -74,69 +74,62 @@ class DiffusionTransformer(nn.Module):
         velocity = self.head(self.norm(x, scale, shift)).transpose(1, 2).unflatten(2, (4, 4))
         return F.pixel_shuffle(velocity, 2).squeeze(1)
 
+    def loss(self, images: Tensor, labels: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        at = times.view(-1, 1, 1)
+        return F.mse_loss(self(noise + at * (images - noise), times, labels), images - noise)
 
-def loss_of(model: nn.Module, images: Tensor, labels: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-    at = times.view(-1, 1, 1)
-    return F.mse_loss(model(noise + at * (images - noise), times, labels), images - noise)
+
+def noise_and_times(count: int, device: str) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 8, 8).to(device), torch.rand(count).to(device)
 
 
-def kept_bytes(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
+def random_batches(images: Tensor, labels: Tensor, steps: int, args: Namespace) -> Iterator[tuple[Tensor, ...]]:
+    for _ in range(steps):
+        chosen = torch.randint(len(images), (args.batch_size,))
+        yield images[chosen], labels[chosen], *noise_and_times(args.batch_size, args.device)
+
+
+def kept_bytes(model: DiffusionTransformer, batch: tuple[Tensor, ...]) -> int:
     """Return the size of the tensors that forward keeps for backward."""
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
-        loss = loss_of(model, *batch)  # alive, so that no address is used twice
+        loss = model.loss(*batch)  # alive, so that no address is used twice
     del loss
     return sum(kept.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
-    args = parser.parse_args()
-    (images, labels), (test_images, test_labels) = load("cpu")
-
-    models, optimizers = [], []
+    args = parse_args(__doc__)
+    train, test = load(args.device)
+    steps_per_epoch = len(train[0]) // args.batch_size
+    runs = []
     for norm in (TorchAdaLayerNorm, layernorm_ext.AdaLayerNorm):
-        torch.manual_seed(args.seed)
-        models.append(DiffusionTransformer(norm))
-        optimizers.append(torch.optim.AdamW(models[-1].parameters(), 1e-3))
-    losses, seconds = ([[], []] for _ in range(2))
-    steps_per_epoch = len(images) // args.batch_size
-    for step in range(args.epochs * steps_per_epoch):
-        chosen = torch.randint(len(images), (args.batch_size,))
-        batch = images[chosen], labels[chosen], torch.randn(args.batch_size, 8, 8), torch.rand(args.batch_size)
-        # The order alternates, because the second model finds the batch in the caches.
-        for i in (0, 1) if step % 2 else (1, 0):
-            start = time.perf_counter()
-            optimizers[i].zero_grad()
-            loss = loss_of(models[i], *batch)
-            loss.backward()
-            optimizers[i].step()
-            seconds[i].append(time.perf_counter() - start)
-            losses[i].append(loss.item())
+        torch.manual_seed(args.seed)  # the same initial parameters
+        model = DiffusionTransformer(norm).to(args.device)
+        runs.append(Run(model, torch.optim.AdamW(model.parameters(), 1e-3)))
+    steps = args.epochs * steps_per_epoch
+    train_in_turn(*runs, random_batches(*train, steps, args), steps)
 
-    test = test_images, test_labels, torch.randn_like(test_images), torch.rand(len(test_images))
     with torch.no_grad():
-        test_losses = [loss_of(model, *test).item() for model in models]
-    difference = np.abs(np.subtract(*losses))
-    print(f"{'':24}{'torch':>14}{'layernorm_ext':>16}")
-    rows = {
-        "loss, first step": [f"{curve[0]:.4f}" for curve in losses],
-        "loss, last epoch": [f"{np.mean(curve[-steps_per_epoch:]):.4f}" for curve in losses],
-        "test loss": [f"{loss:.4f}" for loss in test_losses],
-        "median time per step": [f"{1e3 * np.median(times):.2f} ms" for times in seconds],
-        "kept for backward": [f"{kept_bytes(model, batch) / 2**20:.2f} MiB" for model in models],
-    }
-    for name, (theirs, ours) in rows.items():
-        print(f"{name:24}{theirs:>14}{ours:>16}")
+        all_test = *test, *noise_and_times(len(test[0]), args.device)
+        test_losses = [run.model.loss(*all_test).item() for run in runs]
+    (batch,) = random_batches(*train, 1, args)
+    print_comparison(
+        {
+            "loss, first step": [f"{run.losses[0]:.4f}" for run in runs],
+            "loss, last epoch": [f"{np.mean(run.losses[-steps_per_epoch:]):.4f}" for run in runs],
+            "test loss": [f"{loss:.4f}" for loss in test_losses],
+            "median time per step": [f"{1e3 * np.median(run.seconds):.2f} ms" for run in runs],
+            "kept for backward": [f"{kept_bytes(run.model, batch) / 2**20:.2f} MiB" for run in runs],
+        }
+    )
+    difference = np.abs(np.subtract(*(run.losses for run in runs)))
     largest = difference[:steps_per_epoch].max()
     print(f"losses differ by {largest:.1e} at most in the first epoch, {difference.max():.1e} in all")
-    print(f"time, ours / torch: {np.median(np.divide(seconds[1], seconds[0])):.3f} (median of all steps)")
+    print(f"time, ours / torch: {np.median(np.divide(runs[1].seconds, runs[0].seconds)):.3f} (median of all steps)")
     if not largest <= MAX_FIRST_EPOCH_DIFFERENCE:
         sys.exit(f"FAILED: the losses differ by more than {MAX_FIRST_EPOCH_DIFFERENCE:.0e} within the first epoch")
-    if not max(test_losses) < losses[0][0] / 2:
+    if not max(test_losses) < runs[0].losses[0] / 2:
         sys.exit("FAILED: a model has not learned to predict the velocity")
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import hypothesis
 import pytest
 import torch
 
@@ -118,9 +117,3 @@ def pytest_report_header():
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes or seconds; skipped for further instruction sets")
     config.addinivalue_line("markers", "integration: needs the extra test-all; runs with -m integration")
-
-
-# "quick" always draws the same examples, so that a failure is due to the change under test. HYPOTHESIS_PROFILE=thorough
-# searches for hours.
-hypothesis.settings.register_profile("quick", max_examples=100, deadline=None, database=None, derandomize=True)
-hypothesis.settings.register_profile("thorough", max_examples=100_000, deadline=None, database=None)

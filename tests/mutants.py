@@ -4,9 +4,8 @@
     python tests/mutants.py cpu [--number all]                # the CPU kernels and the host code, by the fast tests
 
 All mutants of a sample are compiled into one copy of the repository, in build/mutants: `a < b` becomes
-`(MUTANT(7) ? (a >= b) : (a < b))`, and a file that the library maps into its memory selects a mutant. The tests first
-run without a mutant, which shows how long each test takes and which mutants it reaches. Then each mutant runs the tests
-that reach it, quick ones first, until one fails or they have taken --seconds.
+`(MUTANT(7) ? (a >= b) : (a < b))`, and an environment variable selects a mutant. The tests run once without a mutant,
+which shows how long they take, and then for each mutant until one fails.
 
 A change that leaves the results the same cannot be noticed. Changes of the kinds that often do so are not made: a
 number grows by one only as an operand of arithmetic, `<` becomes `>=` and not `<=`, and no operand of `&&` or `||` is
@@ -21,11 +20,7 @@ Needs the packages tree-sitter and tree-sitter-cpp, and the installed package wi
 
 import argparse
 import collections
-import contextlib
 import dataclasses
-import itertools
-import json
-import mmap
 import os
 import pathlib
 import random
@@ -34,14 +29,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
-import pytest
 import tree_sitter
 import tree_sitter_cpp
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
-LIMIT = 10_000  # above the number of mutants
 
 # For each target: the files to change, the arguments of pytest, and the share of mutants that must be noticed.
 TARGETS = {
@@ -176,27 +170,15 @@ def population(target):
 
 # ---- compiling the mutants -------------------------------------------------------------------------------------------
 
-RUNTIME = f"""\
+RUNTIME = """\
 #pragma once
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <cstdlib>
 #pragma GCC diagnostic ignored "-Wnarrowing"  // a number that a mutant may change is no constant
-namespace {{
-// The number of the selected mutant, and whether each mutant from 1 on was reached.
-int* map_mutants() {{
-  static int none[{LIMIT}];
-  const char* file = std::getenv("LAYERNORM_MUTANTS");
-  if (!file) return none;
-  return static_cast<int*>(mmap(nullptr, sizeof none, PROT_READ | PROT_WRITE, MAP_SHARED, open(file, O_RDWR), 0));
-}}
-int* const mutants = map_mutants();
+static const int selected_mutant = std::getenv("LAYERNORM_MUTANT") ? std::atoi(std::getenv("LAYERNORM_MUTANT")) : 0;
 // The emulator, which checks all accesses to memory, must not see these.
-__attribute__((no_sanitize("thread", "undefined"))) inline bool MUTANT(int id) {{
-  if (!mutants[id]) mutants[id] = 1;
-  return mutants[0] == id;
-}}
-}}  // namespace
+__attribute__((no_sanitize("thread", "undefined"))) static inline bool MUTANT(int number) {
+  return number == selected_mutant;
+}
 """
 ERROR = re.compile(r"(\S+?):(\d+):\d+: error")
 
@@ -257,101 +239,20 @@ def build(target, sample, tree):
 # ---- running the tests -----------------------------------------------------------------------------------------------
 
 
-class Runner:
-    """A plugin of pytest: runs the tests without a mutant, then on each mutant, always in a new child process."""
-
-    def __init__(self, sample, seconds):
-        self.sample, self.seconds, self.survivors = sample, seconds, []
-        self.log = pathlib.Path("tests.log").resolve()
-        control = os.open(os.environ["LAYERNORM_MUTANTS"], os.O_RDWR)
-        self.memory = memoryview(mmap.mmap(control, 4 * LIMIT)).cast("i")
-
-    def pytest_runtestloop(self, session):
-        tests = {item.nodeid: item for item in session.items}
-        results = self.run(tests.values(), 0, {})
-        usual = {test: result for test, result in results.items() if result["outcome"] == "passed"}
-        seconds = {test: result["seconds"] for test, result in usual.items()}
-        print(f"{len(usual)} tests pass without a mutant, in {sum(seconds.values()):.0f} s", flush=True)
-        print([test for test in results if results[test]["outcome"] == "failed"], "fail and are left out", flush=True)
-        for number, mutant in self.sample.items():
-            of_mutant = in_order({test: seconds[test] for test in usual if number in usual[test]["reached"]})
-            until = dict(zip(of_mutant, itertools.accumulate(map(seconds.get, of_mutant)), strict=True))
-            of_mutant = [test for test in of_mutant if until[test] - seconds[test] < self.seconds]
-            limits = {test: int(60 + 10 * seconds[test]) for test in of_mutant}
-            results = self.run([tests[test] for test in of_mutant], number, limits)
-            last = list(results.values())[-1:]
-            if not last or last[0]["outcome"] == "passed":
-                self.survivors.append(mutant)
-                print(f"{mutant}: SURVIVES {len(results)} of {len(until)} tests", flush=True)
-            else:
-                print(f"{mutant}: noticed by {last[0]['test']}", flush=True)
-        return True
-
-    def run(self, items, number, limits):
-        """Run tests on a mutant until one fails; on none (0), run all. Return {test: result}."""
-        self.log.write_text("")
-        self.memory[:] = memoryview(bytes(4 * LIMIT)).cast("i")
-        self.memory[0] = number
-        child = os.fork()
-        if not child:
-            self.run_in_child(items, number, limits)
-        try:
-            os.waitpid(child, 0)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # and what the tests have started
-        results = {}
-        for line in map(json.loads, self.log.read_text().splitlines()):
-            if results.get(line["test"], {}).get("outcome") != "failed":
-                results[line["test"]] = line
-        return results
-
-    def run_in_child(self, items, number, limits):
-        os.setpgid(0, 0)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1), os.dup2(null, 2)
-        os.environ["PYTEST_ADDOPTS"] = "-x"  # for tests that run other tests
-        self.stops = number > 0
-        try:
-            for item, following in itertools.pairwise([*items, None]):
-                self.write(test=item.nodeid, outcome="started")
-                signal.alarm(limits.get(item.nodeid, 0))  # kills the process
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        finally:
-            os._exit(0)
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.failed:
-            reached = [number for number in range(1, LIMIT) if self.memory[number]]
-            self.memory[1:] = memoryview(bytes(4 * LIMIT - 4)).cast("i")
-            self.write(test=report.nodeid, outcome=report.outcome, seconds=report.duration, reached=reached)
-            if report.failed and self.stops:
-                os._exit(1)
-
-    def write(self, **line):
-        with self.log.open("a") as log:
-            print(json.dumps(line), file=log)
-
-
-def in_order(seconds):
-    """Order tests: quick ones first, and a function's first case before its other cases, which rarely notice more."""
-    cases, weights = collections.Counter(), {}
-    for test in sorted(seconds, key=seconds.get):
-        cases[test.partition("[")[0]] += 1
-        weights[test] = seconds[test] * cases[test.partition("[")[0]]
-    return sorted(weights, key=weights.get)
-
-
-def run_tests(arguments, seconds, goal):
-    """Run the tests of the current folder, a built copy of the repository; called in a process of its own."""
-    sample = json.loads(pathlib.Path("sample.json").read_text())
-    runner = Runner({int(number): Mutant(**mutant) for number, mutant in sample.items()}, seconds)
-    pytest.main(["-q", "-s", "-pno:cacheprovider", "-pno:faulthandler", *arguments], [runner])
-    noticed = len(sample) - len(runner.survivors)
-    print(f"\n{noticed} of {len(sample)} mutants are noticed ({noticed / len(sample):.1%})")
-    for mutant in runner.survivors:
-        print(f"survives: {mutant}")
-    raise SystemExit(noticed < goal * len(sample))
+def run_tests(tree, arguments, number=0, timeout=None):
+    """Run the tests of a built copy on a mutant, or on none (0). Return whether all pass, and the output."""
+    environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'tests'}", "LAYERNORM_MUTANT": str(number)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *arguments]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, cwd=tree, env=environment, **options)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return False, "timeout"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # and the workers
+    return process.returncode == 0, output
 
 
 def main():
@@ -359,22 +260,32 @@ def main():
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--number", default="120", help="of mutants; `all` for every one (default: 120)")
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="of the random sample")
-    parser.add_argument("--seconds", type=int, default=300, help="of tests for a mutant, about (default: 300)")
     parser.add_argument("--tests", nargs="*", help="arguments of pytest, in place of the target's tests")
     options = parser.parse_args()
 
     _, arguments, goal = TARGETS[options.target]
+    arguments = options.tests or arguments
     mutants = population(options.target)
     number = len(mutants) if options.number == "all" else int(options.number)
     print(f"{number} of {len(mutants)} mutants of the target {options.target}, --seed {options.seed}", flush=True)
     sample = dict(enumerate(random.Random(options.seed).sample(mutants, number), 1))
     tree = ROOT / "build" / "mutants" / options.target
     sample = build(options.target, sample, tree)
-    (tree / "sample.json").write_text(json.dumps({n: dataclasses.asdict(mutant) for n, mutant in sample.items()}))
-    (tree / "control").write_bytes(bytes(4 * LIMIT))
-    call = f"import mutants; mutants.run_tests({options.tests or arguments}, {options.seconds}, {goal})"
-    environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'tests'}", "LAYERNORM_MUTANTS": str(tree / "control")}
-    sys.exit(subprocess.run([sys.executable, "-c", call], cwd=tree, env=environment).returncode)
+
+    start = time.monotonic()
+    failing = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run_tests(tree, arguments)[1], re.M)
+    seconds = time.monotonic() - start
+    print(f"{seconds:.0f} s without a mutant; left out because they fail: {failing}", flush=True)
+    arguments = ["-x", *arguments, *(f"--deselect={test}" for test in failing)]
+    survivors = []
+    for number, mutant in sample.items():
+        survives, _ = run_tests(tree, arguments, number, 60 + 2 * seconds)
+        survivors += [mutant] * survives
+        print(f"{mutant}: {'SURVIVES' if survives else 'noticed'}", flush=True)
+    noticed = len(sample) - len(survivors)
+    print(f"\n{noticed} of {len(sample)} mutants are noticed ({noticed / len(sample):.1%})")
+    print(*(f"survives: {mutant}" for mutant in survivors), sep="\n")
+    sys.exit(noticed < goal * len(sample))
 
 
 if __name__ == "__main__":

@@ -197,12 +197,12 @@ def assert_same_bits(results, expected, *context):
 
 
 def amid_nans(tensor, gap=3, offset=1):
-    """Return a view of a buffer of NaN, with `gap` NaNs after each row and at least 70 on both sides.
+    """Return a view of a buffer of NaN, with `gap` NaNs after each row and at least 80 on both sides.
 
     Elements that a kernel reads outside a row make its results NaN. The view is aligned to its element size only.
     """
     *batch, cols = tensor.shape
-    rows, margin = math.prod(batch), 70 + offset  # more than two packs
+    rows, margin = math.prod(batch), 80 + offset  # more than two packs
     buffer = torch.full((2 * margin + rows * (cols + gap),), torch.nan, dtype=tensor.dtype, device=tensor.device)
     return buffer.as_strided((rows, cols), (cols + gap, 1), margin).view(tensor.shape).copy_(tensor)
 

@@ -17,11 +17,12 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, cases, compare, contenders, models, timing  # noqa: E402
+from benchmarks import accuracy, cases, compare, compiled, contenders, models, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 TINY = ["4x64", "--dtypes", "fp32"]
 ALL = "ours,torch,torch.compile"
+COMPILED = ["residual, norm, modulate", "pre-norm transformer block"]
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,15 @@ def test_adaln_compares_results_and_times(run):
     names = ("ours", "torch", "torch.compile", "shared")
     assert [(r["pass"], r["contender"]) for r in records] == list(product(("forward", "backward"), names))
     assert all(r["status"] == "ok" and r["us"] > 0 and r["batch"] == 16 for r in records)
+
+
+def test_compile_checks_every_contender(run, monkeypatch):
+    monkeypatch.setattr(compiled, "ROWS", 4)
+    monkeypatch.setattr(compiled, "BLOCKS", {name: compiled.BLOCKS[name] for name in COMPILED})
+    _, records = run("compile", "--dtypes", "fp32", *QUICK)
+    found = [(r["block"], r["pass"], r["contender"]) for r in records]
+    assert found == list(product(COMPILED, ("forward", "training"), ("kernel", "aten", "torch")))
+    assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
 
 
 def test_all_runs_every_benchmark_but_compare(run, monkeypatch):

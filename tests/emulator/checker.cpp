@@ -253,19 +253,51 @@ void check_access(const void* address, size_t bytes, Access access, const void* 
   if (checking && current) check(reinterpret_cast<uintptr_t>(address), bytes, access, pc);
 }
 
-void begin_transfer(const Transfer& transfer) {
-  if (!checking) return;
-  if (transfer.from) check_access(transfer.from, transfer.bytes, Access::kRead, transfer.pc);
-  check(reinterpret_cast<uintptr_t>(transfer.to), transfer.bytes, Access::kWrite, transfer.pc, &transfer);
-}
-void end_transfer(const Transfer& transfer) {
-  if (!checking) return;
+// ---- asynchronous copies --------------------------------------------------------------------------------------------
+
+namespace {
+
+bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
+
+void finish(const Transfer& transfer) {
   const auto a = reinterpret_cast<uintptr_t>(transfer.to);
-  Region& region = *find_region(a);
-  const Moment by = now();
-  for (size_t u = (a - region.begin) / kUnit; u <= (a + transfer.bytes - 1 - region.begin) / kUnit; ++u) {
-    region.units[u].in_flight = nullptr;
-    region.units[u].write = {by, transfer.pc, region.serial};
+  if (checking) {
+    Region& region = *find_region(a);
+    const Moment by = now();
+    for (size_t u = (a - region.begin) / kUnit; u <= (a + transfer.bytes - 1 - region.begin) / kUnit; ++u) {
+      region.units[u].in_flight = nullptr;
+      region.units[u].write = {by, transfer.pc, region.serial};
+    }
+  }
+  if (transfer.from) {
+    std::memcpy(transfer.to, transfer.from, transfer.bytes);
+  } else {
+    std::memset(transfer.to, 0, transfer.bytes);
+  }
+}
+
+}  // namespace
+
+void async_copy(void* to, const void* from, size_t bytes) {
+  const void* pc = __builtin_return_address(0);
+  require(in_shared(*current->block, to), "an asynchronous copy to an address outside the block's shared memory", pc);
+  require(aligned(to, bytes) && aligned(from, bytes), "a misaligned asynchronous copy", pc);
+  const Transfer transfer{to, from, bytes, pc};
+  if (from) check_access(from, bytes, Access::kRead, pc);
+  if (checking) check(reinterpret_cast<uintptr_t>(to), bytes, Access::kWrite, pc, &transfer);
+  std::memset(to, 0xff, bytes);
+  current->open_copies.push_back(transfer);
+}
+
+void async_commit() {
+  current->copy_groups.push_back(std::move(current->open_copies));
+  current->open_copies.clear();
+}
+
+void async_wait(int groups_left) {
+  auto& groups = current->copy_groups;
+  for (; groups.size() > static_cast<size_t>(groups_left); groups.pop_front()) {
+    for (const Transfer& transfer : groups.front()) finish(transfer);
   }
 }
 

@@ -64,7 +64,6 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place =
 using std::abs, std::fma, std::hypot, std::sqrt;
 // The error of 2^-13 exceeds what CUDA allows, so that tests notice code that does not refine the result.
 inline float rsqrtf(float x) { return (1 + 0x1p-13f) / std::sqrt(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }

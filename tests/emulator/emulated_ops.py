@@ -1,18 +1,11 @@
-"""The operators with the CUDA kernels on the CPU, for tests.
-
-If the installed package was built with CUDA, each launch is checked against the registers that nvcc gave its kernel.
-"""
+"""The operators with the CUDA kernels on the CPU, for tests."""
 
 import contextlib
 import ctypes
 import functools
-import os
 
-import cuda_binary
 import emulated_build
 import torch
-
-from layernorm_ext import _build_info
 
 ORDERS = ("forward", "reverse", "random")
 UNLIMITED = 2**63 - 1
@@ -30,16 +23,6 @@ class Library:
         self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
         self._launched = emulator.emulator_launched
         self._launched.restype = ctypes.c_char_p
-        self._set_resources = emulator.emulator_resources
-        self._set_resources.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
-        if _build_info.with_cuda:
-            for architecture, kernels in cuda_binary.kernels().items():
-                for kernel in kernels.values():
-                    self.set_resources(architecture, kernel.name, kernel.registers, kernel.static_shared)
-
-    def set_resources(self, architecture, kernel, registers, static_shared):
-        """Set the registers per thread and the static shared memory per block of a kernel."""
-        self._set_resources(architecture, kernel.encode(), registers, static_shared)
 
     @contextlib.contextmanager
     def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
@@ -62,5 +45,5 @@ class Library:
 
 @functools.cache
 def library(mode):
-    """Return this process's library for a mode; test_coverage.py overrides the mode by LAYERNORM_EMULATED_MODE."""
-    return Library(mode=getattr(emulated_build, os.environ.get("LAYERNORM_EMULATED_MODE", ""), mode))
+    """Return this process's library for a mode."""
+    return Library(mode)

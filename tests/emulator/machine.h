@@ -1,4 +1,4 @@
-// The emulated machine: what the scheduler, the asynchronous copies and the checker share.
+// The emulated machine: what the scheduler and the checker share.
 #pragma once
 
 #include <cstddef>
@@ -144,9 +144,6 @@ void checker_end_launch();
 Moment now();  // of the current thread
 enum class Access { kRead, kWrite };
 void check_access(const void* address, size_t bytes, Access access, const void* pc);
-// No thread may access the target of a transfer between the two.
-void begin_transfer(const Transfer& transfer);
-void end_transfer(const Transfer& transfer);
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name);
 void remove_shared_memory(Block& block);
 void check_block_may_return(Block& block);  // its last thread returns

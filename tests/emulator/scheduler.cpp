@@ -5,7 +5,6 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -306,34 +305,21 @@ const gpu_models::Gpu& gpu() {
   return gpu_models::find([](const auto& model) { return model.architecture == current_options.architecture; });
 }
 
-// By architecture and name, as reported by emulator_resources().
-std::map<int, std::map<std::string, gpu_models::Kernel>> known_kernels;
-
-// Returns the resources of the kernel's newest code that the emulated GPU can run; zeros if unknown.
-gpu_models::Kernel find_kernel(const std::string& name) {
-  const auto next = known_kernels.upper_bound(current_options.architecture);
-  if (next == known_kernels.begin()) return {};
-  const auto& kernels = std::prev(next)->second;
-  const auto kernel = kernels.find(name);
-  return kernel == kernels.end() ? gpu_models::Kernel() : kernel->second;
-}
-
-// Returns why the GPU would refuse a launch, or an empty string.
-std::string refusal(const Launch& l, gpu_models::Kernel kernel) {
-  kernel.architecture = current_options.architecture;
+// Returns why the GPU would refuse a launch, or an empty string. The launch audit also checks the registers.
+std::string refusal(const Launch& l, size_t static_bytes) {
+  const gpu_models::Kernel kernel{0, static_cast<int>(static_bytes), current_options.architecture};
   const gpu_models::Launch launch = {{l.grid.x, l.grid.y, l.grid.z},
                                      static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z,
                                      l.shared_bytes,
                                      l.cluster,
                                      l.overlaps_previous && current_options.architecture >= 90};
   // csrc/cuda/device.h opts in to all of the device's shared memory.
-  const int allowed = gpu().shared_bytes_of_block - kernel.static_shared;
-  return gpu_models::refusal(gpu(), kernel, launch, static_cast<uint64_t>(allowed));
+  return gpu_models::refusal(gpu(), kernel, launch, max_shared_memory() - static_bytes);
 }
 
 // A static array becomes known when a thread reaches its declaration.
 void check_shared_memory() {
-  const std::string why = refusal(running->launch, {0, static_cast<int>(running->static_bytes), 0});
+  const std::string why = refusal(running->launch, running->static_bytes);
   if (!why.empty()) fail(why);
 }
 
@@ -431,7 +417,7 @@ void run(const Launch& launch, const void* kernel, void (*body)(void*), void* cl
   std::lock_guard lock(one_launch_at_a_time);
   ++launched[{kernel, launch.cluster}];
   try {
-    const std::string why = refusal(launch, find_kernel(known_kernels.empty() ? "" : kernel_name(kernel)));
+    const std::string why = refusal(launch, 0);
     if (!why.empty()) throw Fault(why);
     run_checked(launch, body, closure);
   } catch (const Fault& fault) {
@@ -539,11 +525,6 @@ extern "C" {
 void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture, int64_t path_limit) {
   emulator::options() = {static_cast<emulator::Order>(order), seed, concurrent_blocks, architecture};
   layernorm::cuda::lower_launch_limits(path_limit);
-}
-
-// Sets the registers and static shared memory that nvcc gives a kernel's code for an architecture.
-void emulator_resources(int architecture, const char* kernel, int registers, int static_shared) {
-  emulator::known_kernels[architecture][kernel] = {registers, static_shared, architecture};
 }
 
 // Returns the launches since the last call: kernel, cluster size and number, separated by tabs.

@@ -8,8 +8,8 @@ import emulated_build
 import emulated_ops
 import pytest
 from reference import DTYPES, DTYPES_16_BIT
-from shapes import randn
-from test_kernels import arguments, images, run, run_grouped, run_images
+from shapes import randn, run, run_images
+from test_kernels import arguments, images, run_pixels
 
 from layernorm_ext import _build_info
 
@@ -58,7 +58,7 @@ def test_emulated_calls_reach_every_kernel(kernels):
         x, dy = (randn((1, 2, cols), dtypes[0]) for _ in range(2))  # images of one pixel are rows
         w, b = (randn(cols, dtypes[1]) for _ in range(2))
         with library.schedule(architecture=architecture):
-            for is_image in (False, True):
-                run_grouped(library, x, dy, w, b, residual=x.float(), images=is_image)
+            for run_layout in (run, run_pixels):
+                run_layout(library, x, dy, w, b, residual=x.float())
     assert {name for name, _ in library.launched()} == {kernel.name for kernel in kernels}
     assert len(kernels) <= 120

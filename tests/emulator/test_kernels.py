@@ -13,22 +13,28 @@ import pytest
 import torch
 from reference import (
     BF16,
-    F16,
+    DTYPES,
+    DTYPES_16_BIT,
     F32,
     F64,
-    GRADIENT,
-    Forward,
-    assert_within,
     check_backward,
     check_forward,
     dtypes_id,
-    exact,
-    factor,
-    output_bound,
-    rounding,
     xhat_error_from_output,
 )
-from shapes import ALL, MASKS, all_dtypes, as_rows, assert_same_bits, check, check_images, randn, run
+from shapes import (
+    ALL,
+    MASKS,
+    all_dtypes,
+    amid_nans,
+    assert_same_bits,
+    broadcast_rows,
+    check,
+    check_images,
+    randn,
+    run,
+    run_images,
+)
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
@@ -43,18 +49,11 @@ def library():
     return emulated_ops.library(emulated_build.CHECKED)
 
 
-def run_images(library, x, dy, weight=None, bias=None, eps=1e-5, mask=ALL):
-    """Return the results of `run` for images [N, C, *]."""
-    x, dy, shape = x.movedim(1, -1), dy.movedim(1, -1), x.shape[1:2]
-    rows = library.ops.forward(x, shape, weight, bias, eps, preserve_layout=True)
-    grad_input, *gradients = library.ops.backward(dy, x, shape, *rows[1:], weight, bias, mask, preserve_layout=True)
-    return [*(t if t is None else t.movedim(-1, 1) for t in (*rows, grad_input)), *gradients]
-
-
-def run_pixels(library, x, dy, *args, **options):
-    """Return the results of `run` for rows, each of which becomes a pixel of one image."""
-    results = run_images(library, x.t()[None].contiguous(), dy.t()[None].contiguous(), *args, **options)
-    return [*map(as_rows, results[:4]), *results[4:]]
+def run_pixels(library, x, dy, weight=None, bias=None, *, residual=None, grad_sum=None, **options):
+    """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
+    images = [t if t is None else t.mT.contiguous().mT for t in (x, dy, residual, grad_sum)]
+    options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
+    return [t if t is None else t.contiguous() for t in run(library, *images[:2], weight, bias, **options)]
 
 
 # Options of library.schedule() that choose the kernels for rows of any length.
@@ -82,13 +81,6 @@ def images(shape, dtypes):
 def arguments(rows, cols, dtypes):
     """Return input, grad_output, weight and bias of rows."""
     return images((rows, cols), dtypes)
-
-
-def moved(tensor, gap, offset):
-    """Return the values in a buffer of NaN, with `gap` elements after each row and `offset` before the first."""
-    *batch, cols = tensor.shape
-    buffer = torch.full((tensor[..., 0].numel() * (cols + gap) + offset,), torch.nan, dtype=tensor.dtype)
-    return buffer[offset:].view(*batch, cols + gap)[..., :cols].copy_(tensor)
 
 
 def block_columns(dtype, vectors=130):
@@ -130,7 +122,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
         expected = None
         for schedule, place in zip(SCHEDULES, places, strict=True):
             with library.schedule(*schedule, path_limit=path_limit):
-                results = run_images(library, moved(x, *place), moved(dy, *place), w, b)
+                results = run_images(library, amid_nans(x, *place), amid_nans(dy, *place), w, b)
             expected = expected or results
             check_images(results, x, dy, w, b, context=(shape, schedule))
             assert_same_bits(results[:4], expected[:4], shape, schedule)
@@ -246,69 +238,82 @@ def test_absent_parameters_and_masks(library, dtypes, run, path):
             check(results, x, dy, weight, bias)
 
 
+# Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
+RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
+
+
+@rows_and_pixels
+@pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
+def test_residuals_match_float64(library, dtypes, run, path):
+    """One row of the sum overflows."""
+    for batch, cols in (((1, 7), 5), ((3, 2), 40), ((2, 3), block_columns(dtypes[0]))):
+        x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
+        residual, grad_sum = (randn(x.shape, dtypes[2]) for _ in range(2))
+        residual[0, 0] *= torch.finfo(dtypes[2]).max / 16
+        w, b = (randn((batch[0], 1, cols), dtypes[1]) for _ in range(2))
+        every_case = itertools.product((False, True), ((w, b), (None, None), (w[0, 0], b[0, 0])), (grad_sum, None))
+        for rms, (weight, bias), of_sum in every_case:
+            options = {"rms": rms, "zero_centered_weight": weight is w}
+            with library.schedule("random", cols, 2, **path):
+                output, total, *others = run(
+                    library, x, dy, weight, bias, residual=residual, grad_sum=of_sum, **options
+                )
+            assert_same_bits([total], [x.to(dtypes[2]) + residual])
+            options |= {"grad_sum": of_sum, "dtype": dtypes[0], "context": (batch, cols)}
+            check((output, *others), total, dy, weight, bias, **options)
+
+
 @paths
 @all_dtypes
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_variants_match_float64(library, dtypes, path, rms):
-    """Residuals, also in place, zero-centred weights, and backward from the output; one row of the sum overflows."""
-    for cols, zero_centred in itertools.product((5, block_columns(dtypes[0])), (False, True)):
-        options = {"rms": rms, "zero_centered_weight": zero_centred}
-        x, dy, w, b = arguments(7, cols, dtypes)
-        w = torch.where(w.abs() < 0.1, 0.5, w)
-        residual, grad_sum = randn(x.shape, dtypes[0]), randn(x.shape, dtypes[0])
+def test_in_place_addition_has_the_same_bits(library, dtypes, path, rms):
+    """Also in a row that is read again after the sum has overflowed."""
+    for cols in (5, block_columns(dtypes[0])):
+        x, residual, w, b = arguments(7, cols, dtypes)
         residual[1] *= torch.finfo(dtypes[0]).max / 16
-        sums = x + residual
         with library.schedule("random", cols, 2, **path):
-            for weight, bias in ((w, b), (None, None)):
-                output, total, mean, rstd = library.ops.forward.residual(x, residual, (cols,), weight, bias, **options)
-                check_forward((output, mean, rstd), sums, weight, bias, context=(cols,), **options)
-                gradients = library.ops.backward(
-                    dy, total, (cols,), mean, rstd, weight, bias, ALL, grad_sum=grad_sum, **options
-                )
-                check_backward(gradients, dy, sums, weight, grad_sum=grad_sum, context=(cols,), **options)
-                in_place = residual.clone()
-                results = library.ops.forward_.residual(x, in_place, (cols,), weight, bias, **options)
-                assert_same_bits((total, in_place, *results), (sums, sums, output, mean, rstd), cols)
+            output, total, *statistics = library.ops.forward.residual(x, residual, (cols,), w, b, rms=rms)
+            results = library.ops.forward_.residual(x, residual, (cols,), w, b, rms=rms)
+        assert_same_bits((residual, *results), (total, output, *statistics), cols)
 
-            w = w - int(zero_centred)
-            for weight, bias, mask in ((w, b, ALL), (w, b, WEIGHT_ONLY), (w, None, WEIGHT_ONLY), (None, b, ALL)):
-                output, _, rstd = library.ops.forward(x, (cols,), weight, bias, memory_efficient=True, **options)
-                gradients = library.ops.backward(
-                    dy, output, (cols,), None, rstd, weight, bias, mask, memory_efficient=True, **options
-                )
-                error = xhat_error_from_output(x, weight, bias, **options)
-                dtype = (bias if weight is None else weight).dtype
-                check_backward(gradients, dy, x, weight, dtype, xhat_error=error, context=(cols,), **options)
+
+@rows_and_pixels
+@all_dtypes
+def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
+    for cols, rms, centre in itertools.product((5, block_columns(dtypes[0])), (False, True), (0, 1)):
+        options = {"rms": rms, "zero_centered_weight": bool(centre)}
+        x, dy = (randn((3, 7, cols), dtypes[0]) for _ in range(2))
+        w, b = (randn((3, 1, cols), dtypes[1]) for _ in range(2))
+        w = torch.where(w.abs() < 0.1, 0.5, w) - centre
+        shared_w, shared_b = w[0, 0], b[0, 0]
+        for weight, bias, mask in (
+            *((w, b, ALL), (shared_w, shared_b, WEIGHT_ONLY), (shared_w, None, ALL), (None, shared_b, ALL)),
+        ):
+            with library.schedule("random", cols, 2, **path):
+                results = run(library, x, dy, weight, bias, mask=mask, memory_efficient=True, **options)
+            error = xhat_error_from_output(*(broadcast_rows(t, x.shape[:-1]) for t in (x, weight, bias)), **options)
+            check(results, x, dy, weight, bias, context=(cols, mask), xhat_error=error, **options)
 
 
 @paths
 @all_dtypes
 def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
-    def results(x, dy, w, b, residual, grad_sum, memory_efficient):
-        shape, w, b = x.shape[1:], w[0], b[0]
-        forward = library.ops.forward if residual is None else library.ops.forward.residual
-        output, *total, mean, rstd = forward(x, *([] if residual is None else [residual]), shape, w, b)
-        mean = None if memory_efficient else mean
-        gradients = library.ops.backward(
-            dy, x, shape, mean, rstd, w, b, ALL, grad_sum=grad_sum, memory_efficient=memory_efficient
-        )
-        return output, *total, rstd, *gradients
-
     moves = [(i, 0, 1) for i in range(6)] + [(0, 3, 0), (1, 3, 0)]  # tensor, gap, offset
-    for cols in (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0])):
-        x, dy, residual, grad_sum = (randn((2, cols), dtypes[0]) for _ in range(4))
-        w, b = (randn((1, cols), dtypes[1]) for _ in range(2))
-        for tensors, memory_efficient in (
-            ((x, dy, w, b, None, None), False),
-            ((x, dy, w, b, residual, grad_sum), False),
-            ((x, dy, w, b, residual, grad_sum), True),
-        ):
-            with library.schedule(**path):
-                expected = results(*tensors, memory_efficient)
-                for i, gap, offset in moves:
-                    if tensors[i] is not None:
-                        changed = [moved(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
-                        assert_same_bits(results(*changed, memory_efficient), expected, cols, i, gap, offset)
+    for cols, adds, memory_efficient in itertools.product(
+        (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0])), (False, True), (False, True)
+    ):
+        tensors = [randn((2, cols), dtypes[0]) for _ in range(2)] + [randn((1, cols), dtypes[1]) for _ in range(2)]
+        tensors += [randn((2, cols), dtypes[0]) for _ in range(2 * adds)]
+
+        def results(x, dy, w, b, residual=None, grad_sum=None, efficient=memory_efficient):
+            options = {"residual": residual, "grad_sum": grad_sum, "memory_efficient": efficient}
+            return run(library, x, dy, w[0], b[0], **options)
+
+        with library.schedule(**path):
+            expected = results(*tensors)
+            for i, gap, offset in moves[: len(tensors)] + moves[6:]:
+                moved = [amid_nans(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
+                assert_same_bits(results(*moved), expected, cols, i, gap, offset)
 
 
 @pytest.mark.parametrize("mask", [ALL, WEIGHT_ONLY], ids=["", "weight only"])
@@ -319,172 +324,54 @@ def test_every_alignment_gives_the_same_bits(library, mask):
         x, dy, w, b = arguments(2, cols, (BF16, BF16))
         expected = run(library, x, dy, w, b, mask=mask)
         for place in places:
-            moved_x, moved_dy = moved(x, *place), moved(dy, *place)
-            for tensors in ((moved_x, dy), (x, moved_dy), (moved_x, moved_dy)):
+            moved = amid_nans(x, *place), amid_nans(dy, *place)
+            for tensors in ((moved[0], dy), (x, moved[1]), moved):
                 assert_same_bits(run(library, *tensors, w, b, mask=mask), expected, cols, place)
 
 
-# Groups with parameters of their own, strides of groups, and a float32 residual. Tensors are [groups, rows, cols].
+# Groups with parameters of their own, and strides of groups. Tensors are [groups, rows, cols].
 
 
-def check_grouped(results, x, dy, w, b, grad_sum=None, xhat_error=0, context=(), **options):
-    """Check output, mean, rstd and gradients. A parameter is [groups, 1, cols] or [cols]."""
-    output, mean, rstd, grad_input, *gradients = results
-    shared = {0: [], 1: []}  # index in `gradients`: exact Backward of each group
-    for g in range(len(x)):
-        of_group = [p if p is None or p.dim() == 1 else p[g, 0] for p in (w, b)]
-        statistics = None if mean is None else mean[g], rstd[g]
-        y = output[g].contiguous()
-        if output.dtype != x.dtype:  # the output has another dtype than x
-            forward = Forward(exact(x[g]), rms=options["rms"])
-            factors = factor(of_group[0], options["zero_centered_weight"])
-            shift = None if b is None else exact(of_group[1])
-            assert_within(y, forward.output(factors, shift), output_bound(y.dtype, forward, factors, shift), *context)
-            y = torch.from_numpy(forward.output(factors, shift)).to(x.dtype).contiguous()
-        check_forward((y, *statistics), x[g], *of_group, context=(g, *context), **options)
-        own = [t if p is not None and p.dim() == 3 else None for t, p in zip(gradients, (w, b), strict=True)]
-        own = [t if t is None else t[g, 0] for t in own]
-        expected = check_backward(
-            (None if grad_input is None else grad_input[g].contiguous(), *own),
-            *(dy[g], x[g], of_group[0], None if gradients[0] is None else gradients[0].dtype),
-            grad_sum=None if grad_sum is None else grad_sum[g],
-            xhat_error=xhat_error if isinstance(xhat_error, int) else xhat_error[g],
-            context=(g, *context),
-            **options,
-        )
-        for i in shared:
-            shared[i].append(expected)
-    for i, name in enumerate(("grad_weight", "grad_bias")):
-        parameter, actual = (w, b)[i], gradients[i]
-        if actual is None or (parameter is not None and parameter.dim() == 3) or not isinstance(xhat_error, int):
-            continue
-        value = sum(getattr(expected, name) for expected in shared[i])
-        error = GRADIENT[x.dtype] * sum(getattr(expected, f"{name}_terms") for expected in shared[i])
-        assert_within(actual, value, error + rounding(actual.dtype, value, error), name, *context)
-
-
-def run_grouped(library, x, dy, w, b, residual=None, grad_sum=None, mask=ALL, images=False, **options):
-    """Return x and the results of forward and backward. Images are [groups, cols, rows] in memory."""
-    shape = x.shape[-1:]
-    if images:
-        x, dy, residual, grad_sum = (
-            t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, dy, residual, grad_sum)
-        )
-        options["preserve_layout"] = True
-    if residual is None:
-        output, mean, rstd = library.ops.forward(x, shape, w, b, **options)
-    else:
-        output, x, mean, rstd = library.ops.forward.residual(x, residual, shape, w, b, **options)
-    saved = (output, None) if options.get("memory_efficient") else (x, mean)
-    gradients = library.ops.backward(dy, saved[0], shape, saved[1], rstd, w, b, mask, grad_sum=grad_sum, **options)
-    return x, (output, mean, rstd, *gradients)
-
-
-LAYOUTS = pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
-GROUPS = [(3, 5), (70, 1), (2, 40), (1, 33)]
-
-
-@paths
-@LAYOUTS
+@rows_and_pixels
 @all_dtypes
-def test_groups_have_their_own_parameters(library, dtypes, path, images):
+def test_groups_have_their_own_parameters(library, dtypes, run, path):
     """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not."""
-    if images and path not in (PATHS["in registers"], PATHS["read twice"]):
-        return
-    for (groups, rows), vectors in itertools.product(GROUPS, (1, 9, 130)):
+    for (groups, rows), vectors in itertools.product([(3, 5), (70, 1), (2, 40), (1, 33)], (1, 9, 130)):
         cols = vectors * 16 // dtypes[0].itemsize - (3 if vectors == 9 else 0)
         if vectors == 130 and groups > 3:
             groups = 9
         x, dy = (randn((groups, rows, cols), dtypes[0], offset=0.5) for _ in range(2))
         w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
         for weight, bias in ((w, b), (w, b[0, 0]), (w[0, 0], b)):
+            options = {"rms": bias is not b, "zero_centered_weight": weight is w}
             with library.schedule("random", cols, 2, **path):
-                options = {"rms": bias is not b, "zero_centered_weight": weight is w}
-                _, results = run_grouped(library, x, dy, weight, bias, images=images, **options)
-            check_grouped(results, x, dy, weight, bias, context=(groups, rows, cols), **options)
+                results = run(library, x, dy, weight, bias, **options)
+            check(results, x, dy, weight, bias, context=(groups, rows, cols), **options)
 
 
+@pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "pixels"])
 @pytest.mark.parametrize("groups_and_rows", [(2, 700), (2, 1024), (3, 2200)])
-def test_rows_of_long_groups_share_segments(library, groups_and_rows):
+def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
     """The rows of a block share a segment. The 1024 rows of a group are exactly one segment."""
     x, dy = (randn((*groups_and_rows, 8), F32, offset=0.5) for _ in range(2))
     w, b = (randn((groups_and_rows[0], 1, 8), F32) for _ in range(2))
-    options = {"rms": False, "zero_centered_weight": False}
     with library.schedule("random", 1, 2):
-        for images in (False, True):
-            for weight, bias in ((w, b), (w, b[0, 0])):
-                _, results = run_grouped(library, x, dy, weight, bias, images=images, **options)
-                check_grouped(results, x, dy, weight, bias, **options)
+        for bias in (b, b[0, 0]):
+            check(run(library, x, dy, w, bias), x, dy, w, bias)
 
 
 @paths
 @pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_queries_inside_a_fused_projection_are_read_in_place(library, dtypes, path):
     """Tokens are groups with shared parameters: [tokens, heads, cols] with strides (3 * heads * cols, cols, 1)."""
-    for tokens, heads, vectors in ((7, 3, 4), (3, 5, 130)):
+    for (tokens, heads, vectors), gap in itertools.product(((7, 3, 4), (3, 5, 130)), (0, 1)):
         cols = vectors * 16 // dtypes[0].itemsize
-        for gap in (0, 1):
-            fused = [randn((tokens, 3 * heads * cols + gap), dtypes[0]) for _ in range(2)]
-            x, dy = (t[:, heads * cols : 2 * heads * cols].unflatten(1, (heads, cols)) for t in fused)
-            w, b = (randn(cols, dtypes[1]) for _ in range(2))
-            options = {"rms": bool(gap), "zero_centered_weight": False}
-            with library.schedule("random", cols, 2, **path):
-                _, results = run_grouped(library, x, dy, w, b, **options)
-            check_grouped(results, x, dy, w, b, context=(tokens, heads, cols, gap), **options)
-
-
-@paths
-@LAYOUTS
-@pytest.mark.parametrize("dtypes", [(F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)], ids=dtypes_id)
-def test_residuals_may_be_float32(library, dtypes, path, images):
-    """The sum and its gradients are float32, the input and the output have 16 bits."""
-    if images and path not in (PATHS["in registers"], PATHS["read twice"]):
-        return
-    for (groups, rows), cols in itertools.product(((1, 7), (3, 2)), (5, 40, 300, 520, 2051)):
-        if cols > 520 and path == PATHS["in registers"]:
-            rows = 1
-        x, dy = (randn((groups, rows, cols), dtypes[0]) for _ in range(2))
-        residual, grad_sum = (randn(x.shape, F32) for _ in range(2))
-        residual[0, 0] *= torch.finfo(F32).max / 16
-        w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
-        for weight, bias in ((w, b), (None, None), (w[0, 0], b[0, 0])):
-            options = {"rms": weight is w, "zero_centered_weight": weight is not None}
-            with library.schedule("random", cols, 2, **path):
-                total, results = run_grouped(
-                    library, x, dy, weight, bias, residual=residual, grad_sum=grad_sum, images=images, **options
-                )
-                gradients = library.ops.backward(
-                    dy, total, (cols,), *results[1:3], weight, bias, ALL, preserve_layout=images, **options
-                )
-            assert torch.equal(total, x.float() + residual)
-            check_grouped(results, total, dy, weight, bias, grad_sum, context=(groups, rows, cols), **options)
-            check_grouped((*results[:3], *gradients), total, dy, weight, bias, context=(cols,), **options)
-
-
-@all_dtypes
-@staged
-def test_variants_of_images_match_float64(library, dtypes, path_limit):
-    for cols, rms, zero_centered in itertools.product((5, 40), (False, True), (False, True)):
-        options = {"rms": rms, "zero_centered_weight": zero_centered}
-        x, dy = (randn((3, 33, cols), dtypes[0]) for _ in range(2))
-        residual, grad_sum = (randn(x.shape, dtypes[0]) for _ in range(2))
-        w, b = randn((3, 1, cols), dtypes[1]), randn((3, 1, cols), dtypes[1])
-        w = torch.where(w.abs() < 0.1, 0.5, w)
-        with library.schedule("random", cols, 2, path_limit=path_limit):
-            for weight, bias in ((w, b), (w[0, 0], b[0, 0]), (None, None)):
-                total, results = run_grouped(library, x, dy, weight, bias, residual, grad_sum, images=True, **options)
-                assert torch.equal(total, x + residual)
-                check_grouped(results, total, dy, weight, bias, grad_sum, context=(cols,), **options)
-            w = w - int(zero_centered)
-            for weight, bias, mask in ((w, b, ALL), (w[0, 0], b[0, 0], WEIGHT_ONLY), (w[0, 0], None, ALL)):
-                _, results = run_grouped(
-                    library, x, dy, weight, bias, mask=mask, images=True, memory_efficient=True, **options
-                )
-                groups = [[p if p is None or p.dim() == 1 else p[g, 0] for p in (weight, bias)] for g in range(3)]
-                errors = [xhat_error_from_output(x[g], *groups[g], **options) for g in range(3)]
-                mean = None if rms else library.ops.forward(x, (cols,), weight, bias, **options)[1]
-                results = (results[0], mean, *results[2:])
-                check_grouped(results, x, dy, weight, bias, xhat_error=errors, context=(cols, mask), **options)
+        fused = [randn((tokens, 3 * heads * cols + gap), dtypes[0]) for _ in range(2)]
+        x, dy = (t[:, heads * cols : 2 * heads * cols].unflatten(1, (heads, cols)) for t in fused)
+        w, b = (randn(cols, dtypes[1]) for _ in range(2))
+        with library.schedule("random", cols, 2, **path):
+            results = run(library, x, dy, w, b, rms=bool(gap))
+        check(results, x, dy, w, b, context=(tokens, heads, cols, gap), rms=bool(gap))
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
