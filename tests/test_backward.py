@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PRESENT = list(itertools.product([True, False], repeat=2))  # weight, bias
 
 
-# Parameter gradients are summed over slots of 16 to 256 rows. These are numbers of rows around one, two and many slots,
+# Parameter gradients are summed over slots of 17 to 256 rows. These are numbers of rows around one, two and many slots,
 # and around the limits at which slots get longer.
 SLOT_ROWS = [15, 16, 17, 31, 32, 33, 63, 64, 65, 1023, 1025, 2047, 2048, 2049, 4095, 4097, 16384, 16385, 65537]
 

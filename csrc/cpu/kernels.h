@@ -58,8 +58,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // result does not depend on which thread takes which slot. A parameter that all groups share has slots of consecutive
 // rows of [groups * rows]; else each group has its own slots.
 //
-// 2048 rows or more have at least 64 slots, enough for many threads. A slot has at most 256 rows, for the precision of
-// fp32 sums, and at least 32, which keeps the memory of the slots below a tenth of the input's.
+// From 2048 rows on, there are about 64 slots or more, enough for many threads. A slot has at most 256 rows, for the
+// precision of fp32 sums. Fewer rows have slots of 17 to 32, whose memory is small beside the input's. Their number is
+// even, so that two threads share them well.
 //
 // If each group has one slot, its sums are the gradients. A thread then stores them after each slot and reuses its area
 // of the workspace, so that groups of one row need no memory for partial sums.
@@ -67,7 +68,7 @@ struct Slots {
   explicit Slots(const BackwardParams& p)
       : groups(p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1),
         group_rows(p.groups * p.rows / groups),
-        rows(min(min(max(ceil_div(group_rows, 64), 32), 256), group_rows)),
+        rows(ceil_div(group_rows, even(ceil_div(group_rows, min(max(ceil_div(group_rows, 64), 32), 256))))),
         per_group(ceil_div(group_rows, rows)),
         count(groups * per_group),
         share_columns(count < num_threads() && p.cols > kTile),
@@ -84,6 +85,7 @@ struct Slots {
   int64_t areas;  // of the workspace: one for each slot, or one for each thread
 
  private:
+  static int64_t even(int64_t n) { return n > 1 ? n + n % 2 : n; }
   static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };
 
