@@ -132,7 +132,7 @@ struct Round {
   __device__ __forceinline__ Row<X> dx() const { return row<X>(plan.stages * arrays(), p.grad_input); }
   // The sums of the row's chunks, after all partial sums.
   __device__ __forceinline__ RowSums<Acc>* chunk_sums() const {
-    Acc* const first = static_cast<Acc*>(p.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
+    Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
     return reinterpret_cast<RowSums<Acc>*>(first) + number * plan.num_chunks;
   }
   // Waits until the other threads have written to this thread's shared memory, or read what this thread overwrites.
@@ -379,7 +379,7 @@ __device__ __forceinline__ void store_sums(const Acc (&sums)[kTileVectors][kVec]
   const bool adds = row.round_in_segment >= kRoundsPerSum;
   const bool is_gradient = row.plan.stores_gradient(per_group) && row.flags.has(per_group);
   const int64_t partial = first_partial + row.segment;
-  Acc* const to_workspace = static_cast<Acc*>(row.p.workspace) + partial * row.plan.pitch + row.begin;
+  Acc* const to_workspace = static_cast<Acc*>(row.plan.workspace) + partial * row.plan.pitch + row.begin;
   W* const to_gradient = address<W>(gradient, {row.segment, 0}) + row.begin;
   reduce_block(sums, row.tile, row.block_cols, [&](int column, Acc sum) {
     if (is_gradient) {
@@ -468,12 +468,6 @@ __global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kWarpTileT
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-struct BackwardLaunch {
-  BackwardPlan plan;
-  LaunchConfig config;
-  bool reads_twice;
-};
-
 // The most vectors of a chunk: few, so that two blocks fit on a multiprocessor, or more if the row then needs no second
 // launch.
 int64_t max_chunk_vectors(int64_t vectors, bool has_clusters) {
@@ -484,10 +478,11 @@ int64_t max_chunk_vectors(int64_t vectors, bool has_clusters) {
 }
 
 template <class Types, class Tile>
-BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
+void launch_backward(const BackwardParams& p, const RowLayout& layout) {
   using X = typename Types::X;
-  BackwardLaunch result = {};
-  BackwardPlan& plan = result.plan;
+  using Acc = AccOf<X>;
+  const auto kernel = backward_rows<Types, Tile>;
+  BackwardPlan plan = {};
   plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
   plan.log2_lanes = layout.log2_lanes;
   plan.chunk_cols = layout.chunk_cols;
@@ -497,7 +492,7 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   const bool in_cluster =
       layout.num_chunks > 1 && layout.num_chunks <= kMaxClusterSize && has_clusters(backward_rows<Types, BlockTile>);
   plan.flags.set(kInCluster, in_cluster);
-  result.reads_twice = layout.num_chunks > 1 && !in_cluster;
+  const bool reads_twice = layout.num_chunks > 1 && !in_cluster;
 
   // Rows of groups with few rows and gradients of their own have blocks of few threads.
   const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
@@ -520,13 +515,13 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   constexpr size_t kMaxStaticShared = 12 * 1024;
   const int most_arrays = p.grad_sum.data ? 3 : 2;
   plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory() ? kMaxStages : 1;
-  LaunchConfig& config = result.config;
+  LaunchConfig config;
   config.block = static_cast<unsigned>(threads);
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_chunks) : 1;
   const auto resident_rows = [&](size_t shared_bytes) {
     config.shared_bytes = shared_bytes;
-    return std::max(resident_blocks(config, backward_rows<Types, Tile>) / layout.num_chunks, int64_t{1});
+    return std::max(resident_blocks(config, kernel) / layout.num_chunks, int64_t{1});
   };
   const int64_t resident = resident_rows(std::max(bytes(most_arrays, plan.stages, true), bytes(most_arrays, 1, false)));
   const int arrays = 1 + plan.flags.has(kGradInput | kGradWeight) + plan.flags.has(kGradSum);
@@ -537,51 +532,31 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   plan.set_segments(p, rows_per_block, resident, layout.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
   const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
   config.grid = dim3(static_cast<unsigned>(plan.num_chunks), static_cast<unsigned>(blocks));
-  return result;
+
+  const int64_t chunk_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_chunks : 0;
+  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + chunk_sums;
+  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+  if (reads_twice) {
+    plan.flags.set(kStoresSums, true);
+    launch(config, kernel, p, plan);
+    plan.flags.set(kStoresSums, false);
+    plan.flags.set(kLoadsSums, true);
+    config.overlaps_previous = true;
+  }
+  launch(config, kernel, p, plan);
+  launch_add_partials<Acc, typename Types::W>(p, plan, plan.pitch);
 }
 
-// Calls f(Types{}, Tile{}, launch).
-template <class F>
-void dispatch(const BackwardParams& p, const F& f) {
+}  // namespace
+
+void backward(const BackwardParams& p) {
+  if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
     constexpr int64_t kVec = kVectorSize<typename Types::X>;
     const int64_t most = max_chunk_vectors(ceil_div(p.cols, kVec), has_clusters(backward_rows<Types, BlockTile>));
     const RowLayout layout(p.cols, kVec, most);
-    const auto call = [&](auto tile) { f(types, tile, make_launch<Types, decltype(tile)>(p, layout)); };
-    layout.is_warp_tile ? call(WarpTile{}) : call(BlockTile{});
-  });
-}
-
-}  // namespace
-
-int64_t backward_workspace(const BackwardParams& p) {
-  if (p.channels_first) return channels_first_backward_workspace(p);
-  int64_t bytes = 0;
-  dispatch(p, [&](auto types, auto, const BackwardLaunch& launch) {
-    const BackwardPlan& plan = launch.plan;
-    const int64_t chunk_sums = launch.reads_twice ? 3 * p.groups * p.rows * plan.num_chunks : 0;
-    bytes = ((plan.weight_partials + plan.bias_partials) * plan.pitch + chunk_sums) *
-            static_cast<int64_t>(sizeof(AccOf<typename decltype(types)::X>));
-  });
-  return bytes;
-}
-
-void backward(const BackwardParams& p) {
-  if (p.channels_first) return channels_first_backward(p);
-  dispatch(p, [&](auto types, auto tile, BackwardLaunch launch) {
-    using Types = decltype(types);
-    BackwardPlan& plan = launch.plan;
-    const auto kernel = backward_rows<Types, decltype(tile)>;
-    if (launch.reads_twice) {
-      plan.flags.set(kStoresSums, true);
-      layernorm::launch(launch.config, kernel, p, plan);
-      plan.flags.set(kStoresSums, false);
-      plan.flags.set(kLoadsSums, true);
-      launch.config.overlaps_previous = true;
-    }
-    layernorm::launch(launch.config, kernel, p, plan);
-    launch_add_partials<AccOf<typename Types::X>, typename Types::W>(p, plan, plan.pitch);
+    layout.is_warp_tile ? launch_backward<Types, WarpTile>(p, layout) : launch_backward<Types, BlockTile>(p, layout);
   });
 }
 

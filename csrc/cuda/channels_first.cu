@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           sum = sum_lanes<kWarpSize / 2>(sum);
           if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
             const int64_t partial = segment + (is_upper ? plan.weight_partials : 0);
-            double& total = static_cast<double*>(p.workspace)[partial * p.cols + c];
+            double& total = static_cast<double*>(plan.workspace)[partial * p.cols + c];
             total = is_first ? sum : total + sum;
           }
         },
@@ -292,24 +292,6 @@ size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_chann
   return plan.staged ? static_cast<size_t>(bytes) : 0;
 }
 
-// Calls f(Types{}, plan, configuration). The number of blocks is what the device holds at once.
-template <class F>
-void dispatch_backward(const BackwardParams& p, const F& f) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    ChannelsFirstPlan plan = {};
-    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X) + sizeof(typename Types::T));
-    plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
-    LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
-    const int64_t resident = resident_blocks(config, channels_first_backward<Types>);
-    plan.set_segments(p, kWarpSize, resident, 4);
-    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
-    plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
-    config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
-    f(types, plan, config);
-  });
-}
-
 }  // namespace
 
 void channels_first_forward(const ForwardParams& p) {
@@ -322,18 +304,22 @@ void channels_first_forward(const ForwardParams& p) {
   });
 }
 
-int64_t channels_first_backward_workspace(const BackwardParams& p) {
-  int64_t bytes = 0;
-  dispatch_backward(p, [&](auto, const ChannelsFirstPlan& plan, const LaunchConfig&) {
-    bytes = (plan.weight_partials + plan.bias_partials) * p.cols * static_cast<int64_t>(sizeof(double));
-  });
-  return bytes;
-}
-
 void channels_first_backward(const BackwardParams& p) {
-  dispatch_backward(p, [&](auto types, const ChannelsFirstPlan& plan, const LaunchConfig& config) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    launch(config, channels_first_backward<Types>, p, plan);
+    const auto kernel = channels_first_backward<Types>;
+    ChannelsFirstPlan plan = {};
+    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X) + sizeof(typename Types::T));
+    plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
+    LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
+    const int64_t resident = resident_blocks(config, kernel);
+    plan.set_segments(p, kWarpSize, resident, 4);
+    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
+    plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
+    config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
+    const int64_t elements = (plan.weight_partials + plan.bias_partials) * p.cols;
+    if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
+    launch(config, kernel, p, plan);
     launch_add_partials<double, typename Types::W>(p, plan, p.cols);
   });
 }

@@ -26,6 +26,13 @@ constexpr int kMaxBlockChunks = 4;                   // that a block keeps if no
 constexpr int kMaxRowChunks = 10 * kMaxClusterSize;  // of a row that a cluster keeps
 constexpr int kForwardThreads = 256;
 
+// The moments of `count` numbers x * scale. Their mean is pivot + correction, where the correction is the rounding
+// error of the pivot. m2 is the sum of the squares of their differences from the mean; for RMSNorm the mean is 0.
+template <class Acc>
+struct Moments {
+  Acc pivot, correction, m2, count, scale;
+};
+
 template <class Acc>
 struct ForwardPlan {
   Flags flags;
@@ -35,18 +42,12 @@ struct ForwardPlan {
   FastDivisor rows;  // of a group
   Acc eps;
   Divisor<Acc> cols, chunk, last_chunk;
+  Moments<Acc>* workspace = nullptr;  // [groups * rows, num_chunks]
 };
 
 namespace {
 
 // ---- moments --------------------------------------------------------------------------------------------------------
-
-// The moments of `count` numbers x * scale. Their mean is pivot + correction, where the correction is the rounding
-// error of the pivot. m2 is the sum of the squares of their differences from the mean; for RMSNorm the mean is 0.
-template <class Acc>
-struct Moments {
-  Acc pivot, correction, m2, count, scale;
-};
 
 // The moments of `cols` columns from this thread's vectors, which hold zeros after the end. If they overflow, they are
 // computed again with kScale. Columns that hold NaN or infinity still give NaN.
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
   async_commit();
 
   __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
-  auto* const workspace = static_cast<Moments<Acc>*>(p.workspace) + row_number * plan.num_chunks;
+  auto* const workspace = plan.workspace + row_number * plan.num_chunks;
   Moments<Acc> moments;
   if (!flags.has(kLoadsSums)) {
     int buffer = 0;
@@ -328,16 +329,12 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-struct ForwardLaunch {
-  LaunchConfig config;
-  bool reads_twice;
-};
-
 template <class Types, class Tile>
-ForwardLaunch make_launch(const ForwardParams& p, const RowLayout& layout,
-                          ForwardPlan<AccOf<typename Types::X>>& plan) {
+void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   using X = typename Types::X;
   using Acc = AccOf<X>;
+  const auto kernel = forward_rows<Types, Tile>;
+  ForwardPlan<Acc> plan;
   plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
   plan.log2_lanes = layout.log2_lanes;
   plan.chunk_cols = layout.chunk_cols;
@@ -361,7 +358,7 @@ ForwardLaunch make_launch(const ForwardParams& p, const RowLayout& layout,
   bool reads_twice = false;
   if (layout.num_chunks > kMaxBlockChunks) {
     reads_twice = layout.num_chunks > kMaxRowChunks || bytes(in_cluster) + kStaticBytes > max_shared_memory() ||
-                  !has_clusters(forward_rows<Types, Tile>);
+                  !has_clusters(kernel);
     chunks_per_block = reads_twice ? 1 : in_cluster;
   }
   const int64_t blocks_per_row = ceil_div(layout.num_chunks, chunks_per_block);
@@ -375,47 +372,30 @@ ForwardLaunch make_launch(const ForwardParams& p, const RowLayout& layout,
   config.shared_bytes = bytes(chunks_per_block);
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = reads_twice ? 1 : static_cast<unsigned>(blocks_per_row);
-  return {config, reads_twice};
-}
+  if (!reads_twice) return launch(config, kernel, p, plan);
 
-// Calls f(Types{}, Tile{}, plan, launch).
-template <class F>
-void dispatch(const ForwardParams& p, const F& f) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    const RowLayout layout(p.cols, kVectorSize<typename Types::X>, kMaxChunkVectors);
-    ForwardPlan<AccOf<typename Types::X>> plan;
-    const auto call = [&](auto tile) { f(types, tile, plan, make_launch<Types, decltype(tile)>(p, layout, plan)); };
-    layout.is_warp_tile ? call(WarpTile{}) : call(BlockTile{});
-  });
+  const int64_t moments = p.groups * p.rows * plan.num_chunks;
+  plan.workspace =
+      static_cast<Moments<Acc>*>(p.allocator->allocate(moments * static_cast<int64_t>(sizeof(Moments<Acc>))));
+  plan.flags.set(kStoresSums, true);
+  launch(config, kernel, p, plan);
+  plan.flags.set(kStoresSums, false);
+  plan.flags.set(kLoadsSums, true);
+  plan.flags.set(kResidual, false);
+  ForwardParams second = p;
+  if (p.residual.data) second.input = p.sum;
+  config.overlaps_previous = true;
+  launch(config, kernel, second, plan);
 }
 
 }  // namespace
 
-int64_t forward_workspace(const ForwardParams& p) {
-  if (p.channels_first) return 0;
-  int64_t bytes = 0;
-  dispatch(p, [&](auto types, auto, const auto& plan, const ForwardLaunch& launch) {
-    using Acc = AccOf<typename decltype(types)::X>;
-    if (launch.reads_twice) bytes = p.groups * p.rows * plan.num_chunks * static_cast<int64_t>(sizeof(Moments<Acc>));
-  });
-  return bytes;
-}
-
 void forward(const ForwardParams& p) {
   if (p.channels_first) return channels_first_forward(p);
-  dispatch(p, [&](auto types, auto tile, auto& plan, ForwardLaunch launch) {
-    const auto kernel = forward_rows<decltype(types), decltype(tile)>;
-    if (!launch.reads_twice) return layernorm::launch(launch.config, kernel, p, plan);
-    plan.flags.set(kStoresSums, true);
-    layernorm::launch(launch.config, kernel, p, plan);
-    plan.flags.set(kStoresSums, false);
-    plan.flags.set(kLoadsSums, true);
-    plan.flags.set(kResidual, false);
-    ForwardParams second = p;
-    if (p.residual.data) second.input = p.sum;
-    launch.config.overlaps_previous = true;
-    layernorm::launch(launch.config, kernel, second, plan);
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    const RowLayout layout(p.cols, kVectorSize<typename Types::X>, kMaxChunkVectors);
+    layout.is_warp_tile ? launch_forward<Types, WarpTile>(p, layout) : launch_forward<Types, BlockTile>(p, layout);
   });
 }
 

@@ -25,7 +25,6 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // Forward and backward for Params::channels_first (channels_first.cu).
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
-int64_t channels_first_backward_workspace(const BackwardParams& params);
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
@@ -159,6 +158,7 @@ struct GradientPlan {
   FastDivisor rows, rounds, segments_per_group;  // rows of a group, rounds of a segment, segments of a gradient group
   int64_t num_segments, segment_rows, gradient_group_rows;
   int64_t weight_partials, bias_partials;  // rows of the workspace
+  void* workspace;
 
   // If all rows share their gradients, each resident block has a segment. Else 64 segments of a group keep the GPU busy
   // with few groups; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at

@@ -51,7 +51,7 @@ template <class Acc, class W>
 void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
     const int64_t groups = is_per_group ? p.groups : 1;
-    return Partials<Acc, W>{static_cast<const Acc*>(p.workspace) + first * pitch, groups, rows / groups,
+    return Partials<Acc, W>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups, rows / groups,
                             static_cast<W*>(gradient.data), gradient.group_stride};
   };
   const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
