@@ -470,15 +470,15 @@ __global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kWarpTileT
 
 // The most vectors of a chunk: few, so that two blocks fit on a multiprocessor, or more if the row then needs no second
 // launch.
-int64_t max_chunk_vectors(int64_t vectors, bool has_clusters) {
+int64_t max_chunk_vectors(int64_t vectors, size_t max_shared_memory, bool has_clusters) {
   constexpr size_t kEnoughForLargeChunks = 144 * 1024;  // dy, x, grad_sum and dx of a large chunk
-  const int64_t most = max_shared_memory() >= kEnoughForLargeChunks ? kMaxLargeChunkVectors : kMaxChunkVectors;
+  const int64_t most = max_shared_memory >= kEnoughForLargeChunks ? kMaxLargeChunkVectors : kMaxChunkVectors;
   const int64_t blocks = has_clusters ? kMaxClusterSize : 1;
   return vectors <= blocks * most ? std::max(kMaxChunkVectors, ceil_div(vectors, blocks)) : kMaxChunkVectors;
 }
 
 template <class Types, class Tile>
-void launch_backward(const BackwardParams& p, const RowLayout& layout) {
+void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchConfig config) {
   using X = typename Types::X;
   using Acc = AccOf<X>;
   const auto kernel = backward_rows<Types, Tile>;
@@ -489,8 +489,8 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout) {
   plan.num_chunks = static_cast<int>(layout.num_chunks);
   plan.pitch = round_up(p.cols, kVectorSize<X>);
   plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
-  const bool in_cluster =
-      layout.num_chunks > 1 && layout.num_chunks <= kMaxClusterSize && has_clusters(backward_rows<Types, BlockTile>);
+  const bool in_cluster = layout.num_chunks > 1 && layout.num_chunks <= kMaxClusterSize &&
+                          has_clusters(config, backward_rows<Types, BlockTile>);
   plan.flags.set(kInCluster, in_cluster);
   const bool reads_twice = layout.num_chunks > 1 && !in_cluster;
 
@@ -514,10 +514,8 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout) {
   // if that leaves as many blocks resident.
   constexpr size_t kMaxStaticShared = 12 * 1024;
   const int most_arrays = p.grad_sum.data ? 3 : 2;
-  plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory() ? kMaxStages : 1;
-  LaunchConfig config;
+  plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory(config) ? kMaxStages : 1;
   config.block = static_cast<unsigned>(threads);
-  config.stream = static_cast<Stream>(p.stream);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_chunks) : 1;
   const auto resident_rows = [&](size_t shared_bytes) {
     config.shared_bytes = shared_bytes;
@@ -544,7 +542,7 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout) {
     config.overlaps_previous = true;
   }
   launch(config, kernel, p, plan);
-  launch_add_partials<Acc, typename Types::W>(p, plan, plan.pitch);
+  launch_add_partials<Acc, typename Types::W>(p, plan, plan.pitch, config);
 }
 
 }  // namespace
@@ -554,9 +552,13 @@ void backward(const BackwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
     constexpr int64_t kVec = kVectorSize<typename Types::X>;
-    const int64_t most = max_chunk_vectors(ceil_div(p.cols, kVec), has_clusters(backward_rows<Types, BlockTile>));
-    const RowLayout layout(p.cols, kVec, most);
-    layout.is_warp_tile ? launch_backward<Types, WarpTile>(p, layout) : launch_backward<Types, BlockTile>(p, layout);
+    LaunchConfig config;
+    config.stream = static_cast<Stream>(p.stream);
+    const RowLayout layout(p.cols, kVec,
+                           max_chunk_vectors(ceil_div(p.cols, kVec), max_shared_memory(config),
+                                             has_clusters(config, backward_rows<Types, BlockTile>)));
+    layout.is_warp_tile ? launch_backward<Types, WarpTile>(p, layout, config)
+                        : launch_backward<Types, BlockTile>(p, layout, config);
   });
 }
 

@@ -283,13 +283,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Sets everything but what concerns the gradients, and returns the bytes of shared memory.
-size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_channel) {
+// Plans the launch of 32 pixels a block, without the segments of the gradients.
+ChannelsFirstPlan make_plan(const Params& p, int64_t bytes_of_channel, LaunchConfig& config) {
+  ChannelsFirstPlan plan = {};
   plan.rows = FastDivisor(p.rows);
   plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
-  plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
-  return plan.staged ? static_cast<size_t>(bytes) : 0;
+  plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
+  config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
+  config.block = kThreads;
+  config.shared_bytes = plan.staged ? static_cast<size_t>(bytes) : 0;
+  config.stream = static_cast<Stream>(p.stream);
+  return plan;
 }
 
 }  // namespace
@@ -297,10 +302,9 @@ size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_chann
 void channels_first_forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    ChannelsFirstPlan plan = {};
-    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X));
-    const auto blocks = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
-    launch({blocks, kThreads, bytes, static_cast<Stream>(p.stream)}, channels_first_forward<Types>, p, plan);
+    LaunchConfig config;
+    const ChannelsFirstPlan plan = make_plan(p, sizeof(typename Types::X), config);
+    launch(config, channels_first_forward<Types>, p, plan);
   });
 }
 
@@ -308,10 +312,9 @@ void channels_first_backward(const BackwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
     const auto kernel = channels_first_backward<Types>;
-    ChannelsFirstPlan plan = {};
-    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X) + sizeof(typename Types::T));
+    LaunchConfig config;
+    ChannelsFirstPlan plan = make_plan(p, sizeof(typename Types::X) + sizeof(typename Types::T), config);
     plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
-    LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
     const int64_t resident = resident_blocks(config, kernel);
     plan.set_segments(p, kWarpSize, resident, 4);
     plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
@@ -320,7 +323,7 @@ void channels_first_backward(const BackwardParams& p) {
     const int64_t elements = (plan.weight_partials + plan.bias_partials) * p.cols;
     if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
     launch(config, kernel, p, plan);
-    launch_add_partials<double, typename Types::W>(p, plan, p.cols);
+    launch_add_partials<double, typename Types::W>(p, plan, p.cols, config);
   });
 }
 

@@ -23,35 +23,7 @@ namespace layernorm {
 
 using Stream = cudaStream_t;
 
-struct LaunchConfig {
-  dim3 grid, block;
-  size_t shared_bytes = 0;  // dynamic shared memory of a block
-  Stream stream = nullptr;
-  unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
-  bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
-};
-
 namespace detail {
-
-inline std::string kernel_name(const void* kernel) {
-  const char* mangled = nullptr;
-  if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) return "a kernel";
-  int status = 0;
-  char* plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
-  const std::string name = status == 0 ? plain : mangled;
-  std::free(plain);
-  return name.substr(0, name.rfind('('));
-}
-
-inline std::string describe(const dim3& d) {
-  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
-}
-
-inline std::string describe(const void* kernel, const LaunchConfig& config) {
-  return "launch of " + kernel_name(kernel) + " with grid " + describe(config.grid) + ", block " +
-         describe(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
-         std::to_string(config.shared_bytes) + " bytes of dynamic shared memory";
-}
 
 // Throws if a call of the CUDA runtime failed; describe() says which.
 template <class F>
@@ -77,8 +49,40 @@ inline int current_device() {
   return device;
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  const int device = current_device();
+}  // namespace detail
+
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared_bytes = 0;  // dynamic shared memory of a block
+  Stream stream = nullptr;
+  unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
+  bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
+  int device = detail::current_device();  // the only question that every call asks the driver
+};
+
+namespace detail {
+
+inline std::string kernel_name(const void* kernel) {
+  const char* mangled = nullptr;
+  if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) return "a kernel";
+  int status = 0;
+  char* plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+  const std::string name = status == 0 ? plain : mangled;
+  std::free(plain);
+  return name.substr(0, name.rfind('('));
+}
+
+inline std::string describe(const dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
+
+inline std::string describe(const void* kernel, const LaunchConfig& config) {
+  return "launch of " + kernel_name(kernel) + " with grid " + describe(config.grid) + ", block " +
+         describe(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
+         std::to_string(config.shared_bytes) + " bytes of dynamic shared memory";
+}
+
+inline int device_attribute(int device, cudaDeviceAttr attribute) {
   return cached<int>(std::pair(device, attribute), [&] {
     int value = 0;
     check(cudaDeviceGetAttribute(&value, attribute, device),
@@ -89,9 +93,9 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 }  // namespace detail
 
-// Bytes of static and dynamic shared memory that a block may have on the current device.
-inline size_t max_shared_memory() {
-  return static_cast<size_t>(detail::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+// Bytes of static and dynamic shared memory that a block may have on the device.
+inline size_t max_shared_memory(const LaunchConfig& config) {
+  return static_cast<size_t>(detail::device_attribute(config.device, cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
 namespace detail {
@@ -99,11 +103,11 @@ namespace detail {
 // Returns the compute capability that a kernel was compiled for: 80, 90, 100, ... The first call on a device opts in to
 // all of its shared memory, because the 48 KiB that need no opt-in include static shared memory.
 inline int architecture_of(const void* kernel, const LaunchConfig& config) {
-  return cached<int>(std::pair(kernel, current_device()), [&] {
+  return cached<int>(std::pair(kernel, config.device), [&] {
     const auto what = [&] { return describe(kernel, config); };
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel), what);
-    const int dynamic = static_cast<int>(max_shared_memory() - attributes.sharedSizeBytes);
+    const int dynamic = static_cast<int>(max_shared_memory(config) - attributes.sharedSizeBytes);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), what);
     return attributes.ptxVersion;
   });
@@ -140,18 +144,18 @@ struct Config {
 // Returns whether a kernel has the features of compute capability 9.0: clusters and overlapping launches. The
 // kernel's code decides, not the device: PTX for 8.0 has none of them, even if the driver compiles it for an H100.
 template <class... Params>
-bool has_clusters(void (*kernel)(Params...)) {
-  return detail::architecture_of(reinterpret_cast<const void*>(kernel), {}) >= 90;
+bool has_clusters(const LaunchConfig& config, void (*kernel)(Params...)) {
+  return detail::architecture_of(reinterpret_cast<const void*>(kernel), config) >= 90;
 }
 
-// Returns how many blocks of a kernel are resident on the current device at once, and throws if none fits. Ignores
-// config.grid. The driver is asked once per kernel and configuration.
+// Returns how many blocks of a kernel are resident on the device at once, and throws if none fits. Ignores config.grid.
+// The driver is asked once per kernel and configuration.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   const auto address = reinterpret_cast<const void*>(kernel);
   const int architecture = detail::architecture_of(address, config);
   const unsigned threads = config.block.x * config.block.y * config.block.z;
-  const std::tuple key(address, detail::current_device(), threads, config.shared_bytes, config.cluster);
+  const std::tuple key(address, config.device, threads, config.shared_bytes, config.cluster);
   return detail::cached<int>(key, [&] {
     const auto what = [&] { return detail::describe(address, config); };
     int blocks = 0;
@@ -165,7 +169,7 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
       detail::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads),
                                                                   config.shared_bytes),
                     what);
-      blocks *= detail::device_attribute(cudaDevAttrMultiProcessorCount);
+      blocks *= detail::device_attribute(config.device, cudaDevAttrMultiProcessorCount);
     }
     if (blocks == 0) throw std::runtime_error("layernorm: " + what() + ": no block fits on the device");
     return blocks;

@@ -334,6 +334,7 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   using X = typename Types::X;
   using Acc = AccOf<X>;
   const auto kernel = forward_rows<Types, Tile>;
+  LaunchConfig config;
   ForwardPlan<Acc> plan;
   plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
   plan.log2_lanes = layout.log2_lanes;
@@ -357,8 +358,8 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   int64_t chunks_per_block = layout.num_chunks;
   bool reads_twice = false;
   if (layout.num_chunks > kMaxBlockChunks) {
-    reads_twice = layout.num_chunks > kMaxRowChunks || bytes(in_cluster) + kStaticBytes > max_shared_memory() ||
-                  !has_clusters(kernel);
+    reads_twice = layout.num_chunks > kMaxRowChunks || bytes(in_cluster) + kStaticBytes > max_shared_memory(config) ||
+                  !has_clusters(config, kernel);
     chunks_per_block = reads_twice ? 1 : in_cluster;
   }
   const int64_t blocks_per_row = ceil_div(layout.num_chunks, chunks_per_block);
@@ -366,7 +367,6 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   plan.chunks_per_block = static_cast<int>(chunks_per_block);
   plan.blocks_per_row = FastDivisor(blocks_per_row);
 
-  LaunchConfig config;
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, rows) * blocks_per_row);
   config.block = static_cast<unsigned>(threads);
   config.shared_bytes = bytes(chunks_per_block);
