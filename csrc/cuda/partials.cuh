@@ -24,8 +24,7 @@ template <class Acc, class W>
 __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
     add_partials(const Partials<Acc, W> first, const Partials<Acc, W> second, const int64_t pitch, const int64_t cols) {
   __shared__ double sums[kThreadsPerColumn][kWarpSize];
-  Partials<Acc, W> partials = first;
-  if (blockIdx.z > 0) partials = second;
+  const Partials<Acc, W> partials = blockIdx.z > 0 ? second : first;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   wait_for_previous_grid();
