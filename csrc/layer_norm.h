@@ -31,6 +31,16 @@ struct View {
   }
 };
 
+// Allocates memory for the kernels, which the caller keeps until their work has ended.
+class Allocator {
+ public:
+  // Returns uninitialized memory, aligned like any tensor. A call of a backend allocates at most once.
+  virtual void* allocate(int64_t bytes) = 0;
+
+ protected:
+  ~Allocator() = default;
+};
+
 // The parameters of both forward and backward. Acc, the type of statistics and of sums, is double for kFloat64, else
 // float.
 //
@@ -47,8 +57,8 @@ struct Params {
   Dtype dtype;                // of input, output and grad_output
   Dtype sum_dtype;            // of x: that of residual and sum, or else dtype
   Dtype param_dtype;
-  void* workspace;  // of the size that the backend's *_workspace() returns, aligned like any tensor
-  void* stream;     // a cudaStream_t; unused on a CPU
+  Allocator* allocator;  // of the workspace
+  void* stream;          // a cudaStream_t; unused on a CPU
 };
 
 struct ForwardParams : Params {
@@ -68,18 +78,14 @@ struct BackwardParams : Params {
   bool from_output;             // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
 };
 
-// Workspace sizes are in bytes; all other fields of the parameters must be set.
 namespace cpu {
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
-int64_t backward_workspace(const BackwardParams& params);
 }  // namespace cpu
 
 namespace cuda {  // on the current device
 void forward(const ForwardParams& params);
-int64_t forward_workspace(const ForwardParams& params);
 void backward(const BackwardParams& params);
-int64_t backward_workspace(const BackwardParams& params);
 }  // namespace cuda
 
 }  // namespace layernorm

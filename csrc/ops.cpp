@@ -406,6 +406,23 @@ Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);
 }
 
+// The workspace of a call, on the device of the input. The caching allocator of CUDA reuses its memory only for later
+// work on the same stream, so that it may be freed when the call returns.
+class Workspace final : public Allocator {
+ public:
+  Workspace(const Tensor& input, const LaunchScope& on) : input_(input), on_(on) {}
+
+  void* allocate(int64_t bytes) override {
+    tensor_ = layernorm::allocate({bytes}, input_.options().dtype(at::kByte));
+    return on_.output(tensor_, "workspace");
+  }
+
+ private:
+  const Tensor& input_;
+  const LaunchScope& on_;
+  Tensor tensor_;
+};
+
 // ---- forward and backward for any backend ---------------------------------------------------------------------------
 
 // A new tensor for an output in the layout of the call, see Options::preserve_layout.
@@ -479,7 +496,7 @@ MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, cons
 
 template <class Params>
 void set_common(Params& params, const Geometry& geometry, const Options& options, const Tensor& weight,
-                const Tensor& bias, const LaunchScope& on) {
+                const Tensor& bias, const LaunchScope& on, Allocator& allocator) {
   params.groups = geometry.groups;
   params.rows = geometry.rows;
   params.cols = geometry.cols;
@@ -488,12 +505,11 @@ void set_common(Params& params, const Geometry& geometry, const Options& options
   params.bias = geometry.parameter_view(bias, on.input(bias, "bias"));
   params.rms = options.rms;
   params.zero_centered_weight = weight.defined() && options.zero_centered_weight;
+  params.allocator = &allocator;
   params.stream = on.stream();
 }
 
-int64_t no_workspace(const ForwardParams&) { return 0; }
-
-template <void (*kernel)(const ForwardParams&), int64_t (*workspace_size)(const ForwardParams&) = no_workspace>
+template <void (*kernel)(const ForwardParams&)>
 ForwardOutputs forward(const ForwardArgs& args) {
   check_forward(args);
   const Tensor& input = args.input;
@@ -514,7 +530,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   const Geometry geometry(output, input, normalized_dims, args.weight, args.bias);
   const bool empty = input.numel() == 0;  // its strides mean nothing
   if (!empty && !(geometry.fits(output) && geometry.fits(rstd))) {
-    return forward_by_copies<forward<kernel, workspace_size>>(args);
+    return forward_by_copies<forward<kernel>>(args);
   }
   if (present(residual)) {
     const bool reuse = args.in_place && residual->strides() == output.strides();
@@ -528,8 +544,9 @@ ForwardOutputs forward(const ForwardArgs& args) {
   const auto parameter_type = ParameterTypes(present(residual) ? *residual : input, args.weight, args.bias).kernel;
   const auto x = geometry.fit(input), weight = kernel_parameter(args.weight, parameter_type, geometry);
   const auto bias = kernel_parameter(args.bias, parameter_type, geometry);
+  Workspace workspace(input, on);
   ForwardParams params;
-  set_common(params, geometry, args.options, *weight, *bias, on);
+  set_common(params, geometry, args.options, *weight, *bias, on, workspace);
   params.input = geometry.view(*x, on.input(*x, "input"));
   MaybeOwned added;
   if (present(residual)) {
@@ -544,15 +561,12 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.dtype = dtype_of(input.scalar_type());
   params.sum_dtype = present(residual) ? dtype_of(residual->scalar_type()) : params.dtype;
   params.param_dtype = dtype_of(parameter_type);
-  Tensor workspace;
-  if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, input.options().dtype(at::kByte));
-  params.workspace = on.output(workspace, "workspace");
   kernel(params);
   if (args.in_place && !sum.is_same(*residual)) sum = residual->copy_(sum);
   return {with_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
-template <void (*kernel)(const BackwardParams&), int64_t (*workspace_size)(const BackwardParams&)>
+template <void (*kernel)(const BackwardParams&)>
 BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
@@ -567,7 +581,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
   const bool empty = input.numel() == 0;
   if (!empty && !(geometry.fits(grad) && geometry.fits(args.rstd.contiguous()))) {
-    return backward_by_copies<backward<kernel, workspace_size>>(args);
+    return backward_by_copies<backward<kernel>>(args);
   }
   const auto& weight_model = gradient_model(args.weight, args.bias);
   const auto& bias_model = gradient_model(args.bias, args.weight);
@@ -591,8 +605,9 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto weight = kernel_parameter(args.weight, types.kernel, geometry);
   const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, geometry) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
+  Workspace workspace(input, on);
   BackwardParams params;
-  set_common(params, geometry, args.options, *weight, *bias, on);
+  set_common(params, geometry, args.options, *weight, *bias, on, workspace);
   params.grad_output = geometry.view(*dy, on.input(*dy, "grad_output"));
   params.input = geometry.view(*x, on.input(*x, "input"));
   params.grad_sum = geometry.view(*dsum, on.input(*dsum, "grad_sum"));
@@ -605,9 +620,6 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.dtype = dtype_of(args.grad_output.scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
-  Tensor workspace;
-  if (const int64_t bytes = workspace_size(params)) workspace = allocate({bytes}, options.dtype(at::kByte));
-  params.workspace = on.output(workspace, "workspace");
   kernel(params);
   const auto cast = [](const Tensor& t, at::ScalarType type) { return t.defined() ? t.to(type) : t; };
   return {grad_input, cast(grad_weight, types.weight), cast(grad_bias, types.bias)};
@@ -740,14 +752,10 @@ void Operators::define(torch::Library& m) {
   define("check_modulation(Tensor(a) input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> Tensor(a)");
 }
 
-void Operators::implement_cpu(torch::Library& m) {
-  implement<forward<cpu::forward>, backward<cpu::backward, cpu::backward_workspace>>(m);
-}
+void Operators::implement_cpu(torch::Library& m) { implement<forward<cpu::forward>, backward<cpu::backward>>(m); }
 
 #if defined(WITH_CUDA)
-void Operators::implement_cuda(torch::Library& m) {
-  implement<forward<cuda::forward, cuda::forward_workspace>, backward<cuda::backward, cuda::backward_workspace>>(m);
-}
+void Operators::implement_cuda(torch::Library& m) { implement<forward<cuda::forward>, backward<cuda::backward>>(m); }
 #endif
 
 void Operators::implement_meta(torch::Library& m) { implement<forward_meta, backward_meta>(m); }

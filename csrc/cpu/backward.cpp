@@ -443,7 +443,8 @@ void backward(const BackwardParams& p) {
       alignas(kVectorBytes) AccOf<X> workspace[2 * kStackCols];
       backward(Backward<T, X, W>(p, workspace));
     } else {
-      backward(Backward<T, X, W>(p, p.workspace));
+      const auto bytes = workspace_elements(p) * static_cast<int64_t>(sizeof(AccOf<X>));
+      backward(Backward<T, X, W>(p, p.allocator->allocate(bytes)));
     }
   });
 }

@@ -484,8 +484,9 @@ void channels_first_backward(const BackwardParams& p) {
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
     const Blocks blocks(p, sizeof(X), p.grad_weight.group_stride || p.grad_bias.group_stride);
-    Acc* const partials = static_cast<Acc*>(p.workspace);
     const int64_t pitch = padded_cols(p), slot_elements = blocks.per_slot * min(blocks.pixels, p.rows) * p.cols;
+    const auto bytes = 2 * blocks.slots * pitch * static_cast<int64_t>(sizeof(Acc));
+    Acc* const partials = static_cast<Acc*>(wants_parameters(p) ? p.allocator->allocate(bytes) : nullptr);
     parallel_for(blocks.slots, ceil_div(kGrain, slot_elements), [&](int64_t slot, int64_t end) {
       for (; slot < end; ++slot) {
         const int64_t first = slot * blocks.per_slot;

@@ -50,17 +50,6 @@ void run_on_threads(int64_t n, int64_t grain, Task task, const void* context) {
   }
 }
 
-int64_t backward_workspace(const BackwardParams& p) {
-  if (p.channels_first) {
-    if (!wants_parameters(p)) return 0;
-    const bool own_parameters = p.grad_weight.group_stride || p.grad_bias.group_stride;
-    const int64_t element_size = p.sum_dtype == Dtype::kFloat64 ? 8 : p.sum_dtype == Dtype::kFloat32 ? 4 : 2;
-    return 2 * Blocks(p, element_size, own_parameters).slots * padded_cols(p) * acc_size(p);
-  }
-  if (fits_stack(p)) return 0;
-  return (2 * Slots(p).areas * padded_cols(p) + kCoefficients * p.groups * p.rows) * acc_size(p);
-}
-
 void forward(const ForwardParams& p) { (p.channels_first ? kernels().channels_first_forward : kernels().forward)(p); }
 void backward(const BackwardParams& p) {
   (p.channels_first ? kernels().channels_first_backward : kernels().backward)(p);

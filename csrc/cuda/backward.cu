@@ -14,9 +14,6 @@
 // rows of the workspace in order, so that no atomic operation makes the result random: 3 * groups * rows * cols *
 // sizeof(T) bytes are moved.
 //
-// Each block has one segment, unless each group has gradients of its own. Then the rows of each group are divided into
-// segments, and blocks take segments in turn. The sums of a group's only segment go straight to the gradient.
-//
 // Longer rows are divided into chunks, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks
 // exchanges its sums once per row. Still longer rows, and those on older GPUs, take two launches, the first of which
 // stores the sums of each chunk in the workspace.
@@ -33,8 +30,9 @@
 
 namespace layernorm::cuda {
 
-struct BackwardPlan : GradientPlan {
-  int log2_lanes, chunk_cols, num_chunks;  // see RowLayout
+struct BackwardPlan : GradientPlan, RowLayout {
+  explicit BackwardPlan(const RowLayout& layout) : GradientPlan(), RowLayout(layout) {}
+
   int stages;
   int64_t pitch;  // elements from row to row of the workspace
   double reciprocal_cols;
@@ -132,7 +130,7 @@ struct Round {
   __device__ __forceinline__ Row<X> dx() const { return row<X>(plan.stages * arrays(), p.grad_input); }
   // The sums of the row's chunks, after all partial sums.
   __device__ __forceinline__ RowSums<Acc>* chunk_sums() const {
-    Acc* const first = static_cast<Acc*>(p.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
+    Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
     return reinterpret_cast<RowSums<Acc>*>(first) + number * plan.num_chunks;
   }
   // Waits until the other threads have written to this thread's shared memory, or read what this thread overwrites.
@@ -191,7 +189,9 @@ struct Round {
     dy().fetch();
     if (needs_x()) x().fetch();
     if (flags.has(kGradSum)) grad_sum().fetch();
-    if (needs_x() && cols > 0) Statistics<Acc>::prefetch(p, index);
+    if (!needs_x() || cols == 0) return;
+    if (p.mean.data) prefetch(address<const Acc>(p.mean, index));
+    prefetch(address<const Acc>(p.rstd, index));
   }
 
  private:
@@ -379,7 +379,7 @@ __device__ __forceinline__ void store_sums(const Acc (&sums)[kTileVectors][kVec]
   const bool adds = row.round_in_segment >= kRoundsPerSum;
   const bool is_gradient = row.plan.stores_gradient(per_group) && row.flags.has(per_group);
   const int64_t partial = first_partial + row.segment;
-  Acc* const to_workspace = static_cast<Acc*>(row.p.workspace) + partial * row.plan.pitch + row.begin;
+  Acc* const to_workspace = static_cast<Acc*>(row.plan.workspace) + partial * row.plan.pitch + row.begin;
   W* const to_gradient = address<W>(gradient, {row.segment, 0}) + row.begin;
   reduce_block(sums, row.tile, row.block_cols, [&](int column, Acc sum) {
     if (is_gradient) {
@@ -395,7 +395,6 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
   using Acc = AccOf<typename Types::X>;
   constexpr int kVec = kVectorSize<typename Types::X>;
   const Flags flags = {kIsFastPath ? kFastPathFlags | (plan.flags.bits & kInCluster) : plan.flags.bits};
-  const bool needs_x = flags.has(kGradInput | kGradWeight);
   const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
   const bool in_cluster = Tile::kIsBlock && flags.has(kInCluster);
   extern __shared__ __align__(16) unsigned char shared[];
@@ -468,48 +467,40 @@ __global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kWarpTileT
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-struct BackwardLaunch {
-  BackwardPlan plan;
-  LaunchConfig config;
-  bool reads_twice;
-};
-
 // The most vectors of a chunk: few, so that two blocks fit on a multiprocessor, or more if the row then needs no second
 // launch.
-int64_t max_chunk_vectors(int64_t vectors, bool has_clusters) {
+int64_t max_chunk_vectors(int64_t vectors, const LaunchConfig& config, bool has_clusters) {
   constexpr size_t kEnoughForLargeChunks = 144 * 1024;  // dy, x, grad_sum and dx of a large chunk
-  const int64_t most = max_shared_memory() >= kEnoughForLargeChunks ? kMaxLargeChunkVectors : kMaxChunkVectors;
+  const int64_t most = max_shared_memory(config) >= kEnoughForLargeChunks ? kMaxLargeChunkVectors : kMaxChunkVectors;
   const int64_t blocks = has_clusters ? kMaxClusterSize : 1;
   return vectors <= blocks * most ? std::max(kMaxChunkVectors, ceil_div(vectors, blocks)) : kMaxChunkVectors;
 }
 
 template <class Types, class Tile>
-BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
+void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchConfig config) {
   using X = typename Types::X;
-  BackwardLaunch result = {};
-  BackwardPlan& plan = result.plan;
+  using Acc = AccOf<X>;
+  const auto kernel = backward_rows<Types, Tile>;
+  BackwardPlan plan(layout);
   plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
-  plan.log2_lanes = layout.log2_lanes;
-  plan.chunk_cols = layout.chunk_cols;
-  plan.num_chunks = static_cast<int>(layout.num_chunks);
   plan.pitch = round_up(p.cols, kVectorSize<X>);
   plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
-  const bool in_cluster =
-      layout.num_chunks > 1 && layout.num_chunks <= kMaxClusterSize && has_clusters(backward_rows<Types, BlockTile>);
+  const bool in_cluster = plan.num_chunks > 1 && plan.num_chunks <= kMaxClusterSize &&
+                          has_clusters(config, backward_rows<Types, BlockTile>);
   plan.flags.set(kInCluster, in_cluster);
-  result.reads_twice = layout.num_chunks > 1 && !in_cluster;
+  const bool reads_twice = plan.num_chunks > 1 && !in_cluster;
 
   // Rows of groups with few rows and gradients of their own have blocks of few threads.
   const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
-  const int64_t vectors = ceil_div(layout.chunk_cols, kVectorSize<X>);
+  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
   int64_t threads = kWarpTileThreads;
-  if (layout.is_warp_tile) {
-    if (per_group) threads = std::min(threads, round_up(p.rows << layout.log2_lanes, kWarpSize));
+  if (plan.is_warp_tile) {
+    if (per_group) threads = std::min(threads, round_up(p.rows << plan.log2_lanes, kWarpSize));
   } else {
     const bool is_large = vectors > kBlockTileThreads * kTileVectors;
     threads = std::min<int64_t>(round_up(vectors, kWarpSize), is_large ? kMaxBlockThreads : kBlockTileThreads);
   }
-  const int rows_per_block = layout.rows_per_block(threads);
+  const int rows_per_block = plan.rows_per_block(threads);
   const auto bytes = [&](int arrays, int stages, bool aligned) {
     return Round<Types, Tile>::shared_bytes(static_cast<int>(threads) / rows_per_block, rows_per_block, arrays, stages,
                                             aligned);
@@ -519,69 +510,50 @@ BackwardLaunch make_launch(const BackwardParams& p, const RowLayout& layout) {
   // if that leaves as many blocks resident.
   constexpr size_t kMaxStaticShared = 12 * 1024;
   const int most_arrays = p.grad_sum.data ? 3 : 2;
-  plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory() ? kMaxStages : 1;
-  LaunchConfig& config = result.config;
+  plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory(config) ? kMaxStages : 1;
   config.block = static_cast<unsigned>(threads);
-  config.stream = static_cast<Stream>(p.stream);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_chunks) : 1;
   const auto resident_rows = [&](size_t shared_bytes) {
     config.shared_bytes = shared_bytes;
-    return std::max(resident_blocks(config, backward_rows<Types, Tile>) / layout.num_chunks, int64_t{1});
+    return std::max(resident_blocks(config, kernel) / plan.num_chunks, 1);
   };
-  const int64_t resident = resident_rows(std::max(bytes(most_arrays, plan.stages, true), bytes(most_arrays, 1, false)));
+  const int resident = resident_rows(std::max(bytes(most_arrays, plan.stages, true), bytes(most_arrays, 1, false)));
   const int arrays = 1 + plan.flags.has(kGradInput | kGradWeight) + plan.flags.has(kGradSum);
   const bool aligned = plan.flags.has(kAligned);
   if (!aligned && resident_rows(bytes(arrays, plan.stages, false)) < resident) plan.stages = 1;
   config.shared_bytes = bytes(arrays, plan.stages, aligned);
 
-  plan.set_segments(p, rows_per_block, resident, layout.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
-  const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
+  plan.set_segments(p, rows_per_block, resident, plan.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
+  const int64_t blocks = std::min({plan.num_segments, int64_t{resident}, kMaxGridY});
   config.grid = dim3(static_cast<unsigned>(plan.num_chunks), static_cast<unsigned>(blocks));
-  return result;
-}
 
-// Calls f(Types{}, Tile{}, launch).
-template <class F>
-void dispatch(const BackwardParams& p, const F& f) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    constexpr int64_t kVec = kVectorSize<typename Types::X>;
-    const int64_t most = max_chunk_vectors(ceil_div(p.cols, kVec), has_clusters(backward_rows<Types, BlockTile>));
-    const RowLayout layout(p.cols, kVec, most);
-    const auto call = [&](auto tile) { f(types, tile, make_launch<Types, decltype(tile)>(p, layout)); };
-    layout.is_warp_tile ? call(WarpTile{}) : call(BlockTile{});
-  });
+  const int64_t chunk_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_chunks : 0;
+  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + chunk_sums;
+  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+  if (reads_twice) {
+    plan.flags.set(kStoresSums, true);
+    launch(config, kernel, p, plan);
+    plan.flags.set(kStoresSums, false);
+    plan.flags.set(kLoadsSums, true);
+    config.overlaps_previous = true;
+  }
+  launch(config, kernel, p, plan);
+  launch_add_partials<Acc, typename Types::W>(p, plan, plan.pitch, config);
 }
 
 }  // namespace
 
-int64_t backward_workspace(const BackwardParams& p) {
-  if (p.channels_first) return channels_first_backward_workspace(p);
-  int64_t bytes = 0;
-  dispatch(p, [&](auto types, auto, const BackwardLaunch& launch) {
-    const BackwardPlan& plan = launch.plan;
-    const int64_t chunk_sums = launch.reads_twice ? 3 * p.groups * p.rows * plan.num_chunks : 0;
-    bytes = ((plan.weight_partials + plan.bias_partials) * plan.pitch + chunk_sums) *
-            static_cast<int64_t>(sizeof(AccOf<typename decltype(types)::X>));
-  });
-  return bytes;
-}
-
 void backward(const BackwardParams& p) {
   if (p.channels_first) return channels_first_backward(p);
-  dispatch(p, [&](auto types, auto tile, BackwardLaunch launch) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    BackwardPlan& plan = launch.plan;
-    const auto kernel = backward_rows<Types, decltype(tile)>;
-    if (launch.reads_twice) {
-      plan.flags.set(kStoresSums, true);
-      layernorm::launch(launch.config, kernel, p, plan);
-      plan.flags.set(kStoresSums, false);
-      plan.flags.set(kLoadsSums, true);
-      launch.config.overlaps_previous = true;
-    }
-    layernorm::launch(launch.config, kernel, p, plan);
-    launch_add_partials<AccOf<typename Types::X>, typename Types::W>(p, plan, plan.pitch);
+    constexpr int64_t kVec = kVectorSize<typename Types::X>;
+    LaunchConfig config;
+    config.stream = static_cast<Stream>(p.stream);
+    const bool clusters = has_clusters(config, backward_rows<Types, BlockTile>);
+    const RowLayout layout(p.cols, kVec, max_chunk_vectors(ceil_div(p.cols, kVec), config, clusters));
+    layout.is_warp_tile ? launch_backward<Types, WarpTile>(p, layout, config)
+                        : launch_backward<Types, BlockTile>(p, layout, config);
   });
 }
 

@@ -2,14 +2,13 @@
 // backward.cu: a group is an image, a row is a pixel, and the columns are its channels.
 //
 // A block handles 32 pixels, one per lane, so that a warp reads neighbouring elements of one channel. Its warps share
-// the channels, and meet once for each sum over channels. Each thread keeps its elements in shared memory, where it
-// needs no barrier to read them again, so that x and dy are read once: with n = images * channels * pixels, forward
-// moves 2 * n * sizeof(T) bytes and backward 3 * n * sizeof(T). If the channels do not fit into shared memory, each
-// pass over them reads global memory.
+// the channels, and meet once for each sum over channels. The pixels are kept in shared memory, so that x and dy are
+// read once: with n = images * channels * pixels, forward moves 2 * n * sizeof(T) bytes and backward 3 * n * sizeof(T).
+// If the channels do not fit into shared memory, each pass over them reads global memory. Pixels in shared memory are
+// copied in vectors of 16 bytes (kAligned), unless they are not aligned or forward adds a residual.
 //
-// Backward's blocks take tiles of 32 pixels in turn. Each block adds its part of dweight and dbias in the workspace,
-// and a second kernel adds the blocks' parts in order. If each image has gradients of its own, its tiles are divided
-// into segments, and each segment has its part of the gradients.
+// Backward's blocks take segments of tiles in turn (GradientPlan), and add a segment's part of dweight and dbias in the
+// workspace. A second kernel adds the parts in order.
 //
 // The numerical method is that of the CPU kernels (cpu/channels_first.cpp).
 //
@@ -21,7 +20,7 @@
 
 namespace layernorm::cuda {
 
-struct ChannelsFirstPlan : GradientPlan {  // forward uses `rows` alone
+struct ChannelsFirstPlan : GradientPlan {  // forward uses `flags` and `rows` alone
   double reciprocal_channels;
   bool staged;  // the channels fit into shared memory
 };
@@ -84,6 +83,23 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, c
   }
 }
 
+// Calls copy(shared, global) for this thread's vectors of the block's pixels, from `first` to `end` among all pixels.
+// Shared memory has [channels, kWarpSize] pixels.
+template <class E, class F>
+__device__ __forceinline__ void for_each_vector(void* shared, const View& view, int64_t first, int64_t end,
+                                                const Params& p, const ChannelsFirstPlan& plan, const F& copy) {
+  using Pixels = Vector<E, kVectorSize<E>>;
+  constexpr int kVectors = kWarpSize / kVectorSize<E>;  // of a channel
+  const int pixel = threadIdx.x % kVectors * kVectorSize<E>;
+  if (first + pixel >= end) return;
+  const Channels<E> global(view, find_group(first + pixel, p.groups > 1, plan.rows));
+  auto* staged = static_cast<Pixels*>(shared) + threadIdx.x;
+#pragma unroll 4
+  for (int64_t c = threadIdx.x / kVectors; c < p.cols; c += kThreads / kVectors, staged += kThreads) {
+    copy(staged, reinterpret_cast<Pixels*>(&global[c]));
+  }
+}
+
 // Sums each lane's values over the warps. All warps get the result.
 template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
@@ -109,9 +125,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   using W = typename Types::W;
   using Acc = AccOf<X>;
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t index = int64_t{blockIdx.x} * kWarpSize + lane;
-  const bool exists = index < p.groups * p.rows, has_residual = p.residual.data;
-  const RowIndex pixel = find_group(exists ? index : 0, p.groups > 1, plan.rows);
+  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.groups * p.rows;
+  const bool exists = first + lane < end, has_residual = plan.flags.has(kResidual), aligned = plan.flags.has(kAligned);
+  const RowIndex pixel = find_group(exists ? first + lane : 0, p.groups > 1, plan.rows);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
@@ -123,15 +139,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const Channels<const T> input(p.input, pixel);
   const Channels<const X> residual(p.residual, pixel);
   const auto fetch = [&](int64_t c) {
-    X v;
-    if (has_residual) {
-      global_x[c] = v = static_cast<X>(static_cast<Acc>(input[c]) + static_cast<Acc>(residual[c]));
-    } else {
-      v = global_x[c];
-    }
+    const X v = has_residual ? static_cast<X>(static_cast<Acc>(input[c]) + static_cast<Acc>(residual[c])) : global_x[c];
+    if (has_residual) global_x[c] = v;
     if (plan.staged) staged_x[c] = v;
   };
-  if (has_residual || plan.staged) for_each_channel(channels, fetch, nothing);
+  if (aligned) {
+    for_each_vector<X>(shared, p.input, first, end, p, plan, [](auto* to, auto* from) { async_copy<16>(to, from); });
+    async_commit();
+    async_wait<0>();
+    __syncthreads();
+  } else if (has_residual || plan.staged) {
+    for_each_channel(channels, fetch, nothing);
+  }
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
   Acc scale = 1, mean = 0;
@@ -172,7 +191,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   }
   const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = p.zero_centered_weight ? 1 : 0;
   const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
-  const Channels<T> y(p.output, pixel);
+  const Channels<T> staged_y(reinterpret_cast<T*>(shared) + lane, kWarpSize), global_y(p.output, pixel);
+  const Channels<T> y = aligned ? staged_y : global_y;
   for_each_channel(
       channels,
       [&](int64_t c) {
@@ -180,6 +200,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
         y[c] = static_cast<T>(fma(d * rstd, weight[c] + weight_offset, bias[c]));
       },
       nothing);
+  if (!aligned) return;
+  __syncthreads();
+  for_each_vector<T>(shared, p.output, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
 }
 
 // Blocks take segments of tiles in turn. The workspace gets dweight [weight_partials, channels] and dbias
@@ -194,19 +217,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const int lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
-  const Channels<T> staged_dy(reinterpret_cast<T*>(shared + p.cols * kWarpSize * sizeof(X)) + lane, kWarpSize);
+  unsigned char* const shared_dy = shared + p.cols * kWarpSize * sizeof(X);
+  const Channels<T> staged_dy(reinterpret_cast<T*>(shared_dy) + lane, kWarpSize);
   const bool grad_input = plan.flags.has(kGradInput), grad_weight = plan.flags.has(kGradWeight);
   const bool grad_bias = plan.flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
+  const bool aligned = plan.flags.has(kAligned) && needs_x;
   const Acc weight_offset = p.zero_centered_weight ? 1 : 0;
   const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
   const auto nothing = [] {};
 
-  // Adds the gradients of a tile to the workspace. A pixel that does not exist adds 0.
-  const auto process_tile = [&](const RowIndex& pixel, bool exists, int64_t segment, bool is_first) {
+  // Adds the gradients of a tile to the workspace: of pixels from `first` to `end`. Other lanes add 0.
+  const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
+    const bool exists = first + lane < end;
+    const RowIndex pixel = find_group(exists ? first + lane : 0, p.groups > 1, plan.rows);
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<X> global_x(p.input, pixel), x = staged ? staged_x : global_x;
-    const Channels<X> dx(p.grad_input, pixel), dsum(p.grad_sum, pixel);
+    const Channels<X> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx, dsum(p.grad_sum, pixel);
     const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
     const Statistics<Acc> statistics(p, pixel, exists && needs_x);
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
@@ -219,7 +246,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
     RowMeans<Acc> means = {};
     if (needs_x) {
-      if (staged && exists) {
+      if (aligned) {
+        const auto fetch = [](auto* to, auto* from) { async_copy<16>(to, from); };
+        __syncthreads();  // the previous tile has been read
+        for_each_vector<X>(shared, p.input, first, end, p, plan, fetch);
+        for_each_vector<T>(shared_dy, p.grad_output, first, end, p, plan, fetch);
+        async_commit();
+        async_wait<0>();
+        __syncthreads();
+      } else if (staged && exists) {
         for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; }, nothing);
       }
       Acc run_sums[3] = {};
@@ -262,52 +297,42 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           sum = sum_lanes<kWarpSize / 2>(sum);
           if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
             const int64_t partial = segment + (is_upper ? plan.weight_partials : 0);
-            double& total = static_cast<double*>(p.workspace)[partial * p.cols + c];
+            double& total = static_cast<double*>(plan.workspace)[partial * p.cols + c];
             total = is_first ? sum : total + sum;
           }
         },
         nothing);
+    if (!aligned || !grad_input) return;
+    __syncthreads();
+    for_each_vector<X>(shared, p.grad_input, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
     const auto [group, segment_in_group] = plan.segments_per_group.divide(segment);
-    const int64_t begin = segment_in_group * plan.segment_rows;
-    const int64_t end = min(begin + plan.segment_rows, plan.gradient_group_rows);
-    for (int64_t first = begin; first < end; first += kWarpSize) {
-      const bool exists = first + lane < end;
-      const int64_t number = exists ? group * plan.gradient_group_rows + first + lane : 0;
-      process_tile(find_group(number, p.groups > 1, plan.rows), exists, segment, first == begin);
-    }
+    const int64_t group_end = (group + 1) * plan.gradient_group_rows;
+    const int64_t begin = group_end - plan.gradient_group_rows + segment_in_group * plan.segment_rows;
+    const int64_t end = min(begin + plan.segment_rows, group_end);
+    for (int64_t first = begin; first < end; first += kWarpSize) process_tile(first, end, segment, first == begin);
   }
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Sets everything but what concerns the gradients, and returns the bytes of shared memory.
-size_t set_plan(ChannelsFirstPlan& plan, const Params& p, int64_t bytes_of_channel) {
+// Plans the launch, without the segments of the gradients.
+template <class Types, class P>
+ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& config) {
+  ChannelsFirstPlan plan = {};
   plan.rows = FastDivisor(p.rows);
   plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
-  plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory()) - kStaticShared);
-  return plan.staged ? static_cast<size_t>(bytes) : 0;
-}
-
-// Calls f(Types{}, plan, configuration). The number of blocks is what the device holds at once.
-template <class F>
-void dispatch_backward(const BackwardParams& p, const F& f) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    ChannelsFirstPlan plan = {};
-    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X) + sizeof(typename Types::T));
-    plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
-    LaunchConfig config = {1, kThreads, bytes, static_cast<Stream>(p.stream)};
-    const int64_t resident = resident_blocks(config, channels_first_backward<Types>);
-    plan.set_segments(p, kWarpSize, resident, 4);
-    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
-    plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
-    config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
-    f(types, plan, config);
-  });
+  plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
+  plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
+  plan.flags.set(kAligned, plan.flags.has(kAligned) && plan.staged && !plan.flags.has(kResidual));
+  config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
+  config.block = kThreads;
+  config.shared_bytes = plan.staged ? static_cast<size_t>(bytes) : 0;
+  config.stream = static_cast<Stream>(p.stream);
+  return plan;
 }
 
 }  // namespace
@@ -315,26 +340,27 @@ void dispatch_backward(const BackwardParams& p, const F& f) {
 void channels_first_forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    ChannelsFirstPlan plan = {};
-    const size_t bytes = set_plan(plan, p, sizeof(typename Types::X));
-    const auto blocks = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
-    launch({blocks, kThreads, bytes, static_cast<Stream>(p.stream)}, channels_first_forward<Types>, p, plan);
+    LaunchConfig config;
+    const auto plan = make_plan<Types>(p, sizeof(typename Types::X), config);
+    launch(config, channels_first_forward<Types>, p, plan);
   });
-}
-
-int64_t channels_first_backward_workspace(const BackwardParams& p) {
-  int64_t bytes = 0;
-  dispatch_backward(p, [&](auto, const ChannelsFirstPlan& plan, const LaunchConfig&) {
-    bytes = (plan.weight_partials + plan.bias_partials) * p.cols * static_cast<int64_t>(sizeof(double));
-  });
-  return bytes;
 }
 
 void channels_first_backward(const BackwardParams& p) {
-  dispatch_backward(p, [&](auto types, const ChannelsFirstPlan& plan, const LaunchConfig& config) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    launch(config, channels_first_backward<Types>, p, plan);
-    launch_add_partials<double, typename Types::W>(p, plan, p.cols);
+    const auto kernel = channels_first_backward<Types>;
+    LaunchConfig config;
+    auto plan = make_plan<Types>(p, sizeof(typename Types::X) + sizeof(typename Types::T), config);
+    const int64_t resident = resident_blocks(config, kernel);
+    plan.set_segments(p, kWarpSize, resident, 4);
+    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
+    plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
+    config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
+    const int64_t elements = (plan.weight_partials + plan.bias_partials) * p.cols;
+    if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
+    launch(config, kernel, p, plan);
+    launch_add_partials<double, typename Types::W>(p, plan, p.cols, config);
   });
 }
 

@@ -23,39 +23,9 @@ namespace layernorm {
 
 using Stream = cudaStream_t;
 
-struct LaunchConfig {
-  dim3 grid, block;
-  size_t shared_bytes = 0;  // dynamic shared memory of a block
-  Stream stream = nullptr;
-  unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
-  bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
-};
-
-namespace detail {
-
-inline std::string kernel_name(const void* kernel) {
-  const char* mangled = nullptr;
-  if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) return "a kernel";
-  int status = 0;
-  char* plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
-  const std::string name = status == 0 ? plain : mangled;
-  std::free(plain);
-  return name.substr(0, name.rfind('('));
-}
-
-inline std::string describe(const dim3& d) {
-  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
-}
-
-inline std::string describe(const void* kernel, const LaunchConfig& config) {
-  return "launch of " + kernel_name(kernel) + " with grid " + describe(config.grid) + ", block " +
-         describe(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
-         std::to_string(config.shared_bytes) + " bytes of dynamic shared memory";
-}
-
 // Throws if a call of the CUDA runtime failed; describe() says which.
 template <class F>
-void check(cudaError_t status, const F& describe) {
+void check_status(cudaError_t status, const F& describe) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // clears the error; the next call would report it again
   throw std::runtime_error(std::string("layernorm: ") + describe() + ": " + cudaGetErrorString(status));
@@ -73,48 +43,68 @@ Value cached(const Key& key, const F& make) {
 
 inline int current_device() {
   int device = 0;
-  check(cudaGetDevice(&device), [] { return "asking for the current device"; });
+  check_status(cudaGetDevice(&device), [] { return "asking for the current device"; });
   return device;
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  const int device = current_device();
+inline int device_attribute(int device, cudaDeviceAttr attribute) {
   return cached<int>(std::pair(device, attribute), [&] {
     int value = 0;
-    check(cudaDeviceGetAttribute(&value, attribute, device),
-          [&] { return "asking for attribute " + std::to_string(attribute) + " of device " + std::to_string(device); });
+    check_status(cudaDeviceGetAttribute(&value, attribute, device), [&] {
+      return "asking for attribute " + std::to_string(attribute) + " of device " + std::to_string(device);
+    });
     return value;
   });
 }
 
-}  // namespace detail
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared_bytes = 0;  // dynamic shared memory of a block
+  Stream stream = nullptr;
+  unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
+  bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
+  int device = current_device();   // the only property that is not cached
+};
 
-// Bytes of static and dynamic shared memory that a block may have on the current device.
-inline size_t max_shared_memory() {
-  return static_cast<size_t>(detail::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+// Bytes of static and dynamic shared memory that a block may have on the device.
+inline size_t max_shared_memory(const LaunchConfig& config) {
+  return static_cast<size_t>(device_attribute(config.device, cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-namespace detail {
+inline std::string describe(const void* kernel, const LaunchConfig& config) {
+  const char* mangled = nullptr;
+  if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) mangled = "a kernel";
+  int status = 0;
+  char* const plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+  const std::string name = status == 0 ? plain : mangled;
+  std::free(plain);
+  const auto text = [](const dim3& d) {
+    return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+  };
+  return "launch of " + name.substr(0, name.rfind('(')) + " with grid " + text(config.grid) + ", block " +
+         text(config.block) + ", cluster " + std::to_string(config.cluster) + ", " +
+         std::to_string(config.shared_bytes) + " bytes of dynamic shared memory";
+}
 
 // Returns the compute capability that a kernel was compiled for: 80, 90, 100, ... The first call on a device opts in to
 // all of its shared memory, because the 48 KiB that need no opt-in include static shared memory.
 inline int architecture_of(const void* kernel, const LaunchConfig& config) {
-  return cached<int>(std::pair(kernel, current_device()), [&] {
+  return cached<int>(std::pair(kernel, config.device), [&] {
     const auto what = [&] { return describe(kernel, config); };
     cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel), what);
-    const int dynamic = static_cast<int>(max_shared_memory() - attributes.sharedSizeBytes);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), what);
+    check_status(cudaFuncGetAttributes(&attributes, kernel), what);
+    const int dynamic = static_cast<int>(max_shared_memory(config) - attributes.sharedSizeBytes);
+    check_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), what);
     return attributes.ptxVersion;
   });
 }
 
 // The driver's launch configuration. It points to its own attributes, so it cannot be copied.
-struct Config {
+struct DriverConfig {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
 
-  Config(const LaunchConfig& from, int architecture) {
+  DriverConfig(const LaunchConfig& from, int architecture) {
     config.gridDim = from.grid;
     config.blockDim = from.block;
     config.dynamicSmemBytes = from.shared_bytes;
@@ -132,40 +122,38 @@ struct Config {
       attribute.val.programmaticStreamSerializationAllowed = 1;
     }
   }
-  Config(const Config&) = delete;
+  DriverConfig(const DriverConfig&) = delete;
 };
-
-}  // namespace detail
 
 // Returns whether a kernel has the features of compute capability 9.0: clusters and overlapping launches. The
 // kernel's code decides, not the device: PTX for 8.0 has none of them, even if the driver compiles it for an H100.
 template <class... Params>
-bool has_clusters(void (*kernel)(Params...)) {
-  return detail::architecture_of(reinterpret_cast<const void*>(kernel), {}) >= 90;
+bool has_clusters(const LaunchConfig& config, void (*kernel)(Params...)) {
+  return architecture_of(reinterpret_cast<const void*>(kernel), config) >= 90;
 }
 
-// Returns how many blocks of a kernel are resident on the current device at once, and throws if none fits. Ignores
-// config.grid. The driver is asked once per kernel and configuration.
+// Returns how many blocks of a kernel are resident on the device at once, and throws if none fits. Ignores config.grid.
+// The driver is asked once per kernel and configuration.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   const auto address = reinterpret_cast<const void*>(kernel);
-  const int architecture = detail::architecture_of(address, config);
+  const int architecture = architecture_of(address, config);
   const unsigned threads = config.block.x * config.block.y * config.block.z;
-  const std::tuple key(address, detail::current_device(), threads, config.shared_bytes, config.cluster);
-  return detail::cached<int>(key, [&] {
-    const auto what = [&] { return detail::describe(address, config); };
+  const std::tuple key(address, config.device, threads, config.shared_bytes, config.cluster);
+  return cached<int>(key, [&] {
+    const auto what = [&] { return describe(address, config); };
     int blocks = 0;
     if (config.cluster > 1) {
       LaunchConfig one_cluster = config;
       one_cluster.grid = dim3(config.cluster);
-      const detail::Config driver_config(one_cluster, architecture);
-      detail::check(cudaOccupancyMaxActiveClusters(&blocks, kernel, &driver_config.config), what);
+      const DriverConfig driver_config(one_cluster, architecture);
+      check_status(cudaOccupancyMaxActiveClusters(&blocks, kernel, &driver_config.config), what);
       blocks *= static_cast<int>(config.cluster);
     } else {
-      detail::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads),
-                                                                  config.shared_bytes),
-                    what);
-      blocks *= detail::device_attribute(cudaDevAttrMultiProcessorCount);
+      check_status(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads),
+                                                                 config.shared_bytes),
+                   what);
+      blocks *= device_attribute(config.device, cudaDevAttrMultiProcessorCount);
     }
     if (blocks == 0) throw std::runtime_error("layernorm: " + what() + ": no block fits on the device");
     return blocks;
@@ -176,9 +164,9 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
 template <class... Params, class... Args>
 void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
   const auto address = reinterpret_cast<const void*>(kernel);
-  const detail::Config driver_config(config, detail::architecture_of(address, config));
-  detail::check(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
-                [&] { return detail::describe(address, config); });
+  const DriverConfig driver_config(config, architecture_of(address, config));
+  check_status(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
+               [&] { return describe(address, config); });
 }
 
 // ---- PTX instructions, for kernels ----------------------------------------------------------------------------------

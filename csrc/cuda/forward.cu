@@ -27,10 +27,11 @@ constexpr int kMaxRowChunks = 10 * kMaxClusterSize;  // of a row that a cluster 
 constexpr int kForwardThreads = 256;
 
 template <class Acc>
-struct ForwardPlan {
+struct ForwardPlan : RowLayout {
+  explicit ForwardPlan(const RowLayout& layout) : RowLayout(layout) {}
+
   Flags flags;
-  int log2_lanes;  // see RowLayout
-  int chunk_cols, num_chunks, chunks_per_block;
+  int chunks_per_block;
   FastDivisor blocks_per_row;
   FastDivisor rows;  // of a group
   Acc eps;
@@ -249,10 +250,11 @@ struct Chunk {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Types is that of dtypes.h.
+// Types is that of dtypes.h. The workspace [groups * rows, num_chunks] of Moments is needed by two launches that read a
+// row. As a member of the plan, it takes up to 8 more registers.
 template <class Types, class Tile>
 __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
-    forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan) {
+    forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan, void* const workspace) {
   using Acc = AccOf<typename Types::X>;
   using BlockChunk = Chunk<Types, Tile>;
   const Tile tile{{plan.log2_lanes, static_cast<int>(threadIdx.x)}};
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
   async_commit();
 
   __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
-  auto* const workspace = static_cast<Moments<Acc>*>(p.workspace) + row_number * plan.num_chunks;
+  auto* const stored_moments = static_cast<Moments<Acc>*>(workspace) + row_number * plan.num_chunks;
   Moments<Acc> moments;
   if (!flags.has(kLoadsSums)) {
     int buffer = 0;
@@ -305,7 +307,7 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
           *cluster_peer(&row_moments[index], peer) = moments;
         }
       } else if (threadIdx.x == 0) {
-        (flags.has(kStoresSums) ? workspace : row_moments)[index] = moments;
+        (flags.has(kStoresSums) ? stored_moments : row_moments)[index] = moments;
       }
     }
     if (flags.has(kStoresSums)) return let_next_grid_start();
@@ -318,7 +320,7 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
     } else {
       __syncthreads();
     }
-    moments = merge_chunks(flags.has(kLoadsSums) ? workspace : row_moments, plan.num_chunks);
+    moments = merge_chunks(flags.has(kLoadsSums) ? stored_moments : row_moments, plan.num_chunks);
   }
 
   const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
@@ -328,94 +330,68 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-struct ForwardLaunch {
-  LaunchConfig config;
-  bool reads_twice;
-};
-
 template <class Types, class Tile>
-ForwardLaunch make_launch(const ForwardParams& p, const RowLayout& layout,
-                          ForwardPlan<AccOf<typename Types::X>>& plan) {
+void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   using X = typename Types::X;
   using Acc = AccOf<X>;
+  const auto kernel = forward_rows<Types, Tile>;
+  LaunchConfig config;
+  ForwardPlan<Acc> plan(layout);
   plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
-  plan.log2_lanes = layout.log2_lanes;
-  plan.chunk_cols = layout.chunk_cols;
-  plan.num_chunks = static_cast<int>(layout.num_chunks);
   plan.rows = FastDivisor(p.rows);
   plan.eps = static_cast<Acc>(p.eps);
   plan.cols = Divisor<Acc>(p.cols);
-  plan.chunk = Divisor<Acc>(layout.chunk_cols);
-  plan.last_chunk = Divisor<Acc>(p.cols - layout.chunk_cols * (layout.num_chunks - 1));
+  plan.chunk = Divisor<Acc>(plan.chunk_cols);
+  plan.last_chunk = Divisor<Acc>(p.cols - int64_t{plan.chunk_cols} * (plan.num_chunks - 1));
 
-  const int64_t vectors = ceil_div(layout.chunk_cols, kVectorSize<X>);
-  const int64_t threads = layout.is_warp_tile ? 128 : round_up(ceil_div(vectors, kTileVectors), kWarpSize);
-  const int rows = layout.rows_per_block(threads);
+  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
+  const int64_t threads = plan.is_warp_tile ? 128 : round_up(ceil_div(vectors, kTileVectors), kWarpSize);
+  const int rows = plan.rows_per_block(threads);
   const auto bytes = [&](int64_t chunks) {
     return rows * chunks * StagedRow<X, kVectorSize<X>, Tile>::bytes(static_cast<int>(threads) / rows);
   };
   constexpr size_t kStaticBytes =
       kMaxRowChunks * sizeof(Moments<Acc>) + 6 * kMaxBlockThreads / kWarpSize * sizeof(Acc);  // sum_tile()
-  const int64_t in_cluster = ceil_div(layout.num_chunks, kMaxClusterSize);                    // chunks of a block
-  int64_t chunks_per_block = layout.num_chunks;
+  const auto in_cluster = static_cast<int>(ceil_div(plan.num_chunks, kMaxClusterSize));       // chunks of a block
+  plan.chunks_per_block = plan.num_chunks;
   bool reads_twice = false;
-  if (layout.num_chunks > kMaxBlockChunks) {
-    reads_twice = layout.num_chunks > kMaxRowChunks || bytes(in_cluster) + kStaticBytes > max_shared_memory() ||
-                  !has_clusters(forward_rows<Types, Tile>);
-    chunks_per_block = reads_twice ? 1 : in_cluster;
+  if (plan.num_chunks > kMaxBlockChunks) {
+    reads_twice = plan.num_chunks > kMaxRowChunks || bytes(in_cluster) + kStaticBytes > max_shared_memory(config) ||
+                  !has_clusters(config, kernel);
+    plan.chunks_per_block = reads_twice ? 1 : in_cluster;
   }
-  const int64_t blocks_per_row = ceil_div(layout.num_chunks, chunks_per_block);
+  const int64_t blocks_per_row = ceil_div(plan.num_chunks, plan.chunks_per_block);
   plan.flags.set(kInCluster, !reads_twice && blocks_per_row > 1);
-  plan.chunks_per_block = static_cast<int>(chunks_per_block);
   plan.blocks_per_row = FastDivisor(blocks_per_row);
 
-  LaunchConfig config;
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, rows) * blocks_per_row);
   config.block = static_cast<unsigned>(threads);
-  config.shared_bytes = bytes(chunks_per_block);
+  config.shared_bytes = bytes(plan.chunks_per_block);
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = reads_twice ? 1 : static_cast<unsigned>(blocks_per_row);
-  return {config, reads_twice};
-}
+  if (!reads_twice) return launch(config, kernel, p, plan, nullptr);
 
-// Calls f(Types{}, Tile{}, plan, launch).
-template <class F>
-void dispatch(const ForwardParams& p, const F& f) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    const RowLayout layout(p.cols, kVectorSize<typename Types::X>, kMaxChunkVectors);
-    ForwardPlan<AccOf<typename Types::X>> plan;
-    const auto call = [&](auto tile) { f(types, tile, plan, make_launch<Types, decltype(tile)>(p, layout, plan)); };
-    layout.is_warp_tile ? call(WarpTile{}) : call(BlockTile{});
-  });
+  const auto bytes_per_row = plan.num_chunks * static_cast<int64_t>(sizeof(Moments<Acc>));
+  void* const workspace = p.allocator->allocate(p.groups * p.rows * bytes_per_row);
+  plan.flags.set(kStoresSums, true);
+  launch(config, kernel, p, plan, workspace);
+  plan.flags.set(kStoresSums, false);
+  plan.flags.set(kLoadsSums, true);
+  plan.flags.set(kResidual, false);
+  ForwardParams second = p;
+  if (p.residual.data) second.input = p.sum;
+  config.overlaps_previous = true;
+  launch(config, kernel, second, plan, workspace);
 }
 
 }  // namespace
 
-int64_t forward_workspace(const ForwardParams& p) {
-  if (p.channels_first) return 0;
-  int64_t bytes = 0;
-  dispatch(p, [&](auto types, auto, const auto& plan, const ForwardLaunch& launch) {
-    using Acc = AccOf<typename decltype(types)::X>;
-    if (launch.reads_twice) bytes = p.groups * p.rows * plan.num_chunks * static_cast<int64_t>(sizeof(Moments<Acc>));
-  });
-  return bytes;
-}
-
 void forward(const ForwardParams& p) {
   if (p.channels_first) return channels_first_forward(p);
-  dispatch(p, [&](auto types, auto tile, auto& plan, ForwardLaunch launch) {
-    const auto kernel = forward_rows<decltype(types), decltype(tile)>;
-    if (!launch.reads_twice) return layernorm::launch(launch.config, kernel, p, plan);
-    plan.flags.set(kStoresSums, true);
-    layernorm::launch(launch.config, kernel, p, plan);
-    plan.flags.set(kStoresSums, false);
-    plan.flags.set(kLoadsSums, true);
-    plan.flags.set(kResidual, false);
-    ForwardParams second = p;
-    if (p.residual.data) second.input = p.sum;
-    launch.config.overlaps_previous = true;
-    layernorm::launch(launch.config, kernel, second, plan);
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    const RowLayout layout(p.cols, kVectorSize<typename Types::X>, kMaxChunkVectors);
+    layout.is_warp_tile ? launch_forward<Types, WarpTile>(p, layout) : launch_forward<Types, BlockTile>(p, layout);
   });
 }
 

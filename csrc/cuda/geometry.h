@@ -25,13 +25,12 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // Forward and backward for Params::channels_first (channels_first.cu).
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
-int64_t channels_first_backward_workspace(const BackwardParams& params);
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
 // The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
 enum Flag : unsigned {
-  kAligned = 1 << 0,            // all rows start at multiples of 16 bytes and consist of whole vectors
+  kAligned = 1 << 0,            // all rows, or channels of images, start at multiples of 16 bytes and are whole vectors
   kAlignedParameters = 1 << 1,  // weight and bias start at multiples of 16 bytes
   kHasGroups = 1 << 2,
   kRms = 1 << 3,
@@ -58,13 +57,13 @@ struct Flags {
   void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
 };
 
-// Whether every row of the arrays starts at a multiple of 16 bytes. An absent array is aligned.
+// Whether every row, or every channel of an image, starts at a multiple of 16 bytes. An absent array is aligned.
 template <class E, class... Views>
-bool is_aligned(const Views&... views) {
+bool is_aligned(const Params& p, const Views&... views) {
   const auto is_multiple = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(E)) % 16 == 0; };
   const auto check = [&](const View& view) {
     return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && is_multiple(view.group_stride) &&
-                          is_multiple(view.row_stride));
+                          is_multiple(p.channels_first ? view.col_stride : view.row_stride));
   };
   return (check(views) && ...);
 }
@@ -72,10 +71,11 @@ bool is_aligned(const Views&... views) {
 // Also for a gradient that is not wanted, so that the other gradient does not depend on that.
 inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
 
-template <class W>
+template <class T, class W>
 Flags common_flags(const Params& p) {
   Flags flags;
-  flags.set(kAlignedParameters, is_aligned<W>(p.weight, p.bias));
+  flags.set(kAligned, (p.channels_first ? p.rows : p.cols) * static_cast<int64_t>(sizeof(T)) % 16 == 0);
+  flags.set(kAlignedParameters, is_aligned<W>(p, p.weight, p.bias));
   flags.set(kHasGroups, p.groups > 1);
   flags.set(kRms, p.rms);
   flags.set(kWeight, p.weight.data);
@@ -86,18 +86,18 @@ Flags common_flags(const Params& p) {
 
 template <class T, class X, class W>
 Flags make_flags(const ForwardParams& p) {
-  Flags flags = common_flags<W>(p);
-  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.input, p.output) &&
-                          is_aligned<X>(p.residual, p.sum));
+  Flags flags = common_flags<T, W>(p);
+  flags.set(kAligned,
+            flags.has(kAligned) && is_aligned<T>(p, p.input, p.output) && is_aligned<X>(p, p.residual, p.sum));
   flags.set(kResidual, p.residual.data);
   return flags;
 }
 
 template <class T, class X, class W>
 Flags make_flags(const BackwardParams& p) {
-  Flags flags = common_flags<W>(p);
-  flags.set(kAligned, p.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 && is_aligned<T>(p.grad_output) &&
-                          is_aligned<X>(p.input, p.grad_input, p.grad_sum));
+  Flags flags = common_flags<T, W>(p);
+  flags.set(kAligned, flags.has(kAligned) && is_aligned<T>(p, p.grad_output) &&
+                          is_aligned<X>(p, p.input, p.grad_input, p.grad_sum));
   flags.set(kGradInput, p.grad_input.data);
   flags.set(kGradWeight, p.grad_weight.data);
   flags.set(kGradBias, p.grad_bias.data);
@@ -159,6 +159,7 @@ struct GradientPlan {
   FastDivisor rows, rounds, segments_per_group;  // rows of a group, rounds of a segment, segments of a gradient group
   int64_t num_segments, segment_rows, gradient_group_rows;
   int64_t weight_partials, bias_partials;  // rows of the workspace
+  void* workspace;
 
   // If all rows share their gradients, each resident block has a segment. Else 64 segments of a group keep the GPU busy
   // with few groups; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
@@ -191,8 +192,7 @@ struct GradientPlan {
 struct RowLayout {
   bool is_warp_tile;  // else a chunk is a tile of a block
   int log2_lanes;     // of a warp tile: the number of lanes that share a row, as a logarithm
-  int chunk_cols;
-  int64_t num_chunks;
+  int chunk_cols, num_chunks;
 
   // kVec is the number of elements of a vector.
   RowLayout(int64_t cols, int64_t vec, int64_t max_chunk) {
@@ -203,7 +203,7 @@ struct RowLayout {
     const int64_t chunks = ceil_div(vectors, is_warp_tile ? vectors : max_chunk);
     const int64_t chunk = chunks == 1 ? vectors : round_up(ceil_div(vectors, chunks), kWarpSize);
     chunk_cols = static_cast<int>(std::min(chunk * vec, cols));
-    num_chunks = ceil_div(cols, chunk_cols);
+    num_chunks = static_cast<int>(ceil_div(cols, chunk_cols));
   }
   int rows_per_block(int64_t threads) const { return is_warp_tile ? static_cast<int>(threads) >> log2_lanes : 1; }
 };

@@ -24,8 +24,7 @@ template <class Acc, class W>
 __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
     add_partials(const Partials<Acc, W> first, const Partials<Acc, W> second, const int64_t pitch, const int64_t cols) {
   __shared__ double sums[kThreadsPerColumn][kWarpSize];
-  Partials<Acc, W> partials = first;
-  if (blockIdx.z > 0) partials = second;
+  const Partials<Acc, W> partials = blockIdx.z > 0 ? second : first;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   wait_for_previous_grid();
@@ -46,12 +45,12 @@ __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
 }
 
 // Adds the partial sums of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch] in the
-// workspace. The kernel that computes them must be the stream's previous launch.
+// workspace. `config` launched the kernel that computes them.
 template <class Acc, class W>
-void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch) {
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch, LaunchConfig config) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
     const int64_t groups = is_per_group ? p.groups : 1;
-    return Partials<Acc, W>{static_cast<const Acc*>(p.workspace) + first * pitch, groups, rows / groups,
+    return Partials<Acc, W>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups, rows / groups,
                             static_cast<W*>(gradient.data), gradient.group_stride};
   };
   const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
@@ -59,9 +58,11 @@ void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int6
   const bool has_weight = plan.weight_partials > 0, has_bias = plan.bias_partials > 0;
   if (!has_weight && !has_bias) return;
   const int64_t groups = std::max(has_weight ? weight.groups : 0, has_bias ? bias.groups : 0);
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
-                  static_cast<unsigned>(std::min(groups, kMaxGridY)), has_weight && has_bias ? 2 : 1);
-  LaunchConfig config = {grid, kThreadsPerColumn * kWarpSize, 0, static_cast<Stream>(p.stream)};
+  config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
+                     static_cast<unsigned>(std::min(groups, kMaxGridY)), has_weight && has_bias ? 2 : 1);
+  config.block = kThreadsPerColumn * kWarpSize;
+  config.shared_bytes = 0;
+  config.cluster = 1;
   config.overlaps_previous = true;
   launch(config, add_partials<Acc, W>, has_weight ? weight : bias, bias, pitch, p.cols);
 }

@@ -94,8 +94,6 @@ __device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, 
 template <class T, int kVec, class Tile>
 class StagedRow {
  public:
-  using Vectors = Vector<T, kVec>[kTileVectors];  // a thread's part of a tile
-
   // The shared memory of a tile. There is one more vector for the row's offset.
   __host__ __device__ static constexpr size_t bytes(int threads) {
     return (threads * kTileVectors + 1) * sizeof(Vector<T, kVec>);
@@ -113,8 +111,7 @@ class StagedRow {
 #pragma unroll
       for (int i = 0; i < kTileVectors; ++i) {
         if (!tile_.template has_vector<kVec>(i, cols_)) break;
-        const int column = tile_.vector_index(i) * kVec;
-        async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column, column < cols_);
+        async_copy<sizeof(Vector<T, kVec>)>(shared_ + column(i), row_ + column(i), remaining(i) > 0);
       }
     } else {
       for_each_piece([&](int column) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column); },
@@ -124,20 +121,20 @@ class StagedRow {
 
   // Reads this thread's vector i of a fetched or written row, with zeros after its end.
   __device__ __forceinline__ Vector<T, kVec> read(int i) const {
-    if (aligned_) return vector_at(shared_, i);
+    if (aligned_) return vector(shared_, column(i));
     Vector<T, kVec> v;
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v.values[e] = e < remaining(i) ? shared_[tile_.vector_index(i) * kVec + e] : T(0.0f);
+    for (int e = 0; e < kVec; ++e) v.values[e] = e < remaining(i) ? shared_[column(i) + e] : T(0.0f);
     return v;
   }
   __device__ __forceinline__ void write(int i, const Vector<T, kVec>& v) const {
     if (aligned_) {
-      vector_at(shared_, i) = v;
+      vector(shared_, column(i)) = v;
       return;
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      if (e < remaining(i)) shared_[tile_.vector_index(i) * kVec + e] = v.values[e];
+      if (e < remaining(i)) shared_[column(i) + e] = v.values[e];
     }
   }
 
@@ -147,7 +144,7 @@ class StagedRow {
     if (!aligned_) {
       write(i, v);
     } else if (remaining(i) > 0) {
-      vector_at(row_, i) = v;
+      vector(row_, column(i)) = v;
     }
   }
   __device__ __forceinline__ void end_of_store() const {
@@ -159,11 +156,9 @@ class StagedRow {
 
  private:
   __device__ __forceinline__ int remaining(int i) const { return tile_.template remaining<kVec>(i, cols_); }
+  __device__ __forceinline__ int column(int i) const { return tile_.vector_index(i) * kVec; }
   __device__ __forceinline__ static Vector<T, kVec>& vector(T* data, int column) {
     return *reinterpret_cast<Vector<T, kVec>*>(data + column);
-  }
-  __device__ __forceinline__ Vector<T, kVec>& vector_at(T* data, int i) const {
-    return vector(data, tile_.vector_index(i) * kVec);
   }
 
   // Calls whole(column) for the aligned vectors of an unaligned row, and single(column) for the other elements.
@@ -243,10 +238,6 @@ struct Statistics {
     scale = is_huge ? kScale<Acc> : 1;
     mean *= scale;
     rstd *= is_huge ? 1 / kScale<Acc> : 1;
-  }
-  __device__ __forceinline__ static void prefetch(const Params& p, const RowIndex& index) {
-    if (p.mean.data) layernorm::prefetch(address<const Acc>(p.mean, index));
-    layernorm::prefetch(address<const Acc>(p.rstd, index));
   }
   __device__ __forceinline__ Acc xhat(Acc x, Acc correction) const {
     return fma(fma(x, scale, -mean), rstd, -correction);

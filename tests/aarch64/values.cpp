@@ -105,6 +105,15 @@ struct Array {
   std::vector<bool> used;
 };
 
+struct Workspace final : Allocator {
+  std::vector<double> memory;
+
+  void* allocate(int64_t bytes) override {
+    memory.assign(bytes / 8 + 1, std::nan(""));
+    return memory.data();
+  }
+};
+
 struct Case {
   int64_t groups, rows, cols;
   bool channels_first;
@@ -191,8 +200,8 @@ void run(const Case& k) {
   backward.input = k.from_output ? *output : *x;
   backward.grad_output = *dy, backward.grad_sum = *dsum, backward.from_output = k.from_output;
   backward.grad_input = *dx, backward.grad_weight = *dweight, backward.grad_bias = *dbias;
-  std::vector<double> workspace(cpu::backward_workspace(backward) / 8 + 1, std::nan(""));
-  backward.workspace = workspace.data();
+  Workspace workspace;
+  backward.allocator = &workspace;
   cpu::backward(backward);
 
   std::vector<double> dw(parameter_groups * k.cols), db(dw), dw_terms(dw), db_terms(dw), xhat(k.cols), gain(k.cols);

@@ -19,7 +19,7 @@ struct Kernel : gpu_models::Kernel {
 };
 
 const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
-int current_device = 0;
+int current_device = 0, queries = 0;
 std::string faults, launches;
 
 std::map<const void*, std::string>& stubs() {  // mangled names of the kernels
@@ -95,7 +95,15 @@ const char* audit_faults() {
   return result.c_str();
 }
 
-// Returns "name blocks threads cluster dynamic_shared registers resident_blocks" for each launch of the current call.
+// Returns the number of calls of the runtime since the last call of this function, without launches.
+int audit_queries() {
+  const int result = queries;
+  queries = 0;
+  return result;
+}
+
+// Returns "name grid_x grid_y grid_z threads cluster dynamic_shared registers resident_blocks" for each launch of the
+// current call.
 const char* audit_launches() { return launches.c_str(); }
 
 // ---- the runtime ----------------------------------------------------------------------------------------------------
@@ -108,16 +116,18 @@ void __cudaRegisterFunction(void** handle, const char* stub, char* device_stub, 
   if (real) real(handle, stub, device_stub, name, limit, a, b, c, d, e);
 }
 
-cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return ++queries, *device = current_device, cudaSuccess; }
+cudaError_t cudaGetLastError() { return ++queries, cudaSuccess; }
 
 cudaError_t cudaFuncGetName(const char** name, const void* stub) {
+  ++queries;
   const Kernel* const kernel = find(stub);
   if (!kernel) return cudaErrorInvalidDeviceFunction;
   return *name = kernel->name.c_str(), cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  ++queries;
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
       return *value = gpu->multiprocessors, cudaSuccess;
@@ -132,6 +142,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 
 cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, int value) {
+  ++queries;
   Kernel* const kernel = find(stub);
   if (!kernel) return cudaErrorInvalidDeviceFunction;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
@@ -147,6 +158,7 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
+  ++queries;
   const Kernel* const kernel = find(stub);
   if (!kernel) return cudaErrorInvalidDeviceFunction;
   std::memset(attributes, 0, sizeof *attributes);
@@ -160,6 +172,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* st
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* stub, int threads,
                                                                    size_t dynamic_shared, unsigned) {
+  ++queries;
   const Kernel* const kernel = find(stub);
   if (!kernel) return cudaErrorInvalidDeviceFunction;
   *blocks = gpu_models::resident_blocks(*gpu, *kernel, static_cast<uint64_t>(threads), dynamic_shared);
@@ -201,11 +214,13 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
   const int per_multiprocessor = gpu_models::resident_blocks(*gpu, *kernel, launch.threads, launch.dynamic_shared);
   const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
   const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
+  std::string grid;
   const auto text = [](auto number) { return " " + std::to_string(number); };
   if (has_second_wave(kernel->name, launch.grid, resident)) {
     record_fault(kernel->name, "more persistent blocks than are resident:" + text(blocks) + " of" + text(resident));
   }
-  launches += kernel->name + text(blocks) + text(launch.threads) + text(launch.cluster) + text(launch.dynamic_shared) +
+  for (uint64_t size : launch.grid) grid += text(size);
+  launches += kernel->name + grid + text(launch.threads) + text(launch.cluster) + text(launch.dynamic_shared) +
               text(kernel->registers) + text(per_multiprocessor) + "\n";
   return cudaSuccess;
 }

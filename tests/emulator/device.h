@@ -91,15 +91,16 @@ struct LaunchConfig {
   Stream stream = nullptr;
   unsigned cluster = 1;
   bool overlaps_previous = false;
+  int device = 0;
   emulator::Place place = emulator::Place::current();
 };
 
 template <class... Params>
-bool has_clusters(void (*)(Params...)) {
+bool has_clusters(const LaunchConfig&, void (*)(Params...)) {
   return emulator::options().architecture >= 90;
 }
 
-inline size_t max_shared_memory() { return emulator::max_shared_memory(); }
+inline size_t max_shared_memory(const LaunchConfig&) { return emulator::max_shared_memory(); }
 
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {

@@ -3,6 +3,7 @@
 python tests/emulator/launch_audit.py           every GPU
 python tests/emulator/launch_audit.py H200      one GPU
 python tests/emulator/launch_audit.py --table   prints the launches on an H200 by the number of columns
+python tests/emulator/launch_audit.py H200 --plan "forward bfloat16 4096x1024"    prints the launches of a call
 
 It needs a package that was built with CUDA (FORCE_CUDA=1, no GPU needed), g++, and cuobjdump from the CUDA toolkit or
 from the package triton. The operators are called with CPU tensors through the dispatch key CUDA, and the preloaded
@@ -14,6 +15,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import itertools
+import math
 import os
 import pathlib
 import random
@@ -206,6 +208,32 @@ def all_calls(torch):
                 yield f"{name}: {n} x {c} x {side} x {side} {what}", call
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch that the runtime has recorded."""
+
+    mangled: str
+    grid: tuple[int, int, int]
+    threads: int  # of a block
+    cluster: int  # blocks
+    dynamic_shared: int  # bytes of a block
+    registers: int  # of a thread
+    resident: int  # blocks on a multiprocessor
+
+    @property
+    def kernel(self):
+        return re.findall(r"\d((?:forward|backward|channels|add)_[a-z_]+?)I", self.mangled)[-1]
+
+    @property
+    def tile(self):
+        """Return what the lanes of a warp or the threads of a block share; empty for other kernels."""
+        return "".join(re.findall(r"WarpTile|BlockTile", self.mangled)[:1])
+
+    @property
+    def blocks(self):
+        return math.prod(self.grid)
+
+
 class Runtime:
     """The preloaded runtime, for one target."""
 
@@ -235,9 +263,16 @@ class Runtime:
 
     def launches(self):
         """Return the launches of the last call."""
-        fields = ("kernel", "blocks", "threads", "cluster", "dynamic_shared", "registers", "resident")
         lines = (line.split() for line in self._library.audit_launches().decode().splitlines())
-        return [dict(zip(fields, (name, *map(int, numbers)), strict=True)) for name, *numbers in lines]
+        return [Launch(name, tuple(map(int, numbers[:3])), *map(int, numbers[3:])) for name, *numbers in lines]
+
+    def queries(self, call):
+        """Return how many functions of the runtime a second call on the same device calls, besides its launches."""
+        self._library.audit_next_call()
+        call()
+        self._library.audit_queries()
+        call()
+        return self._library.audit_queries()
 
 
 def audit(target):
@@ -273,34 +308,67 @@ def unknown_symbols():
 TABLE_COLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 655360)
 
 
-def bytes_in_flight(launch):
-    """Return the bytes that the loads of a multiprocessor's blocks have in flight: all of their staged rows."""
-    return launch["resident"] * launch["dynamic_shared"]
-
-
 def table():
-    """Print how the kernels are launched on an H200, for 4096 rows or at most a gigabyte of them."""
+    """Print how the kernels are launched on an H200, for 4096 rows or at most a gigabyte of them.
+
+    The bytes in flight are those of the staged rows, all of which a block fetches before it waits.
+    """
     import torch
 
     import layernorm_ext  # noqa: F401  # registers the operators
 
     runtime, calls = Runtime(Target("H200", 90)), Calls(torch)
-    fields = ("blocks", "threads", "cluster", "registers", "dynamic_shared")
-    print("pass", "dtype", "cols", "kernel", *fields, "blocks per SM,warps per SM,bytes in flight per SM", sep=",")
+    fields = ("kernel", "blocks", "threads", "cluster", "registers", "dynamic_shared")
+    print("pass", "dtype", "cols", *fields, "blocks per SM,warps per SM,bytes in flight per SM", sep=",")
     dtypes = (torch.float32, torch.bfloat16)
     for name, dtype, cols in itertools.product(("forward", f"backward {MASKS[0]}"), dtypes, TABLE_COLS):
         rows = min(4096, (1 << 30) // cols // dtype.itemsize)
         if faults := runtime.run(dict(calls.rows(rows, cols, (dtype, dtype), aligned=True))[name]):
             raise SystemExit(f"{name}, {cols} columns: {faults[0]}")
-        names = re.compile(r"\d((?:forward|backward|add)_[a-z_]+?)I")
-        by_kernel = {names.findall(launch["kernel"])[-1]: launch for launch in reversed(runtime.launches())}
-        for kernel, launch in by_kernel.items():
-            if kernel == "add_partials":
-                continue
-            resident = launch["resident"]
-            in_flight = bytes_in_flight(launch)
-            shape = (name.split()[0], str(dtype).removeprefix("torch."), cols, kernel)
-            print(*shape, *map(launch.get, fields), resident, resident * launch["threads"] // 32, in_flight, sep=",")
+        launch = runtime.launches()[0]
+        warps, in_flight = launch.resident * launch.threads // 32, launch.resident * launch.dynamic_shared
+        shape = (name.split()[0], str(dtype).removeprefix("torch."), cols)
+        print(*shape, *(getattr(launch, field) for field in fields), launch.resident, warps, in_flight, sep=",")
+
+
+PLAN_FIELDS = ("operator", "dtype", "shape", "kernel", "grid", "block", "cluster", "shared", "launches", "queries")
+
+
+def launch_plan(runtime, operator, dtype, shape):
+    """Return a row of PLAN_FIELDS for each kernel that a call launches, in order.
+
+    The shape is [rows, cols], [groups, rows, cols], or [N, C, H, W] with an operator whose name begins with "images".
+    `queries` counts the functions of the CUDA runtime that every call but the first calls, besides its launches.
+    """
+    import torch
+
+    calls, dtypes = Calls(torch), (getattr(torch, dtype),) * 2
+    make = {2: lambda: calls.rows(*shape, dtypes, aligned=True), 3: lambda: calls.groups(*shape, dtypes)}
+    named = dict(make.get(len(shape), lambda: calls.images(shape, dtypes))())
+    call = named.get(operator) or named[f"{operator} {MASKS[0]}"]
+    if faults := runtime.run(call):
+        raise SystemExit(f"{operator} {dtype} {shape}: {faults[0]}")
+    launches, queries = runtime.launches(), runtime.queries(call)
+    rows = []
+    for launch, same in itertools.groupby(launches):
+        kernel = launch.kernel + (f"<{launch.tile}>" if launch.tile else "")
+        sizes = ("x".join(map(str, launch.grid)), launch.threads, launch.cluster, launch.dynamic_shared)
+        rows.append((operator, dtype, "x".join(map(str, shape)), kernel, *sizes, len(list(same)), queries))
+    return rows
+
+
+def print_plans(target, calls):
+    """Print the launches of calls such as "forward bfloat16 4096x1024"."""
+    import layernorm_ext  # noqa: F401  # registers the operators
+
+    runtime = Runtime(target)
+    lines = [PLAN_FIELDS]
+    for call in calls:
+        operator, dtype, shape = call.rsplit(maxsplit=2)
+        lines += launch_plan(runtime, operator, dtype, [*map(int, shape.split("x"))])
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(str(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def build_runtime():
@@ -320,12 +388,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"any of {', '.join({t.gpu: 0 for t in TARGETS})}")
     parser.add_argument("--table", action="store_true", help="print the launches on an H200 by the number of columns")
-    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)  # index, for a preloaded process
+    parser.add_argument("--plan", nargs="+", metavar="CALL", help='such as "forward bfloat16 4096x1024"')
+    parser.add_argument("--target", type=int, default=0, help=argparse.SUPPRESS)  # index, for a preloaded process
     options = parser.parse_args()
     if "LD_PRELOAD" in os.environ:
-        return table() if options.table else audit(TARGETS[options.target])
+        target = TARGETS[options.target]
+        return table() if options.table else print_plans(target, options.plan) if options.plan else audit(target)
     chosen = [i for i, target in enumerate(TARGETS) if not options.gpus or target.gpu in options.gpus]
-    runs = [["--table"]] if options.table else [["--target", str(i)] for i in chosen]
+    runs = [["--target", str(i)] for i in chosen]
+    if options.table:
+        runs = [["--table"]]
+    elif options.plan:
+        runs = [[*runs[0], "--plan", *options.plan]]
     failed = unknown_symbols()
     for symbol in failed:
         print(f"audit_runtime.cpp lacks {symbol}")

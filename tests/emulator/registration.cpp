@@ -11,7 +11,6 @@ const char* const kOperatorNamespace = EMULATOR_NAMESPACE;
 namespace cpu {  // the emulated library is linked without the CPU kernels
 void forward(const ForwardParams&) {}
 void backward(const BackwardParams&) {}
-int64_t backward_workspace(const BackwardParams&) { return 0; }
 }  // namespace cpu
 
 namespace {

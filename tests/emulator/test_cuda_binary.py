@@ -25,9 +25,11 @@ def test_no_kernel_uses_local_memory(kernels):
     assert [k.name for k in kernels if k.local or k.count("LDL") or k.count("STL")] == []
 
 
-def test_rows_are_moved_by_16_bytes(kernels):
-    """Each row kernel moves full tiles by vectors, of which a thread holds four."""
+def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
+    """Each row kernel moves full tiles by vectors, of which a thread holds four; images are copied in a loop."""
     for kernel in kernels:
+        if re.match("layernorm::cuda::channels_first", kernel.name):
+            assert kernel.count("LDGSTS", "128") > 0 and kernel.count("STG", "128") > 0, kernel.name
         if re.match("layernorm::cuda::(channels_first|add_partials)", kernel.name):
             continue
         t, x = re.search(r"Types<(\w+), (\w+)", kernel.name).groups()

@@ -63,7 +63,8 @@ PATHS = {
     "in registers": {},
 }
 paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-STAGED = [emulated_ops.UNLIMITED, 0]  # path_limit for images: with 0, nothing fits into shared memory
+# path_limit for images: with 0, nothing fits into shared memory. Else images of 8 pixels are copied by 16 bytes.
+STAGED = [emulated_ops.UNLIMITED, 0]
 staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
 rows_and_pixels = pytest.mark.parametrize(
     "run, path",
@@ -229,8 +230,8 @@ def test_images_at_the_limits_of_shared_memory(library, dtypes, architecture, ki
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_absent_parameters_and_masks(library, dtypes, run, path):
     """The memory of a gradient that is not requested does not exist, so that writing it fails."""
-    for cols, mask in itertools.product((40, block_columns(dtypes[0])), MASKS):
-        x, dy, w, b = arguments(7, cols, dtypes)
+    for (rows, cols), mask in itertools.product(((8, 40), (7, block_columns(dtypes[0]))), MASKS):
+        x, dy, w, b = arguments(rows, cols, dtypes)
         for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
             with library.schedule("reverse", **path):
                 results = run(library, x, dy, weight, bias, mask=mask)
@@ -246,7 +247,7 @@ RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dt
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
 def test_residuals_match_float64(library, dtypes, run, path):
     """One row of the sum overflows."""
-    for batch, cols in (((1, 7), 5), ((3, 2), 40), ((2, 3), block_columns(dtypes[0]))):
+    for batch, cols in (((1, 7), 5), ((3, 8), 40), ((2, 3), block_columns(dtypes[0]))):
         x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
         residual, grad_sum = (randn(x.shape, dtypes[2]) for _ in range(2))
         residual[0, 0] *= torch.finfo(dtypes[2]).max / 16
@@ -280,9 +281,10 @@ def test_in_place_addition_has_the_same_bits(library, dtypes, path, rms):
 @rows_and_pixels
 @all_dtypes
 def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
-    for cols, rms, centre in itertools.product((5, block_columns(dtypes[0])), (False, True), (0, 1)):
+    sizes = ((8, 5), (7, block_columns(dtypes[0])))
+    for (rows, cols), rms, centre in itertools.product(sizes, (False, True), (0, 1)):
         options = {"rms": rms, "zero_centered_weight": bool(centre)}
-        x, dy = (randn((3, 7, cols), dtypes[0]) for _ in range(2))
+        x, dy = (randn((3, rows, cols), dtypes[0]) for _ in range(2))
         w, b = (randn((3, 1, cols), dtypes[1]) for _ in range(2))
         w = torch.where(w.abs() < 0.1, 0.5, w) - centre
         shared_w, shared_b = w[0, 0], b[0, 0]
