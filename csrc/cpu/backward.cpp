@@ -28,8 +28,9 @@ namespace {
 
 // The number of rows that share the loads of the weight and the loads and stores of the partial sums: four short rows,
 // whose sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly
-// (Intel Xeon with AVX-512), and four rows 4 KiB apart take the same places of the first-level cache (2048 bf16
-// take 1.3 times as long, AMD EPYC); and two very long rows, whose weight and partial sums do not stay in that cache.
+// (Intel Xeon with AVX-512), and four rows 4 KiB apart take the same places of the first-level cache (77 x
+// 2048 bf16 take 1.3 times as long, AMD EPYC); and two very long rows, whose weight and partial sums do not stay in
+// that cache.
 constexpr int kFewRows = 2;
 template <class T>
 int64_t rows_together(int64_t cols) {
@@ -250,7 +251,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
     if (with_dbias && !first) db = read(dbias + j, AllLanes{});
     for (int k = 0; k < kCount; ++k) {
       auto v = load<X>(dy + k * dy_stride + j, lanes);
-      if constexpr (!kEvenOdd<X>) v = in_register(v);
+      if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
         const auto d = deviation<special>(b, x + k * x_stride, c[k].scale, mean[k], weight, bias, j, lanes);
@@ -260,7 +261,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, lanes);
-          if (kCount < kRows) prefetch_for_write(dx + k * dx_stride + j);  // else these lines are near
+          // The lines that short rows would prefetch are those of the next rows.
+          if (kCount < kRows) prefetch_for_write(dx + k * dx_stride + j);
         }
       }
     }

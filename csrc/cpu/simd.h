@@ -326,7 +326,7 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 // ---- loads and stores; they access nothing outside the row ----------------------------------------------------------
 
 // Loads v once, even if it is used several times. GCC would use it from memory each time, and the loops of backward are
-// bound by loads: float32 takes 1.1 times as long without this and bfloat16 1.03 times (AMD EPYC with AVX-512).
+// bound by loads: float32 takes 1.07 times as long without this and bfloat16 1.02 times (AMD EPYC with AVX-512).
 template <class V>
 inline V in_register(V v) {
 #if defined(__AVX2__)
