@@ -94,6 +94,8 @@ struct Backward {
   }
   Acc scale(int64_t group, int64_t r) const {
     if (p.from_output) return rstd(group, r);
+    // A row is constant if both are this large, and its scaled mean might overflow.
+    if (rstd(group, r) > 1 && std::fabs(mean(group, r)) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd(group, r), std::numeric_limits<Acc>::min())));
   }
   Acc* dweight(int64_t area) const { return wants_parameters(p) ? partials + 2 * area * padded_cols : nullptr; }
