@@ -52,7 +52,7 @@ def choices(name: str, names: Iterable[str], default: str | Callable, **settings
     return click.Option([name], default=default, type=split, metavar="NAME,...", help=help, **settings)
 
 
-def seconds(default: float, per: str) -> click.Option:
+def seconds(default: float, per: str = "contender and case") -> click.Option:
     return click.Option(["--seconds"], default=default, help=f"Measuring time per {per}.")
 
 
@@ -66,6 +66,7 @@ KERNEL_CELLS = grid(
     "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
 )
+MEMORY_CELLS = grid("4096x768 64x65536")
 ADALN_CELLS = grid("64x384 64x768 64x1152 256x384 256x768 256x1152")
 
 
@@ -124,8 +125,8 @@ def cli() -> None:
     """
 
 
-def add(name: str, callback: Callable, help: str, *parameters: click.Parameter) -> None:
-    cli.add_command(click.Command(name, callback=callback, params=[*parameters, DEVICE, OUT], help=help))
+def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
+    cli.add_command(click.Command(name, callback=callback, params=[*parameters, DEVICE, OUT], help=callback.__doc__))
 
 
 def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: click.Parameter) -> None:
@@ -136,7 +137,8 @@ def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: c
         measure = partial(module.measure, **settings)
         execute(name, open_device(device), list(cases(dtypes, *arguments)), measure, out)
 
-    add(name, run, module.__doc__, *parameters)
+    run.__doc__ = module.__doc__
+    add(name, run, *parameters)
 
 
 def run_all(device: str, contenders: list[str], out: Path) -> None:
@@ -169,21 +171,17 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
         sys.exit(1)
 
 
-KERNELS = SHAPES, dtypes("fp32,bf16"), IMPLEMENTATIONS, KERNEL_PASSES, seconds(0.3, "contender and case")
-add_benchmark("kernels", kernels, KERNEL_CELLS, *KERNELS)
-add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3, "contender"))
+add_benchmark(
+    "kernels", kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), IMPLEMENTATIONS, KERNEL_PASSES, seconds(0.3)
+)
+add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3))
 add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IMPLEMENTATIONS)
-MEMORY = SHAPES, dtypes("fp32,bf16,bf16-fp32"), IMPLEMENTATIONS
-add_benchmark("memory", memory, grid("4096x768 64x65536"), *MEMORY)
+add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp32"), IMPLEMENTATIONS)
 add_benchmark("models", models, partial(product, models.MODELS), dtypes("fp32"), seconds(5.0, "model and mode"))
-ADALN = SHAPES, dtypes("fp32,bf16"), seconds(0.3, "contender and case")
-add_benchmark("adaln", adaln, ADALN_CELLS, *ADALN)
-COMPILE = dtypes("fp32,bf16"), seconds(0.5, "contender and case")
-add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), *COMPILE)
-add("all", run_all, run_all.__doc__, IMPLEMENTATIONS)
-BASE = click.Argument(["base"])
-add("compare", run_compare, run_compare.__doc__, BASE, SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
-
+add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
+add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
+add("all", run_all, IMPLEMENTATIONS)
+add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 
 if __name__ == "__main__":
     cli(prog_name="python -m benchmarks")

@@ -223,4 +223,4 @@ def test_compare_times_both_builds(run, monkeypatch):
 
 def test_compare_refuses_a_package_from_another_folder(tmp_path):
     with pytest.raises(RuntimeError, match="to be loaded, but got"):
-        compare.Worker(tmp_path, "cpu")
+        compare.start(tmp_path, "cpu")
