@@ -19,9 +19,11 @@ from benchmarks import __main__ as program  # noqa: E402
 from benchmarks import accuracy, cases, compare, compiled, contenders, models, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
-TINY = ["4x64", "--dtypes", "fp32"]
+FP32 = ["--dtypes", "fp32"]
+TINY = ["4x64", *FP32]
 ALL = "ours,torch,torch.compile"
-COMPILED = ["residual, norm, modulate", "pre-norm transformer block"]
+WAYS = ["operator", "function", "module", "function with graph", "forward and backward"]
+BLOCKS = ["residual, norm, modulate", "pre-norm transformer block"]  # the others take as long to compile
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,18 @@ def small_and_isolated(monkeypatch):
     monkeypatch.setitem(accuracy.SWEEPS, "cols", [{"rows": 8, "cols": 1}])
     monkeypatch.setattr(program, "keep_pages", lambda: None)
     monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
+    for name, build in models.MODELS.items():
+        monkeypatch.setitem(models.MODELS, name, one_sample(build))
+    for name in compiled.BLOCKS.keys() - BLOCKS:
+        monkeypatch.delitem(compiled.BLOCKS, name)
+
+
+def one_sample(build):
+    def build_small(large):
+        model, inputs = build(large)
+        return model, inputs[:1]
+
+    return build_small
 
 
 @pytest.fixture
@@ -68,10 +82,25 @@ def test_kernels_records_times_errors_and_verdicts(run, tmp_path):
     assert (tmp_path / "copy_fraction.png").stat().st_size > 5000
 
 
-def test_overhead_records_every_way_of_calling(run):
-    ways = ["operator", "function", "module", "function with graph", "forward and backward"]
-    _, records = run("overhead", *QUICK)
-    assert {(r["way"], r["contender"]) for r in records} == {(way, name) for way in ways for name in ("ours", "torch")}
+@pytest.mark.parametrize(
+    ("command", "options", "keys", "values"),
+    [
+        ("overhead", [], ("way", "contender"), (WAYS, ("ours", "torch"))),
+        ("models", [], ("model", "mode", "contender"), (models.MODELS, ("training", "inference"), ("torch", "ours"))),
+        ("adaln", TINY, ("pass", "contender"), (("forward", "backward"), ("ours", "torch", "torch.compile", "shared"))),
+        (
+            "compile",
+            FP32,
+            ("block", "pass", "contender"),
+            (BLOCKS, ("forward", "training"), ("kernel", "aten", "torch")),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_case_and_contender_is_recorded(run, command, options, keys, values):
+    _, records = run(command, *options, *QUICK)
+    assert [tuple(r[key] for key in keys) for r in records] == list(product(*values))
+    assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
 
 
 def test_memory_counts_outputs_and_saved_tensors(run):
@@ -92,39 +121,6 @@ def test_accuracy_shows_the_promised_errors(run, tmp_path):
     # The README promises 5e-7; torch's error grows with the mean.
     assert len(ours) == 8 and max(ours) < 5e-7 and max(torchs) > 1e-4
     assert all((tmp_path / f"error_by_{sweep}.png").stat().st_size > 5000 for sweep in accuracy.SWEEPS)
-
-
-def one_sample(build):
-    def build_small(large):
-        model, inputs = build(large)
-        return model, inputs[:1]
-
-    return build_small
-
-
-def test_models_records_training_and_inference(run, monkeypatch):
-    for name, build in models.MODELS.items():
-        monkeypatch.setitem(models.MODELS, name, one_sample(build))
-    _, records = run("models", *QUICK)
-    cases = product(models.MODELS, ("training", "inference"), ("torch", "ours"))
-    assert [(r["model"], r["mode"], r["contender"]) for r in records] == list(cases)
-    assert all(r["layers"] > 0 and r["status"] == "ok" and r["peak_bytes"] > 0 for r in records)
-
-
-def test_adaln_compares_results_and_times(run):
-    _, records = run("adaln", *TINY, *QUICK)
-    names = ("ours", "torch", "torch.compile", "shared")
-    assert [(r["pass"], r["contender"]) for r in records] == list(product(("forward", "backward"), names))
-    assert all(r["status"] == "ok" and r["us"] > 0 and r["batch"] == 16 for r in records)
-
-
-def test_compile_checks_every_contender(run, monkeypatch):
-    for name in compiled.BLOCKS.keys() - COMPILED:
-        monkeypatch.delitem(compiled.BLOCKS, name)
-    _, records = run("compile", "--dtypes", "fp32", *QUICK)
-    found = [(r["block"], r["pass"], r["contender"]) for r in records]
-    assert found == list(product(COMPILED, ("forward", "training"), ("kernel", "aten", "torch")))
-    assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
 
 
 def test_all_runs_every_benchmark_but_compare(run, monkeypatch):
@@ -159,17 +155,16 @@ def other_eps(function, case):
 
 
 @pytest.mark.parametrize(
-    ("bind", "command", "failing", "message"),
+    ("bind", "status", "message"),
     [
-        (not_importable, ["kernels", *TINY, *QUICK], "failed " * 3, "ImportError: built for another torch\n"),
-        (not_importable, ["memory", *TINY], "failed " * 3, "ImportError: built for another torch\n"),
-        (other_eps, ["kernels", *TINY, *QUICK], "wrong wrong wrong", "output is off by "),
+        (not_importable, "failed", "ImportError: built for another torch\n"),
+        (other_eps, "wrong", "output is off by "),
     ],
 )
-def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, bind, command, failing, message):
+def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, bind, status, message):
     monkeypatch.setitem(contenders.CONTENDERS, "apex", ("apex", "torch.nn.functional:layer_norm", bind))
-    output, records = run(*command, "--contenders", "ours,torch,apex")
-    assert [r["status"] for r in records if r["contender"] == "apex"] == failing.split()
+    output, records = run("kernels", *TINY, *QUICK, "--contenders", "ours,torch,apex")
+    assert [r["status"] for r in records if r["contender"] == "apex"] == [status] * 3
     assert message in output
 
 
