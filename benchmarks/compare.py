@@ -39,7 +39,7 @@ def build_both(base: str, folder: Path) -> dict[str, Path]:
         raise ValueError(f"Expected a revision of {ROOT}, but git knows no {base!r}")
     builds = {BASE: folder.resolve() / name, HEAD: folder.resolve() / "working-tree"}
     if not builds[BASE].exists():
-        install(f"git+file://{ROOT}@{name}", builds[BASE])
+        install(f"git+{ROOT.as_uri()}@{name}", builds[BASE])
     shutil.rmtree(builds[HEAD], ignore_errors=True)
     install(str(ROOT), builds[HEAD])
     return builds

@@ -19,8 +19,7 @@ from benchmarks import __main__ as program  # noqa: E402
 from benchmarks import accuracy, cases, compare, compiled, contenders, models, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
-FP32 = ["--dtypes", "fp32"]
-TINY = ["4x64", *FP32]
+TINY = ["4x64", "--dtypes", "fp32"]
 ALL = "ours,torch,torch.compile"
 WAYS = ["operator", "function", "module", "function with graph", "forward and backward"]
 BLOCKS = ["residual, norm, modulate", "pre-norm transformer block"]  # the others take as long to compile
@@ -35,17 +34,13 @@ def small_and_isolated(monkeypatch):
     monkeypatch.setattr(program, "keep_pages", lambda: None)
     monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
     for name, build in models.MODELS.items():
-        monkeypatch.setitem(models.MODELS, name, one_sample(build))
+        monkeypatch.setitem(models.MODELS, name, lambda large, build=build: one_sample(*build(large)))
     for name in compiled.BLOCKS.keys() - BLOCKS:
         monkeypatch.delitem(compiled.BLOCKS, name)
 
 
-def one_sample(build):
-    def build_small(large):
-        model, inputs = build(large)
-        return model, inputs[:1]
-
-    return build_small
+def one_sample(model, inputs):
+    return model, inputs[:1]
 
 
 @pytest.fixture
@@ -83,23 +78,20 @@ def test_kernels_records_times_errors_and_verdicts(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "keys", "values"),
+    ("arguments", "cases"),
     [
-        ("overhead", [], ("way", "contender"), (WAYS, ("ours", "torch"))),
-        ("models", [], ("model", "mode", "contender"), (models.MODELS, ("training", "inference"), ("torch", "ours"))),
-        ("adaln", TINY, ("pass", "contender"), (("forward", "backward"), ("ours", "torch", "torch.compile", "shared"))),
+        (["overhead"], {"way": WAYS, "contender": ["ours", "torch"]}),
+        (["models"], {"model": models.MODELS, "mode": ["training", "inference"], "contender": ["torch", "ours"]}),
         (
-            "compile",
-            FP32,
-            ("block", "pass", "contender"),
-            (BLOCKS, ("forward", "training"), ("kernel", "aten", "torch")),
+            ["adaln", "4x64"],
+            {"pass": ["forward", "backward"], "contender": ["ours", "torch", "torch.compile", "shared"]},
         ),
+        (["compile"], {"block": BLOCKS, "pass": ["forward", "training"], "contender": ["kernel", "aten", "torch"]}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_case_and_contender_is_recorded(run, command, options, keys, values):
-    _, records = run(command, *options, *QUICK)
-    assert [tuple(r[key] for key in keys) for r in records] == list(product(*values))
+def test_every_case_and_contender_is_recorded(run, arguments, cases):
+    _, records = run(*arguments, "--dtypes", "fp32", *QUICK)
+    assert [tuple(r[key] for key in cases) for r in records] == list(product(*cases.values()))
     assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
 
 
