@@ -92,15 +92,30 @@ class Calls:
         results = self.function()
         return results if isinstance(results, tuple) else (results,)
 
+    def gradients(self, outputs: tuple[Tensor, ...], keep: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, self.inputs, [self.dy] * len(outputs), retain_graph=keep)
+
     def backward(self) -> tuple[Tensor, ...]:
         if not self.outputs:
             with torch.enable_grad():
                 self.outputs = self.forward()
-        return torch.autograd.grad(self.outputs, self.inputs, [self.dy] * len(self.outputs), retain_graph=True)
+        return self.gradients(self.outputs, keep=True)
 
     def both(self) -> tuple[Tensor, ...]:
-        outputs = self.forward()
-        return torch.autograd.grad(outputs, self.inputs, [self.dy] * len(outputs))
+        return self.gradients(self.forward())
+
+
+class Copy(Calls):
+    """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
+
+    def __init__(self, case: Case):
+        forward, backward = case.bytes_moved()
+        source, copied = (torch.ones(forward // 8, device=case.x.device) for _ in range(2))
+        super().__init__(partial(copied.copy_, source), (), case.dy)
+        self.terms = [torch.ones(backward // 12, device=case.x.device) for _ in range(3)]
+
+    def gradients(self, outputs: tuple[Tensor, ...], keep: bool = False) -> tuple[Tensor, ...]:
+        return (torch.add(*self.terms[:2], out=self.terms[2]),)
 
 
 def is_result(quantity: str, pass_name: str) -> bool:
@@ -119,17 +134,18 @@ class Contender:
         self.calls: list[Calls] = []
         self.errors: dict[str, float] = {}  # quantity -> error, for the results that exist
         self.failed: dict[str, str] = {}  # pass -> message
-        remaining = iter(expected.items())
-        for pass_name, failing in ("forward", PASSES), ("both", PASSES[1:]):
-            try:
-                self.calls = self.calls or bind()
-                with torch.set_grad_enabled(pass_name == "both"):
-                    results = getattr(self.calls[0], pass_name)()
-            except Exception as failure:  # other packages may raise anything
-                self.failed = dict.fromkeys(failing, first_line(failure))
-                return
-            for result, (quantity, exact) in zip(results, remaining, strict=False):
-                self.errors[quantity] = error(result, exact)
+        try:
+            self.calls = bind()
+            results = self.calls[0].forward()
+        except Exception as failure:  # other packages may raise anything
+            self.failed = dict.fromkeys(PASSES, first_line(failure))
+            return
+        try:
+            results += self.calls[0].gradients(results)
+        except Exception as failure:
+            self.failed = dict.fromkeys(PASSES[1:], first_line(failure))
+        for result, (quantity, exact) in zip(results, expected.items(), strict=False):
+            self.errors[quantity] = error(result, exact)
 
     def functions(self, pass_name: str) -> list[Callable[[], tuple[Tensor, ...]]]:
         return [getattr(calls, pass_name) for calls in self.calls]
@@ -173,21 +189,3 @@ def time_pass(
     times, failed = measure_times(device, functions, pass_name != "forward", mode, budget)
     for entry in entries:
         yield entry.record(pass_name, failed) | summarize(times, entry.name, against)
-
-
-class Copy:
-    """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
-
-    def __init__(self, case: Case):
-        forward, backward = case.bytes_moved()
-        self.source, self.copied = (torch.ones(forward // 8, device=case.x.device) for _ in range(2))
-        self.terms = [torch.ones(backward // 12, device=case.x.device) for _ in range(3)]
-
-    def forward(self) -> tuple[Tensor, ...]:
-        return (self.copied.copy_(self.source),)
-
-    def backward(self) -> tuple[Tensor, ...]:
-        return (torch.add(*self.terms[:2], out=self.terms[2]),)
-
-    def both(self) -> tuple[Tensor, ...]:
-        return *self.forward(), *self.backward()
