@@ -52,6 +52,10 @@ def choices(name: str, names: Iterable[str], default: str | Callable, **settings
     return click.Option([name], default=default, type=split, metavar="NAME,...", help=help, **settings)
 
 
+def dtypes(default: str) -> click.Option:
+    return choices("--dtypes", PAIRS, default)
+
+
 def seconds(default: float, per: str = "contender and case") -> click.Option:
     return click.Option(["--seconds"], default=default, help=f"Measuring time per {per}.")
 
@@ -60,7 +64,7 @@ SHAPES = click.Argument(["shapes"], type=parse_shape, nargs=-1)
 DEVICE = click.Option(["--device"], type=click.Choice(["cpu", "cuda"]), default="cpu")
 OUT = click.Option(["--out"], type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder.")
 IMPLEMENTATIONS = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
-KERNEL_PASSES = choices("--passes", PASSES, ",".join(PASSES))
+SELECTED_PASSES = choices("--passes", PASSES, ",".join(PASSES))
 KERNEL_CELLS = grid(
     "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 262144x32",
     "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
@@ -68,10 +72,6 @@ KERNEL_CELLS = grid(
 )
 MEMORY_CELLS = grid("4096x768 64x65536")
 ADALN_CELLS = grid("64x384 64x768 64x1152 256x384 256x768 256x1152")
-
-
-def dtypes(default: str) -> click.Option:
-    return choices("--dtypes", PAIRS, default)
 
 
 def open_device(name: str) -> Device:
@@ -172,7 +172,7 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
 
 
 add_benchmark(
-    "kernels", kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), IMPLEMENTATIONS, KERNEL_PASSES, seconds(0.3)
+    "kernels", kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), IMPLEMENTATIONS, SELECTED_PASSES, seconds(0.3)
 )
 add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3))
 add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IMPLEMENTATIONS)
