@@ -1,9 +1,11 @@
 """`python -m benchmarks COMMAND` runs one benchmark, prints its table and saves its records."""
 
 import sys
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import click
 import torch
@@ -16,13 +18,6 @@ from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
 from .timing import Device, first_line, keep_pages
 
-SHAPES = {
-    "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
-    "262144x32",
-    "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
-    "8191x1023 32x768 1x4096",
-}
-
 OURS = ("ours", "kernel", "aten")  # the contenders that are this package
 
 
@@ -33,7 +28,17 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
-def choices(option: str, names: Iterable[str], default: str | Callable, **settings: object) -> Callable:
+def grid(cpu: str, cuda: str = "") -> Callable[[list, str, tuple], list[tuple[int, int, str]]]:
+    """Return a function that combines dtypes with shapes. The arguments are the default shapes of each device."""
+
+    def cells(dtypes: list[str], device: str, shapes: tuple[tuple[int, int], ...]) -> list[tuple[int, int, str]]:
+        default = cuda if cuda and device == "cuda" else cpu
+        return [(*shape, pair) for shape in shapes or map(parse_shape, default.split()) for pair in dtypes]
+
+    return cells
+
+
+def choices(name: str, names: Iterable[str], default: str | Callable, **settings: object) -> click.Option:
     """Return an option whose value is a comma-separated selection of `names`."""
 
     def split(value: str | list) -> list[str]:
@@ -43,20 +48,30 @@ def choices(option: str, names: Iterable[str], default: str | Callable, **settin
                 raise click.BadParameter(f"Expected some of {', '.join(names)}, but got {name!r}")
         return chosen
 
-    settings |= {"default": default, "metavar": "NAME,...", "help": f"Some of {', '.join(names)}."}
-    return click.option(option, type=split, **settings)
+    help = f"Some of {', '.join(names)}."
+    return click.Option([name], default=default, type=split, metavar="NAME,...", help=help, **settings)
 
 
-def seconds_option(default: float, per: str) -> Callable:
-    return click.option("--seconds", default=default, help=f"Measuring time per {per}.")
+def dtypes(default: str) -> click.Option:
+    return choices("--dtypes", PAIRS, default)
 
 
-shapes_argument = click.argument("shapes", type=parse_shape, nargs=-1)
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder."
+def seconds(default: float, per: str = "contender and case") -> click.Option:
+    return click.Option(["--seconds"], default=default, help=f"Measuring time per {per}.")
+
+
+SHAPES = click.Argument(["shapes"], type=parse_shape, nargs=-1)
+DEVICE = click.Option(["--device"], type=click.Choice(["cpu", "cuda"]), default="cpu")
+OUT = click.Option(["--out"], type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder.")
+IMPLEMENTATIONS = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
+SELECTED_PASSES = choices("--passes", PASSES, ",".join(PASSES))
+KERNEL_CELLS = grid(
+    "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 262144x32",
+    "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
+    "8191x1023 32x768 1x4096",
 )
-contenders_option = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
+MEMORY_CELLS = grid("4096x768 64x65536")
+ADALN_CELLS = grid("64x384 64x768 64x1152 256x384 256x768 256x1152")
 
 
 def open_device(name: str) -> Device:
@@ -67,11 +82,6 @@ def open_device(name: str) -> Device:
         return Device(name)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from None
-
-
-def cells(device: str, shapes: tuple[tuple[int, int], ...], dtypes: list[str]) -> list[tuple[int, int, str]]:
-    shapes = shapes or [parse_shape(text) for text in SHAPES[device].split()]
-    return [(*shape, pair) for shape in shapes for pair in dtypes]
 
 
 def progress(steps: Iterable, name: str, total: int) -> Iterable:
@@ -115,117 +125,32 @@ def cli() -> None:
     """
 
 
-@cli.command("kernels")
-@shapes_argument
-@choices("--dtypes", PAIRS, "fp32,bf16")
-@device_option
-@contenders_option
-@choices("--passes", PASSES, ",".join(PASSES))
-@seconds_option(0.3, "contender and case")
-@out_option
-def run_kernels(shapes, dtypes, device, contenders, passes, seconds, out) -> None:
-    """Time forward, backward and both on SHAPES."""
-    cases = [(*cell, contenders, passes, seconds) for cell in cells(device, shapes, dtypes)]
-    execute("kernels", open_device(device), cases, kernels.measure, out)
+def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
+    cli.add_command(click.Command(name, callback=callback, params=[*parameters, DEVICE, OUT], help=callback.__doc__))
 
 
-@cli.command("overhead")
-@choices("--dtypes", PAIRS, "fp32")
-@device_option
-@contenders_option
-@seconds_option(0.3, "contender")
-@out_option
-def run_overhead(dtypes, device, contenders, seconds, out) -> None:
-    """Time the host's part of one call on a tiny input."""
-    cases = [(pair, contenders, seconds) for pair in dtypes]
-    execute("overhead", open_device(device), cases, overhead.measure, out)
+def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: click.Parameter) -> None:
+    """Add the command of a benchmark. `cases` takes the dtypes and, if the command takes shapes, device and shapes."""
+
+    def run(device: str, out: Path, dtypes: list[str], **settings: object) -> None:
+        arguments = (device, settings.pop("shapes")) if "shapes" in settings else ()
+        measure = partial(module.measure, **settings)
+        execute(name, open_device(device), list(cases(dtypes, *arguments)), measure, out)
+
+    run.__doc__ = module.__doc__
+    add(name, run, *parameters)
 
 
-@cli.command("accuracy")
-@choices("--dtypes", PAIRS, ",".join(PAIRS))
-@device_option
-@contenders_option
-@out_option
-def run_accuracy(dtypes, device, contenders, out) -> None:
-    """Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
-    cases = [(*point, contenders) for point in accuracy.points(dtypes)]
-    execute("accuracy", open_device(device), cases, accuracy.measure, out)
-
-
-@cli.command("models")
-@choices("--dtypes", PAIRS, "fp32")
-@device_option
-@seconds_option(5.0, "model and mode")
-@out_option
-def run_models(dtypes, device, seconds, out) -> None:
-    """Time steps of whole models, original and converted, and measure their memory."""
-    cases = [(name, pair, seconds / 3) for name in models.MODELS for pair in dtypes]
-    execute("models", open_device(device), cases, models.measure, out)
-
-
-@cli.command("memory")
-@shapes_argument
-@choices("--dtypes", PAIRS, "fp32,bf16,bf16-fp32")
-@device_option
-@contenders_option
-@out_option
-def run_memory(shapes, dtypes, device, contenders, out) -> None:
-    """Measure the memory of forward and backward on SHAPES (default: 4096x768 and 64x65536)."""
-    cases = [(*cell, contenders) for cell in cells(device, shapes or [(4096, 768), (64, 65536)], dtypes)]
-    execute("memory", open_device(device), cases, memory.measure, out)
-
-
-@cli.command("adaln")
-@shapes_argument
-@choices("--dtypes", PAIRS, "fp32,bf16")
-@device_option
-@seconds_option(0.3, "contender and case")
-@out_option
-def run_adaln(shapes, dtypes, device, seconds, out) -> None:
-    """Time scale and shift per sample on 16 x SHAPES (default: 64 and 256 rows of 384, 768 and 1152 columns)."""
-    shapes = shapes or [(rows, cols) for rows in (64, 256) for cols in (384, 768, 1152)]
-    cases = [(*cell, seconds) for cell in cells(device, shapes, dtypes)]
-    execute("adaln", open_device(device), cases, adaln.measure, out)
-
-
-@cli.command("compile")
-@choices("--dtypes", PAIRS, "fp32,bf16")
-@device_option
-@seconds_option(0.5, "contender and case")
-@out_option
-def run_compile(dtypes, device, seconds, out) -> None:
-    """Time blocks under torch.compile: trace_as("kernel"), trace_as("aten") and torch's layers.
-
-    With one CPU thread, times are CPU time, which other programs disturb less.
-    """
-    cases = [(name, pair, seconds) for name in compiled.BLOCKS for pair in dtypes]
-    opened = open_device(device)
-    if device == "cpu" and torch.get_num_threads() == 1:
-        opened.clock = time.process_time
-    execute("compile", opened, cases, compiled.measure, out)
-
-
-@cli.command("all")
-@device_option
-@contenders_option
-@out_option
-@click.pass_context
-def run_all(context, device, contenders, out) -> None:
+def run_all(device: str, contenders: list[str], out: Path) -> None:
     """Run every benchmark except compile and compare with its defaults."""
-    for command in (run_kernels, run_overhead, run_accuracy, run_memory):
-        context.invoke(command, device=device, contenders=contenders, out=out)
-    for command in (run_models, run_adaln):
-        context.invoke(command, device=device, out=out)
+    context = click.get_current_context()
+    for name in ("kernels", "overhead", "accuracy", "memory", "models", "adaln"):
+        command = cli.commands[name]
+        chosen = {"contenders": contenders} if IMPLEMENTATIONS in command.params else {}
+        context.invoke(command, device=device, out=out, **chosen)
 
 
-@cli.command("compare")
-@click.argument("base")
-@shapes_argument
-@choices("--dtypes", PAIRS, "fp32,bf16")
-@device_option
-@seconds_option(0.5, "start and case")
-@out_option
-def run_compare(base, shapes, dtypes, device, seconds, out) -> None:
+def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, seconds: float, out: Path) -> None:
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
     machine = describe_machine(open_device(device))
     try:
@@ -237,7 +162,7 @@ def run_compare(base, shapes, dtypes, device, seconds, out) -> None:
     def sample(cases: list) -> Iterable:
         return progress(compare.sample(builds, cases, device, seconds), run.benchmark, compare.STARTS * len(cases))
 
-    cases = [(*cell, which) for cell in cells(device, shapes, dtypes) for which in ("forward", "backward")]
+    cases = [(*cell, which) for cell in KERNEL_CELLS(dtypes, device, shapes) for which in ("forward", "backward")]
     run.records.extend(compare.measure(cases, sample))
     finish(run, out)
     text, passed = compare.summary(run.records)
@@ -245,6 +170,18 @@ def run_compare(base, shapes, dtypes, device, seconds, out) -> None:
     if not passed:
         sys.exit(1)
 
+
+add_benchmark(
+    "kernels", kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), IMPLEMENTATIONS, SELECTED_PASSES, seconds(0.3)
+)
+add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3))
+add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IMPLEMENTATIONS)
+add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp32"), IMPLEMENTATIONS)
+add_benchmark("models", models, partial(product, models.MODELS), dtypes("fp32"), seconds(5.0, "model and mode"))
+add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
+add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
+add("all", run_all, IMPLEMENTATIONS)
+add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 
 if __name__ == "__main__":
     cli(prog_name="python -m benchmarks")

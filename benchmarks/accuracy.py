@@ -1,4 +1,4 @@
-"""Measure the errors of output and gradients against float64, for increasingly difficult inputs."""
+"""Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -27,10 +27,12 @@ def points(dtypes: list[str]) -> Iterator[tuple[str, float, str, dict]]:
                 yield sweep, arguments[sweep], name, arguments
 
 
-def measure(device: Device, sweep: str, value: float, dtypes: str, arguments: dict, names: list[str]) -> Iterator[dict]:
+def measure(
+    device: Device, sweep: str, value: float, dtypes: str, arguments: dict, contenders: list[str]
+) -> Iterator[dict]:
     """Yield a record for each contender and quantity."""
     case = Case(**arguments, dtypes=dtypes, device=device.name)
-    for entry in bind_contenders(names, [case]):
+    for entry in bind_contenders(contenders, [case]):
         for quantity in QUANTITIES:
             record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
             record |= {"quantity": quantity, "contender": entry.name, "status": "ok", "message": ""}

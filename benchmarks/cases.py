@@ -4,6 +4,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from reference import BF16, DTYPES, F16, F32, F64, Backward, Forward, dtypes_id,
 PAIRS = {dtypes_id(pair): pair for pair in DTYPES}  # name -> dtypes of the data and of the parameters
 EPS = 1e-5
 QUANTITIES = ("output", "grad_input", "grad_weight", "grad_bias")
-RESULTS = {"forward": QUANTITIES[:1], "backward": QUANTITIES[1:], "both": QUANTITIES}  # pass -> its results
+Exact = Tensor | numpy.ndarray
 
 # A result is wrong if its error, divided by the largest exact value, exceeds this. The 16-bit limits are 4 roundings,
 # which allow for 16-bit intermediate values. The `accuracy` command measures precision.
@@ -41,34 +42,32 @@ class Case:
         self.dy = draw(rows, cols).to(self.dtype)  # [rows, cols]
         self.weight, self.bias = (torch.nn.Parameter(draw(cols).to(self.parameter_dtype)) for _ in range(2))  # [cols]
 
-    def bytes_moved(self, pass_name: str) -> int:
-        """Return the bytes that a pass must read and write.
+    def bytes_moved(self) -> tuple[int, int]:
+        """Return the bytes that forward and backward must read and write.
 
         forward reads x, weight and bias and writes y, mean and rstd. backward reads dy, x, mean, rstd and weight and
         writes three gradients.
         """
         statistics = 2 * self.rows * (8 if self.dtype == F64 else 4)
-        forward = 2 * self.x.nbytes + statistics + 2 * self.weight.nbytes
-        backward = 3 * self.x.nbytes + statistics + 3 * self.weight.nbytes
-        return {"forward": forward, "backward": backward, "both": forward + backward}[pass_name]
+        return tuple(count * (self.x.nbytes + self.weight.nbytes) + statistics for count in (2, 3))
 
 
-def errors(case: Case, results: dict[str, tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:
-    """Return the largest error of each quantity, divided by its largest exact value, for each entry of `results`.
-
-    A result is a tuple of all QUANTITIES, or of the output alone. The exact values come from tests/reference.py in
-    float64, or in numpy's long double if the data is float64. If all exact values are zero, as the input gradient is
-    for a single column, the error is absolute. NaN counts as infinite.
-    """
+def exact_results(case: Case) -> dict[str, Exact]:
+    """Return the output and the gradients by tests/reference.py, in float64 or, if the data is float64, long double."""
     wide = exact if case.dtype == F64 else lambda tensor: tensor.detach().double()
     weight, bias = wide(case.weight), wide(case.bias)
     forward = Forward(wide(case.x), EPS)
     backward = Backward(wide(case.dy), forward, weight)
-    expected = [forward.output(weight, bias), backward.grad_input, backward.grad_weight, backward.grad_bias]
+    results = forward.output(weight, bias), backward.grad_input, backward.grad_weight, backward.grad_bias
+    return dict(zip(QUANTITIES, results, strict=True))
 
-    def error(actual: Tensor, value) -> float:  # noqa: ANN001 (a tensor or a numpy array)
-        found = float(abs(wide(actual) - value).max()) / (float(abs(value).max()) or 1)
-        return math.inf if math.isnan(found) else found
 
-    # Results of forward alone end before the gradients.
-    return {name: dict(zip(QUANTITIES, map(error, found, expected), strict=False)) for name, found in results.items()}
+@torch.no_grad()
+def error(found: Tensor, expected: Exact) -> float:
+    """Return the largest difference, divided by the largest expected value; NaN counts as infinite.
+
+    If all expected values are zero, as the input gradient is for a single column, the error is absolute.
+    """
+    found = found.detach().double() if isinstance(expected, Tensor) else exact(found)
+    largest = float(abs(found - expected).max()) / (float(abs(expected).max()) or 1)
+    return math.inf if math.isnan(largest) else largest

@@ -9,7 +9,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -40,53 +39,41 @@ def build_both(base: str, folder: Path) -> dict[str, Path]:
         raise ValueError(f"Expected a revision of {ROOT}, but git knows no {base!r}")
     builds = {BASE: folder.resolve() / name, HEAD: folder.resolve() / "working-tree"}
     if not builds[BASE].exists():
-        with tempfile.TemporaryDirectory() as work:
-            archive = Path(work, "source.tar")
-            subprocess.run(["git", "archive", "--output", str(archive), name], cwd=ROOT, check=True)
-            shutil.unpack_archive(archive, Path(work, "source"), filter="data")
-            install(Path(work, "source"), builds[BASE])
+        install(f"git+{ROOT.as_uri()}@{name}", builds[BASE])
     shutil.rmtree(builds[HEAD], ignore_errors=True)
-    install(ROOT, builds[HEAD])
+    install(str(ROOT), builds[HEAD])
     return builds
 
 
-def install(source: Path, target: Path) -> None:
+def install(source: str, target: Path) -> None:
     partial = target.with_suffix(".partial")  # an interrupted build must not be reused
     shutil.rmtree(partial, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), str(source)]
-    subprocess.run(pip, check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps"]
+    subprocess.run([*pip, "--target", str(partial), source], check=True)
     partial.rename(target)
 
 
-class Worker:
-    """A process that has one build loaded and takes samples on request."""
-
-    def __init__(self, installed: Path, device: str):
-        self.pool = ProcessPoolExecutor(1, get_context("spawn"), initialize, (device,))
-        sys.path.insert(0, str(installed))  # the new process copies the path, so it imports the build
-        try:
-            loaded = Path(self.ask(loaded_package))
-        finally:
-            sys.path.remove(str(installed))
-        if not loaded.is_relative_to(installed):
-            self.pool.shutdown()
-            raise RuntimeError(f"Expected the package in {installed} to be loaded, but got {loaded}")
-
-    def ask(self, function: Callable, *arguments: object) -> object:
-        return self.pool.submit(function, *arguments).result()
+def start(installed: Path, device: str) -> ProcessPoolExecutor:
+    """Start a process that has one build loaded."""
+    worker = ProcessPoolExecutor(1, get_context("spawn"))
+    sys.path.insert(0, str(installed))  # the new process copies the path, so it imports the build
+    try:
+        worker.submit(initialize, installed, device).result()
+    finally:
+        sys.path.remove(str(installed))
+    return worker
 
 
-# The functions below run in the process of a Worker, which keeps its state here.
+# The functions below run in the process that start() starts, which keeps its state here.
 state = SimpleNamespace()
 
 
-def initialize(device: str) -> None:
+def initialize(installed: Path, device: str) -> None:
+    state.loaded = Path(layernorm_ext._C.__file__)
+    if not state.loaded.is_relative_to(installed):
+        raise RuntimeError(f"Expected the package in {installed} to be loaded, but got {state.loaded}")
     keep_pages()
     state.device = Device(device)
-
-
-def loaded_package() -> str:
-    return layernorm_ext._C.__file__
 
 
 @lru_cache(maxsize=1)  # the passes of a case share its tensors
@@ -99,7 +86,7 @@ def prepare(rows: int, cols: int, dtypes: str, pass_name: str) -> None:
     """Set up a cell; fail if its results are wrong."""
     entry = bind(rows, cols, dtypes)
     if message := entry.record(pass_name, {})["message"]:
-        raise RuntimeError(f"{loaded_package()}: {message} for {rows}x{cols} in {dtypes}")
+        raise RuntimeError(f"{state.loaded}: {message} for {rows}x{cols} in {dtypes}")
     mode = state.device.modes[-1]
     state.sample = make_sampler(state.device, entry.functions(pass_name), pass_name != "forward", mode)
 
@@ -115,13 +102,11 @@ def sample(
     for _ in range(STARTS):
         with ExitStack() as stack:
             folders = {BASE: builds[BASE], AGAIN: builds[BASE], HEAD: builds[HEAD]}
-            workers = {name: Worker(folder, device) for name, folder in folders.items()}
-            for worker in workers.values():
-                stack.enter_context(worker.pool)
+            workers = {name: stack.enter_context(start(folder, device)) for name, folder in folders.items()}
+            samplers = {name: (lambda w=worker: w.submit(take_sample).result()) for name, worker in workers.items()}
             for cell in cells:
                 for worker in workers.values():
-                    worker.ask(prepare, *cell)
-                samplers = {name: (lambda worker=worker: worker.ask(take_sample)) for name, worker in workers.items()}
+                    worker.submit(prepare, *cell).result()
                 yield cell, sample_in_rounds(samplers, budget)
 
 

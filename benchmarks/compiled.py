@@ -1,11 +1,14 @@
-"""Time blocks of a model under torch.compile.
+"""Time blocks under torch.compile: trace_as("kernel"), trace_as("aten") and torch's layers.
 
-The contenders `kernel` and `aten` are this package's layers, traced with `trace_as("kernel")` and `trace_as("aten")`.
-Training is forward and backward.
+The contenders `kernel` and `aten` are this package's layers. Training is forward and backward. With one CPU thread,
+times are CPU time, which other programs disturb less.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -13,115 +16,73 @@ from torch import Tensor, nn
 
 import layernorm_ext
 
-from .cases import EPS, PAIRS, TOLERANCE
-from .contenders import Contender
-from .timing import Device, measure_times, summarize
+from .adaln import BATCH, composition
+from .cases import EPS, PAIRS
+from .contenders import Calls, Contender, time_pass
+from .timing import Device
 from .train_digits import Block
 
-BATCH, ROWS, COLS = 16, 256, 768
-SHAPE = (COLS,)
-
-
-class Norm(nn.Module):
-    """A norm and an activation."""
-
-    def __init__(self, ours: bool, activation: nn.Module):
-        super().__init__()
-        self.norm, self.activation = (layernorm_ext if ours else nn).LayerNorm(COLS), activation
-
-    def forward(self, x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return self.activation(self.norm(x))
+ROWS, COLS = 256, 768
+X, PARAMETER, PER_SAMPLE = (BATCH, ROWS, COLS), (COLS,), (BATCH, 1, COLS)
 
 
 class ResidualNorm(nn.Module):
-    """An addition and a norm, whose scale and shift are parameters or belong to the samples."""
+    """An addition and a norm, whose weight and bias are inputs or, if `modulated`, a scale and a shift per sample."""
 
-    def __init__(self, ours: bool, modulated: bool):
+    def __init__(self, library: ModuleType, modulated: bool):
         super().__init__()
-        self.ours, self.modulated = ours, modulated
-        if not modulated:
-            self.weight, self.bias = nn.Parameter(torch.ones(COLS)), nn.Parameter(torch.zeros(COLS))
+        self.ours, self.modulated = library is layernorm_ext, modulated
 
-    def forward(self, x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        weight, bias = (scale, shift) if self.modulated else (self.weight, self.bias)
+    def forward(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         if self.ours:
             add_norm = layernorm_ext.add_layer_norm
-            return add_norm(x, residual, SHAPE, weight, bias, EPS, zero_centered_weight=self.modulated)
+            return add_norm(x, residual, (COLS,), weight, bias, EPS, zero_centered_weight=self.modulated)
         total = x + residual
         if self.modulated:
-            return F.layer_norm(total, SHAPE, eps=EPS) * (1 + scale) + shift, total
-        return F.layer_norm(total, SHAPE, weight, bias, EPS), total
+            return composition(total, weight, bias), total
+        return F.layer_norm(total, (COLS,), weight, bias, EPS), total
 
 
-class Transformer(nn.Module):
-    """A pre-norm transformer block on an eighth of the samples."""
-
-    def __init__(self, ours: bool):
-        super().__init__()
-        self.block = Block(COLS, COLS // 64, (layernorm_ext if ours else nn).LayerNorm)
-
-    def forward(self, x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return self.block(x[: BATCH // 8])
-
-
-# name -> a function that builds the block with this package's layers or with torch's
+# name -> the shapes of the inputs, and a function that builds the block with the layers of a library
 BLOCKS = {
-    "norm": lambda ours: Norm(ours, nn.Identity()),
-    "norm, GELU": lambda ours: Norm(ours, nn.GELU()),
-    "residual, norm": lambda ours: ResidualNorm(ours, modulated=False),
-    "residual, norm, modulate": lambda ours: ResidualNorm(ours, modulated=True),
-    "pre-norm transformer block": Transformer,
+    "norm": ([X], lambda library: library.LayerNorm(COLS)),
+    "norm, GELU": ([X], lambda library: nn.Sequential(library.LayerNorm(COLS), nn.GELU())),
+    "residual, norm": ([X, X, PARAMETER, PARAMETER], lambda library: ResidualNorm(library, modulated=False)),
+    "residual, norm, modulate": ([X, X, PER_SAMPLE, PER_SAMPLE], lambda library: ResidualNorm(library, modulated=True)),
+    "pre-norm transformer block": (
+        [(BATCH // 8, ROWS, COLS)],
+        lambda library: Block(COLS, COLS // 64, library.LayerNorm),
+    ),
 }
-TRACED = {"kernel": "kernel", "aten": "aten", "torch": None}  # contender -> the argument of trace_as
 
 
-def calls(module: nn.Module, inputs: list[Tensor], traced: str | None) -> dict[str, Callable[[], tuple]]:
-    """Return functions that run forward, and forward and backward."""
+def bind(block: nn.Module, inputs: list[Tensor], traced: str | None) -> list[Calls]:
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    leaves, upstream = [*inputs, *module.parameters()], inputs[0].detach().flip(0)
 
-    def forward() -> tuple[Tensor, ...]:
+    def function() -> Tensor | tuple[Tensor, ...]:
         with layernorm_ext.trace_as(traced):
-            results = module(*inputs)
-        return results if isinstance(results, tuple) else (results,)
+            return block(*inputs)
 
-    def training() -> tuple[Tensor, ...]:
-        outputs = forward()
-        gradients = [upstream[: len(output)] for output in outputs]
-        return torch.autograd.grad(outputs, leaves, gradients, materialize_grads=True)
-
-    return {"forward": forward, "training": training}
+    return [Calls(function, [*inputs, *block.parameters()], inputs[0].detach().flip(0))]
 
 
-def bind(name: str, module: nn.Module, inputs: list[Tensor], expected: tuple[tuple, tuple]) -> tuple[Contender, dict]:
-    """Compile a block, and return it with its errors relative to the eager block in float64, and its calls."""
-    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, dynamic=False)
-    found = calls(compiled, inputs, TRACED[name])
-    entry = Contender(name, TOLERANCE[inputs[0].dtype])
-    with torch.no_grad():
-        outputs = found["forward"]()
-    results = outputs, found["training"]()
-    for quantity, actual, exact in zip(("output", "grad_input"), results, expected, strict=True):
-        pairs = zip(actual, exact, strict=True)
-        entry.errors[quantity] = max(((a - e).abs().max() / (e.abs().max() or 1)).item() for a, e in pairs)
-    return entry, found
-
-
-def measure(device: Device, block: str, dtypes: str, budget: float) -> Iterator[dict]:
+def measure(device: Device, block: str, dtypes: str, seconds: float) -> Iterator[dict]:
     """Yield a record for each pass and contender."""
+    if not device.is_cuda and torch.get_num_threads() == 1:
+        device.clock = time.process_time
     torch.compiler.reset()
     dtype = PAIRS[dtypes][0]
-    shapes = (BATCH, ROWS, COLS), (BATCH, ROWS, COLS), (BATCH, 1, COLS), (BATCH, 1, COLS)
+    shapes, build = BLOCKS[block]
     inputs = [torch.randn(shape, device=device.name).to(dtype) for shape in shapes]
-    theirs, ours = (BLOCKS[block](ours).to(device.name, dtype) for ours in (False, True))
+    theirs, ours = (build(library).to(device.name, dtype) for library in (nn, layernorm_ext))
     ours.load_state_dict(theirs.state_dict())
-    exact = calls(copy.deepcopy(theirs).double(), [tensor.double() for tensor in inputs], None)
-    expected = exact["forward"](), exact["training"]()
-    modules = {"kernel": ours, "aten": ours, "torch": theirs}
-    bound = [bind(name, module, inputs, expected) for name, module in modules.items()]
-    for pass_name, checked in (("forward", "forward"), ("training", "both")):
-        functions = {entry.name: [found[pass_name]] for entry, found in bound}
-        times, failed = measure_times(device, functions, pass_name == "training", "eager", budget)
-        for entry, _ in bound:
-            record = {"block": block, "dtypes": dtypes, "pass": pass_name} | entry.record(checked, failed)
-            yield record | summarize(times, entry.name, ("torch",))
+    (exact,) = bind(copy.deepcopy(theirs).double(), [tensor.double() for tensor in inputs], None)
+    expected = {f"output {i}": output for i, output in enumerate(exact.forward())}
+    expected |= {f"grad_{i}": gradient for i, gradient in enumerate(exact.both())}
+    entries = []
+    for name, module, traced in ("kernel", ours, "kernel"), ("aten", ours, "aten"), ("torch", theirs, None):
+        compiled = torch.compile(module, fullgraph=True, dynamic=False)
+        entries.append(Contender(name, dtype, partial(bind, compiled, inputs, traced), expected))
+    for name, pass_name in ("forward", "forward"), ("training", "both"):
+        for record in time_pass(device, entries, pass_name, seconds):
+            yield {"block": block, "dtypes": dtypes, "pass": name} | record

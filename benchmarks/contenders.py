@@ -4,181 +4,188 @@ Each is called as its authors document, as a differentiable function of rows, we
 run a case is reported as failed, with its error message.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import layernorm_ext
-
-from .cases import EPS, RESULTS, TOLERANCE, Case, errors
-from .timing import first_line
+from .cases import EPS, TOLERANCE, Case, Exact, error, exact_results
+from .timing import Device, first_line, measure_times, summarize
 
 PASSES = ("forward", "backward", "both")
-Layer = Callable[[Tensor], Tensor]
+Function = Callable[[], Tensor | tuple[Tensor, ...]]
 
 
-def functional(function: Callable) -> Callable[[Case], Layer]:
-    def bind(case: Case) -> Layer:
-        weight, bias, shape = case.weight, case.bias, case.weight.shape
-        return lambda x: function(x, shape, weight, bias, EPS)
-
-    return bind
+def like_torch(function: Callable, case: Case) -> Function:
+    return partial(function, case.x, case.weight.shape, case.weight, case.bias, EPS)
 
 
 @lru_cache(maxsize=1)
-def compiled_for(rows: int, cols: int, dtypes: str) -> Callable:
-    """Return torch's function, compiled for a single static shape."""
+def compile_for(function: Callable, *shape: int | str) -> Callable:
+    """Return a function compiled for a single static shape."""
     torch.compiler.reset()
     # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
-    return torch.compile(F.layer_norm, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def torch_compiled(case: Case) -> Layer:
-    return functional(compiled_for(case.rows, case.cols, case.dtypes))(case)
-
-
-def apex(case: Case) -> Layer:
-    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
-
-    return lambda x: fused_layer_norm_affine(x, case.weight, case.bias, case.weight.shape, EPS)
-
-
-def flash_attn(case: Case) -> Layer:
-    from flash_attn.ops.triton.layer_norm import layer_norm_fn
-
-    return lambda x: layer_norm_fn(x, case.weight, case.bias, eps=EPS)
-
-
-def liger(case: Case) -> Layer:
-    from liger_kernel.transformers.functional import liger_layer_norm
-
-    return lambda x: liger_layer_norm(x, case.weight, case.bias, EPS)
-
-
-def quack(case: Case) -> Layer:
-    from quack.rmsnorm import layernorm_fwd
-
-    return lambda x: layernorm_fwd(x, case.weight, bias=case.bias, eps=EPS)
-
-
-def transformer_engine(case: Case) -> Layer:
-    from transformer_engine.pytorch import LayerNorm
-
-    layer = LayerNorm(case.cols, eps=EPS)
+def transformer_engine(layer_norm: Callable, case: Case) -> Function:
+    layer = layer_norm(case.cols, eps=EPS)
     layer.weight, layer.bias = case.weight, case.bias
-    return layer
+    return partial(layer, case.x)
 
 
-# name -> its package, and a function that binds the parameters of a case
-CONTENDERS: dict[str, tuple[str, Callable[[Case], Layer]]] = {
-    "ours": ("layernorm-ext", functional(layernorm_ext.layer_norm)),
-    "torch": ("torch", functional(F.layer_norm)),
-    "torch.compile": ("torch", torch_compiled),
-    "apex": ("apex", apex),
-    "flash-attn": ("flash-attn", flash_attn),
-    "liger-kernel": ("liger-kernel", liger),
-    "quack-kernels": ("quack-kernels", quack),
-    "transformer-engine": ("transformer-engine", transformer_engine),
+# name -> its package, where its function is, and how to bind the function to the tensors of a case
+CONTENDERS: dict[str, tuple[str, str, Callable[[Callable, Case], Function]]] = {
+    "ours": ("layernorm-ext", "layernorm_ext:layer_norm", like_torch),
+    "torch": ("torch", "torch.nn.functional:layer_norm", like_torch),
+    "torch.compile": (
+        "torch",
+        "torch.nn.functional:layer_norm",
+        lambda f, case: like_torch(compile_for(f, case.rows, case.cols, case.dtypes), case),
+    ),
+    "apex": (
+        "apex",
+        "apex.normalization.fused_layer_norm:fused_layer_norm_affine",
+        lambda f, case: partial(f, case.x, case.weight, case.bias, case.weight.shape, EPS),
+    ),
+    "flash-attn": (
+        "flash-attn",
+        "flash_attn.ops.triton.layer_norm:layer_norm_fn",
+        lambda f, case: partial(f, case.x, case.weight, case.bias, eps=EPS),
+    ),
+    "liger-kernel": (
+        "liger-kernel",
+        "liger_kernel.transformers.functional:liger_layer_norm",
+        lambda f, case: partial(f, case.x, case.weight, case.bias, EPS),
+    ),
+    "quack-kernels": (
+        "quack-kernels",
+        "quack.rmsnorm:layernorm_fwd",
+        lambda f, case: partial(f, case.x, case.weight, bias=case.bias, eps=EPS),
+    ),
+    "transformer-engine": ("transformer-engine", "transformer_engine.pytorch:LayerNorm", transformer_engine),
 }
 
 
 def installed() -> dict[str, str]:
     """Return the versions of the installed contenders."""
     versions = {}
-    for name, (package, _) in CONTENDERS.items():
+    for name, (package, *_) in CONTENDERS.items():
         with suppress(PackageNotFoundError):
             versions[name] = version(package)
     return versions
 
 
 class Calls:
-    """The three passes of one contender on one case; each returns a tuple of tensors."""
+    """The passes of a differentiable function of `inputs`; each returns a tuple of tensors."""
 
-    def __init__(self, name: str, case: Case):
-        self.layer = CONTENDERS[name][1](case)
-        self.x, self.dy = case.x, case.dy
-        self.inputs = (case.x, case.weight, case.bias)
-        self.y = None
+    def __init__(self, function: Function, inputs: Iterable[Tensor], dy: Tensor):
+        self.function, self.inputs, self.dy = function, tuple(inputs), dy
+        self.outputs = ()
 
     def forward(self) -> tuple[Tensor, ...]:
-        return (self.layer(self.x),)
+        results = self.function()
+        return results if isinstance(results, tuple) else (results,)
+
+    def gradients(self, outputs: tuple[Tensor, ...], keep: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, self.inputs, [self.dy] * len(outputs), retain_graph=keep)
 
     def backward(self) -> tuple[Tensor, ...]:
-        if self.y is None:
+        if not self.outputs:
             with torch.enable_grad():
-                self.y = self.layer(self.x)
-        return torch.autograd.grad(self.y, self.inputs, self.dy, retain_graph=True)
+                self.outputs = self.forward()
+        return self.gradients(self.outputs, keep=True)
 
     def both(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.layer(self.x), self.inputs, self.dy)
+        return self.gradients(self.forward())
 
 
-@dataclass
+class Copy(Calls):
+    """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
+
+    def __init__(self, case: Case):
+        forward, backward = case.bytes_moved()
+        source, copied = (torch.ones(forward // 8, device=case.x.device) for _ in range(2))
+        super().__init__(partial(copied.copy_, source), (), case.dy)
+        self.terms = [torch.ones(backward // 12, device=case.x.device) for _ in range(3)]
+
+    def gradients(self, outputs: tuple[Tensor, ...], keep: bool = False) -> tuple[Tensor, ...]:
+        return (torch.add(*self.terms[:2], out=self.terms[2]),)
+
+
+def is_result(quantity: str, pass_name: str) -> bool:
+    return pass_name == "both" or quantity.startswith("grad_") == (pass_name == "backward")
+
+
 class Contender:
-    """A contender's calls on each set of tensors, the errors of its results, and its failures."""
+    """A contender's calls on each set of tensors, the errors of its results, and its failures.
 
-    name: str
-    tolerance: float
-    calls: list[Calls] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)  # quantity -> error, for the results that exist
-    failed: dict[str, str] = field(default_factory=dict)  # pass -> message
+    `expected` has the exact outputs, then the exact gradients, whose names begin with "grad_". The results on the first
+    set of tensors are compared with them.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, bind: Callable[[], list[Calls]], expected: dict[str, Exact]):
+        self.name, self.tolerance = name, TOLERANCE[dtype]
+        self.calls: list[Calls] = []
+        self.errors: dict[str, float] = {}  # quantity -> error, for the results that exist
+        self.failed: dict[str, str] = {}  # pass -> message
+        try:
+            self.calls = bind()
+            results = self.calls[0].forward()
+        except Exception as failure:  # other packages may raise anything
+            self.failed = dict.fromkeys(PASSES, first_line(failure))
+            return
+        try:
+            results += self.calls[0].gradients(results)
+        except Exception as failure:
+            self.failed = dict.fromkeys(PASSES[1:], first_line(failure))
+        for result, (quantity, exact) in zip(results, expected.items(), strict=False):
+            self.errors[quantity] = error(result, exact)
 
     def functions(self, pass_name: str) -> list[Callable[[], tuple[Tensor, ...]]]:
         return [getattr(calls, pass_name) for calls in self.calls]
 
     def record(self, pass_name: str, failed_later: dict[str, str]) -> dict:
         """Return the contender, the status (ok, wrong or failed), the message and the largest error in a pass."""
-        known = ((self.errors[quantity], quantity) for quantity in RESULTS[pass_name] if quantity in self.errors)
-        error, quantity = max(known, default=(None, ""))
+        known = ((e, quantity) for quantity, e in self.errors.items() if is_result(quantity, pass_name))
+        largest, quantity = max(known, default=(None, ""))
         status, message = "ok", ""
         if pass_name in self.failed or self.name in failed_later:
             status, message = "failed", self.failed.get(pass_name) or failed_later[self.name]
-        elif error is not None and error > self.tolerance:
-            status, message = "wrong", f"{quantity} is off by {error:.1e} of its largest value"
-        return {"contender": self.name, "status": status, "message": message, "error": error}
+        elif largest is not None and largest > self.tolerance:
+            status, message = "wrong", f"{quantity} is off by {largest:.1e} of its largest value"
+        return {"contender": self.name, "status": status, "message": message, "error": largest}
 
 
 def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
     """Bind contenders to all sets of tensors and compare their results on the first set with float64."""
-    entries, results = [Contender(name, TOLERANCE[sets[0].dtype]) for name in names], {}
+
+    def bind(name: str) -> list[Calls]:
+        _, location, of_case = CONTENDERS[name]
+        function = resolve_name(location)
+        return [Calls(of_case(function, case), (case.x, case.weight, case.bias), case.dy) for case in sets]
+
+    expected = exact_results(sets[0])
+    return [Contender(name, sets[0].dtype, partial(bind, name), expected) for name in names]
+
+
+def time_pass(
+    device: Device,
+    entries: Iterable[Contender],
+    pass_name: str,
+    budget: float,
+    mode: str = "eager",
+    against: tuple[str, ...] = ("torch",),
+    select: Callable[[Contender], Callable] | None = None,
+) -> Iterator[dict]:
+    """Time a pass of the contenders, or the function that `select` returns for each of them; yield their records."""
+    working = [entry for entry in entries if pass_name not in entry.failed]
+    functions = {entry.name: [select(entry)] if select else entry.functions(pass_name) for entry in working}
+    times, failed = measure_times(device, functions, pass_name != "forward", mode, budget)
     for entry in entries:
-        try:
-            entry.calls = [Calls(entry.name, case) for case in sets]
-            y = entry.calls[0].layer(sets[0].x)
-            results[entry.name] = (y.detach(),)
-        except Exception as error:  # other packages may raise anything
-            entry.failed = dict.fromkeys(PASSES, first_line(error))
-            continue
-        try:
-            results[entry.name] += torch.autograd.grad(y, entry.calls[0].inputs, sets[0].dy)
-        except Exception as error:
-            entry.failed = dict.fromkeys(PASSES[1:], first_line(error))
-    found = errors(sets[0], results)
-    for entry in entries:
-        entry.errors = found.get(entry.name, {})
-    return entries
-
-
-class Copy:
-    """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
-
-    def __init__(self, case: Case):
-        device = case.x.device
-        self.source, self.copied = (torch.ones(case.bytes_moved("forward") // 8, device=device) for _ in range(2))
-        self.terms = [torch.ones(case.bytes_moved("backward") // 12, device=device) for _ in range(3)]
-
-    def forward(self) -> tuple[Tensor, ...]:
-        return (self.copied.copy_(self.source),)
-
-    def backward(self) -> tuple[Tensor, ...]:
-        return (torch.add(*self.terms[:2], out=self.terms[2]),)
-
-    def both(self) -> tuple[Tensor, ...]:
-        return *self.forward(), *self.backward()
+        yield entry.record(pass_name, failed) | summarize(times, entry.name, against)

@@ -57,7 +57,7 @@ def training_step(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
     return step
 
 
-def measure(device: Device, name: str, dtypes: str, budget: float) -> Iterator[dict]:
+def measure(device: Device, name: str, dtypes: str, seconds: float) -> Iterator[dict]:
     """Yield records of the original and the converted model for training and inference."""
     dtype = PAIRS[dtypes][0]
     model, inputs = MODELS[name](device.is_cuda)
@@ -68,7 +68,7 @@ def measure(device: Device, name: str, dtypes: str, budget: float) -> Iterator[d
     for mode in ("training", "inference"):
         grad = mode == "training"
         steps = {c: training_step(m, inputs) if grad else lambda m=m: m(inputs) for c, m in models.items()}
-        times, failed = measure_times(device, {c: [step] for c, step in steps.items()}, grad, "eager", budget)
+        times, failed = measure_times(device, {c: [step] for c, step in steps.items()}, grad, "eager", seconds / 3)
         for contender in (TORCH, OURS):
             with torch.set_grad_enabled(grad):
                 peak, kept = device.memory(steps[contender]) if contender in times else (None, None)

@@ -104,10 +104,10 @@ class Device:
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             result = run()
-        with tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(trace))
-            events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+        with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+            profiler.export_chrome_trace(trace.name)
+            found = json.loads(Path(trace.name).read_text())["traceEvents"]  # the profiler replaces the file
+        events = [event for event in found if event["name"] == "[memory]"]
         del result
         allocated = peak = 0
         for event in sorted(events, key=lambda event: event["ts"]):
@@ -223,5 +223,5 @@ def summarize(times: dict[str, list[float]], name: str, against: tuple[str, ...]
         found[f"of_{other}"] = statistics.median(ratios(times[other], times[name])) if known else None
     ratio = found[f"of_{against[0]}"]
     found["noise"] = noise(ratios(times[AGAIN], times[first])) if first else None
-    found["verdict"] = verdict(ratio, found["noise"]) if ratio and name != against[0] else None
+    found["verdict"] = verdict(ratio, found["noise"]) if ratio and name not in against else None
     return found

@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch.nn.functional as F
 
 import layernorm_ext
 
@@ -22,7 +21,8 @@ from benchmarks import accuracy, cases, compare, compiled, contenders, models, t
 QUICK = ["--seconds", "0.001"]
 TINY = ["4x64", "--dtypes", "fp32"]
 ALL = "ours,torch,torch.compile"
-COMPILED = ["residual, norm, modulate", "pre-norm transformer block"]
+WAYS = ["operator", "function", "module", "function with graph", "forward and backward"]
+BLOCKS = ["residual, norm, modulate", "pre-norm transformer block"]  # the others take as long to compile
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,14 @@ def small_and_isolated(monkeypatch):
     monkeypatch.setitem(accuracy.SWEEPS, "cols", [{"rows": 8, "cols": 1}])
     monkeypatch.setattr(program, "keep_pages", lambda: None)
     monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
+    for name, build in models.MODELS.items():
+        monkeypatch.setitem(models.MODELS, name, lambda large, build=build: one_sample(*build(large)))
+    for name in compiled.BLOCKS.keys() - BLOCKS:
+        monkeypatch.delitem(compiled.BLOCKS, name)
+
+
+def one_sample(model, inputs):
+    return model, inputs[:1]
 
 
 @pytest.fixture
@@ -69,10 +77,22 @@ def test_kernels_records_times_errors_and_verdicts(run, tmp_path):
     assert (tmp_path / "copy_fraction.png").stat().st_size > 5000
 
 
-def test_overhead_records_every_way_of_calling(run):
-    ways = ["operator", "function", "module", "function with graph", "forward and backward"]
-    _, records = run("overhead", *QUICK)
-    assert {(r["way"], r["contender"]) for r in records} == {(way, name) for way in ways for name in ("ours", "torch")}
+@pytest.mark.parametrize(
+    ("arguments", "cases"),
+    [
+        (["overhead"], {"way": WAYS, "contender": ["ours", "torch"]}),
+        (["models"], {"model": models.MODELS, "mode": ["training", "inference"], "contender": ["torch", "ours"]}),
+        (
+            ["adaln", "4x64"],
+            {"pass": ["forward", "backward"], "contender": ["ours", "torch", "torch.compile", "shared"]},
+        ),
+        (["compile"], {"block": BLOCKS, "pass": ["forward", "training"], "contender": ["kernel", "aten", "torch"]}),
+    ],
+)
+def test_every_case_and_contender_is_recorded(run, arguments, cases):
+    _, records = run(*arguments, "--dtypes", "fp32", *QUICK)
+    assert [tuple(r[key] for key in cases) for r in records] == list(product(*cases.values()))
+    assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
 
 
 def test_memory_counts_outputs_and_saved_tensors(run):
@@ -95,44 +115,12 @@ def test_accuracy_shows_the_promised_errors(run, tmp_path):
     assert all((tmp_path / f"error_by_{sweep}.png").stat().st_size > 5000 for sweep in accuracy.SWEEPS)
 
 
-def one_sample(build):
-    def build_small(large):
-        model, inputs = build(large)
-        return model, inputs[:1]
-
-    return build_small
-
-
-def test_models_records_training_and_inference(run, monkeypatch):
-    monkeypatch.setattr(models, "MODELS", {name: one_sample(build) for name, build in models.MODELS.items()})
-    _, records = run("models", *QUICK)
-    cases = product(models.MODELS, ("training", "inference"), ("torch", "ours"))
-    assert [(r["model"], r["mode"], r["contender"]) for r in records] == list(cases)
-    assert all(r["layers"] > 0 and r["status"] == "ok" and r["peak_bytes"] > 0 for r in records)
-
-
-def test_adaln_compares_results_and_times(run):
-    _, records = run("adaln", *TINY, *QUICK)
-    names = ("ours", "torch", "torch.compile", "shared")
-    assert [(r["pass"], r["contender"]) for r in records] == list(product(("forward", "backward"), names))
-    assert all(r["status"] == "ok" and r["us"] > 0 and r["batch"] == 16 for r in records)
-
-
-def test_compile_checks_every_contender(run, monkeypatch):
-    monkeypatch.setattr(compiled, "ROWS", 4)
-    monkeypatch.setattr(compiled, "BLOCKS", {name: compiled.BLOCKS[name] for name in COMPILED})
-    _, records = run("compile", "--dtypes", "fp32", *QUICK)
-    found = [(r["block"], r["pass"], r["contender"]) for r in records]
-    assert found == list(product(COMPILED, ("forward", "training"), ("kernel", "aten", "torch")))
-    assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
-
-
 def test_all_runs_every_benchmark_but_compare(run, monkeypatch):
     first_case = {}
     monkeypatch.setattr(program, "execute", lambda name, device, cases, *_: first_case.update({name: cases[0]}))
     run("all")
     assert list(first_case) == ["kernels", "overhead", "accuracy", "memory", "models", "adaln"]
-    assert first_case["kernels"] == (32, 128, "fp32", ["ours", "torch"], ["forward", "backward", "both"], 0.3)
+    assert first_case["kernels"] == (32, 128, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -150,31 +138,30 @@ def test_invalid_arguments_are_reported(run, arguments, status, message):
 # Contenders
 
 
-def not_importable(case):
+def not_importable(function, case):
     raise ImportError("built for another torch\nand a stack")
 
 
-def other_eps(case):
-    return lambda x: F.layer_norm(x, (case.cols,), case.weight, case.bias, 0.1)
+def other_eps(function, case):
+    return lambda: function(case.x, (case.cols,), case.weight, case.bias, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("bind", "command", "failing", "message"),
+    ("bind", "status", "message"),
     [
-        (not_importable, ["kernels", *TINY, *QUICK], "failed " * 3, "ImportError: built for another torch\n"),
-        (not_importable, ["memory", *TINY], "failed " * 3, "ImportError: built for another torch\n"),
-        (other_eps, ["kernels", *TINY, *QUICK], "wrong wrong wrong", "output is off by "),
+        (not_importable, "failed", "ImportError: built for another torch\n"),
+        (other_eps, "wrong", "output is off by "),
     ],
 )
-def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, bind, command, failing, message):
-    monkeypatch.setitem(contenders.CONTENDERS, "apex", ("apex", bind))
-    output, records = run(*command, "--contenders", "ours,torch,apex")
-    assert [r["status"] for r in records if r["contender"] == "apex"] == failing.split()
+def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, bind, status, message):
+    monkeypatch.setitem(contenders.CONTENDERS, "apex", ("apex", "torch.nn.functional:layer_norm", bind))
+    output, records = run("kernels", *TINY, *QUICK, "--contenders", "ours,torch,apex")
+    assert [r["status"] for r in records if r["contender"] == "apex"] == [status] * 3
     assert message in output
 
 
 def test_wrong_results_of_ours_fail_the_command(run, monkeypatch):
-    monkeypatch.setitem(contenders.CONTENDERS, "ours", ("torch", other_eps))
+    monkeypatch.setitem(contenders.CONTENDERS, "ours", ("torch", "torch.nn.functional:layer_norm", other_eps))
     assert "ours is wrong: output is off by" in run("memory", *TINY, status=1)[0]
 
 
@@ -223,4 +210,4 @@ def test_compare_times_both_builds(run, monkeypatch):
 
 def test_compare_refuses_a_package_from_another_folder(tmp_path):
     with pytest.raises(RuntimeError, match="to be loaded, but got"):
-        compare.Worker(tmp_path, "cpu")
+        compare.start(tmp_path, "cpu")
