@@ -1,4 +1,4 @@
-"""The CPU kernels for each lesser instruction set of this machine pass the tests of the results.
+"""The CPU kernels for each lesser instruction set of this machine pass the tests of results and bits.
 
 torch chooses the instruction set when it is loaded, so that each needs a process of its own.
 """
@@ -15,12 +15,12 @@ import torch
 from layernorm_ext import _C
 
 TESTS = Path(__file__).parent
-FILES = [str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "family", "channels_first")]
+FILES = [str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "family", "channels_first", "bits")]
 
 # The instruction set changes the width of vectors, and so all tails; conversions; and the order of summation. These
 # dtypes cover each conversion. Tests of NaN and of rounding run with all dtypes.
 SELECTED = (
-    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round) and not (numbers_of_rows or large_means or threads or compile)"
+    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded) and not (numbers_of_rows or large_means or mask)"
 )
 
 SETS = ["DEFAULT", "AVX2", "AVX512"]
