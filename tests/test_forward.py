@@ -63,14 +63,6 @@ def test_results_match_float64(backend, dtypes, columns):
             assert torch.equal(results[1], mean) and torch.equal(results[2], rstd)
 
 
-def test_layer_norm_is_the_output_of_forward(backend):
-    x, _, w, b = random_args(backend, (F32, F32), 3, 50)
-    assert torch.equal(backend.layer_norm(x, (50,), w, b, 1e-3), backend.forward(x, (50,), w, b, 1e-3)[0])
-    expected = backend.forward(x, (50,), None, None, 1e-5)[0]
-    assert torch.equal(backend.layer_norm(x, (50,)), expected)
-    assert torch.equal(backend.forward(x, (50,))[0], expected)
-
-
 @pytest.mark.parametrize("dtypes", DTYPES[1:], ids=dtypes_id)  # in float64, rounding 1 / cols may change rstd
 @pytest.mark.parametrize("cols", [2, 16, 30, 64, 98, 500, 1100, 5000])
 def test_ties_round_to_even(backend, dtypes, cols):
