@@ -91,16 +91,11 @@ def run_images(backend, x, dy, *args, **options):
     return [*(t if t is None else t.movedim(-1, 1) for t in results[:4]), *results[4:]]
 
 
-def as_rows(images):
-    """Return images [N, C, *] as contiguous rows [N * pixels, C]."""
-    return images if images is None else images.movedim(1, -1).flatten(0, -2).contiguous()
-
-
-def run_pixels(backend, x, dy, *args, images=1, **options):
-    """Return the results of `run` for rows [rows, cols]. Each row becomes a pixel of one of the images."""
-    x, dy = (t.unflatten(0, (images, -1)).mT.contiguous() for t in (x, dy))
-    results = run_images(backend, x, dy, *args, **options)
-    return [*map(as_rows, results[:4]), *results[4:]]
+def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
+    """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
+    images = [t if t is None else t.mT.contiguous().mT for t in (x, dy, residual, grad_sum)]
+    options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
+    return [t if t is None else t.contiguous() for t in run(backend, *images[:2], *args, **options)]
 
 
 # A test with the argument `run` tests the kernels for rows and those for channels-first images.
@@ -115,7 +110,7 @@ def check(
     With a residual, `x` is the sum, and `dtype` is that of the output.
     """
     batch = x.shape[:-1]
-    assert results[0].shape == results[3].shape == x.shape and results[2].shape == (*batch, 1)
+    assert results[0].shape == x.shape and results[2].shape == (*batch, 1)
     matrices = [broadcast_rows(t, batch) for t in (*results[:3], x, weight, bias)]
     check_forward(matrices[:3], *matrices[3:], eps, context, dtype=dtype, **variant)
     options = {"grad_sum": grad_sum, "xhat_error": xhat_error}
@@ -124,9 +119,8 @@ def check(
 
 def check_images(results, x, dy, *args, **kwargs):
     """Check the results of `run_images` against float64."""
-    output, mean, rstd, grad_input, *parameter_gradients = results
-    rows = [as_rows(t) for t in (output, mean, rstd, grad_input)]
-    check((*rows, *parameter_gradients), as_rows(x), as_rows(dy), *args, **kwargs)
+    x, dy, *rows = (t.movedim(1, -1).contiguous() for t in (x, dy, *results[:4]))
+    check((*rows, *results[4:]), x, dy, *args, **kwargs)
 
 
 def bits(tensor):

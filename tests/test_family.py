@@ -7,7 +7,19 @@ import itertools
 
 import pytest
 import torch
-from reference import DTYPES_16_BIT, F32, F64, broadcast_rows, dtypes_id, xhat_error_from_output
+from reference import (
+    BF16,
+    DTYPES,
+    DTYPES_16_BIT,
+    F16,
+    F32,
+    F64,
+    broadcast_rows,
+    dtype_id,
+    dtypes_id,
+    statistics_dtype,
+    xhat_error_from_output,
+)
 from shapes import (
     MASKS,
     all_dtypes,
@@ -57,9 +69,10 @@ groups = pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
 
 
 def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
-    """Return input, grad_output, weight and bias."""
+    """Return input, grad_output, weight and bias, of the dtypes of input and parameters, or of input, weight, bias."""
     x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
-    return x, dy, *(None if p is None else surround(randn((*p, cols), dtypes[1], device)) for p in batches[1:])
+    parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)
+    return x, dy, *(None if p is None else surround(randn((*p, cols), dtype, device)) for p, dtype in parameters)
 
 
 # Results
@@ -167,6 +180,41 @@ def test_other_groups_change_no_bit(backend, dtypes):
             # A GPU divides the rows of a single group among all multiprocessors, and so adds them in another order.
             count = 6 if backend.name == "cpu" or len(some) > 1 else 4
             assert_same_bits(results[:count], [t[some] for t in together[:count]], cols, rows, some)
+
+
+# Parameters of other dtypes
+
+FLOATS = [F64, F32, F16, BF16]
+# Input, weight and bias: every combination without a kernel.
+TRIPLES = [(x, w, b) for x, w, b in itertools.product(FLOATS, repeat=3) if w != b or (x, w) not in DTYPES]
+
+
+@pytest.mark.parametrize("dtypes", TRIPLES, ids=lambda dtypes: "-".join(map(dtype_id, dtypes)))
+@rms_or_not
+def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
+    """The results also have the bits that they have for parameters converted to the accumulation type beforehand.
+
+    Rounding a float64 parameter to float32 adds 2^-24 of a term to bounds of 8 such roundings, of which random rows
+    reach half. test_functions.py tests derivatives, images and residuals with such dtypes.
+    """
+    options = {"rms": rms, "zero_centered_weight": rms}
+    for name in ("shared", "per sample", "outer and inner dimension"):
+        x, dy, w, b = arguments(GROUPS[name], 40, dtypes, backend.device)
+        output, mean, rstd, *gradients = results = run(backend, x, dy, w, b, **options)
+        check(results, x, dy, w, b, context=(name,), **options)
+        converted = [parameter.to(statistics_dtype(x.dtype)) for parameter in (w, b)]
+        expected = run(backend, x, dy, *converted, **options)
+        assert_same_bits(results[:3], expected[:3])
+        assert_same_bits(gradients, [g.to(dtype) for g, dtype in zip(expected[3:], dtypes, strict=True)])
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_one_parameter(backend, x_dtype, dtype):
+    """The gradient of an absent parameter, if requested, has the dtype of the other one."""
+    for rows, present in itertools.product((5, 0), (((), None), (None, ()))):
+        x, dy, w, b = arguments(((rows,), *present), 40, (x_dtype, dtype), backend.device)
+        check(run(backend, x, dy, w, b), x, dy, w, b)
 
 
 # Backward from the output

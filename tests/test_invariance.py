@@ -154,6 +154,11 @@ def run_groups(backend, x, dy, w, b, samples, positions):
     ]
 
 
+def run_many(backend, x, dy, w, b, images):
+    """Run rows that are the pixels of several images."""
+    return run_pixels(backend, *(t.unflatten(0, (images, -1)) for t in (x, dy)), w, b)
+
+
 # Rows, columns and the call, for each way in which the CPU kernels divide their work.
 WORK = {
     "narrow rows, many slots": (4099, 64, run),
@@ -164,9 +169,9 @@ WORK = {
     "one long row": (1, 300_001, run),
     "groups of chunks": (2, (1 << 20) + 5000, run),
     "groups": (512, 768, partial(run_groups, samples=8, positions=64)),
-    "many images": (32 * 49, 40, partial(run_pixels, images=32)),
-    "many pixels": (3000, 96, partial(run_pixels, images=3)),
-    "images of few pixels": (70 * 9, 64, partial(run_pixels, images=70)),
+    "many images": (32 * 49, 40, partial(run_many, images=32)),
+    "many pixels": (3000, 96, partial(run_many, images=3)),
+    "images of few pixels": (70 * 9, 64, partial(run_many, images=70)),
     "many channels": (40, 3000, run_pixels),
 }
 
