@@ -168,7 +168,7 @@ def test_outliers_among_equal_values(backend, run, dtypes):
 
 @rows_and_images
 @data_dtypes
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=str)
 @pytest.mark.parametrize("cols", [5, 300, 1100])
 def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
     """Other rows keep their bits. Parameter gradients, which add up all rows, become NaN."""

@@ -276,8 +276,7 @@ def test_host_code_reads_no_tensor_values(backend):
 
 
 @groups
-@rms_or_not
-@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("rms, with_residual", [(True, False), (False, True)], ids=["rms", "layer with residual"])
 def test_derivatives(backend, batches, rms, with_residual):
     """Finite differences agree in reverse and forward mode, batched, and in second order."""
     if batches[0] == (2, 70):

@@ -146,9 +146,9 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes):
 
 @data_dtypes
 def test_random_constant_rows_give_zero(backend, dtype):
-    """A thousand constants of several magnitudes, in rows of 42 widths, find means that are rarely inexact."""
+    """A thousand constants of several magnitudes, in rows of 21 widths, find means that are rarely inexact."""
     constants = torch.randn(1000, 1, dtype=F64) * torch.logspace(-3, 4, 1000, dtype=F64)[:, None]
-    for cols in range(1, 500, 12):
+    for cols in range(1, 500, 24):
         x = constants.to(dtype).to(backend.device).expand(1000, cols)
         assert not backend.forward(x, (cols,), None, None, 1e-5)[0].any(), cols
 
@@ -192,6 +192,8 @@ def test_overlapping_rows(backend):
 @pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
 def test_output_larger_than_the_caches(backend, dtypes, odd):
     """An output of 64 MiB or more may be written past the caches. A call for 7 rows gives the expected bits."""
+    if backend.name == "emulated":
+        pytest.skip("the CUDA kernels write outputs of all sizes alike")
     cols = 32768 // dtypes[0].itemsize + odd
     x, _, w, b = random_args(backend, dtypes, 7, cols, offset=10)
     expected = backend.forward(x, (cols,), w, b, 1e-5)

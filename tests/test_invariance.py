@@ -111,7 +111,7 @@ def test_dimensions_are_flattened(backend, dtypes, shape, normalized_shape):
 
 
 @all_dtypes
-@pytest.mark.parametrize("cols", [1, 5, 64, 129, 257, 513, 1100, 5000])
+@pytest.mark.parametrize("cols", [1, 64, 129, 513, 1100, 5000])
 @pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
 def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
     """A row gives the same bits alone, in any batch, and at any position."""
