@@ -4,6 +4,8 @@ float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-
 holds the square of every double. All other results are checked in float64. All arrays are [rows, cols].
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -55,21 +57,18 @@ class Forward:
 
 
 class Backward:
-    """The gradients. Each comes with the sum of the magnitudes of its terms, to which its error is proportional."""
+    """The gradients, and the sum of the magnitudes of grad_input's terms, to which its error is proportional."""
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
         xhat, rstd = forward.xhat, forward.rstd
         g = dy if weight is None else dy * weight
         mean_g, mean_gx = 0 if rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
         self.grad_input = rstd * (g - mean_g - xhat * mean_gx) + grad_sum
-        self.grad_weight = (dy * xhat).sum(0)
-        self.grad_bias = dy.sum(0)
+        self.grad_weight, self.grad_bias = (dy * xhat).sum(0), dy.sum(0)
 
-        abs_g, abs_dy, abs_xhat = abs(g), abs(dy), abs(xhat)
+        abs_g, abs_xhat = abs(g), abs(xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-        self.grad_input_terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(grad_sum)
-        self.grad_weight_terms = (abs_dy * (1 + abs_xhat)).sum(0)
-        self.grad_bias_terms = abs_dy.sum(0)
+        self.terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(grad_sum)
 
 
 # Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms.
@@ -166,12 +165,17 @@ def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=Fals
     return error if rms else error + error.mean(1, keepdims=True)  # backward subtracts the average of xhat
 
 
+def broadcast_rows(t, batch):
+    """Return a tensor as a matrix that has a row for each element of the batch."""
+    return None if t is None else t.expand(*batch, t.shape[-1]).reshape(-1, t.shape[-1])
+
+
 def check_backward(
     results,
     dy,
     x,
     weight=None,
-    parameter_dtype=None,
+    bias=None,
     eps=1e-5,
     context=(),
     *,
@@ -182,25 +186,39 @@ def check_backward(
 ):
     """Check grad_input, grad_weight and grad_bias, except those that are None, and return the exact Backward.
 
-    `xhat_error` is the error of the xhat that backward starts from.
+    Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
+    backward starts from.
     """
-    forward, w = Forward(exact(x), eps, rms), factor(weight, zero_centered_weight)
-    expected = Backward(exact(dy), forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
-    parameter_dtype = parameter_dtype or (x if weight is None else weight).dtype
+    batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
+    dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, results[0]))
+    forward, w = Forward(exact(x), eps, rms), factor(weights, zero_centered_weight)
+    dy = exact(dy)
+    expected = Backward(dy, forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
 
-    abs_dy, abs_xhat = np.abs(exact(dy)), np.abs(forward.xhat)
-    abs_g = abs_dy if w is None else abs_dy * np.abs(w)
-    mean_error, mean_abs_gx = (abs_g * xhat_error).mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-    from_xhat = {
-        "grad_input": forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx),
-        "grad_weight": (abs_dy * xhat_error).sum(0),
-        "grad_bias": 0,
-    }
-    for name, dtype, actual in zip(from_xhat, (x.dtype, parameter_dtype, parameter_dtype), results, strict=True):
-        if actual is None:
-            continue
+    def check(name, actual, dtype, value, error):
         assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
-        value, error = getattr(expected, name), GRADIENT[x.dtype] * getattr(expected, f"{name}_terms") + from_xhat[name]
         bounds = error + rounding(dtype, value, error, statistics_dtype(x.dtype))
         assert_within(actual, value, bounds, name, *context)
+
+    abs_dy, abs_xhat = np.abs(dy), np.abs(forward.xhat)
+    if grad_input is not None:
+        abs_g = abs_dy if w is None else abs_dy * np.abs(w)
+        mean_error, mean_abs_gx = (abs_g * xhat_error).mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
+        error = GRADIENT[x.dtype] * expected.terms + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
+        check("grad_input", grad_input, x.dtype, expected.grad_input, error)
+    for name, actual, parameter, products, terms, errors in (
+        ("grad_weight", results[1], weight, dy * forward.xhat, abs_dy * (1 + abs_xhat), abs_dy * xhat_error),
+        ("grad_bias", results[2], bias, dy, abs_dy, 0 * abs_dy),
+    ):
+        if actual is None:
+            continue
+        # The gradient of an absent parameter has the shape and dtype of the other one.
+        like = parameter if parameter is not None else given[0] if given else x[0]
+        assert actual.shape == like.shape, (name, *context)
+        groups = math.prod(like.shape[:-1])
+        group = torch.arange(groups).view(like.shape[:-1]).expand(batch).flatten().numpy()
+        value, error = np.zeros((2, groups, x.shape[-1]), dy.dtype)
+        np.add.at(value, group, products)
+        np.add.at(error, group, GRADIENT[x.dtype] * terms + errors)
+        check(name, actual, like.dtype, value.reshape(like.shape), error.reshape(like.shape))
     return expected

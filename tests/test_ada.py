@@ -8,8 +8,19 @@ import re
 
 import pytest
 import torch
-from reference import BF16, DTYPES_16_BIT, F32, F64, Forward, assert_within, dtypes_id, exact, factor, output_bound
-from shapes import broadcast_rows, randn
+from reference import (
+    BF16,
+    DTYPES_16_BIT,
+    F64,
+    Forward,
+    assert_within,
+    broadcast_rows,
+    dtypes_id,
+    exact,
+    factor,
+    output_bound,
+)
+from shapes import randn
 from torch.nn import functional as F
 
 from layernorm_ext import AdaLayerNorm, AdaRMSNorm, ada_layer_norm, ada_rms_norm, trace_as
@@ -35,13 +46,6 @@ SHAPES = {
     "two normalized dimensions": ((3, 5, 2, 4), (3, 2, 4), (3, 2, 4), 2),
     "no batch": ((8,), (8,), (8,), 1),
 }
-shapes = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
-
-
-def ada_arguments(sizes, dtype=F64):
-    """Return input, scale and shift, which require gradients, and normalized_shape."""
-    tensors = [None if s is None else torch.randn(s).to(dtype).requires_grad_() for s in sizes[:3]]
-    return tensors, sizes[0][-sizes[3] :]
 
 
 def composition(x, normalized_shape, scale=None, shift=None, eps=1e-6, *, rms=False):
@@ -57,20 +61,6 @@ def composition(x, normalized_shape, scale=None, shift=None, eps=1e-6, *, rms=Fa
 
 
 @functions
-@shapes
-def test_ada_norm_is_the_composition(name, sizes):
-    """Both add some hundred float64 numbers of size 1 in different orders."""
-    tensors, shape = ada_arguments(sizes)
-    results = []
-    for y in (
-        FUNCTIONS[name](tensors[0], shape, *tensors[1:]),
-        composition(tensors[0], shape, *tensors[1:], rms=name == "rms"),
-    ):
-        results.append([y, *torch.autograd.grad(y.sin().sum(), [t for t in tensors if t is not None])])
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-
-
-@functions
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
 def test_one_plus_scale_is_not_rounded_to_16_bits(name, dtypes):
     """The output is within half a unit in the last place of the exact value."""
@@ -82,17 +72,24 @@ def test_one_plus_scale_is_not_rounded_to_16_bits(name, dtypes):
 
 
 @functions
-@shapes
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_tracers_take_every_shape(name, sizes):
-    """Exported programs call only aten and agree to some roundings of float64; the others have the same bits."""
-    (x, *parameters), shape = ada_arguments(sizes)
+def test_every_shape_is_accepted_by_eager_calls_and_tracers(name, sizes):
+    """The norm is the composition, which adds some hundred float64 numbers of size 1 in another order.
+
+    Exported programs call only aten and agree to some roundings of float64; the others have the same bits.
+    """
+    tensors = [None if s is None else torch.randn(s, dtype=F64, requires_grad=True) for s in sizes[:3]]
+    (x, *parameters), shape = tensors, sizes[0][-sizes[3] :]
     module = MODULES[name](shape)
-    expected = module(x, *parameters)
-    for strict in (False, True):
-        program = torch.export.export(module, (x, *parameters), strict=strict)
-        assert not any(getattr(node.target, "namespace", None) == "layernorm" for node in program.graph.nodes)
-        torch.testing.assert_close(program.module()(x, *parameters), expected, rtol=1e-13, atol=1e-13)
+    expected, composed = module(x, *parameters), composition(x, shape, *parameters, rms=name == "rms")
+    leaves = [t for t in tensors if t is not None]
+    results = [[y, *torch.autograd.grad(y.sin().sum(), leaves)] for y in (expected, composed)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+    program = torch.export.export(module, (x, *parameters), strict=False)
+    assert not any(getattr(node.target, "namespace", None) == "layernorm" for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(x, *parameters), expected, rtol=1e-13, atol=1e-13)
     with trace_as("kernel"):
         program = torch.export.export(module, (x, *parameters))
     assert torch.equal(program.module()(x, *parameters), expected)
@@ -115,13 +112,13 @@ def test_exported_output_is_rounded_once(name, dtypes):
 
 @functions
 def test_modules(name):
-    (x, scale, shift), shape = ada_arguments(SHAPES["per sample"], F32)
+    x, scale, shift = (torch.randn(size) for size in ((3, 5, 8), (3, 8), (3, 8)))
     cls, function = MODULES[name], FUNCTIONS[name]
     module = cls(8)
     assert repr(module) == f"{cls.__name__}((8,), eps=1e-06)" and not module.state_dict()
     assert repr(cls([2, 4], eps=1e-5)) == f"{cls.__name__}((2, 4), eps=1e-05)"
     for arguments in ((x, scale, shift), (x, scale), (x, None, shift), (x,)):
-        assert torch.equal(module(*arguments), function(x, shape, *arguments[1:]))
+        assert torch.equal(module(*arguments), function(x, (8,), *arguments[1:]))
     with torch.autocast("cpu", BF16):
         assert torch.equal(module(x, scale.to(BF16), shift), module(x, scale.to(BF16).float(), shift))
 
@@ -141,24 +138,26 @@ WRONG = {  # scale, shift, message
 }  # fmt: skip
 
 
+MODES = {
+    "eager": ada_layer_norm,
+    "eager, rms": ada_rms_norm,
+    "meta": ada_rms_norm,
+    "fake": ada_layer_norm,
+    "compile": lambda *arguments: torch.compile(ada_layer_norm, backend="eager")(*arguments),
+    "script": lambda *arguments: torch.jit.script(ada_rms_norm)(*arguments),
+}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("mode", ["eager", "meta", "fake", "compile", "script"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("scale", "shift", "message"), WRONG.values(), ids=WRONG)
-@functions
-def test_errors_name_the_argument_and_both_shapes(name, scale, shift, message, mode):
+def test_errors_name_the_argument_and_both_shapes(scale, shift, message, mode):
     torch._dynamo.reset()
-    function, context = FUNCTIONS[name], contextlib.nullcontext()
-    if mode == "compile":
-        function = torch.compile(function, backend="eager")
-    elif mode == "script":
-        function = torch.jit.script(function)
-    elif mode == "fake":
-        context = torch._subclasses.FakeTensorMode()
-    with context:
+    with torch._subclasses.FakeTensorMode() if mode == "fake" else contextlib.nullcontext():
         device = "meta" if mode == "meta" else "cpu"
         tensors = [None if s is None else torch.zeros(s, device=device) for s in ((3, 5, 8), scale, shift)]
         with pytest.raises((RuntimeError, torch.jit.Error), match=re.escape(message).replace(r"\.\*", ".*")):
-            function(tensors[0], [8], *tensors[1:])
+            MODES[mode](tensors[0], [8], *tensors[1:])
 
 
 def test_errors_of_other_arguments():

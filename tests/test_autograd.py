@@ -72,7 +72,7 @@ def test_first_and_second_derivatives(backend, double, weight, bias, requires_gr
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", [3, 4])
 def test_higher_derivatives(layer_norm, double, leaves, order):
     """torch's own third derivative is silently wrong."""
     directions = [double(*t.shape) for t in leaves]
@@ -85,25 +85,6 @@ def test_higher_derivatives(layer_norm, double, leaves, order):
         return value
 
     assert_equal(derivative(layer_norm), derivative(formula))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("parameter_dtype", [None, torch.float32], ids=str)
-def test_second_derivatives_in_16_bits(layer_norm, double, dtype, parameter_dtype):
-    dtypes = [dtype, parameter_dtype or dtype, parameter_dtype or dtype]
-    narrow = [double(*s).to(d).requires_grad_() for s, d in zip(((4, 8), (8,), (8,)), dtypes, strict=True)]
-    wide = [t.detach().double().requires_grad_() for t in narrow]
-
-    def derivatives(function, leaves):
-        first = torch.autograd.grad(function(*leaves).double().pow(2).sum(), leaves, create_graph=True)
-        return *first, *torch.autograd.grad(sum(g.double().pow(2).sum() for g in first), leaves[:2])
-
-    actual = derivatives(layer_norm, narrow)
-    assert [g.dtype for g in actual] == [*dtypes, *dtypes[:2]]
-    for result, expected in zip(actual, derivatives(formula, wide), strict=True):
-        # The loss is computed from rounded results: a few roundings, amplified by rstd, which is at most 2.
-        tolerance = 16 * torch.finfo(dtype).eps * expected.abs().max()
-        assert (result.double() - expected).abs().max() <= tolerance
 
 
 def test_statistics_are_not_differentiable(backend, leaves):
@@ -120,16 +101,12 @@ def test_no_graph_without_gradients(layer_norm, leaves):
         assert layer_norm(x).is_inference()
 
 
-def test_input_modified_before_backward(layer_norm, leaves):
+def test_saved_tensors_are_checked(layer_norm, leaves):
     x = leaves[0][0] * 1
-    y = layer_norm(x)
+    y, loss = layer_norm(x), layer_norm(leaves[0]).sum()
     x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_second_backward_needs_a_retained_graph(layer_norm, leaves):
-    loss = layer_norm(leaves[0]).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
@@ -160,7 +137,7 @@ def test_func(layer_norm, double, transform):
     assert_equal(actual, expected)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [2, 3])
 def test_nested_forward_mode(layer_norm, double, depth):
     """torch's own nested forward mode gives -0.385 where 0.775 is right."""
     x, direction, w, b = double(2, 5), double(2, 5), double(5), double(5)

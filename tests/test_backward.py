@@ -33,6 +33,7 @@ from shapes import (
     random_args,
     rows_and_images,
     run,
+    run_pixels,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -63,9 +64,13 @@ def test_rows_of_more_than_a_million_elements(backend, dtypes):
 
 @all_dtypes
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (2, 0, 4), (0, 0, 4)], ids=str)
-def test_empty_tensors(backend, dtypes, shape):
+@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
+def test_empty_tensors(backend, dtypes, shape, adds):
     x, w = randn(shape, dtypes[0], backend.device), randn(shape[-1], dtypes[1], backend.device)
-    y, mean, rstd, *gradients = run(backend, x, x, w, w)
+    options = {"residual": x.clone(), "grad_sum": x} if adds else {}
+    y, *total, mean, rstd, _, _, _ = results = run(backend, x, x, w, w, **options)
+    gradients = results[-3:]
+    assert all(t.shape == shape for t in total)
     assert y.shape == shape and mean.shape == rstd.shape == (*shape[:-1], 1)
     assert y.dtype == dtypes[0] and mean.dtype == rstd.dtype == (F64 if dtypes[0] == F64 else F32)
     assert [g.shape for g in gradients] == [shape, shape[-1:], shape[-1:]]
@@ -73,39 +78,21 @@ def test_empty_tensors(backend, dtypes, shape):
     assert not any(g.any() for g in gradients)
 
 
-@rows_and_images
 @all_dtypes
-@pytest.mark.parametrize("rows, cols", [(1, 3), (5, 64), (40, 65), (600, 40), (3, 1100), (20, 1030)])
+@pytest.mark.parametrize("rows, cols", [(5, 64), (600, 40), (20, 1030)])
 @pytest.mark.parametrize("has_weight, has_bias", PRESENT)
-def test_output_mask_changes_no_bits(backend, run, dtypes, rows, cols, has_weight, has_bias):
-    """A requested gradient has the same bits whatever else is requested, and the others are None."""
+def test_output_mask_changes_no_bits_of_images(backend, dtypes, rows, cols, has_weight, has_bias):
+    """A requested gradient has the same bits whatever else is requested, and the others are None.
+
+    test_family.py tests the same for rows.
+    """
     x, dy, w, b = random_args(backend, dtypes, rows, cols)
     w, b = w if has_weight else None, b if has_bias else None
-    expected = run(backend, x, dy, w, b)
+    expected = run_pixels(backend, x, dy, w, b)
     check(expected, x, dy, w, b)
     for mask in MASKS:
         gradients = [gradient if requested else None for gradient, requested in zip(expected[3:], mask, strict=True)]
-        assert_same_bits(run(backend, x, dy, w, b, mask=mask)[3:], gradients, mask)
-
-
-@all_dtypes
-@pytest.mark.parametrize("has_weight, has_bias", PRESENT)
-def test_autograd_computes_what_requires_grad(backend, dtypes, has_weight, has_bias):
-    """`.grad` has the bits of the operator's gradient, and is None for tensors that require none."""
-    x, dy, w, b = random_args(backend, dtypes, 7, 30)
-    arguments = (x, w if has_weight else None, b if has_bias else None)
-    expected = run(backend, x, dy, *arguments[1:])[3:]
-    for mask in MASKS:
-        requires_grad = [wanted and t is not None for wanted, t in zip(mask, arguments, strict=True)]
-        leaves = [
-            t if t is None else t.detach().requires_grad_(r) for t, r in zip(arguments, requires_grad, strict=True)
-        ]
-        y = backend.layer_norm(leaves[0], (30,), *leaves[1:])
-        assert y.requires_grad == any(requires_grad)
-        if y.requires_grad:
-            y.backward(dy)
-        for leaf, wanted, right in zip(leaves, requires_grad, expected, strict=True):
-            assert torch.equal(leaf.grad, right) if wanted else leaf is None or leaf.grad is None, mask
+        assert_same_bits(run_pixels(backend, x, dy, w, b, mask=mask)[3:], gradients, mask)
 
 
 @data_dtypes
@@ -113,6 +100,7 @@ def test_autograd_computes_what_requires_grad(backend, dtypes, has_weight, has_b
 def test_eps(backend, dtype, eps):
     x, dy, _, _ = random_args(backend, (dtype, dtype), 5, 100)
     check(run(backend, x, dy, eps=eps), x, dy, eps=eps)
+    assert backend.forward(x, (100,), eps=-1e6)[0].isnan().all()
     if eps == 0:  # a constant row gives 0 * inf, as in torch
         assert run(backend, torch.ones_like(x), dy, eps=eps)[0].isnan().all()
 
@@ -153,14 +141,6 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
         assert abs(exact(gradient) - right).max() <= 3e-3 * abs(right).max()
 
 
-@all_dtypes
-def test_bias_gradient_counts_to_4096(backend, dtypes):
-    """4096 ones add up to 4096, also in bf16 and fp16. torch gives 512."""
-    x, _, w, b = random_args(backend, dtypes, 4096, 16)
-    backend.layer_norm(x, (16,), w, b.requires_grad_()).sum().backward()
-    assert (b.grad == 4096).all()
-
-
 # Extreme values
 
 
@@ -180,7 +160,7 @@ def test_outliers_among_equal_values(backend, run, dtypes):
 
 @rows_and_images
 @data_dtypes
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=str)
 @pytest.mark.parametrize("cols", [5, 300, 1100])
 def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
     """Other rows keep their bits. Parameter gradients, which add up all rows, become NaN."""

@@ -12,10 +12,10 @@ import pytest
 import torch
 from reference import F32, F64, statistics_dtype
 from shapes import (
+    ALL,
     all_dtypes,
     amid_nans,
     assert_same_bits,
-    backward_images,
     bits,
     check_images,
     data_dtypes,
@@ -35,7 +35,6 @@ from layernorm_ext import (
     ada_layer_norm_2d,
     ada_rms_norm_2d,
     add_layer_norm_2d,
-    add_rms_norm_2d,
     layer_norm_2d,
     rms_norm_2d,
 )
@@ -120,8 +119,10 @@ def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
         assert results[0].stride() == results[3].stride() == torch.empty_like(views[0]).stride()
     for images in (x, x.to(memory_format=CHANNELS_LAST)):
         _, mean, rstd, *gradients = run_images(backend, images, dy, w, b)
-        statistics = layout(mean), layout(rstd)
-        assert_same_bits(backward_images(backend, dy, images, *statistics, w, b), gradients)
+        rows = (t.movedim(1, -1) for t in (dy, images, layout(mean), layout(rstd)))
+        dy_rows, x_rows, *statistics = rows
+        grad_input, *others = backend.backward(dy_rows, x_rows, (6,), *statistics, w, b, ALL, preserve_layout=True)
+        assert_same_bits([grad_input.movedim(-1, 1), *others], gradients)
 
 
 def test_sliced_channels_last_images_stay_channels_last(backend):
@@ -185,7 +186,6 @@ SHAPE_ERROR = (
     ("call", "message"),
     [
         (lambda: layer_norm_2d(X[0, :, 0, 0]), "Expected input of shape [N, C, *], but got input of size[3]"),
-        (lambda: rms_norm_2d(X.long()), "but got input of dtype Long"),
         (lambda: layer_norm_2d(X, torch.ones(4)), SHAPE_ERROR.format("weight", "[4]")),
         (lambda: layer_norm_2d(X, None, torch.ones(3, 1)), SHAPE_ERROR.format("bias", "[3, 1]")),
         (lambda: rms_norm_2d(X, torch.ones(2, 3, 4)), SHAPE_ERROR.format("weight", "[2, 3, 4]")),
@@ -195,16 +195,10 @@ SHAPE_ERROR = (
             lambda: ada_layer_norm_2d(X, torch.ones(2, 3), torch.ones(1, 3, 4, 1)),
             "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3], shift of shape",
         ),
-        (lambda: ada_rms_norm_2d(X, torch.ones(3).long()), "Expected scale of dtype Double, Float, Half or BFloat16"),
-        (
-            lambda: layer_norm_2d(X, torch.ones(3, device="meta")),
-            "Expected weight to be on the device of input, but got weight on meta and input on cpu",
-        ),
         (
             lambda: add_layer_norm_2d(X, X[:1]),
             "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape",
         ),
-        (lambda: add_rms_norm_2d(X, X.double()), "Expected residual to be of the dtype of input"),
         (lambda: LayerNorm2d(4, elementwise_affine=False)(X), "Expected input of shape [N, 4, *], but got input of"),
         (lambda: layernorm_ext.AdaRMSNorm2d(4)(X), "Expected input of shape [N, 4, *], but got input of size[2, 3, 4"),
     ],

@@ -118,35 +118,6 @@ def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
     torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
 
 
-# Compiled autograd
-
-
-@pytest.mark.parametrize(
-    ("order", "weight", "bias"), [(1, True, False), (1, False, True), (2, True, True), (2, False, False)]
-)
-def test_compiled_autograd_matches_eager(backend, order, weight, bias):
-    """The batch size changes between calls."""
-
-    def gradients(rows):
-        x = torch.linspace(-1, 2, 8 * rows, dtype=F64).exp().reshape(rows, 8).requires_grad_()
-        w = torch.linspace(1, 2, 8, dtype=F64).requires_grad_() if weight else None
-        b = torch.linspace(2, 3, 8, dtype=F64).requires_grad_() if bias else None
-        value = backend.layer_norm(x, (8,), w, b).sin().sum()
-        if order == 2:
-            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-            value = gradient.square().sum()
-        value.backward()
-        return [t.grad for t in (x, w, b) if t is not None and t.grad is not None]
-
-    for rows in (3, 4):
-        expected = gradients(rows)
-        assert len(expected) >= 1 + weight
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-            actual = gradients(rows)
-        # Both call the same kernels; the float64 sums around them may have another order.
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_compiled_autograd_with_inductor_matches_eager():
     """Inductor compiles forward and backward together; the input requires no gradient."""
     module, x = LayerNorm(16), torch.randn(4, 16)

@@ -63,14 +63,6 @@ def test_results_match_float64(backend, dtypes, columns):
             assert torch.equal(results[1], mean) and torch.equal(results[2], rstd)
 
 
-def test_layer_norm_is_the_output_of_forward(backend):
-    x, _, w, b = random_args(backend, (F32, F32), 3, 50)
-    assert torch.equal(backend.layer_norm(x, (50,), w, b, 1e-3), backend.forward(x, (50,), w, b, 1e-3)[0])
-    expected = backend.forward(x, (50,), None, None, 1e-5)[0]
-    assert torch.equal(backend.layer_norm(x, (50,)), expected)
-    assert torch.equal(backend.forward(x, (50,))[0], expected)
-
-
 @pytest.mark.parametrize("dtypes", DTYPES[1:], ids=dtypes_id)  # in float64, rounding 1 / cols may change rstd
 @pytest.mark.parametrize("cols", [2, 16, 30, 64, 98, 500, 1100, 5000])
 def test_ties_round_to_even(backend, dtypes, cols):
@@ -154,9 +146,9 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes):
 
 @data_dtypes
 def test_random_constant_rows_give_zero(backend, dtype):
-    """A thousand constants of several magnitudes, in rows of 42 widths, find means that are rarely inexact."""
+    """A thousand constants of several magnitudes, in rows of 21 widths, find means that are rarely inexact."""
     constants = torch.randn(1000, 1, dtype=F64) * torch.logspace(-3, 4, 1000, dtype=F64)[:, None]
-    for cols in range(1, 500, 12):
+    for cols in range(1, 500, 24):
         x = constants.to(dtype).to(backend.device).expand(1000, cols)
         assert not backend.forward(x, (cols,), None, None, 1e-5)[0].any(), cols
 
@@ -200,6 +192,8 @@ def test_overlapping_rows(backend):
 @pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
 def test_output_larger_than_the_caches(backend, dtypes, odd):
     """An output of 64 MiB or more may be written past the caches. A call for 7 rows gives the expected bits."""
+    if backend.name == "emulated":
+        pytest.skip("the CUDA kernels write outputs of all sizes alike")
     cols = 32768 // dtypes[0].itemsize + odd
     x, _, w, b = random_args(backend, dtypes, 7, cols, offset=10)
     expected = backend.forward(x, (cols,), w, b, 1e-5)

@@ -1,47 +1,34 @@
 """torch.fx with this package's modules; feature extraction and scripting of torchvision's and timm's models."""
 
 import copy
+import re
 
 import pytest
 import torch
 from packages import import_torchvision
+from test_script import MODULES
 
 import layernorm_ext
-from layernorm_ext import AddLayerNorm, AddRMSNorm, LayerNorm, LayerNorm2d, RMSNorm, convert
+from layernorm_ext import AddLayerNorm, LayerNorm, LayerNorm2d, RMSNorm, convert
 
 # A model has some ten layers, and float32 rounds each of some ten operations per layer by 6e-8.
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
-ROWS, IMAGES = (3, 8), (2, 8, 3, 4)
 
-
-@pytest.mark.parametrize(
-    ("module", "function", "shapes"),
-    [
-        (LayerNorm(8), layernorm_ext.layer_norm, [ROWS]),
-        (LayerNorm(8, zero_centered_weight=True), layernorm_ext.layer_norm, [ROWS]),
-        (RMSNorm(8), layernorm_ext.rms_norm, [ROWS]),
-        (LayerNorm2d(8), layernorm_ext.layer_norm_2d, [IMAGES]),
-        (LayerNorm2d(8, elementwise_affine=False), layernorm_ext.layer_norm_2d, [IMAGES]),
-        (layernorm_ext.RMSNorm2d(8), layernorm_ext.rms_norm_2d, [IMAGES]),
-        (layernorm_ext.AddLayerNorm2d(8), layernorm_ext.add_layer_norm_2d, [IMAGES, IMAGES]),
-        (layernorm_ext.AddRMSNorm2d(8), layernorm_ext.add_rms_norm_2d, [IMAGES, IMAGES]),
-        (layernorm_ext.AdaLayerNorm(8), layernorm_ext.ada_layer_norm, [ROWS, ROWS, ROWS]),
-        (layernorm_ext.AdaRMSNorm(8), layernorm_ext.ada_rms_norm, [ROWS, ROWS, ROWS]),
-        (layernorm_ext.AdaLayerNorm2d(8), layernorm_ext.ada_layer_norm_2d, [IMAGES, (2, 8), (2, 8)]),
-        (layernorm_ext.AdaRMSNorm2d(8), layernorm_ext.ada_rms_norm_2d, [IMAGES, (2, 8), (2, 8)]),
-        (AddLayerNorm(8), layernorm_ext.add_layer_norm, [ROWS, ROWS]),
-        (AddRMSNorm(8), layernorm_ext.add_rms_norm, [ROWS, ROWS]),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_graph_of_a_module_calls_its_function(module, function, shapes):
+@pytest.mark.parametrize("name", [name for name in MODULES if "first block" not in name])
+def test_graph_of_a_module_calls_its_function(name):
+    make, *shapes = MODULES[name]
+    module = make()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
+    words = re.sub("(?<=[a-z])(?=[A-Z2])", "_", type(module).__name__.replace("RMS", "Rms"))
     graph = torch.fx.symbolic_trace(module)
-    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [function]
-    inputs = [torch.randn(shape) for shape in shapes]
-    torch.testing.assert_close(graph(*inputs), module(*inputs), rtol=0, atol=0)
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert calls == [getattr(layernorm_ext, words.lower())]
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    actual, expected = (call(*(x.clone() for x in inputs)) for call in (graph, module))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_graph_passes_residuals_between_blocks():

@@ -1,8 +1,14 @@
-"""The CPU kernels for each lesser instruction set of this machine pass the tests of the results.
+"""The CPU kernels for each lesser instruction set of this machine pass the tests of results, and give the same bits.
 
 torch chooses the instruction set when it is loaded, so that each needs a process of its own.
+
+bits.json has a hash of the results of each function. A change that alters results on purpose writes it again:
+`for set in default avx2 avx512; do ATEN_CPU_CAPABILITY=$set python tests/test_instruction_sets.py; done`.
 """
 
+import functools
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -11,16 +17,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import BF16, F16, F32, F64
 
+import layernorm_ext
 from layernorm_ext import _C
 
 TESTS = Path(__file__).parent
-FILES = [str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "family", "channels_first")]
+FILES = [__file__, *(str(TESTS / f"test_{name}.py") for name in ("forward", "backward", "family", "channels_first"))]
 
 # The instruction set changes the width of vectors, and so all tails; conversions; and the order of summation. These
 # dtypes cover each conversion. Tests of NaN and of rounding run with all dtypes.
 SELECTED = (
-    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round) and not (numbers_of_rows or large_means or threads or compile)"
+    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded) and not (numbers_of_rows or large_means or mask)"
 )
 
 SETS = ["DEFAULT", "AVX2", "AVX512"]
@@ -43,3 +51,65 @@ def test_lesser_set(capability, tmp_path):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     suite = ET.parse(report).getroot().find("testsuite")
     assert int(suite.get("tests")) > 100 and int(suite.get("skipped")) == 0
+
+
+BITS = TESTS / "bits.json"
+RECORDED = json.loads(BITS.read_text())
+DTYPES = [(F64, F64), (F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
+SHAPES = [(1, 1), (3, 7), (64, 33), (2100, 64), (300, 768), (40, 1000), (7, 2500), (2, 70000)]
+IMAGES = [(2, 3, 5, 7), (3, 96, 9, 9), (2, 192, 28, 28)]
+
+
+@functools.cache
+def values(shape, dtype, seed):
+    """Return numbers in [-2, 2), some of them near 100, which depend on nothing but exact arithmetic."""
+    i = torch.arange(torch.Size(shape).numel(), dtype=torch.int64) + 7919 * seed
+    numbers = (i * 2654435761 % 2**32).double() / 2**30 - 2
+    return torch.where(i % 97 == 0, numbers + 100, numbers).to(dtype).view(shape)
+
+
+def calls():
+    """Yield (name, function of (x, residual, weight, bias), shape, number of columns)."""
+    names = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+    for name in names:
+        norm, adds, rms = getattr(layernorm_ext, name), "add" in name, "rms" in name
+
+        def call(x, residual, w, b, norm=norm, adds=adds, rms=rms, **options):
+            inputs = (x, residual) if adds else (x,)
+            return norm(*inputs, x.shape[1:], w, *(() if rms else (b,)), **options)
+
+        for shape in SHAPES:
+            yield name, call, shape, shape[1]
+    for shape in IMAGES:
+        yield "layer_norm_2d", lambda x, residual, w, b: layernorm_ext.layer_norm_2d(x, w, b), shape, shape[1]
+
+
+def digests():
+    """Return a hash of the outputs and gradients of each function."""
+    found = {}
+    for name, call, shape, cols in calls():
+        for dtype, parameter_dtype in DTYPES:
+            digest = found.setdefault(name, hashlib.sha256())
+            for with_weight, zero_centered in ((True, False), (True, True), (False, False)):
+                if zero_centered and name == "layer_norm_2d":
+                    continue
+                x, residual = (values(shape, dtype, seed).clone().requires_grad_() for seed in (1, 2))
+                w, b = (values((cols,), parameter_dtype, seed).clone().requires_grad_() for seed in (3, 4))
+                options = {"zero_centered_weight": True} if zero_centered else {}
+                outputs = call(x, residual, *((w, b) if with_weight else (None, None)), **options)
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                inputs = [t for t in (x, residual, w, b) if t is not None]
+                gradients = torch.autograd.grad(
+                    outputs, inputs, [values(y.shape, y.dtype, 5 + i) for i, y in enumerate(outputs)], allow_unused=True
+                )
+                for tensor in (*outputs, *(g for g in gradients if g is not None)):
+                    digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return {name: digest.hexdigest()[:16] for name, digest in found.items()}
+
+
+def test_results_have_the_recorded_bits():
+    assert digests() == RECORDED[_C.cpu_capability()]
+
+
+if __name__ == "__main__":
+    BITS.write_text(json.dumps(RECORDED | {_C.cpu_capability(): digests()}, indent=1) + "\n")

@@ -165,11 +165,6 @@ def test_reverted_models_quantize_to_the_same_bits(x86_engine, quantize):
     assert torch.equal(quantize(model, x)(x), expected)
 
 
-def test_only_layer_norm_has_a_quantized_layer():
-    mapping = quantization.get_default_static_quant_module_mappings()
-    assert layernorm_ext.LayerNorm in mapping and layernorm_ext.AddLayerNorm not in mapping
-
-
 # Per-sample gradients
 
 

@@ -17,6 +17,7 @@ from reference import (
     DTYPES_16_BIT,
     F32,
     F64,
+    broadcast_rows,
     check_backward,
     check_forward,
     dtypes_id,
@@ -28,12 +29,12 @@ from shapes import (
     all_dtypes,
     amid_nans,
     assert_same_bits,
-    broadcast_rows,
     check,
     check_images,
     randn,
     run,
     run_images,
+    run_pixels,
 )
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
@@ -47,13 +48,6 @@ SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 
 @pytest.fixture(scope="module")
 def library():
     return emulated_ops.library(emulated_build.CHECKED)
-
-
-def run_pixels(library, x, dy, weight=None, bias=None, *, residual=None, grad_sum=None, **options):
-    """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
-    images = [t if t is None else t.mT.contiguous().mT for t in (x, dy, residual, grad_sum)]
-    options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
-    return [t if t is None else t.contiguous() for t in run(library, *images[:2], weight, bias, **options)]
 
 
 # Options of library.schedule() that choose the kernels for rows of any length.

@@ -4,7 +4,6 @@ import os
 import subprocess
 
 import mutants
-import pytest
 
 KERNEL = b"""\
 constexpr int kThreads = 64 + 1;
@@ -42,11 +41,6 @@ def test_rules():
     assert sorted(found) == sorted(CHANGES.splitlines())
 
 
-@pytest.mark.parametrize("target", mutants.TARGETS)
-def test_sources_have_mutants(target):
-    assert len(mutants.population(target)) > 500
-
-
 def test_selected_mutant_runs(tmp_path):
     source = b"int main(int n, char**) { return n < 2 ? n - n : n + 9; }\n"
     sample = dict(enumerate(mutants.mutants_of(source, "main.cpp"), 1))
@@ -61,10 +55,3 @@ def test_selected_mutant_runs(tmp_path):
     for number, text in texts.items():
         environment = {**os.environ, "LAYERNORM_MUTANT": str(number)}
         assert subprocess.run([tmp_path / "program"], env=environment).returncode == results[text]
-
-
-def test_invalid_mutants_are_found_by_line(tmp_path):
-    (mutant,) = mutants.mutants_of(b"int f(int a) {\n  return a + b;\n}\n", "csrc/f.cpp")
-    output = f"{tmp_path}/csrc/cpu/../f.cpp:2:10: error: no operator"
-    assert mutants.culprits(output, {7: mutant}, tmp_path) == {7}
-    assert not mutants.culprits(output.replace(":2:", ":3:"), {7: mutant}, tmp_path)
