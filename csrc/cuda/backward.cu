@@ -44,9 +44,9 @@ namespace {
 constexpr int kRoundsPerSum = 256;
 
 constexpr int kMaxStages = 2;
-// Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor, with 168 and 128
-// registers per thread; warp tiles of 16-bit elements spill 140 bytes with 128. Large chunks have up to 512 threads.
-constexpr int kWarpTileThreads = 192, kBlockTileThreads = 256;
+// Threads of a block: many, so that few blocks store partial sums. With 128 registers per thread, two blocks fit on a
+// multiprocessor. Large chunks have up to 512 threads.
+constexpr int kThreads = 256;
 
 // The sums over a row of xhat, g and g * xhat.
 template <class Acc>
@@ -75,8 +75,8 @@ struct Round {
   using X = typename Types::X;
   using W = typename Types::W;
   using Acc = AccOf<X>;
-  // A vector is processed in sub-vectors, whose parameters fit into registers beside the sums.
-  static constexpr int kVec = kVectorSize<X>, kSub = std::min(kVec, 4);
+  // A vector is processed two elements at a time, because 64 sums leave few registers for temporary values.
+  static constexpr int kVec = kVectorSize<X>, kSub = 2;
   template <class E>
   using Row = StagedRow<E, kVec, Tile>;
 
@@ -102,9 +102,9 @@ struct Round {
         flags(flags),
         shared(shared),
         tile{{plan.log2_lanes, reload(static_cast<int>(threadIdx.x))}},
-        begin(int64_t{plan.chunk_cols} * blockIdx.x),
+        begin(Tile::kIsBlock ? int64_t{plan.chunk_cols} * blockIdx.x : 0),
         block_cols(static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}))),
-        stage(round % plan.stages),
+        stage(round & (plan.stages - 1)),  // there are 1 or 2
         round_in_segment(round),
         segment(blockIdx.y) {
     int64_t group = 0, segment_in_group = segment;
@@ -141,10 +141,10 @@ struct Round {
   __device__ __forceinline__ Statistics<Acc> statistics() const { return {p, index, needs_x() && cols > 0}; }
 
   // Loads the weight or the bias from a column on, with zeros after the end. Aligned rows have no partial vectors.
-  template <int kSub>
-  __device__ __forceinline__ void load_parameter(Vector<W, kSub>& v, const View& view, Flag exists, int column,
+  template <int kSize>
+  __device__ __forceinline__ void load_parameter(Vector<W, kSize>& v, const View& view, Flag exists, int column,
                                                  W default_value) const {
-    const int remaining = flags.has(kAligned) ? (column < cols ? kSub : 0) : cols - column;
+    const int remaining = flags.has(kAligned) ? (column < cols ? kSize : 0) : cols - column;
     load_or(v, address<const W>(view, {index.group, 0}) + begin + column, flags.has(exists), remaining,
             flags.has(kAlignedParameters), default_value);
   }
@@ -260,7 +260,7 @@ __device__ __forceinline__ void reduce_block(const Acc (&sums)[kTileVectors][kVe
       }
     }
   } else {
-    __shared__ Acc thread_sums[kWarpTileThreads][kVec];
+    __shared__ Acc thread_sums[kThreads][kVec];
     const Acc* const row_sums = &thread_sums[0][0];
 #pragma unroll
     for (int i = 0; i < kTileVectors; ++i) {
@@ -290,18 +290,17 @@ __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Type
   constexpr int kVec = Round<Types, Tile>::kVec, kSub = Round<Types, Tile>::kSub;
   const auto x = row.x();
   const auto dy = row.dy();
-#pragma unroll
-  for (int i = 0; i < kTileVectors; ++i) {
-    if (!row.tile.template has_vector<kVec>(i, row.cols)) continue;
+  row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
     const auto x_vector = x.read(i);
     const auto dy_vector = dy.read(i);
+    const int first_column = row.tile.vector_index(i) * kVec;
+    Vector<W, kVec> weight;
+    row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
-      const int column = row.tile.vector_index(i) * kVec + k;
-      Vector<W, kSub> w;
-      row.load_parameter(w, row.p.weight, kWeight, column, W(1.0f));
+      const auto w = sub_vector<kSub>(weight, k);
       Acc xhat[kSub], g[kSub];
-      row.template normalize<true>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, Acc(0), column);
+      row.template normalize<true>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, Acc(0), first_column + k);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) sums[0] += xhat[e];
       if (!row.flags.has(kGradInput)) continue;
@@ -313,7 +312,7 @@ __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Type
         sums[2] = fma(g[e], xhat[e], sums[2]);
       }
     }
-  }
+  });
 }
 
 // Stores this thread's part of dx, and adds to its columns' sums of dweight and dbias.
@@ -327,20 +326,21 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
   const Flags flags = row.flags;
   const auto x = row.x(), dx = row.dx();
   const auto dy = row.dy();
-#pragma unroll
-  for (int i = 0; i < kTileVectors; ++i) {
-    if (!row.tile.template has_vector<kVec>(i, row.cols)) continue;
+  row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
+    const int first_column = row.tile.vector_index(i) * kVec;
     Vector<X, kVec> dx_vector, x_vector;
-    if (row.needs_x()) x_vector = x.read(i);
+    Vector<W, kVec> weight;
+    if (row.needs_x()) {
+      x_vector = x.read(i);
+      row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
+    }
     const auto dy_vector = dy.read(i);
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
-      const int column = row.tile.vector_index(i) * kVec + k;
+      const auto w = sub_vector<kSub>(weight, k);
       Acc xhat[kSub], g[kSub];
-      Vector<W, kSub> w;
       if (row.needs_x()) {
-        row.load_parameter(w, row.p.weight, kWeight, column, W(1.0f));
-        row.template normalize<false>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, means.xhat, column);
+        row.template normalize<false>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, means.xhat, first_column + k);
       }
       widen(g, sub_vector<kSub>(dy_vector, k));
       if (flags.has(kGradWeight)) {
@@ -366,7 +366,7 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
       for (int e = 0; e < kSub; ++e) dx_vector.values[k + e] = rounded.values[e];
     }
     if (flags.has(kGradInput)) dx.store(i, dx_vector);
-  }
+  });
   if (flags.has(kGradInput)) dx.end_of_store();
 }
 
@@ -394,9 +394,11 @@ template <bool kIsFastPath, class Types, class Tile>
 __device__ __forceinline__ void process_rows(const BackwardParams& p, const BackwardPlan& plan) {
   using Acc = AccOf<typename Types::X>;
   constexpr int kVec = kVectorSize<typename Types::X>;
-  const Flags flags = {kIsFastPath ? kFastPathFlags | (plan.flags.bits & kInCluster) : plan.flags.bits};
+  // Only blocks share rows. With these flags, warp tiles would spill.
+  const unsigned bits = Tile::kIsBlock ? plan.flags.bits : plan.flags.bits & ~(kInCluster | kStoresSums | kLoadsSums);
+  const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kInCluster) : bits};
   const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
-  const bool in_cluster = Tile::kIsBlock && flags.has(kInCluster);
+  const bool in_cluster = flags.has(kInCluster);
   extern __shared__ __align__(16) unsigned char shared[];
   const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, reload(round)); };
   const auto fetch = [&](int round) {
@@ -459,7 +461,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
 }
 
 template <class Types, class Tile>
-__global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kWarpTileThreads, Tile::kIsBlock ? 1 : 2)
+__global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kThreads, Tile::kIsBlock ? 1 : 2)
     backward_rows(const BackwardParams p, const BackwardPlan plan) {
   if ((plan.flags.bits & ~kInCluster) == kFastPathFlags) return process_rows<true, Types, Tile>(p, plan);
   process_rows<false, Types, Tile>(p, plan);
@@ -493,12 +495,12 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchCon
   // Rows of groups with few rows and gradients of their own have blocks of few threads.
   const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
   const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
-  int64_t threads = kWarpTileThreads;
+  int64_t threads = kThreads;
   if (plan.is_warp_tile) {
     if (per_group) threads = std::min(threads, round_up(p.rows << plan.log2_lanes, kWarpSize));
   } else {
-    const bool is_large = vectors > kBlockTileThreads * kTileVectors;
-    threads = std::min<int64_t>(round_up(vectors, kWarpSize), is_large ? kMaxBlockThreads : kBlockTileThreads);
+    const bool is_large = vectors > kThreads * kTileVectors;
+    threads = std::min<int64_t>(round_up(vectors, kWarpSize), is_large ? kMaxBlockThreads : kThreads);
   }
   const int rows_per_block = plan.rows_per_block(threads);
   const auto bytes = [&](int arrays, int stages, bool aligned) {

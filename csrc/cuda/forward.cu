@@ -36,6 +36,7 @@ struct ForwardPlan : RowLayout {
   FastDivisor rows;  // of a group
   Acc eps;
   Divisor<Acc> cols, chunk, last_chunk;
+  void* workspace = nullptr;
 };
 
 namespace {
@@ -58,22 +59,18 @@ __device__ __forceinline__ Moments<Acc> reduce_moments(const Vector<X, kVec> (&v
   for (;;) {
     if (!rms) {
       Acc sums[2] = {};
-#pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
-        if (!tile.template has_vector<kVec>(i, cols)) break;
+      tile.template for_each_vector<kVec>(cols, [&](int i) {
         Acc x[kVec];
         widen(x, v[i]);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) sums[e % 2] = fma(x[e], result.scale, sums[e % 2]);
-      }
+      });
       Acc sum[1] = {sums[0] + sums[1]};
       sum_tile(sum, tile, buffer ^= 1);
       result.pivot = sum[0] * divisor.reciprocal;
     }
     Acc diffs[2] = {}, squares[2] = {};
-#pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (!tile.template has_vector<kVec>(i, cols)) break;
+    tile.template for_each_vector<kVec>(cols, [&](int i) {
       const int remaining = tile.template remaining<kVec>(i, cols);
       const Acc pivot = remaining > 0 ? result.pivot : 0;  // the zeros after the end stay zeros
       Acc x[kVec];
@@ -84,7 +81,7 @@ __device__ __forceinline__ Moments<Acc> reduce_moments(const Vector<X, kVec> (&v
         diffs[e % 2] += d;
         squares[e % 2] = fma(d, d, squares[e % 2]);
       }
-    }
+    });
     Acc sums[2] = {diffs[0] + diffs[1], squares[0] + squares[1]};
     sum_tile(sums, tile, buffer ^= 1);
     result.correction = rms ? 0 : divisor.divide(sums[0]);
@@ -177,16 +174,9 @@ struct Chunk {
   __device__ __forceinline__ void load(Vectors& v) const {
     const bool aligned = flags.has(kAligned);
     Vector<T, kVec> input[kTileVectors];
-    const auto for_each_vector = [&](const auto& f) {
-#pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
-        if (!tile.template has_vector<kVec>(i, cols)) break;
-        f(i);
-      }
-    };
     if (flags.has(kResidual)) {
       const T* const src = address<const T>(p.input, row) + begin;
-      for_each_vector([&](int i) {
+      tile.template for_each_vector<kVec>(cols, [&](int i) {
         load_or(input[i], src + tile.vector_index(i) * kVec, true, tile.template remaining<kVec>(i, cols), aligned,
                 T(0.0f));
       });
@@ -194,11 +184,11 @@ struct Chunk {
     async_wait<0>();
     if (!aligned) tile.sync();
     const auto x = fetched_x();
-    for_each_vector([&](int i) { v[i] = x.read(i); });
+    tile.template for_each_vector<kVec>(cols, [&](int i) { v[i] = x.read(i); });
     if (!flags.has(kResidual)) return;
     if (!aligned) tile.sync();
     const auto sum = loaded_x();
-    for_each_vector([&](int i) {
+    tile.template for_each_vector<kVec>(cols, [&](int i) {
       Acc a[kVec], b[kVec];
       widen(a, input[i]);
       widen(b, v[i]);
@@ -219,9 +209,7 @@ struct Chunk {
     const Acc weight_offset = flags.has(kZeroCentered) ? 1 : 0;
     const auto x = loaded_x();
     Vector<T, kVec> y[kTileVectors];
-#pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (!tile.template has_vector<kVec>(i, cols)) break;
+    tile.template for_each_vector<kVec>(cols, [&](int i) {
       const int column = tile.vector_index(i) * kVec, remaining = cols - column;
       Vector<W, kVec> w, b;
       load_or(w, weight + column, flags.has(kWeight), remaining, flags.has(kAlignedParameters), W(1.0f));
@@ -236,25 +224,20 @@ struct Chunk {
         v[e] = fma(xhat, wide_w[e] + weight_offset, wide_b[e]);
       }
       y[i] = round_to<T>(v);
-    }
+    });
     if (!flags.has(kAligned)) tile.sync();
     const auto output = staged(address<T>(p.output, row));
-#pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (!tile.template has_vector<kVec>(i, cols)) break;
-      output.store(i, y[i]);
-    }
+    tile.template for_each_vector<kVec>(cols, [&](int i) { output.store(i, y[i]); });
     output.end_of_store();
   }
 };
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Types is that of dtypes.h. The workspace [groups * rows, num_chunks] of Moments is needed by two launches that read a
-// row. As a member of the plan, it takes up to 8 more registers.
+// Types is that of dtypes.h. Two launches that read a row need the workspace [groups * rows, num_chunks] of Moments.
 template <class Types, class Tile>
-__global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
-    forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan, void* const workspace) {
+__global__ void __launch_bounds__(kForwardThreads, 3)
+    forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan) {
   using Acc = AccOf<typename Types::X>;
   using BlockChunk = Chunk<Types, Tile>;
   const Tile tile{{plan.log2_lanes, static_cast<int>(threadIdx.x)}};
@@ -285,7 +268,7 @@ __global__ void __launch_bounds__(kForwardThreads, Tile::kIsBlock ? 2 : 3)
   async_commit();
 
   __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
-  auto* const stored_moments = static_cast<Moments<Acc>*>(workspace) + row_number * plan.num_chunks;
+  auto* const stored_moments = static_cast<Moments<Acc>*>(plan.workspace) + row_number * plan.num_chunks;
   Moments<Acc> moments;
   if (!flags.has(kLoadsSums)) {
     int buffer = 0;
@@ -369,19 +352,19 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   config.shared_bytes = bytes(plan.chunks_per_block);
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = reads_twice ? 1 : static_cast<unsigned>(blocks_per_row);
-  if (!reads_twice) return launch(config, kernel, p, plan, nullptr);
+  if (!reads_twice) return launch(config, kernel, p, plan);
 
   const auto bytes_per_row = plan.num_chunks * static_cast<int64_t>(sizeof(Moments<Acc>));
-  void* const workspace = p.allocator->allocate(p.groups * p.rows * bytes_per_row);
+  plan.workspace = p.allocator->allocate(p.groups * p.rows * bytes_per_row);
   plan.flags.set(kStoresSums, true);
-  launch(config, kernel, p, plan, workspace);
+  launch(config, kernel, p, plan);
   plan.flags.set(kStoresSums, false);
   plan.flags.set(kLoadsSums, true);
   plan.flags.set(kResidual, false);
   ForwardParams second = p;
   if (p.residual.data) second.input = p.sum;
   config.overlaps_previous = true;
-  launch(config, kernel, second, plan, workspace);
+  launch(config, kernel, second, plan);
 }
 
 }  // namespace

@@ -48,10 +48,13 @@ struct TileBase {
   __device__ __forceinline__ int remaining(int i, int cols) const {
     return cols - vector_index(i) * kVec;
   }
-  // Whether vector i of any thread of the row has columns. If not, the later vectors have none either.
-  template <int kVec>
-  __device__ __forceinline__ bool has_vector(int i, int cols) const {
-    return i == 0 || i * threads() * kVec < cols;
+  // Calls f(i) for vectors i = 0, 1, ... of this thread, as long as any thread of the row has columns in its vector i.
+  template <int kVec, class F>
+  __device__ __forceinline__ void for_each_vector(int cols, const F& f) const {
+#pragma unroll
+    for (int i = 0; i < kTileVectors; ++i) {
+      if (i == 0 || i * threads() * kVec < cols) f(i);
+    }
   }
 };
 
@@ -108,11 +111,9 @@ class StagedRow {
   // Starts to copy the row to shared memory.
   __device__ __forceinline__ void fetch() const {
     if (aligned_) {
-#pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
-        if (!tile_.template has_vector<kVec>(i, cols_)) break;
+      tile_.template for_each_vector<kVec>(cols_, [&](int i) {
         async_copy<sizeof(Vector<T, kVec>)>(shared_ + column(i), row_ + column(i), remaining(i) > 0);
-      }
+      });
     } else {
       for_each_piece([&](int column) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column); },
                      [&](int column) { shared_[column] = row_[column]; });

@@ -45,9 +45,9 @@ forward                   bfloat16  4096x1024    forward_rows<WarpTile>    1024x
 forward                   bfloat16  4096x16384   forward_rows<BlockTile>   4096x1x1    256    1        32800   1         1
 forward                   bfloat16  512x65536    forward_rows<BlockTile>   4096x1x1    256    8        16400   1         1
 forward                   float32   16x4194304   forward_rows<BlockTile>   16384x1x1   256    1        16400   2         1
-backward                  bfloat16  4096x64      backward_rows<WarpTile>   1x43x1      192    1        55296   1         1
+backward                  bfloat16  4096x64      backward_rows<WarpTile>   1x32x1      256    1        73728   1         1
 backward                  bfloat16  4096x64      add_partials              2x1x2       256    1        0       1         1
-backward                  bfloat16  4096x1024    backward_rows<WarpTile>   1x228x1     192    1        49536   1         1
+backward                  bfloat16  4096x1024    backward_rows<WarpTile>   1x256x1     256    1        66048   1         1
 backward                  bfloat16  4096x1024    add_partials              32x1x2      256    1        0       1         1
 backward                  bfloat16  4096x16384   backward_rows<BlockTile>  2x128x1     256    2        65600   1         1
 backward                  bfloat16  4096x16384   add_partials              512x1x2     256    1        0       1         1
