@@ -151,6 +151,18 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
         assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
 
 
+@pytest.mark.parametrize("member", [m for m in MEMBERS if "ada" in m.name], ids=lambda member: member.name)
+def test_transforms_of_one_adaptive_parameter(member):
+    """The hessian, and vmap over the other tensors, in float64."""
+    x, r, w, b = (torch.randn(size, dtype=F64) for size in ((2, 3, 5), (2, 3, 5), (2, 5), (2, 5)))
+    x_many, r_many, b_many = (torch.stack([t, 2 * t]) for t in (x, r, b))
+    results = []
+    for function in (member, member.formula):
+        hessian = torch.func.hessian(lambda w, function=function: function(x, r, w, b)[0].sin().sum())(w)
+        results.append([hessian, torch.vmap(function, (0, 0, None, 0))(x_many, r_many, w, b_many)])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("function", [add_layer_norm, add_rms_norm])
 def test_gradients_of_fused_addition(function):
     """Equal to those of separate operations if both outputs are used, or one, or if some inputs are constant."""

@@ -34,6 +34,18 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_public_names():
+    assert set(layernorm_ext.__all__) == {
+        *("LayerNorm", "LazyLayerNorm", "AddLayerNorm", "RMSNorm", "AddRMSNorm"),
+        *("AdaLayerNorm", "AdaRMSNorm", "ada_layer_norm", "ada_rms_norm"),
+        *("layer_norm", "layer_norm_2d", "add_layer_norm", "rms_norm", "add_rms_norm"),
+        *("LayerNorm2d", "RMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "AdaLayerNorm2d", "AdaRMSNorm2d"),
+        *("rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "ada_layer_norm_2d", "ada_rms_norm_2d"),
+        *("convert", "converted", "register_conversion", "revert", "ConversionReport"),
+        "trace_as",
+    }
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

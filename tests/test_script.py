@@ -23,6 +23,7 @@ from layernorm_ext import (
     RMSNorm2d,
     add_layer_norm,
     add_rms_norm,
+    convert,
     layer_norm,
     layer_norm_2d,
     rms_norm,
@@ -118,6 +119,13 @@ def test_scripted_model_has_the_same_bits():
     for each in (scripted, save_and_load(scripted), torch.jit.freeze(scripted)):
         assert torch.equal(each(x), model(x))
     assert [type(module) for module in model.blocks] == [AddRMSNorm] * 2  # scripting leaves the model as it was
+
+
+def test_scripted_converted_model_has_the_same_bits():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.RMSNorm(8))
+    assert convert(model).replaced
+    x = torch.randn(3, 8)
+    assert torch.equal(torch.jit.script(model)(x), model(x))
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,11 @@ def test_reverted_models_quantize_to_the_same_bits(x86_engine, quantize):
 # Per-sample gradients
 
 
+def test_only_layer_norm_has_a_quantized_layer():
+    mapping = quantization.get_default_static_quant_module_mappings()
+    assert layernorm_ext.LayerNorm in mapping and layernorm_ext.AddLayerNorm not in mapping
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 def test_per_sample_gradients_match_those_of_single_samples(bias):
     norm = layernorm_ext.LayerNorm((3, 8), bias=bias, dtype=F64)

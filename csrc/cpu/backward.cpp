@@ -94,7 +94,7 @@ struct Backward {
   }
   Acc scale(int64_t group, int64_t r) const {
     if (p.from_output) return rstd(group, r);
-    // A row is constant if both are this large, and its scaled mean might overflow.
+    // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
     if (rstd(group, r) > 1 && std::fabs(mean(group, r)) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd(group, r), std::numeric_limits<Acc>::min())));
   }

@@ -394,7 +394,7 @@ template <bool kIsFastPath, class Types, class Tile>
 __device__ __forceinline__ void process_rows(const BackwardParams& p, const BackwardPlan& plan) {
   using Acc = AccOf<typename Types::X>;
   constexpr int kVec = kVectorSize<typename Types::X>;
-  // Only blocks share rows. With these flags, warp tiles would spill.
+  // Only rows of block tiles have chunks. Warp tiles would spill if they tested these flags.
   const unsigned bits = Tile::kIsBlock ? plan.flags.bits : plan.flags.bits & ~(kInCluster | kStoresSums | kLoadsSums);
   const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kInCluster) : bits};
   const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
