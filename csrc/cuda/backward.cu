@@ -48,13 +48,14 @@ constexpr int kMaxStages = 2;
 // multiprocessor. Large chunks have up to 512 threads.
 constexpr int kThreads = 256;
 
-// The sums over a row of xhat, g and g * xhat.
+// The sums over a row of d (see Statistics), g and g * d.
 template <class Acc>
 using RowSums = Acc[3];
 
-// The flags of the most usual call: all gradients of an aligned LayerNorm with a weight. Its loop is compiled
-// separately, because the tests of the other flags take a fifth more instructions.
-constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kGradInput | kGradWeight | kGradBias;
+// The flags of the most usual calls: aligned rows, a weight and all gradients; and the flags that they may have
+// besides. Their loop is compiled separately, because the tests of the other flags take a fifth more instructions.
+constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kGradInput | kGradWeight;
+constexpr unsigned kFastPathOptions = kInCluster | kRms | kBias | kGradBias | kGradSum;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
@@ -67,8 +68,6 @@ __device__ __forceinline__ bool has_round(const BackwardPlan& plan, Flags flags,
 // This thread's row, or chunk of a row, in a round, and the staged rows. A row that does not exist has no columns, and
 // the index of row 0. The shared memory of a block has, for each stage, the rows of dy, x and grad_sum that are needed;
 // and then dx, if it is not aligned.
-//
-// Each step of a round constructs this again. In registers across the steps, it spills 370 to 710 bytes per thread.
 template <class Types, class Tile>
 struct Round {
   using T = typename Types::T;
@@ -138,50 +137,42 @@ struct Round {
     if (!flags.has(kAligned)) tile.sync();
   }
 
-  __device__ __forceinline__ Statistics<Acc> statistics() const { return {p, index, needs_x() && cols > 0}; }
+  __device__ __forceinline__ Statistics<Acc> statistics() const {
+    return {p, index, flags.has(kFromOutput), needs_x() && cols > 0};
+  }
 
   // Loads the weight or the bias from a column on, with zeros after the end. Aligned rows have no partial vectors.
   template <int kSize>
   __device__ __forceinline__ void load_parameter(Vector<W, kSize>& v, const View& view, Flag exists, int column,
                                                  W default_value) const {
-    const int remaining = flags.has(kAligned) ? (column < cols ? kSize : 0) : cols - column;
+    const int remaining = flags.has(kAligned) ? kSize : cols - column;
     load_or(v, address<const W>(view, {index.group, 0}) + begin + column, flags.has(exists), remaining,
             flags.has(kAlignedParameters), default_value);
   }
 
-  // Computes xhat - correction from columns of x, or of the output. After the end x is 0, and so is the result if kMask
-  // is true.
-  template <bool kMask, int kSub>
-  __device__ __forceinline__ void normalize(Acc (&xhat)[kSub], const Vector<X, kSub>& x, const Vector<W, kSub>& w,
-                                            const Statistics<Acc>& statistics, Acc correction, int column) const {
-    widen(xhat, x);
-    if (flags.has(kFromOutput)) {
-      Vector<W, kSub> b;
-      load_parameter(b, p.bias, kBias, column, W(0.0f));
-      const Acc weight_offset = flags.has(kZeroCentered) ? 1 : 0;
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        xhat[e] = column + e < cols ? recover_xhat(xhat[e], static_cast<Acc>(w.values[e]),
-                                                   static_cast<Acc>(b.values[e]), weight_offset, correction)
-                                    : 0;
-      }
-      return;
-    }
-    Statistics<Acc> masked = statistics;
-#pragma unroll
-    for (int e = 0; e < kSub; ++e) {
-      if (kMask && (e == 0 || !flags.has(kAligned)) && column + e >= cols) masked.mean = 0;
-      xhat[e] = masked.xhat(xhat[e], correction);
-    }
-  }
-
-  // g = dy * weight.
   template <int kSub>
-  __device__ __forceinline__ void multiply(Acc (&g)[kSub], const Vector<W, kSub>& weight) const {
-    Acc w[kSub];
+  __device__ __forceinline__ void widen_weight(Acc (&w)[kSub], const Vector<W, kSub>& weight) const {
     widen(w, weight);
 #pragma unroll
-    for (int e = 0; e < kSub; ++e) g[e] *= flags.has(kZeroCentered) ? w[e] + 1 : w[e];
+    for (int e = 0; e < kSub; ++e) w[e] = flags.has(kZeroCentered) ? w[e] + 1 : w[e];
+  }
+
+  // Computes d (see Statistics) from columns of x, or of the output. If kMask is true, d is 0 after the end.
+  template <bool kMask, int kSub>
+  __device__ __forceinline__ void subtract_mean(Acc (&d)[kSub], const Vector<X, kSub>& x, const Acc (&w)[kSub],
+                                                const Statistics<Acc>& statistics, int column) const {
+    widen(d, x);
+    Vector<W, kSub> b;
+    if (flags.has(kFromOutput)) load_parameter(b, p.bias, kBias, column, W(0.0f));
+#pragma unroll
+    for (int e = 0; e < kSub; ++e) {
+      if (flags.has(kFromOutput)) {
+        d[e] = recover_xhat(d[e], w[e], static_cast<Acc>(b.values[e]));
+      } else {
+        d[e] = fma(d[e], statistics.scale, -statistics.mean);
+      }
+      if (kMask && !flags.has(kAligned) && column + e >= cols) d[e] = 0;
+    }
   }
 
   // Starts to fetch the rows, and prefetches the statistics.
@@ -235,11 +226,11 @@ __device__ __forceinline__ void reduce_cluster(RowSums<Acc>& sums, int blocks, i
 
 template <class Acc>
 __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, const BackwardParams& p,
-                                                       const BackwardPlan& plan, bool rms) {
+                                                       const BackwardPlan& plan, bool rms, Acc rstd) {
   const Divisor<Acc> cols(static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
   RowMeans<Acc> means = {};
-  if (!rms) means.xhat = cols.divide(sums[0]), means.g = cols.divide(sums[1]);
-  means.g_xhat = cols.divide(sums[2]) - means.xhat * means.g;
+  if (!rms) means.xhat = cols.divide(sums[0]) * rstd, means.g = cols.divide(sums[1]);
+  means.g_xhat = cols.divide(sums[2]) * rstd - means.xhat * means.g;
   return means;
 }
 
@@ -298,28 +289,36 @@ __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Type
     row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
-      const auto w = sub_vector<kSub>(weight, k);
-      Acc xhat[kSub], g[kSub];
-      row.template normalize<true>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, Acc(0), first_column + k);
+      Acc w[kSub], d[kSub], dy_values[kSub];
+      row.widen_weight(w, sub_vector<kSub>(weight, k));
+      row.template subtract_mean<true>(d, sub_vector<kSub>(x_vector, k), w, statistics, first_column + k);
 #pragma unroll
-      for (int e = 0; e < kSub; ++e) sums[0] += xhat[e];
+      for (int e = 0; e < kSub; ++e) sums[0] += d[e];
       if (!row.flags.has(kGradInput)) continue;
-      widen(g, sub_vector<kSub>(dy_vector, k));
-      row.multiply(g, w);
+      widen(dy_values, sub_vector<kSub>(dy_vector, k));
 #pragma unroll
       for (int e = 0; e < kSub; ++e) {
-        sums[1] += g[e];
-        sums[2] = fma(g[e], xhat[e], sums[2]);
+        const Acc g = dy_values[e] * w[e];
+        sums[1] += g;
+        sums[2] = fma(g, d[e], sums[2]);
       }
     }
   });
 }
 
-// Stores this thread's part of dx, and adds to its columns' sums of dweight and dbias.
+// a * b + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing.
+template <class A, class B, class Acc>
+__device__ __forceinline__ Acc multiply_add(Acc a, Acc b, Acc c) {
+  if constexpr (sizeof(A) == 2 && sizeof(B) == 2) return fma(a, b, c);
+  return a * b + c;
+}
+
+// Stores this thread's part of dx, and adds to its columns' sums of dweight and dbias, whether they are wanted or not.
 template <class Types, class Tile, int kVec, class Acc>
 __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], Acc (&db)[kTileVectors][kVec],
                                                  const Round<Types, Tile>& row, const Statistics<Acc>& statistics,
                                                  const RowMeans<Acc>& means) {
+  using T = typename Types::T;
   using X = typename Types::X;
   using W = typename Types::W;
   constexpr int kSub = Round<Types, Tile>::kSub;
@@ -337,31 +336,26 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
     const auto dy_vector = dy.read(i);
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
-      const auto w = sub_vector<kSub>(weight, k);
-      Acc xhat[kSub], g[kSub];
-      if (row.needs_x()) {
-        row.template normalize<false>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, means.xhat, first_column + k);
-      }
-      widen(g, sub_vector<kSub>(dy_vector, k));
-      if (flags.has(kGradWeight)) {
+      Acc w[kSub], xhat[kSub], dy_values[kSub], dx_values[kSub];
+      widen(dy_values, sub_vector<kSub>(dy_vector, k));
 #pragma unroll
-        for (int e = 0; e < kSub; ++e) dw[i][k + e] = fma(g[e], xhat[e], dw[i][k + e]);
-      }
-      if (flags.has(kGradBias)) {
+      for (int e = 0; e < kSub; ++e) db[i][k + e] += dy_values[e];
+      if (!row.needs_x()) continue;
+      row.widen_weight(w, sub_vector<kSub>(weight, k));
+      row.template subtract_mean<false>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, first_column + k);
 #pragma unroll
-        for (int e = 0; e < kSub; ++e) db[i][k + e] += g[e];
+      for (int e = 0; e < kSub; ++e) {
+        xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
+        dw[i][k + e] = fma(dy_values[e], xhat[e], dw[i][k + e]);
+        dx_values[e] = means.grad_input(multiply_add<T, W>(dy_values[e], w[e], -means.g), xhat[e], statistics);
       }
-      if (!flags.has(kGradInput)) continue;
-      row.multiply(g, w);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) g[e] = means.grad_input(g[e], xhat[e], statistics);
       if (flags.has(kGradSum)) {
         Acc dsum[kSub];
         widen(dsum, sub_vector<kSub>(row.grad_sum().read(i), k));
 #pragma unroll
-        for (int e = 0; e < kSub; ++e) g[e] += dsum[e];
+        for (int e = 0; e < kSub; ++e) dx_values[e] += dsum[e];
       }
-      const auto rounded = round_to<X>(g);
+      const auto rounded = round_to<X>(dx_values);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) dx_vector.values[k + e] = rounded.values[e];
     }
@@ -396,7 +390,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
   constexpr int kVec = kVectorSize<typename Types::X>;
   // Only rows of block tiles have chunks. Warp tiles would spill if they tested these flags.
   const unsigned bits = Tile::kIsBlock ? plan.flags.bits : plan.flags.bits & ~(kInCluster | kStoresSums | kLoadsSums);
-  const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kInCluster) : bits};
+  const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kFastPathOptions) : bits};
   const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
   const bool in_cluster = flags.has(kInCluster);
   extern __shared__ __align__(16) unsigned char shared[];
@@ -410,51 +404,51 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
   if (in_cluster) cluster_arrive(), cluster_wait();  // all blocks have started
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
-  Acc dw[kTileVectors][kVec] = {}, db[kTileVectors][kVec] = {};
+  Acc dw[kTileVectors][kVec], db[kTileVectors][kVec];
 #pragma unroll 1
   for (int round = 0; has_round(plan, flags, round); ++round) {
-    const Statistics<Acc> statistics = row_of(round).statistics();
+    const auto row = row_of(round);
+    if (row.round_in_segment % kRoundsPerSum == 0) {
+#pragma unroll
+      for (int i = 0; i < kTileVectors; ++i) {
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) dw[i][e] = db[i][e] = 0;
+      }
+      keep_branch();
+    }
+    const Statistics<Acc> statistics = row.statistics();
     if (plan.stages == 1) {
       async_wait<0>();
     } else {
       async_wait<kMaxStages - 1>();
     }
-    row_of(round).sync_unaligned();
+    row.sync_unaligned();
 
     RowSums<Acc> sums = {};
     if (flags.has(kLoadsSums)) {
-      const auto row = row_of(round);
       if (needs_sums && row.cols > 0) reduce_chunks(sums, row.chunk_sums(), plan.num_chunks);
     } else if (needs_sums) {
-      const auto row = row_of(round);
       add_to_sums(sums, row, statistics);
       sum_tile(sums, row.tile, round % 2);
       if (in_cluster) reduce_cluster(sums, plan.num_chunks, round);
     }
     if (flags.has(kStoresSums)) {
-      const auto row = row_of(round);
       if (row.cols > 0 && row.tile.thread() == 0) {
 #pragma unroll
         for (int k = 0; k < 3; ++k) row.chunk_sums()[blockIdx.x][k] = sums[k];
       }
     } else {
       RowMeans<Acc> means = {};
-      if (needs_sums) means = compute_means(sums, p, plan, flags.has(kRms));
-      store_grad_input(dw, db, row_of(round), statistics, means);
+      if (needs_sums) means = compute_means(sums, p, plan, flags.has(kRms), statistics.rstd);
+      store_grad_input(dw, db, row, statistics, means);
     }
-    row_of(round).sync_unaligned();
+    row.sync_unaligned();
     fetch(round + plan.stages);
 
-    const auto row = row_of(round);
     const int rounds = row.round_in_segment + 1;
     if (flags.has(kStoresSums) || (rounds != plan.rounds.divisor() && rounds % kRoundsPerSum != 0)) continue;
     if (flags.has(kGradWeight)) store_sums(dw, row, p.grad_weight, kWeightPerGroup, 0);
     if (flags.has(kGradBias)) store_sums(db, row, p.grad_bias, kBiasPerGroup, plan.weight_partials);
-#pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) dw[i][e] = db[i][e] = 0;
-    }
   }
   async_wait<0>();  // before the block returns
   let_next_grid_start();
@@ -463,7 +457,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
 template <class Types, class Tile>
 __global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kThreads, Tile::kIsBlock ? 1 : 2)
     backward_rows(const BackwardParams p, const BackwardPlan plan) {
-  if ((plan.flags.bits & ~kInCluster) == kFastPathFlags) return process_rows<true, Types, Tile>(p, plan);
+  if ((plan.flags.bits & ~kFastPathOptions) == kFastPathFlags) return process_rows<true, Types, Tile>(p, plan);
   process_rows<false, Types, Tile>(p, plan);
 }
 

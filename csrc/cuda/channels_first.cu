@@ -235,13 +235,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     const Channels<X> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<X> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx, dsum(p.grad_sum, pixel);
     const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
-    const Statistics<Acc> statistics(p, pixel, exists && needs_x);
+    const Statistics<Acc> statistics(p, pixel, p.from_output, exists && needs_x);
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
-    const auto find_xhat = [&](int64_t c, Acc correction) {
+    const auto find_d = [&](int64_t c) {
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
-      if (p.from_output) return recover_xhat(v, weight[c], bias[c], weight_offset, correction);
-      return statistics.xhat(v, correction);
+      return p.from_output ? recover_xhat(v, weight[c] + weight_offset, bias[c])
+                           : fma(v, statistics.scale, -statistics.mean);
     };
 
     RowMeans<Acc> means = {};
@@ -262,20 +262,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
       for_each_channel(
           p.cols,
           [&](int64_t c) {
-            const Acc xhat = find_xhat(c, 0);
+            const Acc d = find_d(c);
             const Acc g = load_dy(c) * (weight[c] + weight_offset);
-            run_sums[0] += xhat;
+            run_sums[0] += d;
             run_sums[1] += g;
-            run_sums[2] = fma(g, xhat, run_sums[2]);
+            run_sums[2] = fma(g, d, run_sums[2]);
           },
           [&] {
 #pragma unroll
             for (int k = 0; k < 3; ++k) sums[k] += run_sums[k], run_sums[k] = 0;
           });
       sum_warps(sums);
-      const double xhat_mean = p.rms ? 0 : mean_of(sums[0]), g_mean = p.rms ? 0 : mean_of(sums[1]);
+      const double xhat_mean = p.rms ? 0 : mean_of(sums[0]) * statistics.rstd, g_mean = p.rms ? 0 : mean_of(sums[1]);
       means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
-               static_cast<Acc>(mean_of(sums[2]) - xhat_mean * g_mean)};
+               static_cast<Acc>(mean_of(sums[2]) * statistics.rstd - xhat_mean * g_mean)};
     }
     for_each_channel(
         p.cols,
@@ -283,10 +283,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           const Acc v = load_dy(c);
           Acc dw = 0;
           if (needs_x) {
-            const Acc xhat = find_xhat(c, means.xhat);
+            const Acc xhat = exists ? fma(find_d(c), statistics.rstd, -means.xhat) : 0;
             dw = v * xhat;
             if (grad_input && exists) {
-              const Acc result = means.grad_input(v * (weight[c] + weight_offset), xhat, statistics);
+              const Acc g = v * (weight[c] + weight_offset);
+              const Acc result = means.grad_input(g - means.g, xhat, statistics);
               dx[c] = static_cast<X>(plan.flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
             }
           }

@@ -190,6 +190,15 @@ __device__ __forceinline__ int reload(int value) {
   return value;
 }
 
+template <class T>
+__device__ __forceinline__ T* reload(T* value) {
+  asm("" : "+l"(value));
+  return value;
+}
+
+// A branch that calls this stays a branch: the compiler does not turn it into selections.
+__device__ __forceinline__ void keep_branch() { asm volatile(""); }
+
 // x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
   return __fdividef(x / 4, y / 4);  // __fdividef returns 0 for a divisor beyond 2^126
@@ -202,16 +211,12 @@ __device__ __forceinline__ void prefetch(const void* address) {
 }
 
 // cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
-// Writes zeros, and does not read `global`, if it does not exist.
 template <int kBytes>
-__device__ __forceinline__ void async_copy(void* shared, const void* global, bool exists = true) {
+__device__ __forceinline__ void async_copy(void* shared, const void* global) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(exists ? kBytes : 0), "n"(kBytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes)
                  : "memory");
   }
 }

@@ -72,12 +72,11 @@ __device__ __forceinline__ Moments<Acc> reduce_moments(const Vector<X, kVec> (&v
     Acc diffs[2] = {}, squares[2] = {};
     tile.template for_each_vector<kVec>(cols, [&](int i) {
       const int remaining = tile.template remaining<kVec>(i, cols);
-      const Acc pivot = remaining > 0 ? result.pivot : 0;  // the zeros after the end stay zeros
       Acc x[kVec];
       widen(x, v[i]);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const Acc d = fma(x[e], result.scale, kIsAligned || e < remaining ? -pivot : 0);
+      for (int e = 0; e < kVec; ++e) {  // the zeros after the end stay zeros
+        const Acc d = fma(x[e], result.scale, kIsAligned || e < remaining ? -result.pivot : 0);
         diffs[e % 2] += d;
         squares[e % 2] = fma(d, d, squares[e % 2]);
       }

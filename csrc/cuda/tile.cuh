@@ -43,17 +43,17 @@ struct TileBase {
 
   // The index in the row of this thread's vector i.
   __device__ __forceinline__ int vector_index(int i) const { return i * threads() + thread(); }
-  // The number of columns from this thread's vector i to the end; not positive if the vector is past the end.
+  // The number of columns from this thread's vector i to the end; not positive after the end.
   template <int kVec>
   __device__ __forceinline__ int remaining(int i, int cols) const {
     return cols - vector_index(i) * kVec;
   }
-  // Calls f(i) for vectors i = 0, 1, ... of this thread, as long as any thread of the row has columns in its vector i.
+  // Calls f(i) for each vector i of this thread that has columns.
   template <int kVec, class F>
   __device__ __forceinline__ void for_each_vector(int cols, const F& f) const {
 #pragma unroll
     for (int i = 0; i < kTileVectors; ++i) {
-      if (i == 0 || i * threads() * kVec < cols) f(i);
+      if (remaining<kVec>(i, cols) > 0) f(i);
     }
   }
 };
@@ -66,7 +66,9 @@ struct BlockTile : TileBase<true> {};
 template <class Tile, int kCount, class Acc>
 __device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, int buffer) {
   if constexpr (!Tile::kIsBlock) {
-    for (int offset = tile.threads() / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      if (offset >= tile.threads()) continue;
 #pragma unroll
       for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
     }
@@ -103,7 +105,7 @@ class StagedRow {
   }
 
   __device__ __forceinline__ StagedRow(void* shared, T* row, int cols, const Tile& tile, bool aligned)
-      : row_(row), cols_(cols), tile_(tile), aligned_(aligned) {
+      : row_(reload(row)), cols_(cols), tile_(tile), aligned_(aligned) {
     const auto offset = aligned ? 0 : reinterpret_cast<uintptr_t>(row) % sizeof(Vector<T, kVec>);
     shared_ = reinterpret_cast<T*>(static_cast<unsigned char*>(shared) + offset);
   }
@@ -111,9 +113,8 @@ class StagedRow {
   // Starts to copy the row to shared memory.
   __device__ __forceinline__ void fetch() const {
     if (aligned_) {
-      tile_.template for_each_vector<kVec>(cols_, [&](int i) {
-        async_copy<sizeof(Vector<T, kVec>)>(shared_ + column(i), row_ + column(i), remaining(i) > 0);
-      });
+      tile_.template for_each_vector<kVec>(
+          cols_, [&](int i) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column(i), row_ + column(i)); });
     } else {
       for_each_piece([&](int column) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column); },
                      [&](int column) { shared_[column] = row_[column]; });
@@ -144,7 +145,7 @@ class StagedRow {
   __device__ __forceinline__ void store(int i, const Vector<T, kVec>& v) const {
     if (!aligned_) {
       write(i, v);
-    } else if (remaining(i) > 0) {
+    } else {
       vector(row_, column(i)) = v;
     }
   }
@@ -224,24 +225,43 @@ struct Divisor {
 
 // ---- backward of a row ----------------------------------------------------------------------------------------------
 
-// The statistics that forward saved, for x * scale; zeros for a row that does not exist.
+// The largest power of two up to x, for positive normal x, and the reciprocal of a power of two.
+__device__ __forceinline__ float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
+__device__ __forceinline__ float invert_power(float power) {
+  return __uint_as_float(0x7f000000u - __float_as_uint(power));
+}
+__device__ __forceinline__ double power_of_two(double x) {
+  return __longlong_as_double(__double_as_longlong(x) & 0x7ff0000000000000);
+}
+__device__ __forceinline__ double invert_power(double power) {
+  return __longlong_as_double(0x7fe0000000000000 - __double_as_longlong(power));
+}
+
+// The statistics that forward saved, for x * scale. The scale is a power of two, which rounds nothing, and brings the
+// deviation of the row near 1, so that products with d neither overflow nor underflow:
+//
+//   d = x * scale - mean      xhat = d * rstd - correction
+//
+// If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
 template <class Acc>
 struct Statistics {
   Acc scale, mean = 0, rstd = 0;
 
-  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool exists = true) {
+  // Zeros for a row that does not exist.
+  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists) {
     if (exists) {
       if (p.mean.data) mean = *address<const Acc>(p.mean, index);
       rstd = *address<const Acc>(p.rstd, index);
     }
-    // A row whose standard deviation is below 2^60 holds no difference that overflows, however long it is.
-    const bool is_huge = rstd < Acc(0x1p-60);
-    scale = is_huge ? kScale<Acc> : 1;
+    if (from_output) {
+      scale = rstd, rstd = 1;
+      return;
+    }
+    // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
+    const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
+    scale = is_far ? 1 : power_of_two(max(rstd, std::numeric_limits<Acc>::min()));
     mean *= scale;
-    rstd *= is_huge ? 1 / kScale<Acc> : 1;
-  }
-  __device__ __forceinline__ Acc xhat(Acc x, Acc correction) const {
-    return fma(fma(x, scale, -mean), rstd, -correction);
+    rstd *= invert_power(scale);
   }
 };
 
@@ -254,17 +274,15 @@ struct RowMeans {
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
   // as for a row of one column or the gradient of the sum of the outputs.
-  __device__ __forceinline__ Acc grad_input(Acc g_, Acc xhat_, const Statistics<Acc>& row) const {
-    return fma(xhat_, -g_xhat, g_ - g) * (row.rstd * row.scale);
+  __device__ __forceinline__ Acc grad_input(Acc g_minus_mean, Acc xhat_, const Statistics<Acc>& row) const {
+    return fma(xhat_, -g_xhat, g_minus_mean) * (row.rstd * row.scale);
   }
 };
 
-// xhat from the output, where the weight is weight + weight_offset. A weight that is too small to divide by gives NaN.
+// xhat from the output. A weight that is too small to divide by gives NaN.
 template <class Acc>
-__device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias, Acc weight_offset, Acc correction) {
-  const Acc divisor = weight + weight_offset;
-  if (abs(divisor) < Acc(kSmallestDivisor)) return std::numeric_limits<Acc>::quiet_NaN();
-  return fast_divide(y - bias, divisor) - correction;
+__device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
+  return abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : fast_divide(y - bias, weight);
 }
 
 }  // namespace layernorm::cuda

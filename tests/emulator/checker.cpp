@@ -269,11 +269,7 @@ void finish(const Transfer& transfer) {
       region.units[u].write = {by, transfer.pc, region.serial};
     }
   }
-  if (transfer.from) {
-    std::memcpy(transfer.to, transfer.from, transfer.bytes);
-  } else {
-    std::memset(transfer.to, 0, transfer.bytes);
-  }
+  std::memcpy(transfer.to, transfer.from, transfer.bytes);
 }
 
 }  // namespace
@@ -283,7 +279,7 @@ void async_copy(void* to, const void* from, size_t bytes) {
   require(in_shared(*current->block, to), "an asynchronous copy to an address outside the block's shared memory", pc);
   require(aligned(to, bytes) && aligned(from, bytes), "a misaligned asynchronous copy", pc);
   const Transfer transfer{to, from, bytes, pc};
-  if (from) check_access(from, bytes, Access::kRead, pc);
+  check_access(from, bytes, Access::kRead, pc);
   if (checking) check(reinterpret_cast<uintptr_t>(to), bytes, Access::kWrite, pc, &transfer);
   std::memset(to, 0xff, bytes);
   current->open_copies.push_back(transfer);

@@ -68,6 +68,9 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
+inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
 template <class T>
   requires std::is_arithmetic_v<T>
 constexpr T min(T a, T b) {
@@ -119,7 +122,11 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
 using emulator::async_commit, emulator::wait_for_previous_grid;
 using emulator::cluster_arrive, emulator::cluster_rank, emulator::cluster_wait;
 
-inline int reload(int value) { return value; }
+template <class T>
+T reload(T value) {
+  return value;
+}
+inline void keep_branch() {}
 template <class T>
 T fast_divide(T x, T y) {
   return x / y;
@@ -129,8 +136,8 @@ inline void let_next_grid_start() {}
 
 #define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the line of the kernel
 template <int kBytes>
-EMULATOR_INLINE void async_copy(void* shared, const void* global, bool exists = true) {
-  emulator::async_copy(shared, exists ? global : nullptr, kBytes);
+EMULATOR_INLINE void async_copy(void* shared, const void* global) {
+  emulator::async_copy(shared, global, kBytes);
 }
 template <int kGroupsLeft>
 EMULATOR_INLINE void async_wait() {
