@@ -133,9 +133,9 @@ bool in_shared(const Block& block, const void* address);
 
 // ---- source_lines.cpp -----------------------------------------------------------------------------------------------
 
-std::string at(const void* pc);                  // marks the source line of pc for explain()
-std::string explain(const std::string& report);  // fills in the source lines
-std::string kernel_name(const void* kernel);
+// Returns "tile.cuh:35 < forward.cu:147": the line of the call before pc, then the lines into which that was inlined.
+std::string at(const void* pc);
+std::string function_name(const void* function);
 
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------
 

@@ -365,7 +365,7 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   }
   running = nullptr;
   checker_end_launch();
-  if (!r.fault.empty()) throw Fault(explain(r.fault));
+  if (!r.fault.empty()) throw Fault(r.fault);
 }
 
 }  // namespace
@@ -421,7 +421,7 @@ void run(const Launch& launch, const void* kernel, void (*body)(void*), void* cl
     if (!why.empty()) throw Fault(why);
     run_checked(launch, body, closure);
   } catch (const Fault& fault) {
-    throw Fault(kernel_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
+    throw Fault(function_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
   }
 }
 
@@ -527,13 +527,13 @@ void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, in
   layernorm::cuda::lower_launch_limits(path_limit);
 }
 
-// Returns the launches since the last call: kernel, cluster size and number, separated by tabs.
+// Returns a line "address_of_kernel cluster_size number" for each kind of launch since the last call.
 const char* emulator_launched() {
   static std::string lines;
   lines.clear();
   for (const auto& [launch, count] : emulator::launched) {
-    lines += emulator::kernel_name(launch.first) + "\t" + std::to_string(launch.second) + "\t" + std::to_string(count) +
-             "\n";
+    const auto address = std::to_string(reinterpret_cast<uintptr_t>(launch.first));
+    lines += address + " " + std::to_string(launch.second) + " " + std::to_string(count) + "\n";
   }
   emulator::launched.clear();
   return lines.c_str();
