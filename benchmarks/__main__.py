@@ -141,15 +141,6 @@ def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: c
     add(name, run, *parameters)
 
 
-def run_all(device: str, contenders: list[str], out: Path) -> None:
-    """Run every benchmark except compile and compare with its defaults."""
-    context = click.get_current_context()
-    for name in ("kernels", "overhead", "accuracy", "memory", "adaln"):
-        command = cli.commands[name]
-        chosen = {"contenders": contenders} if IMPLEMENTATIONS in command.params else {}
-        context.invoke(command, device=device, out=out, **chosen)
-
-
 def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, seconds: float, out: Path) -> None:
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
     machine = describe_machine(open_device(device))
@@ -179,7 +170,6 @@ add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IM
 add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp32"), IMPLEMENTATIONS)
 add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
-add("all", run_all, IMPLEMENTATIONS)
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 
 if __name__ == "__main__":

@@ -108,14 +108,6 @@ def test_accuracy_shows_the_promised_errors(run, tmp_path):
     assert all((tmp_path / f"error_by_{sweep}.png").stat().st_size > 5000 for sweep in accuracy.SWEEPS)
 
 
-def test_all_runs_every_benchmark_but_compare(run, monkeypatch):
-    first_case = {}
-    monkeypatch.setattr(program, "execute", lambda name, device, cases, *_: first_case.update({name: cases[0]}))
-    run("all")
-    assert list(first_case) == ["kernels", "overhead", "accuracy", "memory", "adaln"]
-    assert first_case["kernels"] == (32, 128, "fp32")
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
