@@ -142,10 +142,10 @@ def _objects(jobs):
         return list(pool.map(lambda job: _object(*job), jobs))
 
 
-def program(source, mode=CHECKED):
+def program(source):
     """Build device code with a main() of its own, and return the path of the executable."""
     csrc, own = _mirror(ROOT / "csrc"), _mirror(source.parent)
-    flags = (*mode, f"-I{own}")
+    flags = (*CHECKED, f"-I{own}")
     objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(own / source.name, flags, csrc)])
     return _make("", [_compiler()[0], *map(str, objects)], objects)
 
@@ -162,7 +162,7 @@ def namespace(mode):
     return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
 
 
-def library(mode=CHECKED):
+def library(mode):
     """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library."""
     import torch
 

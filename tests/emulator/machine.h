@@ -97,8 +97,8 @@ struct Block {
 
 struct Running {
   const Launch& launch;
-  void (*body)(void*);
-  void* closure;
+  void (*body)(const void*);
+  const void* call;
   unsigned threads_per_block = 0, warps_per_block = 0;
   std::mt19937_64 random{};
   unsigned live = 0;
@@ -139,7 +139,7 @@ std::string function_name(const void* function);
 
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------
 
-void checker_begin_launch(bool overlaps_previous);
+void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes);
 void checker_end_launch();
 Moment now();  // of the current thread
 enum class Access { kRead, kWrite };
