@@ -5,7 +5,7 @@ SHELL := bash
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: install cuda-build test test-all test-device test-aarch64 launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
-	bench bench-cpu bench-compare docs wheel lint format ci clean
+	bench bench-compare docs wheel lint format ci clean
 
 install:
 	pip install '.[test,benchmarks]'
@@ -95,12 +95,11 @@ BENCH_OUT ?= build/benchmarks
 DEVICE ?= cpu
 BASE ?= HEAD
 
-bench-cpu:
-	python -m benchmarks kernels --out $(BENCH_OUT)
-
 # Runs all benchmarks except compile and compare. DEVICE=cuda runs them on a GPU.
 bench:
-	python -m benchmarks all --device $(DEVICE) --out $(BENCH_OUT)
+	for name in kernels overhead accuracy memory adaln; do \
+		python -m benchmarks $$name --device $(DEVICE) --out $(BENCH_OUT); \
+	done
 
 # Builds the revision BASE and the working tree and fails if the working tree is slower.
 bench-compare:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from . import accuracy, adaln, compare, compiled, kernels, memory, models, overhead, plots, tables
+from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots, tables
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
@@ -141,15 +141,6 @@ def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: c
     add(name, run, *parameters)
 
 
-def run_all(device: str, contenders: list[str], out: Path) -> None:
-    """Run every benchmark except compile and compare with its defaults."""
-    context = click.get_current_context()
-    for name in ("kernels", "overhead", "accuracy", "memory", "models", "adaln"):
-        command = cli.commands[name]
-        chosen = {"contenders": contenders} if IMPLEMENTATIONS in command.params else {}
-        context.invoke(command, device=device, out=out, **chosen)
-
-
 def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, seconds: float, out: Path) -> None:
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
     machine = describe_machine(open_device(device))
@@ -177,10 +168,8 @@ add_benchmark(
 add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3))
 add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IMPLEMENTATIONS)
 add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp32"), IMPLEMENTATIONS)
-add_benchmark("models", models, partial(product, models.MODELS), dtypes("fp32"), seconds(5.0, "model and mode"))
 add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
-add("all", run_all, IMPLEMENTATIONS)
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 
 if __name__ == "__main__":

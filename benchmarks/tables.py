@@ -10,7 +10,6 @@ KEYS = {  # benchmark -> the keys that identify a case
     "kernels": ("rows", "cols", "dtypes", "pass", "mode"),
     "overhead": ("dtypes", "way"),
     "memory": ("rows", "cols", "dtypes", "stage"),
-    "models": ("model", "dtypes", "mode"),
     "accuracy": ("sweep", "dtypes", "quantity"),
     "adaln": ("batch", "rows", "cols", "dtypes", "pass"),
     "compile": ("block", "dtypes", "pass"),

@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, cases, compare, compiled, contenders, models, timing  # noqa: E402
+from benchmarks import accuracy, cases, compare, compiled, contenders, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 TINY = ["4x64", "--dtypes", "fp32"]
@@ -33,14 +33,8 @@ def small_and_isolated(monkeypatch):
     monkeypatch.setitem(accuracy.SWEEPS, "cols", [{"rows": 8, "cols": 1}])
     monkeypatch.setattr(program, "keep_pages", lambda: None)
     monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
-    for name, build in models.MODELS.items():
-        monkeypatch.setitem(models.MODELS, name, lambda large, build=build: one_sample(*build(large)))
     for name in compiled.BLOCKS.keys() - BLOCKS:
         monkeypatch.delitem(compiled.BLOCKS, name)
-
-
-def one_sample(model, inputs):
-    return model, inputs[:1]
 
 
 @pytest.fixture
@@ -81,7 +75,6 @@ def test_kernels_records_times_errors_and_verdicts(run, tmp_path):
     ("arguments", "cases"),
     [
         (["overhead"], {"way": WAYS, "contender": ["ours", "torch"]}),
-        (["models"], {"model": models.MODELS, "mode": ["training", "inference"], "contender": ["torch", "ours"]}),
         (
             ["adaln", "4x64"],
             {"pass": ["forward", "backward"], "contender": ["ours", "torch", "torch.compile", "shared"]},
@@ -113,14 +106,6 @@ def test_accuracy_shows_the_promised_errors(run, tmp_path):
     # The README promises 5e-7; torch's error grows with the mean.
     assert len(ours) == 8 and max(ours) < 5e-7 and max(torchs) > 1e-4
     assert all((tmp_path / f"error_by_{sweep}.png").stat().st_size > 5000 for sweep in accuracy.SWEEPS)
-
-
-def test_all_runs_every_benchmark_but_compare(run, monkeypatch):
-    first_case = {}
-    monkeypatch.setattr(program, "execute", lambda name, device, cases, *_: first_case.update({name: cases[0]}))
-    run("all")
-    assert list(first_case) == ["kernels", "overhead", "accuracy", "memory", "models", "adaln"]
-    assert first_case["kernels"] == (32, 128, "fp32")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 // A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run
-// without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse.
+// without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse. It
+// has only functions that a CUDA graph can capture: launches, and queries that neither synchronize nor allocate memory.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -102,8 +103,7 @@ int audit_queries() {
   return result;
 }
 
-// Returns "name grid_x grid_y grid_z threads cluster dynamic_shared registers resident_blocks" for each launch of the
-// current call.
+// Returns "name grid threads cluster dynamic_shared resident_blocks" for each launch of the current call.
 const char* audit_launches() { return launches.c_str(); }
 
 // ---- the runtime ----------------------------------------------------------------------------------------------------
@@ -188,10 +188,6 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* stub, int threads, size_t dynamic) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, stub, threads, dynamic, 0);
-}
-
 // An approximation: a cluster must also fit on one graphics processing cluster.
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* stub, const cudaLaunchConfig_t* config) {
   const auto launch = describe(*config);
@@ -213,15 +209,14 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
   }
   const int per_multiprocessor = gpu_models::resident_blocks(*gpu, *kernel, launch.threads, launch.dynamic_shared);
   const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
-  const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
-  std::string grid;
-  const auto text = [](auto number) { return " " + std::to_string(number); };
+  const auto& [x, y, z] = launch.grid;
+  const auto text = [](auto number) { return std::to_string(number); };
   if (has_second_wave(kernel->name, launch.grid, resident)) {
-    record_fault(kernel->name, "more persistent blocks than are resident:" + text(blocks) + " of" + text(resident));
+    record_fault(kernel->name,
+                 "more persistent blocks than are resident: " + text(x * y * z) + " of " + text(resident));
   }
-  for (uint64_t size : launch.grid) grid += text(size);
-  launches += kernel->name + grid + text(launch.threads) + text(launch.cluster) + text(launch.dynamic_shared) +
-              text(kernel->registers) + text(per_multiprocessor) + "\n";
+  launches += kernel->name + " " + text(x) + "x" + text(y) + "x" + text(z) + " " + text(launch.threads) + " " +
+              text(launch.cluster) + " " + text(launch.dynamic_shared) + " " + text(per_multiprocessor) + "\n";
   return cudaSuccess;
 }
 

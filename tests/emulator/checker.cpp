@@ -49,7 +49,7 @@ bool checking = false;
 uint64_t clock = 0;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
-std::vector<std::pair<uintptr_t, uintptr_t>> modules;  // code and constants
+std::vector<std::pair<uintptr_t, uintptr_t>> constants;  // read-only: code, constants and the kernel's arguments
 uint32_t chain = 0;  // number of previous launches that may still run, because each later one overlaps_previous
 
 Region* find_region(uintptr_t a) {
@@ -105,7 +105,7 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   };
   Region* found = find_region(a);
   if (found == nullptr || a + bytes > found->end) {
-    for (const auto& [begin, end] : modules) {
+    for (const auto& [begin, end] : constants) {
       if (!write && a >= begin && a + bytes <= end) return;
     }
     fail_outside(found ? found->end : a, describe());
@@ -178,7 +178,7 @@ int note_module(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
     const uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
-    modules.emplace_back(begin, begin + info->dlpi_phdr[i].p_memsz);
+    constants.emplace_back(begin, begin + info->dlpi_phdr[i].p_memsz);
   }
   return 0;
 }
@@ -199,9 +199,10 @@ Moment now() { return {++clock, current->id, current->epochs}; }
 
 // ---- launches and memory --------------------------------------------------------------------------------------------
 
-void checker_begin_launch(bool overlaps_previous) {
+void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes) {
   chain = overlaps_previous ? chain + 1 : 0;
-  modules.clear();
+  const auto begin = reinterpret_cast<uintptr_t>(arguments);
+  constants = {{begin, begin + bytes}};
   if (checking) dl_iterate_phdr(note_module, nullptr);
   for (auto& [begin, region] : regions) region->serial++;
 }

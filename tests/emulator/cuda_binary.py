@@ -19,7 +19,7 @@ RESERVED_SHARED = 1024  # bytes per block from 9.0 on, which cuobjdump counts an
 @dataclasses.dataclass
 class Kernel:
     architecture: int
-    name: str  # demangled, without anonymous namespaces and parameters
+    name: str  # from plain_names()
     registers: int  # per thread
     static_shared: int  # bytes
     local: int  # bytes of stack and local memory
@@ -55,6 +55,14 @@ def _cuobjdump(*options):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+def plain_names(mangled):
+    """Return demangled names, without anonymous namespaces and parameters."""
+    done = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
+    return [
+        re.sub(r"^void |\(anonymous namespace\)::|\((?!anonymous).*", "", name) for name in done.stdout.splitlines()
+    ]
+
+
 @functools.cache
 def kernels():
     """Return {architecture: {mangled name: Kernel}}, without instructions."""
@@ -69,9 +77,8 @@ def kernels():
             shared = max(shared - (RESERVED_SHARED if architecture >= 90 else 0), 0)
             found[architecture][name] = Kernel(architecture, name, registers, shared, stack + local)
     for mangled in found.values():
-        done = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
-        for kernel, name in zip(mangled.values(), done.stdout.splitlines(), strict=True):
-            kernel.name = re.sub(r"^void |\(anonymous namespace\)::|\((?!anonymous).*", "", name)
+        for kernel, name in zip(mangled.values(), plain_names(mangled), strict=True):
+            kernel.name = name
     return found
 
 

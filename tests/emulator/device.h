@@ -105,9 +105,10 @@ bool has_clusters(const LaunchConfig&, void (*)(Params...)) {
 
 inline size_t max_shared_memory(const LaunchConfig&) { return emulator::max_shared_memory(); }
 
+// Three blocks or clusters, so that persistent blocks handle several rows.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
-  return emulator::options().resident_blocks * static_cast<int>(config.cluster);
+  return 3 * static_cast<int>(config.cluster);
 }
 
 template <class... Params, class... Args>

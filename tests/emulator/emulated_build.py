@@ -30,7 +30,6 @@ CHECKED = (
     "-fno-sanitize-recover=all",
 )
 PLAIN = ("-O1",)
-COVERAGE = ("-O0", "--coverage")
 
 COMMON = (
     "-g1",  # lines, for the reports
@@ -86,9 +85,7 @@ def _make(suffix, command, inputs, folder=None):
         CACHE.mkdir(parents=True, exist_ok=True)
         # Another process may make the same file at the same time; both write the same bytes.
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-            # The compiler stores the names of coverage files in the object.
-            coverage = ["-dumpbase", str(made.with_suffix(""))] if {"-c", "--coverage"} <= set(command) else []
-            _run([*command, *coverage, "-o", made.name], cwd=scratch)
+            _run([*command, "-o", made.name], cwd=scratch)
             pathlib.Path(scratch, made.name).rename(made)
     return made
 
@@ -145,10 +142,10 @@ def _objects(jobs):
         return list(pool.map(lambda job: _object(*job), jobs))
 
 
-def program(source, mode=CHECKED):
+def program(source):
     """Build device code with a main() of its own, and return the path of the executable."""
     csrc, own = _mirror(ROOT / "csrc"), _mirror(source.parent)
-    flags = (*mode, f"-I{own}")
+    flags = (*CHECKED, f"-I{own}")
     objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(own / source.name, flags, csrc)])
     return _make("", [_compiler()[0], *map(str, objects)], objects)
 
@@ -165,16 +162,14 @@ def namespace(mode):
     return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
 
 
-def library(mode=CHECKED):
+def library(mode):
     """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library."""
     import torch
 
     csrc = _mirror(ROOT / "csrc")
     torch_root = pathlib.Path(torch.__file__).parent
-    coverage = [flag for flag in mode if flag == "--coverage"]
     host_flags = (
         "-O1",
-        *coverage,
         "-DWITH_CUDA",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
@@ -192,6 +187,6 @@ def library(mode=CHECKED):
         + [(path, host_flags, csrc) for path in host]
         + [(EMULATOR / "registration.cpp", registration_flags, csrc)]
     )
-    flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *coverage]
+    flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"]
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     return _make(".so", [_compiler()[0], *flags, *map(str, objects), *libraries], objects)

@@ -3,8 +3,9 @@
 import contextlib
 import ctypes
 import functools
-import os
+import subprocess
 
+import cuda_binary
 import emulated_build
 import torch
 
@@ -16,10 +17,10 @@ class Library:
     """The operators (`ops`), and the schedule of their threads. One per namespace and process."""
 
     def __init__(self, mode):
-        path = emulated_build.library(mode)
-        torch.ops.load_library(path)
+        self._path = emulated_build.library(mode)
+        torch.ops.load_library(self._path)
         self.ops = getattr(torch.ops, emulated_build.namespace(mode))
-        emulator = ctypes.CDLL(str(path))
+        emulator = ctypes.CDLL(str(self._path))
         self._configure = emulator.emulator_configure
         self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
         self._launched = emulator.emulator_launched
@@ -40,11 +41,21 @@ class Library:
 
     def launched(self):
         """Return {(kernel, blocks of a cluster): number of launches} since the last call."""
-        lines = (line.split("\t") for line in self._launched().decode().splitlines())
-        return {(kernel, int(cluster)): int(count) for kernel, cluster, count in lines}
+        rows = [[*map(int, line.split())] for line in self._launched().decode().splitlines()]
+        names = cuda_binary.plain_names([self._symbols[address] for address, *_ in rows])
+        return {(name, cluster): count for name, (_, cluster, count) in zip(names, rows, strict=True)}
+
+    @functools.cached_property
+    def _symbols(self):
+        """The mangled names of the library's functions by address."""
+        lines = subprocess.run(["nm", "--defined-only", self._path], capture_output=True, text=True, check=True).stdout
+        symbols = [(int(offset, 16), name) for offset, _, name in map(str.split, lines.splitlines())]
+        here = next(offset for offset, name in symbols if name == "emulator_launched")
+        base = ctypes.cast(self._launched, ctypes.c_void_p).value - here
+        return {base + offset: name for offset, name in symbols}
 
 
 @functools.cache
 def library(mode):
-    """Return this process's library for a mode; test_coverage.py overrides the mode by LAYERNORM_EMULATED_MODE."""
-    return Library(mode=getattr(emulated_build, os.environ.get("LAYERNORM_EMULATED_MODE", ""), mode))
+    """Return this process's library for a mode."""
+    return Library(mode)

@@ -11,7 +11,6 @@
 #include <source_location>
 #include <stdexcept>
 #include <tuple>
-#include <utility>
 
 #include "buffers.h"
 
@@ -32,7 +31,6 @@ struct Options {
   uint64_t seed = 0;
   unsigned concurrent_blocks = 1;  // or the blocks of a cluster, if those are more
   int architecture = 90;           // compute capability
-  int resident_blocks = 3;         // of the emulated GPU; few, so that persistent blocks handle several rows
 };
 Options& options();
 size_t max_shared_memory();  // of a block
@@ -78,25 +76,16 @@ struct Launch {
   Place place;
 };
 
-void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure);
-
-template <class... Params>
-struct Call {
-  void (*kernel)(Params...);
-  std::tuple<Params...> params;
-  __attribute__((no_sanitize("thread"))) static void run(void* call) {
-    run(*static_cast<Call*>(call), std::index_sequence_for<Params...>());
-  }
-  template <size_t... I>
-  __attribute__((no_sanitize("thread"))) static void run(Call& call, std::index_sequence<I...>) {
-    call.kernel(std::get<I>(call.params)...);
-  }
-};
+// Every thread calls body(call). The call, of so many bytes, holds the arguments, which threads may only read.
+void run(const Launch& launch, const void* kernel, void (*body)(const void*), const void* call, size_t bytes);
 
 template <class... Params, class... Args>
 void launch(const Launch& config, void (*kernel)(Params...), const Args&... args) {
-  Call<Params...> call{kernel, {static_cast<Params>(args)...}};
-  run(config, reinterpret_cast<const void*>(kernel), &Call<Params...>::run, &call);
+  const auto call = [kernel, params = std::tuple<Params...>(static_cast<Params>(args)...)] {
+    std::apply(kernel, params);
+  };
+  const auto body = [](const void* it) { (*static_cast<decltype(call)*>(it))(); };
+  run(config, reinterpret_cast<const void*>(kernel), body, &call, sizeof call);
 }
 
 }  // namespace emulator

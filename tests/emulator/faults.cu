@@ -43,11 +43,12 @@ __global__ void write_input(const float* in, float* out) {
   out[threadIdx.x] = in[threadIdx.x];
   if (threadIdx.x == 0) const_cast<float*>(in)[1] = 0.f;  // fault
 }
-__global__ void read_workspace(const float* workspace, float* out) {
-  out[threadIdx.x] = workspace[threadIdx.x];  // fault
+__global__ void fill(const float* in, float* workspace) {
+  workspace[threadIdx.x] = in[threadIdx.x];
+  let_next_grid_start();
 }
-__global__ void fill_workspace(const float* in, float* workspace, int count) {
-  if (static_cast<int>(threadIdx.x) < count) workspace[threadIdx.x] = in[threadIdx.x];
+__global__ void copy_workspace(const float* workspace, float* out) {
+  out[threadIdx.x] = workspace[threadIdx.x];  // fault
 }
 __global__ void uninitialized_shared(const float* in, float* out) {
   __shared__ float tile[kN];
@@ -185,10 +186,6 @@ __global__ void return_between(const float*, float*) { cluster_arrive(); }
 
 // ---- overlapping launches -------------------------------------------------------------------------------------------
 
-__global__ void fill(const float* in, float* workspace) {
-  workspace[threadIdx.x] = in[threadIdx.x];
-  let_next_grid_start();
-}
 __global__ void read_before_wait(const float* workspace, float* out) {
   const float v = workspace[threadIdx.x];  // fault
   wait_for_previous_grid();
@@ -198,7 +195,6 @@ __global__ void overwrite_input(const float* in, float* workspace) {
   workspace[threadIdx.x] = in[threadIdx.x];  // fault
   wait_for_previous_grid();
 }
-__global__ void copy_workspace(const float* workspace, float* out) { out[threadIdx.x] = workspace[threadIdx.x]; }
 __global__ void one_waits(const float* workspace, float* out) {  // correct: the barrier comes after its wait
   if (threadIdx.x == 0) wait_for_previous_grid();
   __syncthreads();
@@ -224,24 +220,19 @@ std::function<void(const Data&)> launch_in(LaunchConfig config, void (*kernel)(c
     launch(config, kernel, d.in, d.out);
   };
 }
-std::function<void(const Data&)> fill_and_read(int count) {
+std::function<void(const Data&)> fill_and_launch(LaunchConfig config, void (*kernel)(const float*, float*),
+                                                 unsigned filled = kN) {
   return [=](const Data& d) {
-    launch(kOne, fill_workspace, d.in, d.workspace, count);
-    launch(kOne, read_workspace, d.workspace, d.out);
-  };
-}
-std::function<void(const Data&)> launch_after_fill(void (*kernel)(const float*, float*)) {
-  return [=](const Data& d) {
-    launch(kOne, fill, d.in, d.workspace);
-    launch(kOverlapping, kernel, d.workspace, d.out);
+    launch({1, filled}, fill, d.in, d.workspace);
+    launch(config, kernel, d.workspace, d.out);
   };
 }
 
 const std::vector<Case> kCases = {
     {"read_past_end", "0 bytes after the end of 'in'", launch_in({1, kN + 1}, read_past_end)},
     {"write_input", "read-only global memory 'in'", launch_in(kOne, write_input)},
-    {"read_workspace", "uninitialized global memory 'workspace'", fill_and_read(kN - 1)},
-    {"workspace", "", fill_and_read(kN)},
+    {"read_workspace", "uninitialized global memory 'workspace'", fill_and_launch(kOne, copy_workspace, kN - 1)},
+    {"workspace", "", fill_and_launch(kOne, copy_workspace)},
     {"uninitialized_shared", "uninitialized shared memory 'tile'", launch_in(kOne, uninitialized_shared)},
     {"misaligned_shared", "misaligned", launch_in(kOne, misaligned_shared)},
     {"index_overflow", "undefined behavior (mul_overflow)",
@@ -277,9 +268,9 @@ const std::vector<Case> kCases = {
     {"write_peers_too_early", "data race", launch_in(kPair, write_peers<1>)},
     {"return_between", "returned between cluster_arrive and cluster_wait", launch_in(kPair, return_between)},
     {"cluster_on_sm80", "clusters need compute capability 9.0", launch_in(kPair, read_peers<Fault::kNone>, 80)},
-    {"overlap_one_waits", "", launch_after_fill(one_waits)},
+    {"overlap_one_waits", "", fill_and_launch(kOverlapping, one_waits)},
     {"overlap_read_before_wait", "before the wait for the previous grid, which writes",
-     launch_after_fill(read_before_wait)},
+     fill_and_launch(kOverlapping, read_before_wait)},
     {"overlap_unknown_input", "before the wait for the previous grid, which may still write",
      [](const Data& d) { launch(kOverlapping, read_before_wait, d.in, d.out); }},
     {"overlap_overwrites", "before the wait for the previous grid, which reads",
@@ -294,7 +285,8 @@ const std::vector<Case> kCases = {
        launch(kOverlapping, one_waits, d.in, d.out);
        launch(kOverlapping, read_before_wait, d.workspace, d.out);
      }},
-    {"overlap_never_waits", "returned without a wait for the previous grid", launch_after_fill(never_waits)},
+    {"overlap_never_waits", "returned without a wait for the previous grid",
+     fill_and_launch(kOverlapping, never_waits)},
 };
 
 std::string outcome(const Case& c) {

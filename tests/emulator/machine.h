@@ -97,8 +97,8 @@ struct Block {
 
 struct Running {
   const Launch& launch;
-  void (*body)(void*);
-  void* closure;
+  void (*body)(const void*);
+  const void* call;
   unsigned threads_per_block = 0, warps_per_block = 0;
   std::mt19937_64 random{};
   unsigned live = 0;
@@ -133,13 +133,13 @@ bool in_shared(const Block& block, const void* address);
 
 // ---- source_lines.cpp -----------------------------------------------------------------------------------------------
 
-std::string at(const void* pc);                  // marks the source line of pc for explain()
-std::string explain(const std::string& report);  // fills in the source lines
-std::string kernel_name(const void* kernel);
+// Returns "tile.cuh:35 < forward.cu:147": the line of the call before pc, then the lines into which that was inlined.
+std::string at(const void* pc);
+std::string function_name(const void* function);
 
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------
 
-void checker_begin_launch(bool overlaps_previous);
+void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes);
 void checker_end_launch();
 Moment now();  // of the current thread
 enum class Access { kRead, kWrite };

@@ -231,7 +231,7 @@ void try_finish_cluster_barrier(Block& some_block) {
 }
 
 void thread_main() {
-  running->body(running->closure);
+  running->body(running->call);
   finish_thread();
 }
 
@@ -336,9 +336,9 @@ void* shared_memory(size_t offset, size_t bytes, const char* name) {
   return block.arena + offset;
 }
 
-void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
+void run_checked(const Launch& launch, void (*body)(const void*), const void* call, size_t bytes) {
   const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
-  Running r{launch, body, closure};
+  Running r{launch, body, call};
   r.threads_per_block = threads_per_block;
   r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
@@ -354,7 +354,7 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
   running = &r;
-  checker_begin_launch(launch.overlaps_previous && current_options.architecture >= 90);
+  checker_begin_launch(launch.overlaps_previous && current_options.architecture >= 90, call, bytes);
   for (size_t begin = 0; begin < order.size() && r.fault.empty(); begin += at_once) {
     std::vector<uint64_t> ids;
     for (size_t k = begin; k < std::min(order.size(), begin + at_once); ++k) {
@@ -365,7 +365,7 @@ void run_checked(const Launch& launch, void (*body)(void*), void* closure) {
   }
   running = nullptr;
   checker_end_launch();
-  if (!r.fault.empty()) throw Fault(explain(r.fault));
+  if (!r.fault.empty()) throw Fault(r.fault);
 }
 
 }  // namespace
@@ -413,15 +413,15 @@ Options& options() { return current_options; }
 
 size_t max_shared_memory() { return static_cast<size_t>(gpu().shared_bytes_of_block); }
 
-void run(const Launch& launch, const void* kernel, void (*body)(void*), void* closure) {
+void run(const Launch& launch, const void* kernel, void (*body)(const void*), const void* call, size_t bytes) {
   std::lock_guard lock(one_launch_at_a_time);
   ++launched[{kernel, launch.cluster}];
   try {
     const std::string why = refusal(launch, 0);
     if (!why.empty()) throw Fault(why);
-    run_checked(launch, body, closure);
+    run_checked(launch, body, call, bytes);
   } catch (const Fault& fault) {
-    throw Fault(kernel_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
+    throw Fault(function_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
   }
 }
 
@@ -527,13 +527,13 @@ void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, in
   layernorm::cuda::lower_launch_limits(path_limit);
 }
 
-// Returns the launches since the last call: kernel, cluster size and number, separated by tabs.
+// Returns a line "address_of_kernel cluster_size number" for each kind of launch since the last call.
 const char* emulator_launched() {
   static std::string lines;
   lines.clear();
   for (const auto& [launch, count] : emulator::launched) {
-    lines += emulator::kernel_name(launch.first) + "\t" + std::to_string(launch.second) + "\t" + std::to_string(count) +
-             "\n";
+    const auto address = std::to_string(reinterpret_cast<uintptr_t>(launch.first));
+    lines += address + " " + std::to_string(launch.second) + " " + std::to_string(count) + "\n";
   }
   emulator::launched.clear();
   return lines.c_str();

@@ -35,15 +35,6 @@ def test_planted_fault_is_reported_in_every_schedule(outcomes, name):
         assert not lines or lines & FAULTY_LINES, report
 
 
-def test_build_is_cached_by_content(tmp_path):
-    source = tmp_path / "empty.cu"
-    source.write_text("int main() { return 0; }\n")
-    first = emulated_build.program(source)
-    assert emulated_build.program(source) == first
-    source.write_text("int main() { return 1; }\n")
-    assert emulated_build.program(source) != first
-
-
 @pytest.mark.parametrize(
     "text, message",
     [

@@ -19,7 +19,6 @@ from reference import (
     F64,
     broadcast_rows,
     check_backward,
-    check_forward,
     dtypes_id,
     xhat_error_from_output,
 )
@@ -131,19 +130,6 @@ def launches(library, name):
     return {cluster: count for (kernel, cluster), count in library.launched().items() if name in kernel}
 
 
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
-def test_lanes_of_a_warp_share_rows_of_up_to_128_vectors(library, dtypes):
-    for vectors in {limit + more for limit in LIMITS for more in (-1, 0, 1)} - {0}:
-        x, dy, w, b = arguments(1, vectors * 16 // dtypes[0].itemsize, dtypes)
-        library.launched()
-        check(run(library, x, dy, w, b), x, dy, w, b, context=(vectors,))
-        launched = library.launched()
-        tile = "WarpTile" if vectors <= 128 else "BlockTile"
-        clusters = {"forward": 1, "backward": math.ceil(vectors / 1024)}
-        for kind, cluster in clusters.items():
-            assert [(tile in name, n) for name, n in launched if kind in name] == [(True, cluster)], (kind, vectors)
-
-
 @all_dtypes
 def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes):
     """Clusters take up to 80 chunks in forward and 8 in backward, and a block takes 4 in forward.
@@ -180,17 +166,6 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
         assert_same_bits(bits_of[89], bits_of[90], chunks)
 
 
-@pytest.mark.parametrize("chunks, expected", [(48, {8: 1}), (49, {1: 2})])
-def test_clusters_fit_into_99_kib_of_shared_memory(library, chunks, expected):
-    """With compute capability 12.0, each of eight blocks keeps six chunks."""
-    x = randn((1, chunks * 1024 * 8), BF16)
-    library.launched()
-    with library.schedule("random", 1, 2, architecture=120):
-        forward = library.ops.forward(x, x.shape[1:], None, None, 1e-5)
-    check_forward(forward, x)
-    assert launches(library, "forward") == expected
-
-
 @pytest.mark.parametrize("architecture", [89, 90, 120])
 @pytest.mark.parametrize("vectors", [1024, 1025, 2048])
 def test_backward_fits_into_shared_memory(library, architecture, vectors):
@@ -201,20 +176,6 @@ def test_backward_fits_into_shared_memory(library, architecture, vectors):
         with library.schedule("random", 1, 2, architecture=architecture):
             backward = library.ops.backward(dy, x, x.shape[1:], mean, rstd, w, b, ALL, grad_sum=grad_sum)
         check_backward(backward, dy, x, w, grad_sum=grad_sum)
-
-
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
-@pytest.mark.parametrize("architecture, kib", [(80, 96), (89, 93)])
-def test_images_at_the_limits_of_shared_memory(library, dtypes, architecture, kib):
-    """The kernels use 96 KiB of dynamic shared memory if the GPU has them besides 6 KiB of static shared memory.
-
-    Forward stages the input, backward the input and grad_output.
-    """
-    most_channels = kib * 1024 // 32 // dtypes[0].itemsize
-    for channels in (most_channels // 2, most_channels // 2 + 1, most_channels, most_channels + 1):
-        x, dy, w, b = images((1, channels, 2), dtypes)
-        with library.schedule(architecture=architecture):
-            check_images(run_images(library, x, dy, w, b), x, dy, w, b, context=(channels,))
 
 
 # Options and layouts on every path
@@ -310,19 +271,6 @@ def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
             for i, gap, offset in moves[: len(tensors)] + moves[6:]:
                 moved = [amid_nans(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
                 assert_same_bits(results(*moved), expected, cols, i, gap, offset)
-
-
-@pytest.mark.parametrize("mask", [ALL, WEIGHT_ONLY], ids=["", "weight only"])
-def test_every_alignment_gives_the_same_bits(library, mask):
-    """Kernels decide from the addresses of input and grad_output whether they are aligned."""
-    places = [(0, i) for i in range(34)] + [(i, 0) for i in range(34)]
-    for cols in (64, 120, 136):
-        x, dy, w, b = arguments(2, cols, (BF16, BF16))
-        expected = run(library, x, dy, w, b, mask=mask)
-        for place in places:
-            moved = amid_nans(x, *place), amid_nans(dy, *place)
-            for tensors in ((moved[0], dy), (x, moved[1]), moved):
-                assert_same_bits(run(library, *tensors, w, b, mask=mask), expected, cols, place)
 
 
 # Groups with parameters of their own, and strides of groups. Tensors are [groups, rows, cols].

@@ -1,19 +1,16 @@
 """No GPU refuses a launch of the compiled package, and the audit reports planted launches that a GPU refuses."""
 
 import csv
+import ctypes
 import re
 import subprocess
 import sys
 
-import cuda_binary
-import emulated_build
 import launch_audit
 import pytest
 
 from layernorm_ext import _build_info
 
-PLANTED = emulated_build.EMULATOR / "refused_launches.cu"
-CASES = re.findall(r'^    \{"(\w+)"', PLANTED.read_text(), re.M)
 needs_cuda_build = pytest.mark.skipif(
     not _build_info.with_cuda, reason="the package was built without CUDA; FORCE_CUDA=1 builds it, without a GPU"
 )
@@ -26,79 +23,150 @@ def test_no_gpu_refuses_a_launch():
     assert re.findall(r"^(.*): 0 of \d{5} calls refused$", done.stdout, re.M) == [str(t) for t in launch_audit.TARGETS]
 
 
+def plans_on_h200(calls):
+    """Return the lines that the audit prints for calls."""
+    command = [sys.executable, launch_audit.__file__, "H200", "--plan", *calls]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 @needs_cuda_build
 def test_launches_hide_latency():
-    """Enough bytes are in flight. For rows of up to 16 Ki elements two blocks are resident, of 16 warps together."""
-    command = [sys.executable, launch_audit.__file__, "--table"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    launches = list(csv.DictReader(lines))
-    assert len(launches) >= 4 * len(launch_audit.TABLE_COLS)
+    """All staged rows are in flight at once. For rows of up to 16 Ki elements two blocks, of 16 warps, are resident."""
+    columns = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 655360)
+    kinds = [(operator, dtype) for operator in ("forward", "backward") for dtype in ("float32", "bfloat16")]
+    calls = [f"{operator} {dtype} {min(4096, (1 << 28) // n)}x{n}" for operator, dtype in kinds for n in columns]
+    lines = [re.sub("  +", ";", line) for line in plans_on_h200(calls)]
+    launches = [launch for launch in csv.DictReader(lines, delimiter=";") if "_rows" in launch["kernel"]]
+    assert len(launches) == len(calls)
     for launch in launches:
-        assert int(launch["bytes in flight per SM"]) >= 32 * 1024, launch
-        if int(launch["cols"]) <= 16384:
-            assert int(launch["blocks per SM"]) >= 2 and int(launch["warps per SM"]) >= 16, launch
+        resident, shared, threads = (int(launch[field]) for field in ("resident", "shared", "block"))
+        assert resident * shared >= 32 * 1024, launch
+        if int(launch["shape"].split("x")[1]) <= 16384:
+            assert resident >= 2 and resident * threads >= 16 * 32, launch
 
 
-# A change of the geometry shows here. `queries` are calls of the CUDA runtime in every call but the first, besides the
-# launches; `shared` are bytes of dynamic shared memory.
+# A change of the geometry shows here. `shared` are bytes of dynamic shared memory, `resident` the blocks that fit on a
+# multiprocessor, and `queries` the calls of the CUDA runtime in every call but the first, besides the launches.
 PLANS_ON_H200 = """\
-operator                  dtype     shape        kernel                    grid        block  cluster  shared  launches  queries
-forward                   bfloat16  4096x64      forward_rows<WarpTile>    64x1x1      128    1        9216    1         1
-forward                   bfloat16  4096x1024    forward_rows<WarpTile>    1024x1x1    128    1        8256    1         1
-forward                   bfloat16  4096x16384   forward_rows<BlockTile>   4096x1x1    256    1        32800   1         1
-forward                   bfloat16  512x65536    forward_rows<BlockTile>   4096x1x1    256    8        16400   1         1
-forward                   float32   16x4194304   forward_rows<BlockTile>   16384x1x1   256    1        16400   2         1
-backward                  bfloat16  4096x64      backward_rows<WarpTile>   1x32x1      256    1        73728   1         1
-backward                  bfloat16  4096x64      add_partials              2x1x2       256    1        0       1         1
-backward                  bfloat16  4096x1024    backward_rows<WarpTile>   1x256x1     256    1        66048   1         1
-backward                  bfloat16  4096x1024    add_partials              32x1x2      256    1        0       1         1
-backward                  bfloat16  4096x16384   backward_rows<BlockTile>  2x128x1     256    2        65600   1         1
-backward                  bfloat16  4096x16384   add_partials              512x1x2     256    1        0       1         1
-backward                  float32   16x4194304   backward_rows<BlockTile>  1024x1x1    256    1        65600   2         1
-backward                  float32   16x4194304   add_partials              131072x1x2  256    1        0       1         1
-backward, own parameters  bfloat16  64x256x1152  backward_rows<BlockTile>  1x396x1     160    1        41024   1         1
-backward, own parameters  bfloat16  64x256x1152  add_partials              36x64x2     256    1        0       1         1
-images forward            bfloat16  32x96x56x56  channels_first_forward    3136x1x1    256    1        6144    1         1
-images backward           bfloat16  32x96x56x56  channels_first_backward   392x1x1     256    1        12288   1         1
-images backward           bfloat16  32x96x56x56  add_partials              3x1x2       256    1        0       1         1
+operator                  dtype     shape        kernel                    grid        block  cluster  shared  resident  launches  queries
+forward                   bfloat16  4096x64      forward_rows<WarpTile>    64x1x1      128    1        9216    6         1         1
+forward                   bfloat16  4096x1024    forward_rows<WarpTile>    1024x1x1    128    1        8256    6         1         1
+forward                   bfloat16  4096x16384   forward_rows<BlockTile>   4096x1x1    256    1        32800   3         1         1
+forward                   bfloat16  512x65536    forward_rows<BlockTile>   4096x1x1    256    8        16400   3         1         1
+forward                   float32   16x4194304   forward_rows<BlockTile>   16384x1x1   256    1        16400   3         2         1
+backward                  bfloat16  4096x64      backward_rows<WarpTile>   1x32x1      256    1        73728   2         1         1
+backward                  bfloat16  4096x64      add_partials              2x1x2       256    1        0       8         1         1
+backward                  bfloat16  4096x1024    backward_rows<WarpTile>   1x256x1     256    1        66048   2         1         1
+backward                  bfloat16  4096x1024    add_partials              32x1x2      256    1        0       8         1         1
+backward                  bfloat16  4096x16384   backward_rows<BlockTile>  2x128x1     256    2        65600   2         1         1
+backward                  bfloat16  4096x16384   add_partials              512x1x2     256    1        0       8         1         1
+backward                  float32   16x4194304   backward_rows<BlockTile>  1024x1x1    256    1        65600   2         2         1
+backward                  float32   16x4194304   add_partials              131072x1x2  256    1        0       8         1         1
+backward, own parameters  bfloat16  64x256x1152  backward_rows<BlockTile>  1x396x1     160    1        41024   3         1         1
+backward, own parameters  bfloat16  64x256x1152  add_partials              36x64x2     256    1        0       8         1         1
+images forward            bfloat16  32x96x56x56  channels_first_forward    3136x1x1    256    1        6144    4         1         1
+images backward           bfloat16  32x96x56x56  channels_first_backward   392x1x1     256    1        12288   3         1         1
+images backward           bfloat16  32x96x56x56  add_partials              3x1x2       256    1        0       8         1         1
 """  # noqa: E501
 
 
-@pytest.fixture(scope="module")
-def plans():
-    """Return what the audit prints for the calls of PLANS_ON_H200."""
+@needs_cuda_build
+def test_launch_plans():
     calls = dict.fromkeys("  ".join(re.split("  +", line)[:3]) for line in PLANS_ON_H200.splitlines()[1:])
-    command = [sys.executable, launch_audit.__file__, "H200", "--plan", *calls]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert plans_on_h200(calls) == PLANS_ON_H200.splitlines()
 
 
-@needs_cuda_build
-def test_launch_plans(plans):
-    assert plans.splitlines() == PLANS_ON_H200.splitlines()
+# Launches that a GPU refuses or runs incorrectly, beside correct ones
+
+KIB = 1024
+SMALL, LARGE, BACKWARD, UNLISTED = 1, 2, 3, 4  # stand for the addresses of kernels
+KERNELS = {"small": (32, 4 * KIB), "large": (255, 0), "backward_rows": (64, 0)}  # registers, static shared memory
 
 
-@needs_cuda_build
-def test_later_calls_query_the_runtime_at_most_three_times(plans):
-    header, *rows = ([*re.split("  +", line)] for line in plans.splitlines())
-    queries = {(row[0], row[2]): int(row[header.index("queries")]) for row in rows}
-    assert len(queries) >= 12 and max(queries.values()) <= 3, queries
+class Attribute(ctypes.Structure):  # cudaLaunchAttribute
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint * 16))
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """Return {case: (expected fault, reported faults)}."""
-    folder = tmp_path_factory.mktemp("audit")
-    runtime, program, kernels = launch_audit.build_runtime(), folder / "program", folder / "kernels"
-    command = [cuda_binary.tool("nvcc"), "-std=c++17", "-cudart", "shared", "-arch=sm_90", PLANTED, runtime]
-    subprocess.run([*command, f"-Xlinker=-rpath,{runtime.parent}", "-o", program], check=True)
-    listed = {"small": (32, 4096), "large": (255, 0), "backward_rows": (64, 0)}
-    names = {name: f"_Z{len(name)}{name}ILi0EEvv" for name in listed}
-    launch_audit.write_resources(kernels, {names[name]: usage for name, usage in listed.items()})
-    printed = subprocess.run([program, kernels], capture_output=True, text=True, check=True).stdout
-    return {name: found for name, *found in (line.split("\t") for line in printed.splitlines())}
+class Config(ctypes.Structure):  # cudaLaunchConfig_t
+    _fields_ = (
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_size_t)),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)),
+    )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_planted_launch_is_judged(faults, case):
-    expected, found = faults[case]
-    assert (expected in found) if expected else not found
+class Host:
+    """Calls the runtime as host code does."""
+
+    def __init__(self, gpu, code):
+        runtime = launch_audit.Runtime(launch_audit.Target(gpu, code), KERNELS)
+        self.library, self.faults = runtime.library, runtime.faults
+        for address, name in enumerate(KERNELS, SMALL):
+            self.library["__cudaRegisterFunction"](None, address, None, name.encode(), 0, *[None] * 5)
+        self.next_device()
+
+    def next_device(self):
+        self.library.audit_next_call()
+
+    def launch(self, kernel, x=1, y=1, threads=128, shared=0, cluster=1, overlaps=False):
+        # cudaLaunchAttributeClusterDimension and cudaLaunchAttributeProgrammaticStreamSerialization
+        attributes = (Attribute * 2)((4, (cluster, 1, 1)), (6, (1,)))
+        config = Config((x, y, 1), (threads, 1, 1), shared, None, attributes, 1 + overlaps)
+        self.library.cudaLaunchKernelExC(ctypes.byref(config), kernel, None)
+
+    def opt_in(self, kernel, size):
+        self.library.cudaFuncSetAttribute(kernel, 8, size)  # cudaFuncAttributeMaxDynamicSharedMemorySize
+
+    def resident_blocks(self, kernel, threads, shared):
+        blocks = ctypes.c_int()
+        query = self.library.cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags
+        query(ctypes.byref(blocks), kernel, threads, ctypes.c_size_t(shared), 0)
+        return blocks.value
+
+    def clock_rate(self):
+        self.library.cudaDeviceGetAttribute(ctypes.byref(ctypes.c_int()), 13, 0)
+
+
+# The calls on an H200 with code for 9.0, and a part of the fault or None
+ON_H200 = [
+    (lambda host: host.launch(SMALL, shared=44 * KIB), None),
+    (lambda host: host.launch(SMALL, shared=46 * KIB), "51200 bytes of shared memory, 4096 of them static"),
+    (lambda host: (host.opt_in(SMALL, 223 * KIB), host.launch(SMALL, shared=223 * KIB)), None),
+    (
+        lambda host: (host.opt_in(SMALL, 100 * KIB), host.launch(SMALL, shared=101 * KIB)),
+        "that cudaFuncSetAttribute has allowed",
+    ),
+    (
+        lambda host: (host.opt_in(SMALL, 100 * KIB), host.next_device(), host.launch(SMALL, shared=100 * KIB)),
+        "that cudaFuncSetAttribute has allowed",
+    ),
+    (lambda host: host.opt_in(SMALL, 227 * KIB), "cudaFuncSetAttribute of 232448 bytes beside 4096 static ones"),
+    (lambda host: host.launch(LARGE, threads=256), None),
+    (lambda host: host.launch(LARGE, threads=512), "512 threads of 255 registers do not fit"),
+    (lambda host: host.launch(SMALL, threads=1056), "invalid block size: 1056 threads"),
+    (lambda host: host.launch(SMALL, x=0), "invalid grid size: 0 x 1 x 1"),
+    (lambda host: host.launch(SMALL, y=65536), "invalid grid size: 1 x 65536 x 1"),
+    (lambda host: host.launch(SMALL, x=16, cluster=8), None),
+    (lambda host: host.launch(SMALL, x=16, cluster=16), "invalid cluster size"),
+    (lambda host: host.launch(SMALL, x=9, cluster=8), "invalid cluster size"),
+    (lambda host: host.launch(SMALL, x=host.resident_blocks(SMALL, 1024, 0) - 2), "invalid grid size: 0 x 1 x 1"),
+    (lambda host: host.resident_blocks(SMALL, 128, 50 * KIB), "no resident block of 128 threads with 51200 bytes"),
+    (lambda host: host.launch(BACKWARD, y=132, threads=1024), None),
+    (lambda host: host.launch(BACKWARD, y=133, threads=1024), "more persistent blocks than are resident: 133 of 132"),
+    (lambda host: host.launch(UNLISTED), "not among the kernels for this GPU"),
+    (lambda host: host.clock_rate(), "unknown attribute"),
+]
+ON_OTHERS = [
+    ("L4", 80, lambda host: host.launch(SMALL, shared=96 * KIB), "that the GPU has"),
+    ("A100", 80, lambda host: host.launch(SMALL, x=16, cluster=8), "clusters need compute capability 9.0"),
+    ("H200", 80, lambda host: host.launch(SMALL, x=16, cluster=8), "code for 80 has no instructions for clusters"),
+    ("B200", 90, lambda host: host.launch(SMALL, overlaps=True), None),
+    ("B200", 80, lambda host: host.launch(SMALL, overlaps=True), "code for 80 does not wait"),
+]
+
+
+@pytest.mark.parametrize("gpu, code, calls, fault", [*(("H200", 90, *case) for case in ON_H200), *ON_OTHERS])
+def test_planted_launch_is_judged(gpu, code, calls, fault):
+    host = Host(gpu, code)
+    calls(host)
+    found = "; ".join(host.faults())
+    assert (fault in found) if fault else not found
