@@ -38,11 +38,6 @@ bool is_transformed(const Tensors&... tensors) {
   return (has_tangent(tensors) || ...) ||
          c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
-// Whether a call is recorded in the autograd graph.
-template <class... Tensors>
-bool wants_graph(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
 
 // The mean over the last `count` dimensions.
 Tensor mean_of(const Tensor& t, int64_t count) {
@@ -65,8 +60,8 @@ Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) 
 }
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
-  check_forward(args);
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  check_forward(input, residual, normalized_shape, weight, bias);
   const auto count = static_cast<int64_t>(normalized_shape.size());
   const auto acc = accumulate_type(input);
   Tensor sum, mean;
@@ -109,11 +104,6 @@ struct Terms {
   Tensor dy, rstd, weight, xhat, g;
 };
 
-// The gradient of a parameter, summed over the rows that share it.
-Tensor sum_rows(const Tensor& t, const optional<Tensor>& model, SymIntArrayRef normalized_shape, at::ScalarType type) {
-  return at::sum_to(t, gradient_sizes(model, normalized_shape)).to(type);
-}
-
 // rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
 constexpr const char* kNoDerivative =
     "The derivative of a backward pass needs the input, which memory_efficient=True does not keep; use "
@@ -132,11 +122,11 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     if (present(args.grad_sum)) dx = dx + args.grad_sum->to(dx.scalar_type());
     outputs.grad_input = dx.to(args.input.scalar_type());
   }
-  if (wants_weight)
-    outputs.grad_weight =
-        sum_rows(t.dy * t.xhat, gradient_model(args.weight, args.bias), args.normalized_shape, types.weight);
-  if (wants_bias)
-    outputs.grad_bias = sum_rows(t.dy, gradient_model(args.bias, args.weight), args.normalized_shape, types.bias);
+  const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
+    return at::sum_to(gradient, type.sizes(args.normalized_shape)).to(type.dtype);
+  };
+  if (wants_weight) outputs.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
+  if (wants_bias) outputs.grad_bias = sum_rows(t.dy, types.bias);
   return outputs;
 }
 
@@ -228,8 +218,15 @@ struct Saved {
   bool is_output = false;
 };
 
-// A node with up to four inputs. N::derivative(gradients, wanted) computes its gradients, and N::for_each_saved(node,
-// f) enumerates what it has saved, so that compiled autograd can record a call and replay it.
+// Calls f with each element of a tuple.
+template <class Tuple, class F>
+void for_each(const Tuple& tuple, const F& f) {
+  std::apply([&](auto&... elements) { (f(elements), ...); }, tuple);
+}
+
+// A node with up to four inputs. N::derivative(gradients, wanted) computes its gradients. The references of N::saved()
+// and N::values() are to its tensors and to what else it needs, so that compiled autograd can record a call and replay
+// it.
 template <class N>
 struct RecordableNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
@@ -239,19 +236,13 @@ struct RecordableNode : torch::autograd::Node {
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    N::for_each_saved(static_cast<N&>(*this), [](auto& saved) {
-      if constexpr (is_tensor<decltype(saved)>) saved.variable.reset_data();
-    });
+    for_each(static_cast<N&>(*this).saved(), [](Saved& tensor) { tensor.variable.reset_data(); });
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    N::for_each_saved(static_cast<const N&>(*this), [&](const auto& saved) {
-      if constexpr (is_tensor<decltype(saved)>) {
-        args.collect(saved.variable, saved.is_output);
-      } else {
-        args.collect(saved);
-      }
-    });
+    N& node = const_cast<N&>(static_cast<const N&>(*this));  // it is only read
+    for_each(node.saved(), [&](const Saved& tensor) { args.collect(tensor.variable, tensor.is_output); });
+    for_each(node.values(), [&](const auto& value) { args.collect(value); });
   }
 
   variable_list apply_with_saved(const variable_list& gradients,
@@ -264,26 +255,20 @@ struct RecordableNode : torch::autograd::Node {
       args.pack(value);
       types.push_back(IValuePacker<std::decay_t<decltype(value)>>::packed_type());
     };
-    N::for_each_saved(node, [&](auto& saved) {
-      if constexpr (is_tensor<decltype(saved)>) {
-        tracing.before(saved.variable);
-        pack(saved.unpack(node));
-      } else {
-        tracing.before(saved);
-        pack(saved);
-      }
+    for_each(node.saved(), [&](Saved& tensor) {
+      tracing.before(tensor.variable);
+      pack(tensor.unpack(node));
+    });
+    for_each(node.values(), [&](auto& value) {
+      tracing.before(value);
+      pack(value);
     });
     pack(wanted());
     const auto replay = [](const variable_list& gradients, const std::vector<at::IValue>& packed) {
       PackedArgs args(packed);
       const auto node = make_node<N>();
-      N::for_each_saved(*node, [&](auto& saved) {
-        if constexpr (is_tensor<decltype(saved)>) {
-          saved = Saved(args.unpack<Tensor>());
-        } else {
-          saved = args.unpack<std::decay_t<decltype(saved)>>();
-        }
-      });
+      for_each(node->saved(), [&](Saved& tensor) { tensor = Saved(args.unpack<Tensor>()); });
+      for_each(node->values(), [&](auto& value) { value = args.unpack<std::decay_t<decltype(value)>>(); });
       return node->derivative(gradients, args.unpack<Wanted>());
     };
     const auto& compiler = getPyCompilerInterface();
@@ -293,13 +278,8 @@ struct RecordableNode : torch::autograd::Node {
         IValuePacker<std::vector<optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
     const auto outputs = compiler->call_function(tracing.get_py_compiler(), "apply_functional", name, gradients,
                                                  args.vec(), output_metadata);
-    N::for_each_saved(node, [&](auto& saved) {
-      if constexpr (is_tensor<decltype(saved)>) {
-        tracing.after(saved.variable);
-      } else {
-        tracing.after(saved);
-      }
-    });
+    for_each(node.saved(), [&](Saved& tensor) { tracing.after(tensor.variable); });
+    for_each(node.values(), [&](auto& value) { tracing.after(value); });
     return outputs;
   }
 
@@ -307,9 +287,6 @@ struct RecordableNode : torch::autograd::Node {
   using Wanted = std::array<bool, 4>;
 
  private:
-  template <class T>
-  static constexpr bool is_tensor = std::is_same_v<std::decay_t<T>, Saved>;
-
   Wanted wanted() {
     Wanted result = {};
     for (size_t i = 0; i < num_outputs(); ++i) result[i] = task_should_compute_output(i);
@@ -319,10 +296,9 @@ struct RecordableNode : torch::autograd::Node {
 
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// Enumerates Options for RecordableNode.
-template <class Options, class F>
-void for_each_option(Options& options, const F& f) {
-  f(options.rms), f(options.zero_centered_weight), f(options.memory_efficient), f(options.preserve_layout);
+// The options as values of a RecordableNode.
+auto values_of(Options& options) {
+  return std::tie(options.rms, options.zero_centered_weight, options.memory_efficient, options.preserve_layout);
 }
 
 // The derivative of backward, given the upstream gradients v of (grad_input, grad_weight, grad_bias).
@@ -361,11 +337,8 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
     return grads;
   }
 
-  template <class Self, class F>
-  static void for_each_saved(Self& self, const F& f) {
-    f(self.grad_output), f(self.input), f(self.weight), f(self.rstd), f(self.normalized_dims);
-    for_each_option(self.options, f);
-  }
+  auto saved() { return std::tie(grad_output, input, weight, rstd); }
+  auto values() { return std::tuple_cat(std::tie(normalized_dims), values_of(options)); }
 
   std::string name() const override { return "LayerNormBackwardBackward"; }
 
@@ -414,11 +387,9 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     return result;
   }
 
-  template <class Self, class F>
-  static void for_each_saved(Self& self, const F& f) {
-    f(self.input), f(self.weight), f(self.bias), f(self.mean), f(self.rstd), f(self.normalized_shape);
-    f(self.has_residual), f(self.images), f(self.input_type);
-    for_each_option(self.options, f);
+  auto saved() { return std::tie(input, weight, bias, mean, rstd); }
+  auto values() {
+    return std::tuple_cat(std::tie(normalized_shape, has_residual, images, input_type), values_of(options));
   }
 
   std::string name() const override { return "LayerNormBackward"; }
@@ -444,7 +415,7 @@ bool is_unlike(const Tensor& bias, const Tensor& weight) {
 // Calls forward and records its derivative. The tensors may be `images` if they are plain.
 ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
-  const bool records = wants_graph(input, residual, weight, bias);
+  const bool records = torch::autograd::compute_requires_grad(input, residual, weight, bias);
   const auto call = [&] {
     if (args.in_place && records) {
       TORCH_CHECK(!args.residual->is_view(),
@@ -503,7 +474,7 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_backward(args);
   };
-  if (!wants_graph(grad_output, grad_sum, input, weight)) return call();
+  if (!torch::autograd::compute_requires_grad(grad_output, grad_sum, input, weight)) return call();
   const Tensor w = weight.value_or(Tensor());
   const auto node = make_node<LayerNormBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));

@@ -13,7 +13,6 @@
 #include <torch/csrc/utils/python_arg_parser.h>
 
 #include <limits>
-#include <vector>
 
 #include "cpu/kernels.h"
 #include "ops.h"
@@ -59,28 +58,15 @@ bool needs_python(const Tensor& input) {
          c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-struct Call {
-  Tensor input;
-  optional<Tensor> residual;
-  std::vector<c10::SymInt> normalized_shape;
-  optional<Tensor> weight, bias;
-  double eps;
-  layernorm::Options options;
-  bool inplace;
-};
-
-// The output, or with a residual the output and the sum. None if the call needs_python().
-PyObject* norm(const Call& call) {
-  if (needs_python(call.input)) Py_RETURN_NONE;
+// Calls a function without the GIL. Returns the output, or with a residual the output and the sum.
+PyObject* call(layernorm::Forward function, const layernorm::ForwardArgs& args) {
   layernorm::ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
-    outputs = layernorm::call_forward({call.input, call.residual, call.normalized_shape, call.weight, call.bias,
-                                       call.eps, call.options, call.inplace});
+    outputs = function(args);
   }
-  auto& [output, sum, mean, rstd] = outputs;
-  if (!call.residual) return THPVariable_Wrap(std::move(output));
-  return pybind11::make_tuple(std::move(output), std::move(sum)).release().ptr();
+  if (!args.residual) return THPVariable_Wrap(std::move(outputs.output));
+  return pybind11::make_tuple(std::move(outputs.output), std::move(outputs.sum)).release().ptr();
 }
 
 // The eps of RMSNorm; by default the machine epsilon of the accumulation type.
@@ -97,66 +83,37 @@ optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normali
   return layernorm::call_forward({input, {}, normalized_shape.sizes, weight, bias, eps, {}}).output;
 }
 
-PyObject* layer_norm(PyObject*, PyObject* args, PyObject* kwargs) {
-  HANDLE_TH_ERRORS
-  static PythonArgParser parser(
-      {"layer_norm(Tensor input, SymIntArrayRef normalized_shape, Tensor? weight=None, Tensor? bias=None, "
-       "double eps=1e-05, *, bool zero_centered_weight=False, bool memory_efficient=False)"});
-  ParsedArgs<7> parsed;
-  auto a = parser.parse(args, kwargs, parsed);
-  return norm({a.tensor(0),
-               {},
-               a.symintlist(1),
-               a.optionalTensor(2),
-               a.optionalTensor(3),
-               a.toDouble(4),
-               {false, a.toBool(5), a.toBool(6)},
-               false});
-  END_HANDLE_TH_ERRORS
-}
+// The signatures by whether the function adds a residual, and whether it is an RMSNorm.
+constexpr const char* kSignatures[2][2] = {
+    {"layer_norm(Tensor input, SymIntArrayRef normalized_shape, Tensor? weight=None, Tensor? bias=None, "
+     "double eps=1e-05, *, bool zero_centered_weight=False, bool memory_efficient=False)",
+     "rms_norm(Tensor input, SymIntArrayRef normalized_shape, Tensor? weight=None, double? eps=None, *, "
+     "bool zero_centered_weight=False)"},
+    {"add_layer_norm(Tensor input, Tensor residual, SymIntArrayRef normalized_shape, Tensor? weight=None, "
+     "Tensor? bias=None, double eps=1e-05, *, bool zero_centered_weight=False, bool inplace=False)",
+     "add_rms_norm(Tensor input, Tensor residual, SymIntArrayRef normalized_shape, Tensor? weight=None, "
+     "double? eps=None, *, bool zero_centered_weight=False, bool inplace=False)"},
+};
 
-PyObject* rms_norm(PyObject*, PyObject* args, PyObject* kwargs) {
+// layer_norm, rms_norm, add_layer_norm or add_rms_norm. None if the call needs_python().
+template <bool kAdd, bool kRms>
+PyObject* norm(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
-  static PythonArgParser parser(
-      {"rms_norm(Tensor input, SymIntArrayRef normalized_shape, Tensor? weight=None, double? eps=None, *, "
-       "bool zero_centered_weight=False)"});
-  ParsedArgs<5> parsed;
-  auto a = parser.parse(args, kwargs, parsed);
-  const Tensor input = a.tensor(0);
-  const double eps = rms_eps(a.toDoubleOptional(3), input);
-  return norm({input, {}, a.symintlist(1), a.optionalTensor(2), {}, eps, {true, a.toBool(4), false}, false});
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* add_layer_norm(PyObject*, PyObject* args, PyObject* kwargs) {
-  HANDLE_TH_ERRORS
-  static PythonArgParser parser(
-      {"add_layer_norm(Tensor input, Tensor residual, SymIntArrayRef normalized_shape, Tensor? weight=None, "
-       "Tensor? bias=None, double eps=1e-05, *, bool zero_centered_weight=False, bool inplace=False)"});
+  static PythonArgParser parser({kSignatures[kAdd][kRms]});
   ParsedArgs<8> parsed;
   auto a = parser.parse(args, kwargs, parsed);
-  return norm({a.tensor(0),
-               a.tensor(1),
-               a.symintlist(2),
-               a.optionalTensor(3),
-               a.optionalTensor(4),
-               a.toDouble(5),
-               {false, a.toBool(6), false},
-               a.toBool(7)});
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* add_rms_norm(PyObject*, PyObject* args, PyObject* kwargs) {
-  HANDLE_TH_ERRORS
-  static PythonArgParser parser(
-      {"add_rms_norm(Tensor input, Tensor residual, SymIntArrayRef normalized_shape, Tensor? weight=None, "
-       "double? eps=None, *, bool zero_centered_weight=False, bool inplace=False)"});
-  ParsedArgs<7> parsed;
-  auto a = parser.parse(args, kwargs, parsed);
-  const Tensor input = a.tensor(0);
-  const double eps = rms_eps(a.toDoubleOptional(4), input);
-  return norm(
-      {input, a.tensor(1), a.symintlist(2), a.optionalTensor(3), {}, eps, {true, a.toBool(5), false}, a.toBool(6)});
+  int next = 0;  // the arguments are read in the order of the signature
+  const Tensor input = a.tensor(next++);
+  if (needs_python(input)) Py_RETURN_NONE;
+  const optional<Tensor> residual = kAdd ? optional(a.tensor(next++)) : std::nullopt;
+  const auto normalized_shape = a.symintlist(next++);
+  const optional<Tensor> weight = a.optionalTensor(next++);
+  const optional<Tensor> bias = kRms ? std::nullopt : a.optionalTensor(next++);
+  const double eps = kRms ? rms_eps(a.toDoubleOptional(next++), input) : a.toDouble(next++);
+  const bool zero_centered_weight = a.toBool(next++);
+  const bool in_place = kAdd && a.toBool(next++), memory_efficient = !kAdd && !kRms && a.toBool(next++);
+  const layernorm::Options options = {kRms, zero_centered_weight, memory_efficient};
+  return call(layernorm::call_forward, {input, residual, normalized_shape, weight, bias, eps, options, in_place});
   END_HANDLE_TH_ERRORS
 }
 
@@ -171,14 +128,10 @@ PyObject* ada_norm(PyObject*, PyObject* args, PyObject* kwargs) {
   const auto normalized_shape = a.symintlist(1);
   const optional<Tensor> scale = a.optionalTensor(2), shift = a.optionalTensor(3);
   layernorm::check_modulation(input, normalized_shape, scale, shift);
-  return norm({input,
-               {},
-               normalized_shape,
-               layernorm::insert_batch_dims(scale, input, normalized_shape),
-               layernorm::insert_batch_dims(shift, input, normalized_shape),
-               a.toDouble(4),
-               {a.toBool(5), /*zero_centered_weight=*/true, false},
-               false});
+  const auto weight = layernorm::insert_batch_dims(scale, input, normalized_shape);
+  const auto bias = layernorm::insert_batch_dims(shift, input, normalized_shape);
+  const layernorm::Options options = {/*rms=*/a.toBool(5), /*zero_centered_weight=*/true};
+  return call(layernorm::call_forward, {input, {}, normalized_shape, weight, bias, a.toDouble(4), options});
   END_HANDLE_TH_ERRORS
 }
 
@@ -193,19 +146,11 @@ PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   const Tensor input = a.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
   const optional<Tensor> residual = a.optionalTensor(1), weight = a.optionalTensor(2), bias = a.optionalTensor(3);
+  layernorm::check_images(input, residual, weight, bias, /*adaptive=*/a.toBool(9));
   const bool rms = a.toBool(5), in_place = a.toBool(8);
   const double eps = rms ? rms_eps(a.toDoubleOptional(4), input) : a.toDouble(4);
   const layernorm::Options options = {rms, a.toBool(6), a.toBool(7), /*preserve_layout=*/true};
-  const bool adaptive = a.toBool(9);
-  layernorm::ForwardOutputs outputs;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    layernorm::check_images(input, residual, weight, bias, adaptive);
-    outputs = layernorm::forward_images({input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});
-  }
-  auto& [output, sum, mean, rstd] = outputs;
-  if (!residual) return THPVariable_Wrap(std::move(output));
-  return pybind11::make_tuple(std::move(output), std::move(sum)).release().ptr();
+  return call(layernorm::forward_images, {input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});
   END_HANDLE_TH_ERRORS
 }
 
@@ -216,9 +161,9 @@ PyMethodDef method(const char* name) {
 }
 
 PyMethodDef methods[] = {
-    method<rms_norm>("rms_norm"),  // layer_norm has two overloads, see below
-    method<add_layer_norm>("add_layer_norm"),
-    method<add_rms_norm>("add_rms_norm"),
+    method<norm<false, true>>("rms_norm"),  // layer_norm has two overloads, see below
+    method<norm<true, false>>("add_layer_norm"),
+    method<norm<true, true>>("add_rms_norm"),
     method<ada_norm>("ada_norm"),
     method<norm_2d>("norm_2d"),
     {},
@@ -231,17 +176,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw py::error_already_set();
   m.def("layer_norm", &plain_layer_norm, py::call_guard<py::gil_scoped_release>());
   m.def("layer_norm", [](const py::args& args, const py::kwargs& kwargs) {  // all other calls, and all errors
-    PyObject* const result = layer_norm(nullptr, args.ptr(), kwargs.ptr());
+    PyObject* const result = norm<false, false>(nullptr, args.ptr(), kwargs.ptr());
     if (!result) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });
-  m.def(
-      "check_forward",
-      [](const Tensor& input, const optional<Tensor>& residual, const c10::SymIntArrayRef& normalized_shape,
-         const optional<Tensor>& weight, const optional<Tensor>& bias) {
-        layernorm::check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
-      },
-      py::call_guard<py::gil_scoped_release>());
+  m.def("check_forward", &layernorm::check_forward, py::call_guard<py::gil_scoped_release>());
   m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
   m.def("check_modulation", &layernorm::check_modulation, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,

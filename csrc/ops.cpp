@@ -27,13 +27,6 @@ namespace {
 // torch's name of a dtype.
 const char* name_of(at::ScalarType type) { return c10::toString(type); }
 
-// Joins sizes as in "2, 3", for [*, 2, 3].
-std::string join(SymIntArrayRef sizes) {
-  std::ostringstream out;
-  for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
-  return out.str();
-}
-
 // Whether sizes are equal. While torch.compile traces, a size may be known only at run time, for example one from a
 // numpy integer; then the compiled program checks it.
 bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
@@ -159,8 +152,8 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 
 }  // namespace
 
-void check_forward(const ForwardArgs& args) {
-  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                   const optional<Tensor>& weight, const optional<Tensor>& bias) {
   TORCH_CHECK(!normalized_shape.empty(),
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one "
               "element, but got "
@@ -171,8 +164,8 @@ void check_forward(const ForwardArgs& args) {
   const auto sizes = input.sym_sizes();
   const size_t count = normalized_shape.size();
   TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
-              "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ", join(normalized_shape),
-              "], but got input of size", sizes);
+              "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ",
+              c10::Join(", ", normalized_shape), "], but got input of size", sizes);
   const bool own_weight = present(weight) && has_batch_dims(*weight, input, normalized_shape);
   const bool own_bias = present(bias) && has_batch_dims(*bias, input, normalized_shape);
   if (own_weight) check_batch_sizes("weight", input, normalized_shape, *weight);
@@ -186,7 +179,7 @@ void check_forward(const ForwardArgs& args) {
 
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
-  check_forward({input, {}, args.normalized_shape, args.weight, args.bias, 0, args.options});
+  check_forward(input, {}, args.normalized_shape, args.weight, args.bias);
   check_like("grad_output", args.grad_output, input,
              input.scalar_type() == at::kFloat && is_16_bit(args.grad_output.scalar_type()));
   if (present(args.grad_sum)) check_like("grad_sum", *args.grad_sum, input);
@@ -226,7 +219,7 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
 
 void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
                       const optional<Tensor>& shift) {
-  check_forward({input, {}, normalized_shape, {}, {}, 0, {}});
+  check_forward(input, {}, normalized_shape, {}, {});
   const auto batch_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
   SymIntArrayRef groups;  // the batch sizes of the scale, without ones at the end
   for (const auto& [name, parameter] : {std::pair("scale", &scale), std::pair("shift", &shift)}) {
@@ -235,7 +228,7 @@ void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, cons
     const auto own_dims = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(normalized_shape.size());
     bool fits = own_dims >= 0 && own_dims <= batch_dims && are_equal(sizes.slice(own_dims), normalized_shape);
     for (int64_t d = 0; fits && d < own_dims; ++d) fits = sizes[d] == 1 || sizes[d] == input.sym_size(d);
-    TORCH_CHECK(fits, "Expected ", name, " of shape [*batch, ", join(normalized_shape),
+    TORCH_CHECK(fits, "Expected ", name, " of shape [*batch, ", c10::Join(", ", normalized_shape),
                 "], where batch are the input's ", "first batch sizes or 1, but got ", name, " of shape ", sizes,
                 " and input of shape ", input.sym_sizes());
     check_parameter_type(name, input, *parameter);
@@ -480,11 +473,10 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
   auto [grad_input, grad_weight, grad_bias] =
       kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, in_acc(args.weight),
                  in_acc(args.bias), args.output_mask, args.grad_sum, args.options});
-  const auto sum_rows = [](const Tensor& gradient, const optional<Tensor>& model, at::ScalarType type) {
-    return gradient.defined() ? at::sum_to(gradient, model->sizes()).to(type) : gradient;
+  const auto sum_rows = [](const Tensor& gradient, const GradientType& type) {
+    return gradient.defined() ? at::sum_to(gradient, type.model->sizes()).to(type.dtype) : gradient;
   };
-  return {grad_input, sum_rows(grad_weight, gradient_model(args.weight, args.bias), types.weight),
-          sum_rows(grad_bias, gradient_model(args.bias, args.weight), types.bias)};
+  return {grad_input, sum_rows(grad_weight, types.weight), sum_rows(grad_bias, types.bias)};
 }
 
 // A parameter as the kernels read it; undefined if absent.
@@ -511,7 +503,7 @@ void set_common(Params& params, const Geometry& geometry, const Options& options
 
 template <void (*kernel)(const ForwardParams&)>
 ForwardOutputs forward(const ForwardArgs& args) {
-  check_forward(args);
+  check_forward(args.input, args.residual, args.normalized_shape, args.weight, args.bias);
   const Tensor& input = args.input;
   const auto& residual = args.residual;
   if (args.in_place) {
@@ -583,16 +575,14 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (!empty && !(geometry.fits(grad) && geometry.fits(args.rstd.contiguous()))) {
     return backward_by_copies<backward<kernel>>(args);
   }
-  const auto& weight_model = gradient_model(args.weight, args.bias);
-  const auto& bias_model = gradient_model(args.bias, args.weight);
-  const auto parameter_gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
-    const auto sizes = present(model) ? model->sizes() : input.sizes().slice(input.dim() - normalized_dims);
-    return empty ? at::zeros(sizes, options.dtype(type)) : allocate(sizes, options.dtype(types.kernel));
+  const auto parameter_gradient = [&](const GradientType& type) {
+    const auto sizes = present(type.model) ? type.model->sizes() : input.sizes().slice(input.dim() - normalized_dims);
+    return empty ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
   };
   Tensor grad_input, grad_weight, grad_bias;
   if (wants_input) grad_input = grad;
-  if (wants_weight) grad_weight = parameter_gradient(weight_model, types.weight);
-  if (wants_bias) grad_bias = parameter_gradient(bias_model, types.bias);
+  if (wants_weight) grad_weight = parameter_gradient(types.weight);
+  if (wants_bias) grad_bias = parameter_gradient(types.bias);
   if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
 
   const auto fit = [&](const optional<Tensor>& t, bool wanted) {
@@ -614,14 +604,14 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.mean = geometry.statistic_view(*mean, on.input(*mean, "mean"));
   params.rstd = geometry.statistic_view(*rstd, on.input(*rstd, "rstd"));
   params.grad_input = geometry.view(grad_input, on.output(grad_input, "grad_input"));
-  params.grad_weight = geometry.gradient_view(weight_model, on.output(grad_weight, "grad_weight"));
-  params.grad_bias = geometry.gradient_view(bias_model, on.output(grad_bias, "grad_bias"));
+  params.grad_weight = geometry.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
+  params.grad_bias = geometry.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
   params.from_output = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output.scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
   kernel(params);
-  const auto cast = [](const Tensor& t, at::ScalarType type) { return t.defined() ? t.to(type) : t; };
+  const auto cast = [](const Tensor& t, const GradientType& type) { return t.defined() ? t.to(type.dtype) : t; };
   return {grad_input, cast(grad_weight, types.weight), cast(grad_bias, types.bias)};
 }
 
@@ -633,7 +623,7 @@ Tensor empty_like(const Tensor& input, at::ScalarType type, bool preserve_layout
 }
 
 ForwardOutputs forward_meta(const ForwardArgs& args) {
-  check_forward(args);
+  check_forward(args.input, args.residual, args.normalized_shape, args.weight, args.bias);
   const Tensor& input = args.input;
   const auto options = input.options().dtype(accumulate_type(input));
   const auto shape = statistics_shape(input, args.normalized_shape);
@@ -652,15 +642,15 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
   const ParameterTypes types(args.input, args.weight, args.bias);
-  const auto gradient = [&](const optional<Tensor>& model, at::ScalarType type) {
-    return at::empty_symint(gradient_sizes(model, args.normalized_shape), input.options().dtype(type));
+  const auto gradient = [&](const GradientType& type) {
+    return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
   BackwardOutputs outputs;
   if (args.output_mask[0]) {
     outputs.grad_input = empty_like(input, input.scalar_type(), args.options.preserve_layout);
   }
-  if (args.output_mask[1]) outputs.grad_weight = gradient(gradient_model(args.weight, args.bias), types.weight);
-  if (args.output_mask[2]) outputs.grad_bias = gradient(gradient_model(args.bias, args.weight), types.bias);
+  if (args.output_mask[1]) outputs.grad_weight = gradient(types.weight);
+  if (args.output_mask[2]) outputs.grad_bias = gradient(types.bias);
   return outputs;
 }
 
@@ -670,23 +660,11 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
 
 namespace {
 
-using Norm = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, SymIntArrayRef, const optional<Tensor>&,
-                                                const optional<Tensor>&, double, bool, bool, bool, bool);
-using AddNorm = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef,
-                                                           const optional<Tensor>&, const optional<Tensor>&, double,
-                                                           bool, bool, bool, bool);
-using AddNormInPlace = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef,
-                                                          const optional<Tensor>&, const optional<Tensor>&, double,
-                                                          bool, bool, bool, bool);
-using NormBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef,
-                                                        const optional<Tensor>&, const Tensor&, const optional<Tensor>&,
-                                                        const optional<Tensor>&, std::array<bool, 3>,
-                                                        const optional<Tensor>&, bool, bool, bool, bool);
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
+// The handle of an operator, whose signature is that of Operator::call.
+template <class Operator>
+auto find(const char* name, const char* overload) {
   const auto full_name = std::string(kOperatorNamespace) + "::" + name;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload).typed<Signature>();
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload).typed<decltype(Operator::call)>();
 }
 
 }  // namespace
@@ -695,25 +673,25 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = options;
   if (in_place) {
-    static const auto op = find<AddNormInPlace>("forward_", "residual");
+    static const auto op = find<ForwardOperator<nullptr, true, const Tensor&>>("forward_", "residual");
     auto [output, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
                                         zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), *residual, std::move(mean), std::move(rstd)};
   }
   if (present(residual)) {
-    static const auto op = find<AddNorm>("forward", "residual");
+    static const auto op = find<ForwardOperator<nullptr, false, const Tensor&>>("forward", "residual");
     auto [output, sum, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
                                              zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
-  static const auto op = find<Norm>("forward", "");
+  static const auto op = find<ForwardOperator<nullptr, false>>("forward", "");
   auto [output, mean, rstd] =
       op.call(input, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient, preserve_layout);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  static const auto op = find<NormBackward>("backward", "");
+  static const auto op = find<BackwardOperator<nullptr>>("backward", "");
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
   auto [grad_input, grad_weight, grad_bias] =
       op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
@@ -761,10 +739,7 @@ void Operators::implement_cuda(torch::Library& m) { implement<forward<cuda::forw
 void Operators::implement_meta(torch::Library& m) { implement<forward_meta, backward_meta>(m); }
 
 void Operators::implement_composite(torch::Library& m) {
-  m.impl("check_forward", [](const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                             const optional<Tensor>& weight, const optional<Tensor>& bias) {
-    check_forward({input, residual, normalized_shape, weight, bias, 0, {}});
-  });
+  m.impl("check_forward", TORCH_FN(check_forward));
   m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
                             const optional<Tensor>& bias, bool adaptive) {
     check_images(input, residual, weight, bias, adaptive);

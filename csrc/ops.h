@@ -64,48 +64,56 @@ BackwardOutputs call_backward(const BackwardArgs& args);
 // The same for images [N, C, *] and normalized_shape {C}, without the cost of moving the channels by views.
 ForwardOutputs forward_images(const ForwardArgs& args);
 
-// Registers an implementation of all operators for one dispatch key.
 using Forward = ForwardOutputs (*)(const ForwardArgs&);
 using Backward = BackwardOutputs (*)(const BackwardArgs&);
+
+// The function of `forward` for a dispatch key; of forward.residual if Residual is a tensor; or of forward_.residual.
+template <Forward kForward, bool kInPlace, class... Residual>
+struct ForwardOperator {
+  static constexpr bool kReturnsSum = sizeof...(Residual) == 1 && !kInPlace;
+  using Outputs =
+      std::conditional_t<kReturnsSum, std::tuple<Tensor, Tensor, Tensor, Tensor>, std::tuple<Tensor, Tensor, Tensor>>;
+
+  static Outputs call(const Tensor& input, Residual... residual, SymIntArrayRef normalized_shape,
+                      const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, bool rms,
+                      bool zero_centered_weight, bool memory_efficient, bool preserve_layout) {
+    const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
+    auto [output, sum, mean, rstd] =
+        kForward({input, optional<Tensor>(residual...), normalized_shape, weight, bias, eps, options, kInPlace});
+    if constexpr (kReturnsSum) {
+      return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
+    } else {
+      return {std::move(output), std::move(mean), std::move(rstd)};
+    }
+  }
+};
+
+// The function of `backward` for a dispatch key.
+template <Backward kBackward>
+struct BackwardOperator {
+  static std::tuple<Tensor, Tensor, Tensor> call(const Tensor& grad_output, const Tensor& input,
+                                                 SymIntArrayRef normalized_shape, const optional<Tensor>& mean,
+                                                 const Tensor& rstd, const optional<Tensor>& weight,
+                                                 const optional<Tensor>& bias, std::array<bool, 3> output_mask,
+                                                 const optional<Tensor>& grad_sum, bool rms, bool zero_centered_weight,
+                                                 bool memory_efficient, bool preserve_layout) {
+    const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
+    auto [grad_input, grad_weight, grad_bias] =
+        kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options});
+    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  }
+};
+
+// Registers an implementation of all operators for one dispatch key.
 template <Forward kForward, Backward kBackward>
 void implement(torch::Library& m) {
-  using Outputs = std::tuple<Tensor, Tensor, Tensor>;
-  m.impl("forward",
-         [](const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-            const optional<Tensor>& bias, double eps, bool rms, bool zero_centered_weight, bool memory_efficient,
-            bool preserve_layout) -> Outputs {
-           const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
-           auto [output, sum, mean, rstd] = kForward({input, {}, normalized_shape, weight, bias, eps, options});
-           return {std::move(output), std::move(mean), std::move(rstd)};
-         });
-  m.impl(
-      "forward.residual",
-      [](const Tensor& input, const Tensor& residual, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-         const optional<Tensor>& bias, double eps, bool rms, bool zero_centered_weight, bool memory_efficient,
-         bool preserve_layout) -> std::tuple<Tensor, Tensor, Tensor, Tensor> {
-        const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
-        auto [output, sum, mean, rstd] = kForward({input, residual, normalized_shape, weight, bias, eps, options});
-        return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
-      });
-  m.impl("forward_.residual",
-         [](const Tensor& input, const Tensor& residual, SymIntArrayRef normalized_shape,
-            const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, bool rms,
-            bool zero_centered_weight, bool memory_efficient, bool preserve_layout) -> Outputs {
-           const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
-           auto [output, sum, mean, rstd] =
-               kForward({input, residual, normalized_shape, weight, bias, eps, options, /*in_place=*/true});
-           return {std::move(output), std::move(mean), std::move(rstd)};
-         });
-  m.impl("backward",
-         [](const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-            const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
-            const optional<Tensor>& bias, std::array<bool, 3> output_mask, const optional<Tensor>& grad_sum, bool rms,
-            bool zero_centered_weight, bool memory_efficient, bool preserve_layout) -> Outputs {
-           const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
-           auto [grad_input, grad_weight, grad_bias] = kBackward(
-               {grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options});
-           return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
-         });
+  using Norm = ForwardOperator<kForward, false>;
+  using AddNorm = ForwardOperator<kForward, false, const Tensor&>;
+  using AddNormInPlace = ForwardOperator<kForward, true, const Tensor&>;
+  m.impl("forward", TORCH_FN(Norm::call));
+  m.impl("forward.residual", TORCH_FN(AddNorm::call));
+  m.impl("forward_.residual", TORCH_FN(AddNormInPlace::call));
+  m.impl("backward", TORCH_FN(BackwardOperator<kBackward>::call));
 }
 
 // Each function fills the library of one dispatch key; registration.cpp calls them all.
@@ -123,7 +131,8 @@ struct Operators {
 extern const char* const kOperatorNamespace;
 
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
-void check_forward(const ForwardArgs& args);
+void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                   const optional<Tensor>& weight, const optional<Tensor>& bias);
 void check_backward(const BackwardArgs& args);
 // The same for a forward pass over the channels of images [N, C, *], before the channels are moved last. An adaptive
 // norm calls its parameters scale and shift.
@@ -141,8 +150,6 @@ inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
 
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 inline bool has_tangent(const optional<Tensor>& t) { return t && has_tangent(*t); }
-inline bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
-inline bool requires_grad(const optional<Tensor>& t) { return t && requires_grad(*t); }
 
 // Whether backward needs the means of the rows.
 inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
@@ -152,31 +159,31 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The parameter whose shape and dtype the gradient of `parameter` has: itself, or the other one if it is absent.
-inline const optional<Tensor>& gradient_model(const optional<Tensor>& parameter, const optional<Tensor>& other) {
-  return present(parameter) ? parameter : other;
-}
-inline SymIntArrayRef gradient_sizes(const optional<Tensor>& model, SymIntArrayRef normalized_shape) {
-  return present(model) ? model->sym_sizes() : normalized_shape;
-}
+// The shape and dtype of the gradient of a parameter: those of `model`, which is the parameter or, if it is absent, the
+// other one. Without parameters they are normalized_shape and the dtype of the input.
+struct GradientType {
+  GradientType(const Tensor& input, const optional<Tensor>& parameter, const optional<Tensor>& other)
+      : model(present(parameter) ? parameter : other), dtype((present(model) ? *model : input).scalar_type()) {}
+  SymIntArrayRef sizes(SymIntArrayRef normalized_shape) const {
+    return present(model) ? model->sym_sizes() : normalized_shape;
+  }
 
-// The dtypes of the parameters and of their gradients, for the input or, with a residual, its sum. Kernels exist for
+  const optional<Tensor>& model;
+  at::ScalarType dtype;
+};
+
+// The types of the gradients of the parameters, for the input or, with a residual, its sum. Kernels exist for
 // parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
-// converted to the accumulation type, and their gradients back to their own dtype. An absent parameter takes the dtype
-// of the other one, or else of the input.
+// converted to the accumulation type, and their gradients back to their own dtype.
 struct ParameterTypes {
   ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_)
-      : weight(type_of(gradient_model(weight_, bias_), input)),
-        bias(type_of(gradient_model(bias_, weight_), input)),
-        kernel(weight == bias && weight == input.scalar_type() ? weight : accumulate_type(input)) {}
+      : weight(input, weight_, bias_),
+        bias(input, bias_, weight_),
+        kernel(weight.dtype == bias.dtype && weight.dtype == input.scalar_type() ? weight.dtype
+                                                                                 : accumulate_type(input)) {}
 
-  at::ScalarType weight, bias;
+  GradientType weight, bias;
   at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
-
- private:
-  static at::ScalarType type_of(const optional<Tensor>& model, const Tensor& input) {
-    return (present(model) ? *model : input).scalar_type();
-  }
 };
 
 }  // namespace layernorm

@@ -16,6 +16,7 @@ from importlib.metadata import version
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from . import _C, _build_info, layer_norm
 
@@ -179,32 +180,23 @@ def time_both(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> list[t
     """Return our microseconds, torch's and their ratio, for forward and for backward."""
     x, w, b, dy = make_arguments(shape, device, dtype, dtype)
     ours, theirs = (partial(function, x, list(w.shape), w, b, EPS) for function in (layer_norm, F.layer_norm))
-    forward = compare(ours, theirs, device)
+    forward = compare(ours, theirs)
     for tensor in (x, w, b):
         tensor.requires_grad_()
     grad = partial(torch.autograd.grad, inputs=(x, w, b), grad_outputs=dy, retain_graph=True)
-    return [forward, compare(partial(grad, ours()), partial(grad, theirs()), device)]
+    return [forward, compare(partial(grad, ours()), partial(grad, theirs()))]
 
 
-def compare(ours: Callable[[], object], theirs: Callable[[], object], device: str) -> tuple[float, float, float]:
+def compare(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float, float]:
     """Return the median microseconds of both, and the median of their ratios, from alternating runs."""
-    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-    def microseconds(call: Callable[[], object], repeats: int) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        wait()
-        return 1e6 * (time.perf_counter() - start) / repeats
-
-    microseconds(theirs, 1)  # warm up: allocate memory and load the kernels
-    # Each run takes at least a millisecond, so that the resolution of the clock and the wait do not matter.
-    repeats = 1 + int(1000 / microseconds(ours, 2))
-    pairs: list[tuple[float, float]] = []
+    threads = torch.get_num_threads()
+    timers = [Timer("call()", globals={"call": call}, num_threads=threads) for call in (ours, theirs)]
+    # Each run takes at least a millisecond, so that the resolution of the clock does not matter.
+    repeats = 1 + int(1e-3 / timers[0].timeit(2).mean)
+    pairs: list[list[float]] = []
     end = time.perf_counter() + SECONDS_PER_TIMING
     while time.perf_counter() < end or len(pairs) < 3:
-        pairs.append((microseconds(ours, repeats), microseconds(theirs, repeats)))
+        pairs.append([1e6 * timer.timeit(repeats).mean for timer in timers])
     median_ours, median_theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
     return median_ours, median_theirs, statistics.median(a / b for a, b in pairs)
 

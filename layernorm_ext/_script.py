@@ -1,4 +1,4 @@
-"""Counterparts of the public functions that torch.jit.script compiles in their place.
+"""Counterparts of the public functions of the same names, which torch.jit.script compiles in their place.
 
 TorchScript supports neither keyword-only arguments nor ``__torch_function__``.
 """
@@ -16,7 +16,6 @@ def layer_norm(
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.layer_norm`."""
     return _norm(input, None, normalized_shape, weight, bias, eps, False, zero_centered_weight, memory_efficient)[0]
 
 
@@ -27,7 +26,6 @@ def rms_norm(
     eps: float | None = None,
     zero_centered_weight: bool = False,
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.rms_norm`."""
     return _norm(input, None, normalized_shape, weight, None, rms_eps(input, eps), True, zero_centered_weight)[0]
 
 
@@ -41,7 +39,6 @@ def add_layer_norm(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`layernorm_ext.add_layer_norm`."""
     return _norm(input, residual, normalized_shape, weight, bias, eps, False, zero_centered_weight, inplace=inplace)
 
 
@@ -54,7 +51,6 @@ def add_rms_norm(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`layernorm_ext.add_rms_norm`."""
     eps = rms_eps(input, eps)
     return _norm(input, residual, normalized_shape, weight, None, eps, True, zero_centered_weight, inplace=inplace)
 
@@ -66,7 +62,6 @@ def ada_layer_norm(
     shift: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.ada_layer_norm`."""
     return _ada_norm(input, normalized_shape, scale, shift, eps, False)
 
 
@@ -77,7 +72,6 @@ def ada_rms_norm(
     shift: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.ada_rms_norm`."""
     return _ada_norm(input, normalized_shape, scale, shift, eps, True)
 
 
@@ -89,14 +83,12 @@ def layer_norm_2d(
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.layer_norm_2d`."""
     return _norm_2d(input, None, weight, bias, eps, False, zero_centered_weight, memory_efficient)[0]
 
 
 def rms_norm_2d(
     input: Tensor, weight: Tensor | None = None, eps: float | None = None, zero_centered_weight: bool = False
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.rms_norm_2d`."""
     return _norm_2d(input, None, weight, None, rms_eps(input, eps), True, zero_centered_weight)[0]
 
 
@@ -109,7 +101,6 @@ def add_layer_norm_2d(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`layernorm_ext.add_layer_norm_2d`."""
     return _norm_2d(input, residual, weight, bias, eps, False, zero_centered_weight, inplace=inplace)
 
 
@@ -121,21 +112,18 @@ def add_rms_norm_2d(
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`layernorm_ext.add_rms_norm_2d`."""
     return _norm_2d(input, residual, weight, None, rms_eps(input, eps), True, zero_centered_weight, inplace=inplace)
 
 
 def ada_layer_norm_2d(
     input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.ada_layer_norm_2d`."""
     return _norm_2d(input, None, scale, shift, eps, False, True, adaptive=True)[0]
 
 
 def ada_rms_norm_2d(
     input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Compute :func:`layernorm_ext.ada_rms_norm_2d`."""
     return _norm_2d(input, None, scale, shift, eps, True, True, adaptive=True)[0]
 
 

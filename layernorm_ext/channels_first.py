@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from . import _script, tracing
 from ._ops import _C
-from .functional import _norm
+from .functional import _norm, override
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
 __all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "LayerNorm2d", "RMSNorm2d"]
@@ -72,8 +72,7 @@ def layer_norm_2d(
     """
     if has_torch_function_variadic(input, weight, bias):
         options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
-        tensors = (input, weight, bias)
-        return handle_torch_function(layer_norm_2d, tensors, input, weight=weight, bias=bias, eps=eps, **options)
+        return override(layer_norm_2d, input, weight=weight, bias=bias, eps=eps, **options)
     return _norm_2d(input, None, weight, bias, eps, False, zero_centered_weight, memory_efficient)
 
 
@@ -90,8 +89,7 @@ def rms_norm_2d(
     Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     if has_torch_function_variadic(input, weight):
-        options = {"zero_centered_weight": zero_centered_weight}
-        return handle_torch_function(rms_norm_2d, (input, weight), input, weight=weight, eps=eps, **options)
+        return override(rms_norm_2d, input, weight=weight, eps=eps, zero_centered_weight=zero_centered_weight)
     return _norm_2d(input, None, weight, None, eps, True, zero_centered_weight)
 
 
@@ -126,10 +124,7 @@ def add_layer_norm_2d(
     """
     if has_torch_function_variadic(input, residual, weight, bias):
         options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
-        tensors = (input, residual, weight, bias)
-        return handle_torch_function(
-            add_layer_norm_2d, tensors, input, residual, weight=weight, bias=bias, eps=eps, **options
-        )
+        return override(add_layer_norm_2d, input, residual, weight=weight, bias=bias, eps=eps, **options)
     return _norm_2d(input, residual, weight, bias, eps, False, zero_centered_weight, False, inplace)
 
 
@@ -153,8 +148,7 @@ def add_rms_norm_2d(
     """
     if has_torch_function_variadic(input, residual, weight):
         options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
-        tensors = (input, residual, weight)
-        return handle_torch_function(add_rms_norm_2d, tensors, input, residual, weight=weight, eps=eps, **options)
+        return override(add_rms_norm_2d, input, residual, weight=weight, eps=eps, **options)
     return _norm_2d(input, residual, weight, None, eps, True, zero_centered_weight, False, inplace)
 
 
@@ -177,8 +171,7 @@ def ada_layer_norm_2d(
         torch.Size([2, 8, 4, 4])
     """
     if has_torch_function_variadic(input, scale, shift):
-        tensors = (input, scale, shift)
-        return handle_torch_function(ada_layer_norm_2d, tensors, input, scale=scale, shift=shift, eps=eps)
+        return override(ada_layer_norm_2d, input, scale=scale, shift=shift, eps=eps)
     return _norm_2d(input, None, scale, shift, eps, False, True, adaptive=True)
 
 
@@ -195,8 +188,7 @@ def ada_rms_norm_2d(
     Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
     """
     if has_torch_function_variadic(input, scale, shift):
-        tensors = (input, scale, shift)
-        return handle_torch_function(ada_rms_norm_2d, tensors, input, scale=scale, shift=shift, eps=eps)
+        return override(ada_rms_norm_2d, input, scale=scale, shift=shift, eps=eps)
     return _norm_2d(input, None, scale, shift, eps, True, True, adaptive=True)
 
 
@@ -226,7 +218,7 @@ def _norm_2d(
         )
         if results is not None:
             return results
-    tracing.check_images(input, residual, weight, bias, adaptive)
+    tracing.check("check_images", input, residual, weight, bias, adaptive)
     last = input.dim() - 1
     rows = input.movedim(1, last)
     output, total = _norm(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,10 +86,7 @@ def layer_norm(
         if output is not None:
             return output
     if _is_overridden(input, weight, bias):
-        tensors = (input, weight, bias)
-        return handle_torch_function(
-            layer_norm, tensors, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options
-        )
+        return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
     return _norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
 
 
@@ -117,9 +114,7 @@ def rms_norm(
     """
     options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
     if _is_overridden(input, weight):
-        return handle_torch_function(
-            rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, **options
-        )
+        return override(rms_norm, input, normalized_shape, weight=weight, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, **options)
         if output is not None:
@@ -180,10 +175,7 @@ def add_layer_norm(
     """
     options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if _is_overridden(input, residual, weight, bias):
-        tensors = (input, residual, weight, bias)
-        return handle_torch_function(
-            add_layer_norm, tensors, input, residual, normalized_shape, weight=weight, bias=bias, eps=eps, **options
-        )
+        return override(add_layer_norm, input, residual, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         results = _C.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
         if results is not None:
@@ -212,10 +204,7 @@ def add_rms_norm(
     """
     options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if _is_overridden(input, residual, weight):
-        tensors = (input, residual, weight)
-        return handle_torch_function(
-            add_rms_norm, tensors, input, residual, normalized_shape, weight=weight, eps=eps, **options
-        )
+        return override(add_rms_norm, input, residual, normalized_shape, weight=weight, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         results = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
         if results is not None:
@@ -268,10 +257,7 @@ def ada_layer_norm(
         torch.Size([2, 3, 8])
     """
     if _is_overridden(input, scale, shift):
-        tensors = (input, scale, shift)
-        return handle_torch_function(
-            ada_layer_norm, tensors, input, normalized_shape, scale=scale, shift=shift, eps=eps
-        )
+        return override(ada_layer_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
     return _ada_norm(input, normalized_shape, scale, shift, eps, rms=False)
 
 
@@ -293,8 +279,7 @@ def ada_rms_norm(
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     if _is_overridden(input, scale, shift):
-        tensors = (input, scale, shift)
-        return handle_torch_function(ada_rms_norm, tensors, input, normalized_shape, scale=scale, shift=shift, eps=eps)
+        return override(ada_rms_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
     return _ada_norm(input, normalized_shape, scale, shift, eps, rms=True)
 
 
@@ -325,7 +310,7 @@ def _ada_norm(
                 )
     else:
         normalized_shape = tracing.constant_sizes(normalized_shape)
-        tracing.check_modulation(input, normalized_shape, scale, shift)
+        tracing.check("check_modulation", input, normalized_shape, scale, shift)
         scale, shift = (_script.insert_batch_dims(t, input, len(normalized_shape)) for t in (scale, shift))
     return _norm(input, None, normalized_shape, scale, shift, eps, rms=rms, zero_centered_weight=True)[0]
 
@@ -371,6 +356,11 @@ def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:
         return not (isinstance(input, Tensor) and input.is_nested)
 
 
+def override(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call the ``__torch_function__`` of an argument instead of a function."""
+    return handle_torch_function(function, (*arguments, *keywords.values()), *arguments, **keywords)
+
+
 def _norm_nested(
     input: Any,  # torch's class of jagged tensors is private
     residual: Any,
@@ -389,7 +379,9 @@ def _norm_nested(
             f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with shape [B, *, "
             f"{str(list(normalized_shape))[1:-1]}], but got input of size{list(input.shape)}"
         )
-    if residual is not None and not _have_same_structure(residual, input):
+    if residual is not None and not (
+        residual.is_nested and residual.layout == input.layout and _sizes(residual) == _sizes(input)
+    ):
         raise RuntimeError(
             "Expected residual to be nested as input is, with components of the same sizes, but got residual of "
             f"size{_sizes(residual)} and input of size{_sizes(input)}"
@@ -437,16 +429,7 @@ def _norm_nested(
     return output, residual if inplace or residual is None else gather([total for _, total in results])
 
 
-def _have_same_structure(residual: Tensor, input: Tensor) -> bool:
-    if not residual.is_nested or residual.layout != input.layout:
-        return False
-    if input.layout == torch.jagged:
-        return residual.shape == input.shape
-    return torch.equal(residual._nested_tensor_size(), input._nested_tensor_size())
-
-
-def _sizes(tensor: Tensor) -> list[int] | list[list[int]]:
+def _sizes(tensor: Tensor) -> list[Any]:
     """Return the shape, or the shapes of the components of a strided nested tensor."""
-    if tensor.is_nested and tensor.layout != torch.jagged:
-        return [list(component.shape) for component in tensor.unbind()]
-    return list(tensor.shape)
+    is_strided = tensor.is_nested and tensor.layout != torch.jagged
+    return tensor._nested_tensor_size().tolist() if is_strided else list(tensor.shape)

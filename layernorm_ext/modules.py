@@ -18,7 +18,27 @@ __all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddLayerNorm", "AddRMSNorm", "LayerNor
 _ALIASES = {"weight": ("gamma", "gain"), "bias": ("beta",)}
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class _Options(torch.nn.Module):
+    """The part of LayerNorm and RMSNorm that depends on the options that torch's layers lack."""
+
+    zero_centered_weight = False
+
+    def reset_parameters(self: Any) -> None:
+        """Reset the parameters to the identity transform."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.zero_centered_weight and self.weight is not None:
+            torch.nn.init.zeros_(self.weight)
+
+    def extra_repr(self) -> str:
+        """Return torch's description, followed by this package's options that are set."""
+        return super().extra_repr() + self._options_repr()
+
+    def _options_repr(self) -> str:
+        options = ("zero_centered_weight", "memory_efficient", "inplace", "residual_in_fp32")
+        return "".join(f", {option}=True" for option in options if getattr(self, option, False))
+
+
+class LayerNorm(_Options, torch.nn.LayerNorm):
     r"""Layer normalization over the last dimensions; a drop-in subclass of :class:`torch.nn.LayerNorm`.
 
     .. math::
@@ -59,7 +79,6 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     __constants__ = [*torch.nn.LayerNorm.__constants__, "zero_centered_weight", "memory_efficient"]
-    zero_centered_weight = False
     memory_efficient = False
 
     def __init__(
@@ -79,11 +98,6 @@ class LayerNorm(torch.nn.LayerNorm):
         self.memory_efficient = memory_efficient
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
-    def reset_parameters(self) -> None:
-        """Reset weight and bias to the identity transform."""
-        super().reset_parameters()
-        _zero_centered_weight(self)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
         return layer_norm(
@@ -95,10 +109,6 @@ class LayerNorm(torch.nn.LayerNorm):
             zero_centered_weight=self.zero_centered_weight,
             memory_efficient=self.memory_efficient,
         )
-
-    def extra_repr(self) -> str:
-        """Return torch's description, followed by this package's options that are set."""
-        return super().extra_repr() + _options_repr(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Rename aliases, unless the parameter also has its own name; the alias is then an unexpected key."""
@@ -179,7 +189,7 @@ class AddLayerNorm(LayerNorm):
         )
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_Options, torch.nn.RMSNorm):
     r"""Division by the root mean square over the last dimensions; a drop-in subclass of :class:`torch.nn.RMSNorm`.
 
     .. math::
@@ -192,7 +202,6 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "zero_centered_weight"]
-    zero_centered_weight = False
 
     def __init__(
         self,
@@ -208,20 +217,11 @@ class RMSNorm(torch.nn.RMSNorm):
         self.zero_centered_weight = zero_centered_weight
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
-    def reset_parameters(self) -> None:
-        """Reset the weight to the identity transform."""
-        super().reset_parameters()
-        _zero_centered_weight(self)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
         return rms_norm(
             input, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight
         )
-
-    def extra_repr(self) -> str:
-        """Return torch's description, followed by this package's options that are set."""
-        return super().extra_repr() + _options_repr(self)
 
 
 class AddRMSNorm(RMSNorm):
@@ -418,16 +418,5 @@ class LazyLayerNorm(LazyModuleMixin, LayerNorm):
     def extra_repr(self) -> str:
         """Describe the module before it has become a LayerNorm."""
         bias = self.bias is not None
-        options = f"elementwise_affine={self.elementwise_affine}, bias={bias}{_options_repr(self)}"
+        options = f"elementwise_affine={self.elementwise_affine}, bias={bias}{self._options_repr()}"
         return f"dimensions={self.dimensions}, eps={self.eps}, {options}"
-
-
-def _zero_centered_weight(module: LayerNorm | RMSNorm) -> None:
-    """Set the weight to zeros if it is zero-centered, so that it multiplies by one."""
-    if module.zero_centered_weight and module.weight is not None:
-        torch.nn.init.zeros_(module.weight)
-
-
-def _options_repr(module: LayerNorm | RMSNorm) -> str:
-    options = ("zero_centered_weight", "memory_efficient", "inplace", "residual_in_fp32")
-    return "".join(f", {option}=True" for option in options if getattr(module, option, False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -99,6 +99,14 @@ def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
         return [int(size) for size in sizes]
 
 
+def check(name: str, *arguments: object) -> None:
+    """Raise the errors that the kernels raise, by the check of this name, without adding a node to the graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        getattr(_C, name)(*arguments)
+    elif not _is_exporting():  # an exported program would keep the operator, and torch's functions check as well
+        getattr(torch.ops.layernorm, name)(*arguments)
+
+
 def norm(
     input: Tensor,
     residual: Tensor | None,
@@ -112,7 +120,7 @@ def norm(
     inplace: bool = False,
 ) -> Results:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
-    _check(torch.ops.layernorm.check_forward, _C.check_forward, input, residual, normalized_shape, weight, bias)
+    check("check_forward", input, residual, normalized_shape, weight, bias)
     accumulate_dtype = _accumulate_dtype(input)
     x, total = input, None
     if residual is not None:
@@ -180,34 +188,12 @@ def norm_over_ragged(
     return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
 
 
-def check_modulation(
-    input: Tensor, normalized_shape: Sequence[int], scale: Tensor | None, shift: Tensor | None
-) -> None:
-    """Raise the errors of :func:`layernorm_ext.ada_layer_norm`, without adding a node to the graph."""
-    _check(torch.ops.layernorm.check_modulation, _C.check_modulation, input, normalized_shape, scale, shift)
-
-
-def check_images(
-    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, adaptive: bool
-) -> None:
-    """Raise the errors of :func:`layernorm_ext.layer_norm_2d`, without adding a node to the graph."""
-    _check(torch.ops.layernorm.check_images, _C.check_images, input, residual, weight, bias, adaptive)
-
-
 def with_format_of(input: Tensor, output: Tensor) -> Tensor:
     """Return the images that torch's functions have computed from ``input``, channels last, in its memory format."""
     batch, channels, *pixels = input.stride()
     strides = batch, *pixels, channels
     is_channels_last = strides[-1] < strides[-2] and all(a >= b for a, b in pairwise(strides))
     return output if is_channels_last else output.contiguous()
-
-
-def _check(operator: Callable[..., object], function: Callable[..., None], *arguments: object) -> None:
-    """Raise the errors that the kernels raise, without adding a node to the graph."""
-    if not torch.compiler.is_dynamo_compiling():
-        function(*arguments)
-    elif not _is_exporting():  # an exported program would keep the operator, and torch's functions check as well
-        operator(*arguments)
 
 
 def _accumulate_dtype(input: Tensor) -> torch.dtype:
