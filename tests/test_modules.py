@@ -11,16 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import layernorm_ext
-from layernorm_ext import (
-    LayerNorm,
-    LazyLayerNorm,
-    RMSNorm,
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    layer_norm_2d,
-    rms_norm,
-)
+from layernorm_ext import LayerNorm, LazyLayerNorm, RMSNorm, layer_norm, rms_norm
 
 AFFINE_OPTIONS = [
     {"elementwise_affine": True, "bias": True},
@@ -123,51 +114,30 @@ def test_docstring_examples_run(name):
 
 
 class Recorder(torch.Tensor):
-    """Records the functions that it is passed to, and answers in their place."""
-
-    calls: list = []
+    """Returns the call that it overrides: the function and its arguments by name."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.calls.append((function, kwargs))
-        return "overridden"
+        return function, inspect.signature(function).bind(*args, **kwargs).arguments
 
 
-CALLS = {
-    layer_norm: lambda x, w, b: layer_norm(x, (8,), w, bias=b, zero_centered_weight=True),
-    rms_norm: lambda x, w, b: rms_norm(x, (8,), w, zero_centered_weight=True),
-    add_layer_norm: lambda x, w, b: add_layer_norm(x, x, (8,), w, bias=b, zero_centered_weight=True),
-    add_rms_norm: lambda x, w, b: add_rms_norm(x, x, (8,), w, zero_centered_weight=True),
-    layer_norm_2d: lambda x, w, b: layer_norm_2d(x, w, bias=b, zero_centered_weight=True),
-    layernorm_ext.rms_norm_2d: lambda x, w, b: layernorm_ext.rms_norm_2d(x, w, zero_centered_weight=True),
-    layernorm_ext.add_layer_norm_2d: lambda x, w, b: layernorm_ext.add_layer_norm_2d(x, x, w, bias=b),
-    layernorm_ext.add_rms_norm_2d: lambda x, w, b: layernorm_ext.add_rms_norm_2d(x, x, w),
-    layernorm_ext.ada_layer_norm: lambda x, w, b: layernorm_ext.ada_layer_norm(x, (8,), w, shift=b),
-    layernorm_ext.ada_rms_norm: lambda x, w, b: layernorm_ext.ada_rms_norm(x, (8,), w, shift=b),
-    layernorm_ext.ada_layer_norm_2d: lambda x, w, b: layernorm_ext.ada_layer_norm_2d(x, w, shift=b),
-    layernorm_ext.ada_rms_norm_2d: lambda x, w, b: layernorm_ext.ada_rms_norm_2d(x, w, shift=b),
-}
+TENSORS = {"input": (3, 8, 1, 8), "residual": (3, 8, 1, 8)} | dict.fromkeys(("weight", "bias", "scale", "shift"), (8,))
+OTHERS = {"normalized_shape": (8,), "eps": 0.1, "zero_centered_weight": True, "inplace": True}
+FUNCTIONS = [getattr(layernorm_ext, name) for name in layernorm_ext.__all__ if "_norm" in name]
 
 
 @pytest.mark.parametrize(
-    ("function", "position"),
-    [
-        (f, i)
-        for f in CALLS
-        for i in range(3)
-        if "bias" in inspect.signature(f).parameters or i < 2 or "ada" in f.__name__
-    ],
-    ids=lambda v: v.__name__ if callable(v) else ["input", "weight", "bias"][v],
+    ("function", "name"),
+    [(f, name) for f in FUNCTIONS for name in inspect.signature(f).parameters if name in TENSORS],
+    ids=lambda v: v if isinstance(v, str) else v.__name__,
 )
-def test_torch_function_receives_our_function(function, position):
-    """A subclass in any argument is asked once, and sees the keyword arguments of the call."""
-    Recorder.calls.clear()
-    tensors = [torch.randn(3, 8, 1, 8), torch.ones(8), torch.zeros(8)]
-    tensors[position] = tensors[position].as_subclass(Recorder)
-    assert CALLS[function](*tensors) == "overridden"
-    ((called, kwargs),) = Recorder.calls
-    assert called is function
-    assert "eps" in kwargs and ("zero_centered_weight" in kwargs or kwargs["scale"] is tensors[1])
+def test_torch_function_receives_our_function(function, name):
+    """A subclass in any argument sees all arguments of the call."""
+    values = {n: torch.randn(shape) for n, shape in TENSORS.items()} | OTHERS
+    arguments = {n: values[n] for n in inspect.signature(function).parameters if n in values}
+    arguments[name] = arguments[name].as_subclass(Recorder)
+    called, received = function(**arguments)
+    assert called is function and all(received[n] is value for n, value in arguments.items())
 
 
 def test_torch_function_mode_receives_our_function():
