@@ -148,7 +148,6 @@ def amid_nans(tensor, gap=3, offset=1):
 
 # Dtype and magnitude: the first powers of ten whose squares overflow, and the largest finite number.
 HUGE = [(F32, 1e20), (F32, 1e38), (F32, "max"), (BF16, 1e20), (BF16, "max"), (F64, 1e155), (F64, 1e307), (F64, "max")]
-huge = pytest.mark.parametrize("dtype, magnitude", HUGE, ids=lambda v: f"{v}".removeprefix("torch."))
 
 
 def huge_rows(dtype, magnitude, cols, device):

@@ -1,7 +1,5 @@
 """Gradients match float64. For inputs that are hard for both passes, so do output, mean and rstd."""
 
-import itertools
-
 import pytest
 import torch
 from reference import (
@@ -21,7 +19,6 @@ from reference import (
 from shapes import (
     ALL,
     HUGE,
-    MASKS,
     all_dtypes,
     assert_same_bits,
     check,
@@ -33,13 +30,9 @@ from shapes import (
     random_args,
     rows_and_images,
     run,
-    run_pixels,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-PRESENT = list(itertools.product([True, False], repeat=2))  # weight, bias
-
 
 # Parameter gradients are summed over slots of 17 to 256 rows. These are numbers of rows around one, two and many slots,
 # and around the limits at which slots get longer.
@@ -65,7 +58,8 @@ def test_rows_of_more_than_a_million_elements(backend, dtypes):
 @all_dtypes
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (2, 0, 4), (0, 0, 4)], ids=str)
 @pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
-def test_empty_tensors(backend, dtypes, shape, adds):
+@rows_and_images
+def test_empty_tensors(backend, run, dtypes, shape, adds):
     x, w = randn(shape, dtypes[0], backend.device), randn(shape[-1], dtypes[1], backend.device)
     options = {"residual": x.clone(), "grad_sum": x} if adds else {}
     y, *total, mean, rstd, _, _, _ = results = run(backend, x, x, w, w, **options)
@@ -76,23 +70,6 @@ def test_empty_tensors(backend, dtypes, shape, adds):
     assert [g.shape for g in gradients] == [shape, shape[-1:], shape[-1:]]
     assert [g.dtype for g in gradients] == [dtypes[0], dtypes[1], dtypes[1]]
     assert not any(g.any() for g in gradients)
-
-
-@all_dtypes
-@pytest.mark.parametrize("rows, cols", [(5, 64), (600, 40), (20, 1030)])
-@pytest.mark.parametrize("has_weight, has_bias", PRESENT)
-def test_output_mask_changes_no_bits_of_images(backend, dtypes, rows, cols, has_weight, has_bias):
-    """A requested gradient has the same bits whatever else is requested, and the others are None.
-
-    test_family.py tests the same for rows.
-    """
-    x, dy, w, b = random_args(backend, dtypes, rows, cols)
-    w, b = w if has_weight else None, b if has_bias else None
-    expected = run_pixels(backend, x, dy, w, b)
-    check(expected, x, dy, w, b)
-    for mask in MASKS:
-        gradients = [gradient if requested else None for gradient, requested in zip(expected[3:], mask, strict=True)]
-        assert_same_bits(run_pixels(backend, x, dy, w, b, mask=mask)[3:], gradients, mask)
 
 
 @data_dtypes
@@ -192,15 +169,17 @@ LARGEST += [((F16, F16), "max"), ((F16, F32), "max"), ((BF16, F32), "max")]
 
 @pytest.mark.parametrize("dtypes, magnitude", LARGEST, ids=lambda v: dtypes_id(v) if isinstance(v, tuple) else str(v))
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @rows_and_images
-def test_huge_numbers(backend, run, dtypes, magnitude, cols):
+def test_huge_numbers(backend, run, dtypes, magnitude, cols, rms):
     """Sums and squares overflow (pytorch#162489). The ordinary row 3 keeps the bits that it has beside another one."""
     x = huge_rows(dtypes[0], magnitude, cols, backend.device)
     _, dy, w, b = random_args(backend, dtypes, 9, cols)
-    results = run(backend, x, dy, w, b)
-    check(results, x, dy, w, b)
-    ordinary = run(backend, x[[3, 3]], dy[[3, 3]], w, b)
-    assert_same_bits([r[3] for r in results[:4]], [r[0] for r in ordinary[:4]])
+    results = run(backend, x, dy, w, b, rms=rms)
+    check(results, x, dy, w, b, rms=rms)
+    ordinary = run(backend, x[[3, 3]], dy[[3, 3]], w, b, rms=rms)
+    chosen = (0, 2, 3) if rms else range(4)  # without the mean
+    assert_same_bits([results[i][3] for i in chosen], [ordinary[i][0] for i in chosen])
 
 
 @pytest.mark.parametrize("deviation, gradient", [(-60, -80), (-21, -100), (-19, -100), (19, 100), (21, 100), (60, 80)])

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from reference import F32, F64, statistics_dtype
+from reference import F32, F64
 from shapes import (
     ALL,
     all_dtypes,
@@ -140,18 +140,6 @@ def test_expanded_tensors(backend, dtype, shape):
     w = randn(1, dtype, backend.device).expand(5)
     run_and_check(backend, x, dy, w, w)
     run_and_check(backend, dy, x, w, w)
-
-
-@all_dtypes
-@pytest.mark.parametrize("shape", [(0, 4, 2, 2), (2, 0, 3, 3), (2, 3, 0, 4), (0, 0, 0, 0)], ids=str)
-@formats
-def test_empty_tensors(backend, dtypes, shape, memory_format):
-    x, dy, w, b = random_images(backend, dtypes, shape)
-    results = run_images(backend, x.to(memory_format=memory_format), dy, w, b)
-    statistics = (shape[0], 1, *shape[2:])
-    assert [tuple(r.shape) for r in results] == [shape, statistics, statistics, shape, shape[1:2], shape[1:2]]
-    assert [r.dtype for r in results] == [dtypes[0], *[statistics_dtype(dtypes[0])] * 2, dtypes[0], *[dtypes[1]] * 2]
-    assert not any(r.any() for r in results)
 
 
 # Reproducible bits
