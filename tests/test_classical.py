@@ -12,63 +12,56 @@ from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm
 PAGE = (Path(__file__).parent.parent / "docs" / "classical.md").read_text()
 
 
-class LastDimension(nn.Module):
+class ByHand(nn.Module):
+    """Scales and shifts the result of `normalize` by parameters with the given names."""
+
+    names = ("gamma", "beta")
+
+    def __init__(self, *shape, eps=1e-5, elementwise_affine=True):
+        super().__init__()
+        self.dims, self.eps = tuple(range(-len(shape), 0)), eps
+        for name, value in zip(self.names, (torch.ones(shape), torch.zeros(shape)), strict=True):
+            self.register_parameter(name, nn.Parameter(value) if elementwise_affine else None)
+
+    def forward(self, x):
+        gain, bias = (getattr(self, name) for name in self.names)
+        return self.normalize(x) if gain is None else gain * self.normalize(x) + bias
+
+
+class LastDimension(ByHand):
     """Normalizes the last dimension."""
 
-    def __init__(self, n_features, eps=1e-5):
-        super().__init__()
-        self.gain, self.bias = nn.Parameter(torch.ones(n_features)), nn.Parameter(torch.zeros(n_features))
-        self.eps = eps
+    names = ("gain", "bias")
 
-    def forward(self, x):
+    def normalize(self, x):
         mean = x.mean(-1, keepdim=True)
         variance = (x - mean).square().mean(-1, keepdim=True)
-        return self.gain * (x - mean) / torch.sqrt(variance + self.eps) + self.bias
+        return (x - mean) / torch.sqrt(variance + self.eps)
 
 
-class SquaresLessSquare(nn.Module):
+class SquaresLessSquare(ByHand):
     """Computes the variance as E[x^2] - E[x]^2."""
 
-    def __init__(self, normalized_shape, *, eps=1e-5, elementwise_affine=True):
-        super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.dims, self.eps = tuple(range(-len(shape), 0)), eps
-        self.gain = nn.Parameter(torch.ones(shape)) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.zeros(shape)) if elementwise_affine else None
+    names = ("gain", "bias")
 
-    def forward(self, x):
+    def normalize(self, x):
         mean = x.mean(self.dims, keepdim=True)
         variance = (x**2).mean(self.dims, keepdim=True) - mean**2
-        y = (x - mean) / torch.sqrt(variance + self.eps)
-        return y if self.gain is None else self.gain * y + self.bias
+        return (x - mean) / torch.sqrt(variance + self.eps)
 
 
-class LastTwoDimensions(nn.Module):
+class LastTwoDimensions(ByHand):
     """Normalizes batch and features of [sequence, batch, features] together."""
 
-    def __init__(self, batch, features, eps=1e-5):
-        super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.ones(batch, features)), nn.Parameter(torch.zeros(batch, features))
-        self.eps = eps
-
-    def forward(self, x):
-        mean = x.mean((1, 2), keepdim=True)
+    def normalize(self, x):
         variance = x.var((1, 2), unbiased=False, keepdim=True)
-        return (x - mean) / torch.sqrt(variance + self.eps) * self.gamma + self.beta
+        return (x - x.mean((1, 2), keepdim=True)) / torch.sqrt(variance + self.eps)
 
 
-class ParametersPerPosition(nn.Module):
+class ParametersPerPosition(LastDimension):
     """Normalizes the last dimension of [batch, features] or [*, batch, features], with parameters [batch, features]."""
 
-    def __init__(self, batch, features, eps=1e-5):
-        super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.ones(batch, features)), nn.Parameter(torch.zeros(batch, features))
-        self.eps = eps
-
-    def forward(self, x):
-        mean = x.mean(-1, keepdim=True)
-        variance = x.var(-1, unbiased=False, keepdim=True)
-        return (x - mean) / torch.sqrt(variance + self.eps) * self.gamma + self.beta
+    names = ("gamma", "beta")
 
 
 class ParametersPerPositionReplaced(ParametersPerPosition):
@@ -79,17 +72,11 @@ class ParametersPerPositionReplaced(ParametersPerPosition):
         return layer_norm(x, x.shape[-1:], gamma, beta, self.eps)
 
 
-class EpsBesideDeviation(nn.Module):
+class EpsBesideDeviation(ByHand):
     """Adds eps to the standard deviation instead of the variance."""
 
-    def __init__(self, features, eps=1e-5):
-        super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
-        self.eps = eps
-
-    def forward(self, x):
-        mean, deviation = x.mean(-1, keepdim=True), x.std(-1, unbiased=False, keepdim=True)
-        return self.gamma * (x - mean) / (deviation + self.eps) + self.beta
+    def normalize(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + self.eps)
 
 
 class TrailingDimensions(nn.Module):
@@ -110,15 +97,15 @@ class TrailingDimensions(nn.Module):
 
 TEXT, WORDS, IMAGES = (6, 20), (7, 6, 20), (4, 3, 5, 8)  # [B, C], [L, B, C], [N, C, H, W]
 REPLACEMENTS = [
-    *((LastDimension(x[-1], 1e-6), LayerNorm(x[-1], 1e-6), x) for x in (TEXT, WORDS, IMAGES)),
+    *((LastDimension(x[-1], eps=1e-6), LayerNorm(x[-1], 1e-6), x) for x in (TEXT, WORDS, IMAGES)),
     *(
-        (SquaresLessSquare(shape, eps=1e-3, elementwise_affine=affine), LayerNorm(shape, 1e-3, affine), x)
-        for shape, x in ((20, TEXT), ([6, 20], WORDS), (torch.Size([3, 5, 8]), IMAGES))
+        (SquaresLessSquare(*shape, eps=1e-3, elementwise_affine=affine), LayerNorm(shape, 1e-3, affine), x)
+        for shape, x in (((20,), TEXT), ([6, 20], WORDS), (torch.Size([3, 5, 8]), IMAGES))
         for affine in (True, False)
     ),
     (LastTwoDimensions(6, 20), LayerNorm((6, 20)), WORDS),
     *((ParametersPerPosition(6, 20), ParametersPerPositionReplaced(6, 20), x) for x in (TEXT, WORDS)),
-    *((EpsBesideDeviation(x[-1], 1e-6), LayerNorm(x[-1], 2e-6), x) for x in (TEXT, WORDS)),
+    *((EpsBesideDeviation(x[-1], eps=1e-6), LayerNorm(x[-1], 2e-6), x) for x in (TEXT, WORDS)),
     *((TrailingDimensions(k), LazyLayerNorm(k), x) for k, x in ((1, TEXT), (2, WORDS), (3, IMAGES), (1, IMAGES))),
 ]
 
