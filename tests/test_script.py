@@ -7,27 +7,8 @@ import sys
 import pytest
 import torch
 
-from layernorm_ext import (
-    AdaLayerNorm,
-    AdaLayerNorm2d,
-    AdaRMSNorm,
-    AdaRMSNorm2d,
-    AddLayerNorm,
-    AddLayerNorm2d,
-    AddRMSNorm,
-    AddRMSNorm2d,
-    LayerNorm,
-    LayerNorm2d,
-    LazyLayerNorm,
-    RMSNorm,
-    RMSNorm2d,
-    add_layer_norm,
-    add_rms_norm,
-    convert,
-    layer_norm,
-    layer_norm_2d,
-    rms_norm,
-)
+import layernorm_ext
+from layernorm_ext import AddRMSNorm, LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
@@ -40,26 +21,26 @@ MODULES = {
     "LayerNorm without parameters": (lambda: LayerNorm(8, elementwise_affine=False), ROWS),
     "zero-centered LayerNorm": (lambda: LayerNorm(8, zero_centered_weight=True), ROWS),
     "memory-efficient LayerNorm": (lambda: LayerNorm(8, memory_efficient=True), ROWS),
-    "RMSNorm": (lambda: RMSNorm(8), ROWS),
-    "float64 RMSNorm with another default eps": (lambda: RMSNorm(8, dtype=torch.float64), ROWS),
-    "RMSNorm with eps": (lambda: RMSNorm(8, eps=0.1), ROWS),
-    "RMSNorm without weight": (lambda: RMSNorm(8, elementwise_affine=False), ROWS),
-    "zero-centered RMSNorm": (lambda: RMSNorm(8, zero_centered_weight=True), ROWS),
+    "RMSNorm": (lambda: layernorm_ext.RMSNorm(8), ROWS),
+    "float64 RMSNorm with another default eps": (lambda: layernorm_ext.RMSNorm(8, dtype=torch.float64), ROWS),
+    "RMSNorm with eps": (lambda: layernorm_ext.RMSNorm(8, eps=0.1), ROWS),
+    "RMSNorm without weight": (lambda: layernorm_ext.RMSNorm(8, elementwise_affine=False), ROWS),
+    "zero-centered RMSNorm": (lambda: layernorm_ext.RMSNorm(8, zero_centered_weight=True), ROWS),
     "LayerNorm2d": (lambda: LayerNorm2d(8), IMAGES),
     "LayerNorm2d without parameters": (lambda: LayerNorm2d(8, elementwise_affine=False), IMAGES),
     "memory-efficient LayerNorm2d": (lambda: LayerNorm2d(8, memory_efficient=True), IMAGES),
-    "RMSNorm2d": (lambda: RMSNorm2d(8, zero_centered_weight=True), IMAGES),
-    "AddLayerNorm2d": (lambda: AddLayerNorm2d(8), IMAGES, IMAGES),
-    "AddRMSNorm2d in place": (lambda: AddRMSNorm2d(8, inplace=True), IMAGES, IMAGES),
-    "AdaLayerNorm2d": (lambda: AdaLayerNorm2d(8), IMAGES, (2, 8), (2, 8)),
-    "AdaRMSNorm2d without shift": (lambda: AdaRMSNorm2d(8), IMAGES, (2, 8, 1, 1)),
-    "AddLayerNorm": (lambda: AddLayerNorm(8), ROWS, ROWS),
-    "AddLayerNorm of the first block": (lambda: AddLayerNorm(8), ROWS),
+    "RMSNorm2d": (lambda: layernorm_ext.RMSNorm2d(8, zero_centered_weight=True), IMAGES),
+    "AddLayerNorm2d": (lambda: layernorm_ext.AddLayerNorm2d(8), IMAGES, IMAGES),
+    "AddRMSNorm2d in place": (lambda: layernorm_ext.AddRMSNorm2d(8, inplace=True), IMAGES, IMAGES),
+    "AdaLayerNorm2d": (lambda: layernorm_ext.AdaLayerNorm2d(8), IMAGES, (2, 8), (2, 8)),
+    "AdaRMSNorm2d without shift": (lambda: layernorm_ext.AdaRMSNorm2d(8), IMAGES, (2, 8, 1, 1)),
+    "AddLayerNorm": (lambda: layernorm_ext.AddLayerNorm(8), ROWS, ROWS),
+    "AddLayerNorm of the first block": (lambda: layernorm_ext.AddLayerNorm(8), ROWS),
     "AddRMSNorm": (lambda: AddRMSNorm(8), ROWS, ROWS),
     "AddRMSNorm in place": (lambda: AddRMSNorm(8, zero_centered_weight=True, inplace=True), ROWS, ROWS),
     "AddRMSNorm of the first block": (lambda: AddRMSNorm(8), ROWS),
-    "AdaLayerNorm": (lambda: AdaLayerNorm(8), ROWS, (3, 8), (3, 8)),
-    "AdaRMSNorm": (lambda: AdaRMSNorm(8), ROWS, (8,), ROWS),
+    "AdaLayerNorm": (lambda: layernorm_ext.AdaLayerNorm(8), ROWS, (3, 8), (3, 8)),
+    "AdaRMSNorm": (lambda: layernorm_ext.AdaRMSNorm(8), ROWS, (8,), ROWS),
 }
 
 
@@ -107,10 +88,11 @@ class Model(torch.nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual)
         weight = torch.ones(8)
-        x = layer_norm(x, [8], weight, eps=0.1, zero_centered_weight=True) + rms_norm(x, [8], weight)
+        y = layernorm_ext.rms_norm(x, [8], weight)
+        x = layer_norm(x, [8], weight, eps=0.1, zero_centered_weight=True) + y
         x, residual = add_layer_norm(x, residual, [8], weight, inplace=True)
         x, residual = add_rms_norm(x, residual, [8])
-        return layer_norm_2d(x.transpose(1, 2).unsqueeze(-1), weight)
+        return layernorm_ext.layer_norm_2d(x.transpose(1, 2).unsqueeze(-1), weight)
 
 
 def test_scripted_model_has_the_same_bits():
@@ -123,7 +105,7 @@ def test_scripted_model_has_the_same_bits():
 
 def test_scripted_converted_model_has_the_same_bits():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.RMSNorm(8))
-    assert convert(model).replaced
+    assert layernorm_ext.convert(model).replaced
     x = torch.randn(3, 8)
     assert torch.equal(torch.jit.script(model)(x), model(x))
 
@@ -143,7 +125,7 @@ def test_scripted_modules_give_the_errors_of_eager_calls(module, x, message):
 
 
 def test_lazy_module_can_be_scripted_after_its_first_call():
-    lazy = LazyLayerNorm()
+    lazy = layernorm_ext.LazyLayerNorm()
     with pytest.raises(RuntimeError, match="uninitialized|Uninitialized|lazy|Lazy"):
         torch.jit.script(lazy)
     lazy(torch.randn(3, 8))
