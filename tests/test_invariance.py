@@ -1,6 +1,6 @@
 """No bit of the results depends on the memory layout, the other rows, the threads, or repetition."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -191,21 +191,13 @@ def test_number_of_threads(backend, use_threads, dtypes, rows, cols, call):
 def test_calls_from_two_python_threads(backend):
     calls = [random_args(backend, (F32, F32), *shape, offset=10) for shape in ((500, 64), (5, 20001))]
     expected = [run(backend, *arguments) for arguments in calls]
-    results = [[], []]
 
-    def work(i):
+    def work(arguments, expected):
         for _ in range(10):
-            results[i].append(run(backend, *calls[i]))
+            assert_same_bits(run(backend, *arguments), expected)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(2):
-        assert len(results[i]) == 10
-        for result in results[i]:
-            assert_same_bits(result, expected[i])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, calls, expected))
 
 
 # Repetition and modes
