@@ -3,8 +3,6 @@
 test_functions.py tests the rest of the family, and test_tracing.py which operators a graph calls.
 """
 
-import contextlib
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -86,23 +84,6 @@ def test_compiled_training_under_autocast_matches_eager():
         assert actual.dtype == F32
         # Compiled code may round to bfloat16, which has 8 bits, at other places.
         torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
-
-
-CONTEXTS = {
-    "grad": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", BF16),
-}
-
-
-@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS.keys())
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_compiled_output_has_the_same_bits(context, dtype):
-    module, x = LayerNorm(64), torch.randn(5, 64).to(dtype)
-    with context():
-        actual, expected = torch.compile(module, fullgraph=True)(x), module(x)
-    assert actual.dtype == expected.dtype == dtype and torch.equal(actual, expected)
 
 
 def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
