@@ -1,5 +1,6 @@
 """Backends under test, fixtures, and options."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,6 +72,27 @@ def pytest_collection_modifyitems(items):
         return backend != "emulated" or not item.get_closest_marker("large")  # it processes 10^7 elements per second
 
     items[:] = [item for item in items if applies(item)]
+
+
+def import_torchvision():
+    """Import torchvision, which timm and transformers import; return ``None`` if it is not installed.
+
+    PyPI has it for GPUs only. Next to a torch for the CPU it lacks its operators, which no test calls, and its import
+    fails because it describes them.
+    """
+    register_fake = torch.library.register_fake
+
+    def register_others(name, *args, **kwargs):
+        if torch.version.cuda is None and str(name).startswith("torchvision::"):
+            return lambda function: function
+        return register_fake(name, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.library, "register_fake", register_others)
+        try:
+            return importlib.import_module("torchvision")
+        except ModuleNotFoundError:
+            return None
 
 
 @pytest.fixture(scope="session")

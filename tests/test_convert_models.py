@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from packages import import_torchvision
+from conftest import import_torchvision
 
 from layernorm_ext import convert, revert
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from packages import import_torchvision
+from conftest import import_torchvision
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 NUMBER = r"(\d[\d.e+-]*)"

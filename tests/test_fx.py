@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from packages import import_torchvision
+from conftest import import_torchvision
 from test_script import MODULES
 
 import layernorm_ext

@@ -1,6 +1,5 @@
 """trace_as, and the operators that torch.export, torch.compile and torch.jit.trace record: the kernels or aten's."""
 
-import io
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import pytest
 import torch
 from family import MEMBERS
 from reference import BF16, F16, F32, F64, dtypes_id
+from test_script import save_and_load
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._inductor.utils import run_and_get_code
 
@@ -183,10 +183,7 @@ def test_jit_traces_match_eager_calls(setting, tolerance):
     with trace_as(setting):
         traced, x = torch.jit.trace(model, model.input(3)), model.input(7)
     assert str(traced.graph).count("layernorm::") == (len(FAMILY) if setting is None else 0)
-    buffer = io.BytesIO()
-    torch.jit.save(traced, buffer)
-    buffer.seek(0)
-    torch.testing.assert_close(torch.jit.load(buffer)(x), model(x), **tolerance)
+    torch.testing.assert_close(save_and_load(traced)(x), model(x), **tolerance)
 
 
 # Errors
