@@ -146,10 +146,6 @@ def amid_nans(tensor, gap=3, offset=1):
     return buffer.as_strided((rows, cols), (cols + gap, 1), margin).view(tensor.shape).copy_(tensor)
 
 
-# Dtype and magnitude: the first powers of ten whose squares overflow, and the largest finite number.
-HUGE = [(F32, 1e20), (F32, 1e38), (F32, "max"), (BF16, 1e20), (BF16, "max"), (F64, 1e155), (F64, 1e307), (F64, "max")]
-
-
 def huge_rows(dtype, magnitude, cols, device):
     """Return 9 rows of values up to `magnitude`. Row 3 holds ordinary values."""
     x = torch.rand(9, cols, dtype=F64) * 2 - 1

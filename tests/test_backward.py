@@ -18,7 +18,6 @@ from reference import (
 )
 from shapes import (
     ALL,
-    HUGE,
     all_dtypes,
     assert_same_bits,
     check,
@@ -163,11 +162,13 @@ def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
             assert gradient.isfinite().tolist() == [c != col for c in range(cols)]
 
 
-LARGEST = [((dtype, dtype), magnitude) for dtype, magnitude in HUGE]
-LARGEST += [((F16, F16), "max"), ((F16, F32), "max"), ((BF16, F32), "max")]
+# Dtype and magnitude: the first powers of ten whose squares overflow, and the largest finite number.
+HUGE = [(F32, 1e20), (F32, 1e38), (F32, "max"), (BF16, 1e20), (BF16, "max"), (F64, 1e155), (F64, 1e307), (F64, "max")]
+HUGE = [((dtype, dtype), magnitude) for dtype, magnitude in HUGE]
+HUGE += [((F16, F16), "max"), ((F16, F32), "max"), ((BF16, F32), "max")]
 
 
-@pytest.mark.parametrize("dtypes, magnitude", LARGEST, ids=lambda v: dtypes_id(v) if isinstance(v, tuple) else str(v))
+@pytest.mark.parametrize("dtypes, magnitude", HUGE, ids=lambda v: dtypes_id(v) if isinstance(v, tuple) else str(v))
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @rows_and_images
