@@ -30,9 +30,10 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
-// By default nvcc aims at more blocks, and spills registers.
+// By default nvcc aims at more blocks, and spills registers; as it does for three blocks with a float32 residual.
 template <class Types>
-constexpr int kMinBlocksPerSM = sizeof(typename Types::X) == 8 ? 2 : 3;
+constexpr int kMinBlocksPerSM =
+    sizeof(typename Types::X) == 8 || !std::is_same_v<typename Types::T, typename Types::X> ? 2 : 3;
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
@@ -223,7 +224,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const bool grad_bias = plan.flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
   const bool aligned = plan.flags.has(kAligned) && needs_x;
-  const Acc weight_offset = p.zero_centered_weight ? 1 : 0;
   const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
   const auto nothing = [] {};
 
@@ -236,12 +236,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     const Channels<X> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx, dsum(p.grad_sum, pixel);
     const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
     const Statistics<Acc> statistics(p, pixel, p.from_output, exists && needs_x);
+    const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
     const auto find_d = [&](int64_t c) {
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
-      return p.from_output ? recover_xhat(v, weight[c] + weight_offset, bias[c])
-                           : fma(v, statistics.scale, -statistics.mean);
+      return p.from_output ? recover_xhat(v, load_weight(c), bias[c]) : fma(v, statistics.scale, -statistics.mean);
     };
 
     RowMeans<Acc> means = {};
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           p.cols,
           [&](int64_t c) {
             const Acc d = find_d(c);
-            const Acc g = load_dy(c) * (weight[c] + weight_offset);
+            const Acc g = load_dy(c) * load_weight(c);
             run_sums[0] += d;
             run_sums[1] += g;
             run_sums[2] = fma(g, d, run_sums[2]);
@@ -283,10 +283,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           const Acc v = load_dy(c);
           Acc dw = 0;
           if (needs_x) {
-            const Acc xhat = exists ? fma(find_d(c), statistics.rstd, -means.xhat) : 0;
+            const Acc xhat = fma(find_d(c), statistics.rstd, -means.xhat);
             dw = v * xhat;
             if (grad_input && exists) {
-              const Acc g = v * (weight[c] + weight_offset);
+              const Acc g = v * load_weight(c);
               const Acc result = means.grad_input(g - means.g, xhat, statistics);
               dx[c] = static_cast<X>(plan.flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
             }

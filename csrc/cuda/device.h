@@ -190,10 +190,12 @@ __device__ __forceinline__ int reload(int value) {
   return value;
 }
 
+// Returns a pointer to global memory, which the compiler then does not compute again for each use.
 template <class T>
-__device__ __forceinline__ T* reload(T* value) {
-  asm("" : "+l"(value));
-  return value;
+__device__ __forceinline__ T* compute_once(T* global) {
+  asm("" : "+l"(global));
+  __builtin_assume(__isGlobal(global));
+  return global;
 }
 
 // A branch that calls this stays a branch: the compiler does not turn it into selections.

@@ -105,7 +105,7 @@ class StagedRow {
   }
 
   __device__ __forceinline__ StagedRow(void* shared, T* row, int cols, const Tile& tile, bool aligned)
-      : row_(reload(row)), cols_(cols), tile_(tile), aligned_(aligned) {
+      : row_(compute_once(row)), cols_(cols), tile_(tile), aligned_(aligned) {
     const auto offset = aligned ? 0 : reinterpret_cast<uintptr_t>(row) % sizeof(Vector<T, kVec>);
     shared_ = reinterpret_cast<T*>(static_cast<unsigned char*>(shared) + offset);
   }
