@@ -30,7 +30,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
-// By default nvcc aims at more blocks, and spills registers; as it does for three blocks with a float32 residual.
+// By default nvcc aims at more blocks, and spills registers. With a float32 residual three blocks would spill, too.
 template <class Types>
 constexpr int kMinBlocksPerSM =
     sizeof(typename Types::X) == 8 || !std::is_same_v<typename Types::T, typename Types::X> ? 2 : 3;
