@@ -55,7 +55,7 @@ using RowSums = Acc[3];
 // The flags of the most usual calls: aligned rows, a weight and all gradients; and the flags that they may have
 // besides. Their loop is compiled separately, because the tests of the other flags take a fifth more instructions.
 constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kGradInput | kGradWeight;
-constexpr unsigned kFastPathOptions = kInCluster | kRms | kBias | kGradBias | kGradSum;
+constexpr unsigned kFastPathOptions = kInCluster | kRms | kBias | kGradBias;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
