@@ -166,11 +166,8 @@ struct Round {
     if (flags.has(kFromOutput)) load_parameter(b, p.bias, kBias, column, W(0.0f));
 #pragma unroll
     for (int e = 0; e < kSub; ++e) {
-      if (flags.has(kFromOutput)) {
-        d[e] = recover_xhat(d[e], w[e], static_cast<Acc>(b.values[e]));
-      } else {
-        d[e] = fma(d[e], statistics.scale, -statistics.mean);
-      }
+      d[e] = flags.has(kFromOutput) ? recover_xhat(d[e], w[e], static_cast<Acc>(b.values[e]))
+                                    : fma(d[e], statistics.scale, -statistics.mean);
       if (kMask && !flags.has(kAligned) && column + e >= cols) d[e] = 0;
     }
   }
@@ -306,22 +303,16 @@ __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Type
   });
 }
 
-// a * b + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing.
-template <class A, class B, class Acc>
-__device__ __forceinline__ Acc multiply_add(Acc a, Acc b, Acc c) {
-  if constexpr (sizeof(A) == 2 && sizeof(B) == 2) return fma(a, b, c);
-  return a * b + c;
-}
-
 // Stores this thread's part of dx, and adds to its columns' sums of dweight and dbias, whether they are wanted or not.
 template <class Types, class Tile, int kVec, class Acc>
 __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], Acc (&db)[kTileVectors][kVec],
                                                  const Round<Types, Tile>& row, const Statistics<Acc>& statistics,
                                                  const RowMeans<Acc>& means) {
-  using T = typename Types::T;
   using X = typename Types::X;
   using W = typename Types::W;
   constexpr int kSub = Round<Types, Tile>::kSub;
+  // The product of two 16-bit numbers is exact in float, so that a fused operation gives the same result.
+  constexpr bool kFuses = sizeof(typename Types::T) == 2 && sizeof(W) == 2;
   const Flags flags = row.flags;
   const auto x = row.x(), dx = row.dx();
   const auto dy = row.dy();
@@ -347,7 +338,8 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
       for (int e = 0; e < kSub; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
         dw[i][k + e] = fma(dy_values[e], xhat[e], dw[i][k + e]);
-        dx_values[e] = means.grad_input(multiply_add<T, W>(dy_values[e], w[e], -means.g), xhat[e], statistics);
+        const Acc g_minus_mean = kFuses ? fma(dy_values[e], w[e], -means.g) : dy_values[e] * w[e] - means.g;
+        dx_values[e] = means.grad_input(g_minus_mean, xhat[e], statistics);
       }
       if (flags.has(kGradSum)) {
         Acc dsum[kSub];

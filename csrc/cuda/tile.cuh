@@ -227,22 +227,17 @@ struct Divisor {
 
 // The largest power of two up to x, for positive normal x, and the reciprocal of a power of two.
 __device__ __forceinline__ float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
-__device__ __forceinline__ float invert_power(float power) {
-  return __uint_as_float(0x7f000000u - __float_as_uint(power));
-}
+__device__ __forceinline__ float invert(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
 __device__ __forceinline__ double power_of_two(double x) {
   return __longlong_as_double(__double_as_longlong(x) & 0x7ff0000000000000);
 }
-__device__ __forceinline__ double invert_power(double power) {
+__device__ __forceinline__ double invert(double power) {
   return __longlong_as_double(0x7fe0000000000000 - __double_as_longlong(power));
 }
 
-// The statistics that forward saved, for x * scale. The scale is a power of two, which rounds nothing, and brings the
-// deviation of the row near 1, so that products with d neither overflow nor underflow:
-//
-//   d = x * scale - mean      xhat = d * rstd - correction
-//
-// If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
+// The statistics that forward saved, for x * scale: d = x * scale - mean and xhat = d * rstd - correction. The scale is
+// a power of two, which rounds nothing, and brings the deviation of the row near 1, so that products with d neither
+// overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
 template <class Acc>
 struct Statistics {
   Acc scale, mean = 0, rstd = 0;
@@ -261,7 +256,7 @@ struct Statistics {
     const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
     scale = is_far ? 1 : power_of_two(max(rstd, std::numeric_limits<Acc>::min()));
     mean *= scale;
-    rstd *= invert_power(scale);
+    rstd *= invert(scale);
   }
 };
 
