@@ -145,7 +145,7 @@ uint64_t hash_of_results(const Case& k) {
 int main() {
   using namespace layernorm;
   constexpr Dtype kF64 = Dtype::kFloat64, kF32 = Dtype::kFloat32, kF16 = Dtype::kFloat16, kBF16 = Dtype::kBFloat16;
-  // Of input, sum and parameters.
+  // The dtypes of the input, the sum and the parameters.
   const Dtype dtypes[][3] = {{kF64, kF64, kF64}, {kF32, kF32, kF32},    {kF16, kF16, kF16},   {kF16, kF16, kF32},
                              {kF16, kF32, kF32}, {kBF16, kBF16, kBF16}, {kBF16, kBF16, kF32}, {kBF16, kF32, kF32}};
   // Single elements, tails, groups of one row, many rows in slots, and long rows that threads share.
