@@ -207,7 +207,8 @@ void coefficients(const B& b, int64_t group, int64_t r, Coefficients<typename B:
   }
 }
 
-// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing.
+// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing, except that
+// a zero-centered weight, which is weight + 1 here, rounds once less.
 template <class T, class W, class Acc>
 Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& c) {
   if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, c);

@@ -311,9 +311,9 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
   using X = typename Types::X;
   using W = typename Types::W;
   constexpr int kSub = Round<Types, Tile>::kSub;
-  // The product of two 16-bit numbers is exact in float, so that a fused operation gives the same result.
-  constexpr bool kFuses = sizeof(typename Types::T) == 2 && sizeof(W) == 2;
   const Flags flags = row.flags;
+  // The product of two 16-bit numbers is exact in float, so fusing changes nothing; weight + 1 may need more bits.
+  const bool fuses = sizeof(typename Types::T) == 2 && sizeof(W) == 2 && !flags.has(kZeroCentered);
   const auto x = row.x(), dx = row.dx();
   const auto dy = row.dy();
   row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
       for (int e = 0; e < kSub; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
         dw[i][k + e] = fma(dy_values[e], xhat[e], dw[i][k + e]);
-        const Acc g_minus_mean = kFuses ? fma(dy_values[e], w[e], -means.g) : dy_values[e] * w[e] - means.g;
+        const Acc g_minus_mean = fuses ? fma(dy_values[e], w[e], -means.g) : dy_values[e] * w[e] - means.g;
         dx_values[e] = means.grad_input(g_minus_mean, xhat[e], statistics);
       }
       if (flags.has(kGradSum)) {
