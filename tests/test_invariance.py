@@ -141,6 +141,17 @@ def test_row_beside_an_overflowing_one(backend, dtypes, cols):
         assert_same_bits([r[others] for r in results], [r[others] for r in expected], row)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_streaming_stores(backend, dtype):
+    """A CPU writes outputs of 64 MB and gradients of 32 MB around the caches, with the bits of ordinary stores."""
+    cols = 4112  # a multiple of 64 bytes, but not of the unit of the loops
+    x, dy, w, b = random_args(backend, (dtype, dtype), (1 << 26) // (cols * dtype.itemsize) + 1, cols)
+    results = run(backend, x, dy, w, b)[:4]
+    for part in torch.arange(len(x)).chunk(8):
+        assert_same_bits(run(backend, x[part], dy[part], w, b)[:4], [result[part] for result in results])
+
+
 # Threads
 
 

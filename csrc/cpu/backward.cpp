@@ -48,6 +48,10 @@ int64_t block_rows(int64_t cols) {
   return max(rows_together<T>(cols), min(kMaxBlockRows, rows));
 }
 
+// dx of 32 MB and more is written with streaming stores: backward then takes 0.7 to 0.8 of the time, and 0.8 to 0.9 of
+// it together with a loop that reads dx (fp32 and bf16 of 768 to 8192 columns, AMD EPYC with AVX-512).
+constexpr int64_t kMinStreamedDx = int64_t{1} << 25;
+
 // The coefficients of a row for the second loop: with d = x * scale - mean,
 //   rstd = rstd_scaled * scale
 //   xhat = d * rstd_scaled + minus_shift
@@ -82,6 +86,7 @@ struct Backward {
         padded_cols(cpu::padded_cols(p)),
         weight_offset(p.zero_centered_weight),
         prefetched(rows_to_prefetch<X>(p.groups * p.rows, p.cols, block_rows<X>(p.cols))),
+        streaming(should_stream<X>(p.grad_input, p.groups * p.rows * p.cols, kMinStreamedDx)),
         partials(static_cast<Acc*>(workspace)),
         coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.areas * padded_cols)) {}
 
@@ -107,6 +112,7 @@ struct Backward {
   const int64_t padded_cols;
   const Acc weight_offset;
   const int64_t prefetched;         // the number of rows ahead, or 0
+  const bool streaming;             // whether dx is written with streaming stores
   Acc* partials;                    // [areas, 2, padded_cols], packs in the order of X
   Coefficients<Acc>* coefficients;  // [groups * rows]
 };
@@ -218,7 +224,7 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
 // The second loop, for columns [begin, begin + n) of rows r to r + kCount - 1 of a group. `first` says that they are
 // the first of their slot. The flags for the gradients are template parameters because testing them in the loop costs a
 // third of the speed.
-template <int kCount, bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
+template <int kCount, bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias, class B>
 void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>* c,
                  int64_t begin, int64_t n) {
   using T = typename B::T;
@@ -263,9 +269,9 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
         if constexpr (with_dx) {
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
-          store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, lanes);
+          store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, store_lanes<streaming>(lanes));
           // The lines that short rows would prefetch are those of the next rows.
-          if (kCount < kRows) prefetch_for_write(dx + k * dx_stride + j);
+          if (kCount < kRows && !streaming) prefetch_for_write(dx + k * dx_stride + j);
         }
       }
     }
@@ -287,12 +293,12 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
   for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
   const int64_t at_once = any_special || !B::kTogether ? 1 : rows_together<typename B::X>(b.p.cols);
   dispatch_flags(
-      [&](auto with_dx, auto wants_dweight, auto with_dbias) {
+      [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
         constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
         int64_t k = 0;
         const auto loop = [&](auto rows, auto special) {
-          second_loop<rows, special, with_dx, kWithDweight, with_dbias>(b, area, group, r + k, first && k == 0, c + k,
-                                                                        begin, n);
+          second_loop<rows, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
+              b, area, group, r + k, first && k == 0, c + k, begin, n);
           k += rows;
         };
         if constexpr (B::kTogether) {
@@ -307,15 +313,16 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
           }
         }
       },
-      b.p.grad_input.data != nullptr, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+      b.p.grad_input.data != nullptr, b.streaming, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
 }
 
-// Calls f(group, first row, rows) for the rows of a slot, at most `step` at a time.
+// Calls f(group, first row, rows) for the rows of a slot, at most `step` at a time. f may write dx.
 template <class B, class F>
 void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
   for_each_group(b.p.rows, b.slots.begin(slot), b.slots.end(slot), [&](int64_t group, int64_t row, int64_t count) {
     for (int64_t k = 0; k < count; k += step) f(group, row + k, min(step, count - k));
   });
+  if (b.streaming) streaming_fence();
 }
 
 // Adds the partial sums of `count` slots over columns [begin, end) of a parameter's gradient.

@@ -149,6 +149,10 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   });
 }
 
+// Long rows of outputs of 64 MB and more are written with streaming stores: forward then is 1.25 times as fast, and a
+// copy 1.5 times (2048 x 16384, Sapphire Rapids). A copy of 16 to 32 MB gains nothing, and neither do short rows.
+constexpr int64_t kMinStreamedOutput = int64_t{1} << 26;
+
 // Handles rows r to r + kCount - 1 of a group, whose values, the input or its sum with the residual, are in `values`.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
 void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks) {
@@ -158,7 +162,8 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& 
   Acc* const rstd = p.rstd.row<Acc>(group, r);
   const int64_t rows = p.groups * p.rows;
   const int64_t prefetched = p.residual.data ? 0 : rows_to_prefetch<X>(rows, p.cols, kCount);
-  const bool streaming = kCount == 1 && should_stream<T>(p.output, rows, p.cols);
+  const bool streaming =
+      kCount == 1 && is_long<T>(p.cols) && should_stream<T>(p.output, rows * p.cols, kMinStreamedOutput);
   const auto stats = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms);
   if (stats.finite) {
     if (streaming) {

@@ -208,16 +208,12 @@ inline void prefetch_for_write(T* p) {
   if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + kAhead + 64 / sizeof(T), 1);
 }
 
-// Whether to write the output with streaming stores, which do not read the cache lines that they overwrite. Outputs
-// larger than the caches gain: forward is 1.25 times as fast and a copy 1.5 times (2048 x 16384, Sapphire Rapids). From
-// 16 to 32 MB a copy gains nothing, and the next reader of the output would lose. Short rows do not gain.
+// Whether to write an array of at least `min_bytes` with streaming stores, which do not read the cache lines that they
+// overwrite. The next reader of a smaller array would lose more than these stores gain.
 template <class T>
-inline bool should_stream(const View& output, int64_t rows, int64_t cols) {
-  constexpr int64_t kBytes = int64_t{1} << 26;
-  const auto is_aligned = [](int64_t elements) {
-    return elements * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
-  };
-  return is_long<T>(cols) && rows * cols * static_cast<int64_t>(sizeof(T)) >= kBytes && is_aligned(output.row_stride) &&
+inline bool should_stream(const View& output, int64_t elements, int64_t min_bytes) {
+  const auto is_aligned = [](int64_t count) { return count * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0; };
+  return elements * static_cast<int64_t>(sizeof(T)) >= min_bytes && is_aligned(output.row_stride) &&
          is_aligned(output.group_stride) && reinterpret_cast<uintptr_t>(output.data) % kVectorBytes == 0;
 }
 template <bool streaming>
