@@ -206,20 +206,24 @@ __device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const RowSums<
   for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
-// Reduces the sums over the blocks of a cluster, all of which must have started. Two buffers take turns, so that one
-// barrier per row suffices: a block that is ahead writes to a buffer that no block reads.
+// The sums that the blocks of a cluster exchange, once per row. Two buffers take turns: a block that is ahead writes to
+// the buffer of the next row, because it has the sums of this row from all blocks, which then have read the last one's.
 template <class Acc>
-__device__ __forceinline__ void reduce_cluster(RowSums<Acc>& sums, int blocks, int round) {
-  __shared__ RowSums<Acc> block_sums[2][kMaxClusterSize];
-  if (static_cast<int>(threadIdx.x) < blocks) {
-    auto& dst = *cluster_peer(&block_sums[round % 2][cluster_rank()], threadIdx.x);
-#pragma unroll
-    for (int k = 0; k < 3; ++k) dst[k] = sums[k];
+struct ClusterSums {
+  RowSums<Acc> block_sums[2][kMaxClusterSize];
+  TransactionBarrier barriers[2];
+
+  // Returns to all threads the sums over the blocks of the cluster, all of which must have started.
+  __device__ __forceinline__ void reduce(RowSums<Acc>& sums, int blocks, int round) {
+    const int buffer = round % 2;
+    if (threadIdx.x == 0) barriers[buffer].expect(blocks * sizeof(RowSums<Acc>));
+    if (static_cast<int>(threadIdx.x) < blocks) {
+      barriers[buffer].store(block_sums[buffer][cluster_rank()], sums, threadIdx.x);
+    }
+    barriers[buffer].wait(round / 2);
+    reduce_chunks(sums, block_sums[buffer], blocks);
   }
-  cluster_arrive();
-  cluster_wait();
-  reduce_chunks(sums, block_sums[round % 2], blocks);
-}
+};
 
 template <class Acc>
 __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, const BackwardParams& p,
@@ -393,7 +397,11 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
   };
 #pragma unroll 1
   for (int round = 0; round < plan.stages; ++round) fetch(round);
-  if (in_cluster) cluster_arrive(), cluster_wait();  // all blocks have started
+  __shared__ ClusterSums<Acc> cluster_sums;
+  if (in_cluster) {
+    if (threadIdx.x == 0) cluster_sums.barriers[0].init(), cluster_sums.barriers[1].init();
+    cluster_arrive(), cluster_wait();
+  }
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
   Acc dw[kTileVectors][kVec], db[kTileVectors][kVec];
@@ -422,7 +430,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
     } else if (needs_sums) {
       add_to_sums(sums, row, statistics);
       sum_tile(sums, row.tile, round % 2);
-      if (in_cluster) reduce_cluster(sums, plan.num_chunks, round);
+      if (in_cluster) cluster_sums.reduce(sums, plan.num_chunks, round);
     }
     if (flags.has(kStoresSums)) {
       if (row.cols > 0 && row.tile.thread() == 0) {

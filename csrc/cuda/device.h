@@ -230,27 +230,65 @@ __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroupsLeft) : "memory");
 }
 
-// Clusters: the blocks of a cluster can access each other's shared memory. A cluster barrier must ensure that the
-// other block has started, and that it does not return before the last access.
+// The index of the block in its cluster.
 __device__ __forceinline__ unsigned cluster_rank() {
   unsigned rank = 0;
   LAYERNORM_SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// The two halves of a barrier for all threads of the cluster.
+// The two halves of a barrier for all threads of the cluster. After it, all blocks have started and all barriers that
+// were initialized before are valid. It orders no other memory accesses.
 __device__ __forceinline__ void cluster_arrive() {
-  LAYERNORM_SM90_ASM("barrier.cluster.arrive.release.aligned;" :: : "memory");
+  LAYERNORM_SM90_ASM("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
 }
-__device__ __forceinline__ void cluster_wait() {
-  LAYERNORM_SM90_ASM("barrier.cluster.wait.acquire.aligned;" :: : "memory");
-}
-// Maps the address of a shared variable to that of the same variable in another block of the cluster.
-template <class T>
-__device__ __forceinline__ T* cluster_peer(T* shared, unsigned rank) {
-  uint64_t address = 0;
-  LAYERNORM_SM90_ASM("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
-  return reinterpret_cast<T*>(address);
-}
+__device__ __forceinline__ void cluster_wait() { LAYERNORM_SM90_ASM("barrier.cluster.wait.aligned;" :: : "memory"); }
+
+// mbarrier: the barrier of a block for data that the blocks of its cluster store in its shared memory. Its phases are
+// numbered from 0. A phase ends when its bytes have been announced and have arrived.
+class TransactionBarrier {
+ public:
+  // One thread calls this before its cluster_arrive().
+  __device__ __forceinline__ void init() {
+    LAYERNORM_SM90_ASM("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(
+        shared_address(&state_)) : "memory");
+  }
+  // One thread calls this in each phase.
+  __device__ __forceinline__ void expect(unsigned bytes) {
+    LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state_)),
+                       "r"(bytes) : "memory");
+  }
+  // Waits for the end of a phase, which is the current one or the last.
+  __device__ __forceinline__ void wait(unsigned phase) {
+    for (unsigned ended = 0; !ended;) {
+      LAYERNORM_SM90_ASM(
+          "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(
+              ended) : "r"(shared_address(&state_)),
+          "r"(phase % 2) : "memory");
+    }
+  }
+  // st.async: stores a value to a shared variable of another block, or of this one. It arrives at the block's barrier.
+  template <class T>
+  __device__ __forceinline__ void store(T& shared, const T& value, unsigned rank) {
+    const unsigned address = peer_address(&shared, rank), barrier = peer_address(&state_, rank);
+    constexpr int kWords = sizeof(T) / sizeof(unsigned);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      LAYERNORM_SM90_ASM(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + i * 4),
+          "r"(reinterpret_cast<const unsigned*>(&value)[i]), "r"(barrier) : "memory");
+    }
+  }
+
+ private:
+  // The address of the same shared variable in another block of the cluster.
+  __device__ __forceinline__ static unsigned peer_address(const void* shared, unsigned rank) {
+    unsigned address = 0;
+    LAYERNORM_SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    return address;
+  }
+
+  uint64_t state_;
+};
 
 // griddepcontrol: a launch with overlaps_previous waits here before it reads what the previous kernel writes, or writes
 // what it reads. Does nothing in other launches, or before compute capability 9.0.

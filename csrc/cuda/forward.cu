@@ -261,12 +261,16 @@ __global__ void __launch_bounds__(kForwardThreads, 3)
   };
   const int num_chunks = Tile::kIsBlock ? min(plan.chunks_per_block, plan.num_chunks - first_chunk) : 1;
   const bool in_cluster = Tile::kIsBlock && flags.has(kInCluster);
-  if (in_cluster) cluster_arrive();
+  __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
+  __shared__ TransactionBarrier barrier;  // for the moments of all blocks of a cluster
+  if (in_cluster) {
+    if (threadIdx.x == 0) barrier.init(), barrier.expect(plan.num_chunks * sizeof(Moments<Acc>));
+    cluster_arrive();
+  }
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
   for (int k = 0; k < num_chunks; ++k) chunk_at(k).fetched_x().fetch();
   async_commit();
 
-  __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
   auto* const stored_moments = static_cast<Moments<Acc>*>(plan.workspace) + row_number * plan.num_chunks;
   Moments<Acc> moments;
   if (!flags.has(kLoadsSums)) {
@@ -285,9 +289,8 @@ __global__ void __launch_bounds__(kForwardThreads, 3)
       if (in_cluster) {
         if (k == 0) cluster_wait();  // all blocks have started
         const unsigned peer = threadIdx.x;
-        if (peer < static_cast<unsigned>(plan.blocks_per_row.divisor())) {
-          *cluster_peer(&row_moments[index], peer) = moments;
-        }
+        if (peer < static_cast<unsigned>(plan.blocks_per_row.divisor()))
+          barrier.store(row_moments[index], moments, peer);
       } else if (threadIdx.x == 0) {
         (flags.has(kStoresSums) ? stored_moments : row_moments)[index] = moments;
       }
@@ -297,8 +300,7 @@ __global__ void __launch_bounds__(kForwardThreads, 3)
   if (Tile::kIsBlock && plan.num_chunks > 1) {
     async_wait<0>();
     if (in_cluster) {
-      cluster_arrive();
-      cluster_wait();
+      barrier.wait(0);
     } else {
       __syncthreads();
     }
