@@ -21,9 +21,11 @@ namespace emulator {
 namespace {
 
 constexpr size_t kUnit = 2;
+enum class Access { kRead, kWrite };
 
-struct Record {
-  Moment when;
+struct Record {  // of an access
+  ThreadId id;
+  Epochs epochs;
   const void* pc = nullptr;
   uint32_t serial = 0;  // of the region, at that time
 };
@@ -46,7 +48,6 @@ struct Region {
 };
 
 bool checking = false;
-uint64_t clock = 0;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
 std::vector<std::pair<uintptr_t, uintptr_t>> constants;  // read-only: code, constants and the kernel's arguments
@@ -62,7 +63,14 @@ Region* find_region(uintptr_t a) {
   return nullptr;
 }
 
-bool ordered(const Moment& what, const Thread& thread) { return before(what, {clock, thread.id, thread.epochs}); }
+// Returns whether program order or a barrier puts an earlier access before the next ones of a thread.
+bool ordered(const Record& a, const Thread& b) {
+  const bool same_block = a.id.block == b.id.block;
+  if (same_block && a.id.thread == b.id.thread) return true;
+  if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
+  if (!same_block) return false;
+  return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
+}
 
 std::string place(const Region& region, uintptr_t a) {
   return std::string(region.arena ? "shared" : "global") + " memory '" + region.name + "' + " +
@@ -94,15 +102,20 @@ void check_previous_grid(const Region& region, const Unit& unit, bool write, con
   }
 }
 
-void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Transfer* transfer = nullptr) {
+// Checks and records an access of the current thread, or the later write of its asynchronous copy.
+void check(const void* address, size_t bytes, Access access, bool must_be_aligned, const void* pc,
+           bool is_copy = false) {
+  if (current == nullptr) return;
   const Thread& thread = *current;
-  const auto stack = reinterpret_cast<uintptr_t>(thread.stack), self = reinterpret_cast<uintptr_t>(&thread);
-  if (a - stack < kStackBytes || a - self < sizeof(Thread)) return;
+  const auto a = reinterpret_cast<uintptr_t>(address);
+  if (a - reinterpret_cast<uintptr_t>(thread.stack) < kStackBytes) return;
+  if (a - reinterpret_cast<uintptr_t>(&thread) < sizeof(Thread)) return;
   const bool write = access == Access::kWrite;
   const auto describe = [&] {
     return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " + who(thread.id) +
            " at " + at(pc);
   };
+  if (must_be_aligned && a % bytes != 0) fail("misaligned " + describe());
   Region* found = find_region(a);
   if (found == nullptr || a + bytes > found->end) {
     for (const auto& [begin, end] : constants) {
@@ -116,12 +129,11 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   if (shared && region.arena != thread.block->arena && thread.epochs.cluster_waited == 0) {
     fail(describe() + " to " + place(region, a) + " of a block that may not have started: no cluster barrier before");
   }
-  const bool overlapping =
-      !shared && chain != 0 && !thread.waited_for_previous_grid && !thread.block->waited_for_previous_grid;
-  const Record mine{now(), pc, region.serial};
+  const bool overlapping = !shared && chain != 0 && !thread.waited_for_previous_grid;
+  const Record mine{thread.id, thread.epochs, pc, region.serial};
   const auto race = [&](const char* kind, const Record& other) {
-    fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.when.id) + " at " +
-         at(other.pc) + ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
+    fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.id) + " at " + at(other.pc) +
+         ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
   };
   for (size_t u = (a - region.begin) / kUnit; u <= (a + bytes - 1 - region.begin) / kUnit; ++u) {
     Unit& unit = region.units[u];
@@ -131,17 +143,17 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
     }
     if (overlapping) check_previous_grid(region, unit, write, describe(), a);
     const bool written = unit.write.serial == region.serial;
-    if (written && !ordered(unit.write.when, thread)) {
+    if (written && !ordered(unit.write, thread)) {
       race(write ? "write after write" : "read after write", unit.write);
     }
     if (!unit.reads.empty() && unit.reads[0].serial != region.serial) unit.reads.clear();
     if (write) {
       for (const Record& read : unit.reads) {
-        if (!ordered(read.when, thread)) race("write after read", read);
+        if (!ordered(read, thread)) race("write after read", read);
       }
       unit.write = mine;
       unit.reads.clear();
-      if (transfer) unit.in_flight = transfer->pc;
+      if (is_copy) unit.in_flight = pc;
     } else {
       if (region.uninitialized && (shared ? !written : unit.write.serial < region.first_serial)) {
         fail(describe() + " of uninitialized " + place(region, a));
@@ -149,9 +161,9 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
       if (!region.writable) continue;
       // Reads of one block between two of its barriers are not ordered, so only a new epoch can supersede some.
       const Record* last = unit.reads.empty() ? nullptr : &unit.reads.back();
-      if (last && (last->when.id.block != thread.id.block || last->when.epochs.block != thread.epochs.block)) {
-        std::erase_if(unit.reads, [&](const Record& read) { return ordered(read.when, thread); });
-      } else if (last && last->when.id.thread == thread.id.thread) {
+      if (last && (last->id.block != thread.id.block || last->epochs.block != thread.epochs.block)) {
+        std::erase_if(unit.reads, [&](const Record& read) { return ordered(read, thread); });
+      } else if (last && last->id.thread == thread.id.thread) {
         unit.reads.pop_back();
       }
       unit.reads.push_back(mine);
@@ -185,18 +197,6 @@ int note_module(dl_phdr_info* info, size_t, void*) {
 
 }  // namespace
 
-// ---- order ----------------------------------------------------------------------------------------------------------
-
-bool before(const Moment& a, const Moment& b) {
-  const bool same_block = a.id.block == b.id.block;
-  if (same_block && a.id.thread == b.id.thread) return a.time <= b.time;
-  if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
-  if (!same_block) return false;
-  return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
-}
-
-Moment now() { return {++clock, current->id, current->epochs}; }
-
 // ---- launches and memory --------------------------------------------------------------------------------------------
 
 void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes) {
@@ -226,7 +226,7 @@ void remove_shared_memory(Block& block) {
   for (auto& [begin, region] : regions) region->active &= region->arena != block.arena;
 }
 void check_block_may_return(Block& block) {
-  const auto seen = [&](const Moment& what) {
+  const auto seen = [&](const Record& what) {
     for (unsigned i = 0; i < running->threads_per_block; ++i) {
       if (ordered(what, block.threads[i])) return true;
     }
@@ -235,9 +235,9 @@ void check_block_may_return(Block& block) {
   for (const auto& [begin, region] : regions) {
     if (region->arena != block.arena || !region->active) continue;
     const auto check = [&](const Record& record) {
-      const bool own = record.when.id.block == current->id.block;
-      if (record.serial != region->serial || own || seen(record.when)) return;
-      fail("block " + std::to_string(current->id.block) + " can return before " + who(record.when.id) +
+      const bool own = record.id.block == current->id.block;
+      if (record.serial != region->serial || own || seen(record)) return;
+      fail("block " + std::to_string(current->id.block) + " can return before " + who(record.id) +
            " accesses its shared memory '" + region->name + "' at " + at(record.pc) + ": nothing orders the two");
     };
     for (const Unit& unit : region->units) {
@@ -248,42 +248,19 @@ void check_block_may_return(Block& block) {
   remove_shared_memory(block);
 }
 
-// ---- accesses -------------------------------------------------------------------------------------------------------
-
-void check_access(const void* address, size_t bytes, Access access, const void* pc) {
-  if (checking && current) check(reinterpret_cast<uintptr_t>(address), bytes, access, pc);
-}
-
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
-
-namespace {
-
-bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
-
-void finish(const Transfer& transfer) {
-  const auto a = reinterpret_cast<uintptr_t>(transfer.to);
-  if (checking) {
-    Region& region = *find_region(a);
-    const Moment by = now();
-    for (size_t u = (a - region.begin) / kUnit; u <= (a + transfer.bytes - 1 - region.begin) / kUnit; ++u) {
-      region.units[u].in_flight = nullptr;
-      region.units[u].write = {by, transfer.pc, region.serial};
-    }
-  }
-  std::memcpy(transfer.to, transfer.from, transfer.bytes);
-}
-
-}  // namespace
 
 void async_copy(void* to, const void* from, size_t bytes) {
   const void* pc = __builtin_return_address(0);
   require(in_shared(*current->block, to), "an asynchronous copy to an address outside the block's shared memory", pc);
-  require(aligned(to, bytes) && aligned(from, bytes), "a misaligned asynchronous copy", pc);
-  const Transfer transfer{to, from, bytes, pc};
-  check_access(from, bytes, Access::kRead, pc);
-  if (checking) check(reinterpret_cast<uintptr_t>(to), bytes, Access::kWrite, pc, &transfer);
+  require((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes == 0,
+          "a misaligned asynchronous copy", pc);
+  if (checking) {
+    check(from, bytes, Access::kRead, false, pc);
+    check(to, bytes, Access::kWrite, false, pc, true);
+  }
   std::memset(to, 0xff, bytes);
-  current->open_copies.push_back(transfer);
+  current->open_copies.push_back({to, from, bytes, pc});
 }
 
 void async_commit() {
@@ -294,7 +271,17 @@ void async_commit() {
 void async_wait(int groups_left) {
   auto& groups = current->copy_groups;
   for (; groups.size() > static_cast<size_t>(groups_left); groups.pop_front()) {
-    for (const Transfer& transfer : groups.front()) finish(transfer);
+    for (const auto& [to, from, bytes, pc] : groups.front()) {
+      if (checking) {
+        const auto a = reinterpret_cast<uintptr_t>(to);
+        Region& region = *find_region(a);
+        for (size_t u = (a - region.begin) / kUnit; u <= (a + bytes - 1 - region.begin) / kUnit; ++u) {
+          region.units[u].in_flight = nullptr;
+          region.units[u].write = {current->id, current->epochs, pc, region.serial};
+        }
+      }
+      std::memcpy(to, from, bytes);
+    }
   }
 }
 
@@ -303,19 +290,6 @@ void async_wait(int groups_left) {
 // ---- called by the compiled kernels ---------------------------------------------------------------------------------
 
 namespace {
-
-using emulator::Access;
-using emulator::current;
-
-void check_aligned(const void* address, size_t bytes, Access access, const void* pc) {
-  const auto on_stack =
-      reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(current ? current->stack : nullptr);
-  if (current && reinterpret_cast<uintptr_t>(address) % bytes != 0 && on_stack >= emulator::kStackBytes) {
-    emulator::fail(std::string("misaligned ") + (access == Access::kWrite ? "write" : "read") + " of " +
-                   std::to_string(bytes) + " bytes by " + emulator::who(current->id) + " at " + emulator::at(pc));
-  }
-  emulator::check_access(address, bytes, access, pc);
-}
 
 struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undefined
   const char* file;
@@ -327,7 +301,7 @@ struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undef
   const std::string file = where->file;
   const std::string text = std::string("undefined behavior (") + what + ") at " + file.substr(file.rfind('/') + 1) +
                            ":" + std::to_string(where->line);
-  if (current) emulator::fail(text + " by " + emulator::who(current->id));
+  if (emulator::current) emulator::fail(text + " by " + emulator::who(emulator::current->id));
   std::fprintf(stderr, "%s\n", text.c_str());
   std::abort();
 }
@@ -335,20 +309,20 @@ struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undef
 }  // namespace
 
 extern "C" {
-#define EMULATOR_ACCESS(n)                                                                                             \
-  void __tsan_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }                    \
-  void __tsan_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }                  \
-  void __tsan_unaligned_read##n(void* a) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); } \
-  void __tsan_unaligned_write##n(void* a) { emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0)); }
+#define EMULATOR_CHECK(name, bytes, access, must_be_aligned) \
+  name { emulator::check(a, bytes, emulator::Access::access, must_be_aligned, __builtin_return_address(0)); }
+#define EMULATOR_ACCESS(n)                                                \
+  EMULATOR_CHECK(void __tsan_read##n(void* a), n, kRead, true)            \
+  EMULATOR_CHECK(void __tsan_write##n(void* a), n, kWrite, true)          \
+  EMULATOR_CHECK(void __tsan_unaligned_read##n(void* a), n, kRead, false) \
+  EMULATOR_CHECK(void __tsan_unaligned_write##n(void* a), n, kWrite, false)
 EMULATOR_ACCESS(1)
 EMULATOR_ACCESS(2)
 EMULATOR_ACCESS(4)
 EMULATOR_ACCESS(8)
 EMULATOR_ACCESS(16)
-void __tsan_read_range(void* a, size_t n) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); }
-void __tsan_write_range(void* a, size_t n) {
-  emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0));
-}
+EMULATOR_CHECK(void __tsan_read_range(void* a, size_t n), n, kRead, false)
+EMULATOR_CHECK(void __tsan_write_range(void* a, size_t n), n, kWrite, false)
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() { emulator::checking = true; }  // at load, if anything was compiled with -fsanitize=thread

@@ -17,7 +17,7 @@ EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
 
-RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp", "source_lines.cpp")]
+RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
 OWN_HEADERS = ("device.h", "launch_limits.h", "platform.h")  # replace those of csrc/cuda
 
 # Modes: flags for device code. checker.cpp implements the functions that -fsanitize calls.
