@@ -56,7 +56,7 @@ T __shfl_sync(unsigned mask, T value, int source, emulator::Place place = emulat
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place = emulator::Place::current()) {
-  return __shfl_sync(mask, value, emulator::lane() ^ lane_mask, place);
+  return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lane_mask, place);
 }
 
 // ---- arithmetic that the C++ library lacks --------------------------------------------------------------------------
@@ -87,7 +87,6 @@ namespace layernorm {
 // ---- launches -------------------------------------------------------------------------------------------------------
 
 using Stream = void*;
-
 using LaunchConfig = emulator::Launch;
 using emulator::launch;
 

@@ -20,28 +20,26 @@ CACHE = ROOT / "build" / "emulator"
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
 OWN_HEADERS = ("device.h", "launch_limits.h", "platform.h")  # replace those of csrc/cuda
 
-# Modes: flags for device code. checker.cpp implements the functions that -fsanitize calls.
-CHECKED = (
-    "-O1",
-    "-fno-omit-frame-pointer",
-    "-ftrivial-auto-var-init=pattern",  # an uninitialized local is a NaN
-    "-fsanitize=thread,undefined,bounds-strict",  # strict: also for the elements of a Vector
-    "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
-    "-fno-sanitize-recover=all",
-)
-PLAIN = ("-O1",)
-
-COMMON = (
-    "-g1",  # lines, for the reports
-    "-fPIC",
-    "-Wall",
-    "-Wextra",
+# The flags for device code in each mode. checker.cpp implements the functions that -fsanitize calls.
+CHECKED, PLAIN = "checked", "plain"
+FLAGS = {
+    CHECKED: [
+        *("-O1", "-fno-omit-frame-pointer"),
+        "-ftrivial-auto-var-init=pattern",  # an uninitialized local is a NaN
+        "-fsanitize=thread,undefined,bounds-strict",  # strict: also for the elements of a Vector
+        "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
+        "-fno-sanitize-recover=all",
+    ],
+    PLAIN: ["-O1"],
+}
+COMMON = [
+    *("-std=c++20", "-g1", "-fPIC", "-Wall", "-Wextra"),  # g1: lines, for the reports
     "-Wno-unknown-pragmas",  # unroll
     "-fno-strict-aliasing",  # like nvcc
     "-ffp-contract=off",
     "-fno-gnu-unique",  # otherwise the installed extension would share its static variables
     f"-I{EMULATOR}",
-)
+]
 
 
 class CompileError(Exception):
@@ -129,12 +127,11 @@ def _headers(folder):
 
 def _object(source, flags, csrc):
     # nvcc and torch compile C++17; the emulator itself needs std::source_location.
-    command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", "-isystem", str(cuda_include())]
-    command += ["-std=c++20", "-x", "c++", "-c", str(source)]
+    command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-isystem{cuda_include()}"]
     headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h", EMULATOR / "buffers.h"]
     if source.suffix != ".cu":
         headers = [path for path in headers if path.suffix != ".cuh"]
-    return _make(".o", command, [source, *headers], csrc)
+    return _make(".o", [*command, "-x", "c++", "-c", str(source)], [source, *headers], csrc)
 
 
 def _objects(jobs):
@@ -145,21 +142,20 @@ def _objects(jobs):
 def program(source):
     """Build device code with a main() of its own, and return the path of the executable."""
     csrc, own = _mirror(ROOT / "csrc"), _mirror(source.parent)
-    flags = (*CHECKED, f"-I{own}")
-    objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(own / source.name, flags, csrc)])
+    flags = [*FLAGS[CHECKED], f"-I{own}"]
+    objects = _objects([*((path, ["-O2"], csrc) for path in RUNTIME), (own / source.name, flags, csrc)])
     return _make("", [_compiler()[0], *map(str, objects)], objects)
 
 
 def shared_library(source):
     """Build a file that includes CUDA's headers and gpu_models.h, and return the path of the shared library."""
-    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", f"-I{EMULATOR}")
-    command = [_compiler()[0], *flags, "-isystem", str(cuda_include()), str(source), "-ldl"]
-    return _make(".so", command, [source, *_headers(EMULATOR)])
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", f"-I{EMULATOR}", f"-isystem{cuda_include()}"]
+    return _make(".so", [_compiler()[0], *flags, str(source), "-ldl"], [source, *_headers(EMULATOR)])
 
 
 def namespace(mode):
-    """Return the namespace of a library's operators: a process may load one that is checked and one that is not."""
-    return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
+    """Return the namespace of a library's operators: a process may load a library of each mode."""
+    return f"layernorm_{mode}"
 
 
 def library(mode):
@@ -168,24 +164,18 @@ def library(mode):
 
     csrc = _mirror(ROOT / "csrc")
     torch_root = pathlib.Path(torch.__file__).parent
-    host_flags = (
-        "-O1",
-        "-DWITH_CUDA",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    host_flags = [
+        *("-O1", "-DWITH_CUDA", "-Wno-deprecated"),
+        *(f"-isystem{torch_root / folder}" for folder in ("include", "include/torch/csrc/api/include")),
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
-        "-Wno-deprecated",
-        "-isystem",
-        str(torch_root / "include"),
-        "-isystem",
-        str(torch_root / "include/torch/csrc/api/include"),
-    )
-    registration_flags = (*host_flags, f'-DEMULATOR_NAMESPACE="{namespace(mode)}"')
-    host = [csrc / "ops.cpp", csrc / "autograd.cpp"]
+    ]
     objects = _objects(
-        [(path, ("-O2",), csrc) for path in RUNTIME]
-        + [(path, mode, csrc) for path in sorted(csrc.glob("cuda/*.cu"))]
-        + [(path, host_flags, csrc) for path in host]
-        + [(EMULATOR / "registration.cpp", registration_flags, csrc)]
+        [
+            *((path, ["-O2"], csrc) for path in RUNTIME),
+            *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
+            *((path, host_flags, csrc) for path in (csrc / "ops.cpp", csrc / "autograd.cpp")),
+            (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="{namespace(mode)}"'], csrc),
+        ]
     )
     flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"]
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]

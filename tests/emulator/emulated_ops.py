@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import subprocess
 
 import cuda_binary
 import emulated_build
@@ -17,10 +16,10 @@ class Library:
     """The operators (`ops`), and the schedule of their threads. One per namespace and process."""
 
     def __init__(self, mode):
-        self._path = emulated_build.library(mode)
-        torch.ops.load_library(self._path)
+        path = emulated_build.library(mode)
+        torch.ops.load_library(path)
         self.ops = getattr(torch.ops, emulated_build.namespace(mode))
-        emulator = ctypes.CDLL(str(self._path))
+        emulator = ctypes.CDLL(str(path))
         self._configure = emulator.emulator_configure
         self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
         self._launched = emulator.emulator_launched
@@ -41,18 +40,9 @@ class Library:
 
     def launched(self):
         """Return {(kernel, blocks of a cluster): number of launches} since the last call."""
-        rows = [[*map(int, line.split())] for line in self._launched().decode().splitlines()]
-        names = cuda_binary.plain_names([self._symbols[address] for address, *_ in rows])
-        return {(name, cluster): count for name, (_, cluster, count) in zip(names, rows, strict=True)}
-
-    @functools.cached_property
-    def _symbols(self):
-        """The mangled names of the library's functions by address."""
-        lines = subprocess.run(["nm", "--defined-only", self._path], capture_output=True, text=True, check=True).stdout
-        symbols = [(int(offset, 16), name) for offset, _, name in map(str.split, lines.splitlines())]
-        here = next(offset for offset, name in symbols if name == "emulator_launched")
-        base = ctypes.cast(self._launched, ctypes.c_void_p).value - here
-        return {base + offset: name for offset, name in symbols}
+        lines = [line.split(maxsplit=2) for line in self._launched().decode().splitlines()]
+        names = cuda_binary.plain_names([name for _, _, name in lines])
+        return {(name, int(cluster)): int(count) for name, (count, cluster, _) in zip(names, lines, strict=True)}
 
 
 @functools.cache

@@ -55,7 +55,6 @@ struct Exchange {
 uint64_t block_barrier(const Exchange& exchange, const Place& place);
 uint64_t warp_collective(unsigned mask, const Exchange& exchange, const Place& place);
 void warp_barrier(unsigned mask, const Place& place);
-int lane();
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name);
 void* dynamic_shared();

@@ -12,16 +12,14 @@ audit_runtime.cpp replaces the CUDA runtime. Nothing is computed, so the tensors
 import argparse
 import concurrent.futures
 import ctypes
-import dataclasses
 import functools
 import itertools
 import os
-import pathlib
 import random
 import re
 import subprocess
 import sys
-import tempfile
+from typing import NamedTuple
 
 import cuda_binary
 import emulated_build
@@ -30,8 +28,7 @@ import torch
 import layernorm_ext  # noqa: F401  # registers the operators
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A GPU, and the architecture of the code it runs: its own, or an older one whose PTX the driver compiles."""
 
     gpu: str
@@ -171,20 +168,18 @@ def build_runtime():
 
 
 class Runtime:
-    """The CUDA runtime of audit_runtime.cpp for a target, whose code has `kernels`: {name: (registers, static)}."""
+    """The preloaded CUDA runtime for a target, whose code has `kernels`: {name: (registers, static shared memory)}."""
 
     def __init__(self, target, kernels):
         self.library = ctypes.CDLL(str(build_runtime()))
         for function in (self.library.audit_faults, self.library.audit_launches):
             function.restype = ctypes.c_char_p
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "kernels")
-            path.write_text("".join(f"{name} {registers} {static}\n" for name, (registers, static) in kernels.items()))
-            self.library.audit_gpu(target.gpu.encode(), target.code, bytes(path))
+        resources = "".join(f"{name} {registers} {static} " for name, (registers, static) in kernels.items())
+        self.library.audit_gpu(target.gpu.encode(), target.code, resources.encode())
 
     def run(self, call):
         """Return the faults of a call. The runtime treats each call as the first one of a process."""
-        self.library.audit_next_call()
+        self.library.audit_next_call(False)
         try:
             call()
         except RuntimeError as error:
@@ -194,34 +189,45 @@ class Runtime:
     def faults(self):
         return self.library.audit_faults().decode().splitlines()
 
-    def launches(self):
-        """Return the kernel, grid, threads, cluster, dynamic shared memory and resident blocks of the last launches."""
-        found = []
-        for line in self.library.audit_launches().decode().splitlines():
-            mangled, *sizes = line.split()
-            kernel = re.findall(r"\d((?:forward|backward|channels|add)_[a-z_]+?)I", mangled)[-1]
-            tile = re.search(r"WarpTile|BlockTile", mangled)  # what the lanes of a warp or the threads of a block share
-            found.append((f"{kernel}<{tile[0]}>" if tile else kernel, *sizes))
-        return found
+    def plan(self, text):
+        """Return a line for each launch of a call: kernel, grid, block, dynamic shared memory, resident blocks.
 
-    def queries(self, call):
-        """Return how many functions of the runtime a repeated call uses, besides its launches."""
-        self.library.audit_queries()
+        The shape is [rows, cols], [groups, rows, cols], or [N, C, H, W] with an operator whose name begins with
+        "images". A repeated call must ask the CUDA runtime for nothing but the current device.
+        """
+        operator, dtype, shape = text.rsplit(maxsplit=2)
+        sizes = [*map(int, shape.split("x"))]
+        kinds = {2: calls_on_rows, 3: calls_on_groups, 4: calls_on_images}
+        calls = dict(kinds[len(sizes)]((getattr(torch, dtype),) * 2, *sizes))
+        call = calls.get(operator) or calls[f"{operator} {MASKS[0]}"]
+        faults = self.run(call)
+        self.library.audit_next_call(True)
         call()
-        return self.library.audit_queries()
+        if (queries := self.library.audit_queries()) != 1:
+            faults.append(f"{queries} queries in a repeated call")
+        lines = [f"{text}: {line}" for line in (*faults, *self.library.audit_launches().decode().splitlines())]
+        # The name is without namespaces and types, but has the tile that the lanes of a warp or a block share.
+        name = r"_Z\S+\d((?:forward|backward|channels|add)_[a-z_]+?)I(?:\S+\d(\w+Tile))?\S*"
+        return [re.sub(name, lambda match: " ".join(filter(None, match.groups())), line) for line in lines]
 
 
-def audit(target, runtime):
-    """Print the calls that the target refuses, and return whether there are any."""
-    total = refused = 0
+def runtime_of(target):
+    kernels = cuda_binary.kernels().get(target.code)
+    if not kernels:
+        raise SystemExit(f"{cuda_binary.library()} has no code for {target.code / 10}; build it with FORCE_CUDA=1")
+    return Runtime(target, {name: (kernel.registers, kernel.static_shared) for name, kernel in kernels.items()})
+
+
+def audit(target):
+    """Return the number of calls that the target refuses, and a text that lists the first ones."""
+    runtime, total, refused, lines = runtime_of(target), 0, 0, []
     for name, call in all_calls():
         total += 1
         if faults := runtime.run(call):
             refused += 1
             if refused <= 20:
-                print(f"  {name}", *faults, sep="\n    ")
-    print(f"{target}: {refused} of {total} calls refused")
-    return refused > 0
+                lines += [f"  {name}", *(f"    {fault}" for fault in faults)]
+    return refused, "\n".join([*lines, f"{target}: {refused} of {total} calls refused"])
 
 
 def unknown_symbols():
@@ -235,77 +241,28 @@ def unknown_symbols():
     return sorted(set(re.findall(r" U (cuda\w+)", wanted.stdout)) - answered - harmless)
 
 
-PLAN_FIELDS = ("operator", "dtype", "shape", "kernel", "grid", "block", "cluster", "shared", "resident", "launches")
-
-
-def launch_plan(runtime, text):
-    """Return the PLAN_FIELDS and the queries of each kernel that a call launches, in order.
-
-    The shape is [rows, cols], [groups, rows, cols], or [N, C, H, W] with an operator whose name begins with "images".
-    """
-    operator, dtype, shape = text.rsplit(maxsplit=2)
-    sizes, dtypes = [*map(int, shape.split("x"))], (getattr(torch, dtype),) * 2
-    kinds = {2: calls_on_rows, 3: calls_on_groups, 4: calls_on_images}
-    calls = dict(kinds[len(sizes)](dtypes, *sizes))
-    call = calls.get(operator) or calls[f"{operator} {MASKS[0]}"]
-    if faults := runtime.run(call):
-        raise SystemExit(f"{text}: {faults[0]}")
-    launches, queries = runtime.launches(), runtime.queries(call)
-    return [(operator, dtype, shape, *launch, len([*same]), queries) for launch, same in itertools.groupby(launches)]
-
-
-def print_plans(runtime, calls):
-    """Print the launches of calls such as "forward bfloat16 4096x1024".
-
-    `resident` counts the blocks of a multiprocessor, and `queries` the calls of the CUDA runtime in every call but the
-    first, besides the launches.
-    """
-    lines = [(*PLAN_FIELDS, "queries"), *(row for call in calls for row in launch_plan(runtime, call))]
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(str(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def run_preloaded(options):
-    """Do the work for one target in a process with the preloaded runtime; return whether the target refuses a call."""
-    torch.set_num_threads(1)
-    target = TARGETS[options.target]
-    kernels = cuda_binary.kernels().get(target.code)
-    if not kernels:
-        raise SystemExit(f"{cuda_binary.library()} has no code for {target.code / 10}; build it with FORCE_CUDA=1")
-    runtime = Runtime(target, {name: (kernel.registers, kernel.static_shared) for name, kernel in kernels.items()})
-    return print_plans(runtime, options.plan) if options.plan else audit(target, runtime)
-
-
-def preloaded(*arguments):
-    """Run this script with the runtime preloaded, and return whether it failed and its output."""
-    environment = {**os.environ, "LD_PRELOAD": str(build_runtime())}
-    command = [sys.executable, "-W", "ignore", __file__, *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    return done.returncode != 0, done.stdout
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"any of {', '.join({t.gpu: 0 for t in TARGETS})}")
     parser.add_argument("--plan", nargs="+", metavar="CALL", help='such as "forward bfloat16 4096x1024"')
-    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)  # index, for a preloaded process
     options = parser.parse_args()
-    if options.target is not None:
-        return run_preloaded(options)
-    chosen = [str(i) for i, target in enumerate(TARGETS) if not options.gpus or target.gpu in options.gpus]
+    runtime = str(build_runtime())
+    if os.environ.get("LD_PRELOAD") != runtime:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": runtime})
+    torch.set_num_threads(1)
+    targets = [target for target in TARGETS if not options.gpus or target.gpu in options.gpus]
     if options.plan:
-        failed, printed = preloaded("--target", chosen[0], "--plan", *options.plan)
-        print(printed, end="")
-        return failed
-    failed = unknown_symbols()
-    for symbol in failed:
+        runtime = runtime_of(targets[0])
+        print(*(line for call in options.plan for line in runtime.plan(call)), sep="\n")
+        return 0
+    failed = len(unknown_symbols())
+    for symbol in unknown_symbols():
         print(f"audit_runtime.cpp lacks {symbol}")
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for audit_failed, printed in pool.map(lambda index: preloaded("--target", index), chosen):
-            print(printed, end="", flush=True)
-            failed = failed or audit_failed
-    return bool(failed)
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+        for refused, text in pool.map(audit, targets):
+            print(text, flush=True)
+            failed += refused
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ struct Running {
   std::vector<Block> blocks{};  // resident
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
-  std::vector<unsigned> order{};                   // warps, by falling priority
+  std::vector<size_t> order{};                     // warps, by falling priority
   std::map<const void*, size_t> static_offsets{};  // by declaration
   size_t static_end = 0, static_bytes = 0;
   std::string fault{};

@@ -73,13 +73,10 @@ char* map_memory(size_t bytes) {
 }
 
 void need_threads(size_t count) {
-  const size_t first = threads.size(), stride = kGuardBytes + kStackBytes;
-  if (count <= first) return;
-  char* memory = map_memory((count - first) * stride);
-  threads.resize(count);
-  for (size_t i = first; i < count; ++i, memory += stride) {
+  while (threads.size() < count) {
+    char* memory = map_memory(kGuardBytes + kStackBytes);
     mprotect(memory, kGuardBytes, PROT_NONE);
-    threads[i].stack = memory + kGuardBytes;
+    threads.emplace_back().stack = memory + kGuardBytes;
   }
 }
 
@@ -88,11 +85,20 @@ void set_current(Thread* thread) {
   current_view = thread ? &thread->view : nullptr;
 }
 
+// Returns the numbers below `count` by falling priority.
+std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
+  if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), random);
+  return order;
+}
+
 Thread* pick() {
   Running& r = *running;
   const Order order = current_options.order;
   if (order == Order::kRandom && (r.random() & 63) == 0) std::shuffle(r.order.begin(), r.order.end(), r.random);
-  for (unsigned index : r.order) {
+  for (size_t index : r.order) {
     Warp& warp = r.warps[index];
     if (warp.runnable == 0) continue;
     int lane = std::countr_zero(warp.runnable);
@@ -313,21 +319,17 @@ void start_blocks(const std::vector<uint64_t>& ids) {
       start_thread(block.threads[i], block, warp, i, ids[k]);
     }
   }
-  r.order.resize(r.warps.size());
-  std::iota(r.order.begin(), r.order.end(), 0);
-  if (current_options.order == Order::kReverse) std::reverse(r.order.begin(), r.order.end());
-  if (current_options.order == Order::kRandom) std::shuffle(r.order.begin(), r.order.end(), r.random);
+  r.order = draw_order(r.warps.size(), r.random);
 }
 
 void run_blocks() {
   while (running->fault.empty() && running->live > 0) {
-    Thread* next = pick();
-    if (next == nullptr) {
-      if (running->fault.empty()) running->fault = describe_deadlock();
-      continue;
+    if (Thread* next = pick()) {
+      set_current(next);
+      emulator_switch_stack(&host_stack_pointer, next->stack_pointer);
+    } else {
+      running->fault = describe_deadlock();
     }
-    set_current(next);
-    emulator_switch_stack(&host_stack_pointer, next->stack_pointer);
   }
   set_current(nullptr);
 }
@@ -370,10 +372,8 @@ void run_checked(const Launch& launch, void (*body)(const void*), const void* ca
   r.random.seed(current_options.seed);
   r.static_end = kRedZone;
 
-  std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster);
-  std::iota(order.begin(), order.end(), 0);
-  if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
-  if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), r.random);
+  const size_t clusters = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster;
+  const std::vector<size_t> order = draw_order(clusters, r.random);
   const size_t at_once =
       std::min<size_t>(std::max(1u, current_options.concurrent_blocks / launch.cluster), order.size());
   need_threads(at_once * launch.cluster * threads_per_block);
@@ -467,8 +467,6 @@ void warp_barrier(unsigned mask, const Place& place) {
   warp_collective(mask, {}, place);
   current->epochs.warp++;  // other collectives order no memory accesses
 }
-
-int lane() { return static_cast<int>(current->lane); }
 
 unsigned cluster_rank() { return current->block->rank; }
 
