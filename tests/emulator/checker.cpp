@@ -7,8 +7,6 @@
 // races. Races are judged by CUDA's rules (which barrier orders which threads), so that every schedule finds them.
 //
 // Limits: accesses are recorded in units of 2 bytes, and a memcpy that the compiler does not expand is not seen.
-#include <link.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -50,7 +48,7 @@ struct Region {
 bool checking = false;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
-std::vector<std::pair<uintptr_t, uintptr_t>> constants;  // read-only: code, constants and the kernel's arguments
+std::pair<uintptr_t, uintptr_t> arguments;  // of the kernel: read-only
 uint32_t chain = 0;  // number of previous launches that may still run, because each later one overlaps_previous
 
 Region* find_region(uintptr_t a) {
@@ -118,9 +116,7 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
   if (must_be_aligned && a % bytes != 0) fail("misaligned " + describe());
   Region* found = find_region(a);
   if (found == nullptr || a + bytes > found->end) {
-    for (const auto& [begin, end] : constants) {
-      if (!write && a >= begin && a + bytes <= end) return;
-    }
+    if (!write && a >= arguments.first && a + bytes <= arguments.second) return;
     fail_outside(found ? found->end : a, describe());
   }
   Region& region = *found;
@@ -186,25 +182,15 @@ void add_region(const void* base, size_t bytes, const char* name, Contents conte
   region->units.resize((bytes + kUnit - 1) / kUnit);
 }
 
-int note_module(dl_phdr_info* info, size_t, void*) {
-  for (int i = 0; i < info->dlpi_phnum; ++i) {
-    if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
-    const uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
-    constants.emplace_back(begin, begin + info->dlpi_phdr[i].p_memsz);
-  }
-  return 0;
-}
-
 }  // namespace
 
 // ---- launches and memory --------------------------------------------------------------------------------------------
 
-void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes) {
+void checker_begin_launch(bool overlaps_previous, const void* call, size_t bytes) {
   chain = overlaps_previous ? chain + 1 : 0;
-  const auto begin = reinterpret_cast<uintptr_t>(arguments);
-  constants = {{begin, begin + bytes}};
-  if (checking) dl_iterate_phdr(note_module, nullptr);
-  for (auto& [begin, region] : regions) region->serial++;
+  const auto begin = reinterpret_cast<uintptr_t>(call);
+  arguments = {begin, begin + bytes};
+  for (auto& [address, region] : regions) region->serial++;
 }
 void checker_end_launch() {
   last_region = nullptr;

@@ -78,61 +78,54 @@ forward_residual = on_cuda(torch.ops.layernorm.forward.residual)
 backward = on_cuda(torch.ops.layernorm.backward.default)
 
 
-def statistics(shape, dtype):
-    """Return mean and rstd."""
-    return [torch.empty((*shape, 1), dtype=torch.float64 if dtype == torch.float64 else torch.float32)] * 2
+def calls_on(x, parameters, masks=MASKS[:1], **layout):
+    """Yield (description, function) for calls on a tensor with each (name, weight, bias).
+
+    With several masks of gradients, the last parameters also get all options.
+    """
+    n, dtype = [x.shape[-1]], torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean = rstd = torch.empty((*x.shape[:-1], 1), dtype=dtype)
+    for name, w, b in parameters:
+        yield f"forward{name}", forward(x, n, w, b, **layout)
+        for mask in masks:
+            yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
+    if len(masks) == 1:
+        return
+    yield "forward, residual", forward_residual(x, x, n, w, b, **layout)
+    yield "forward, RMS, no parameters", forward(x, n, rms=True, **layout)
+    for mask in masks[:3]:
+        yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x, **layout)
+        options = {"grad_sum": x, "rms": True, "memory_efficient": True, **layout}
+        yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
+    if x.itemsize == 2:
+        total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
+        yield "forward, float32 residual", forward_residual(x, total, n, w, b, **layout)
+        for mask in masks[:2]:
+            options = {"grad_sum": total, **layout}
+            yield f"backward, float32 residual {mask}", backward(x, total, n, mean, rstd, w, b, mask, **options)
 
 
 def calls_on_rows(dtypes, rows, cols, aligned=True):
-    """Yield (description, function) for every kind of call on rows of this shape."""
     stride, offset = (cols, 0) if aligned else (cols + 1, 1)
     x = torch.empty(rows * stride + offset, dtype=dtypes[0]).as_strided((rows, cols), (stride, 1), offset)
-    w, n, saved = torch.empty(cols, dtype=dtypes[1]), [cols], statistics([rows], dtypes[0])
-    yield "forward", forward(x, n, w, w)
-    yield "forward, residual", forward_residual(x, x, n, w, w)
-    yield "forward, RMS, no parameters", forward(x, n, rms=True)
-    for mask in MASKS:
-        yield f"backward {mask}", backward(x, x, n, *saved, w, w, mask)
-    for mask in MASKS[:3]:
-        yield f"backward, residual {mask}", backward(x, x, n, *saved, w, w, mask, grad_sum=x)
-        options = {"grad_sum": x, "rms": True, "memory_efficient": True}
-        yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, saved[1], w, None, mask, **options)
-    if dtypes[0].itemsize == 2:
-        total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
-        yield "forward, float32 residual", forward_residual(x, total, n, w, w)
-        for mask in MASKS[:2]:
-            yield f"backward, float32 residual {mask}", backward(x, total, n, *saved, w, w, mask, grad_sum=total)
+    w = torch.empty(cols, dtype=dtypes[1])
+    return calls_on(x, [("", w, w)], MASKS)
 
 
 def calls_on_groups(dtypes, groups, rows, cols):
     """Yield calls for rows of groups: with parameters of their own, and inside a fused projection."""
     x = torch.empty(groups, rows, cols, dtype=dtypes[0])
-    fused = torch.empty(groups, 3, rows, cols, dtype=dtypes[0])[:, 1]
     own, shared = torch.empty(groups, 1, cols, dtype=dtypes[1]), torch.empty(cols, dtype=dtypes[1])
-    n, saved = [cols], statistics([groups, rows], dtypes[0])
-    yield "forward, own parameters", forward(x, n, own, own)
-    yield "forward, fused projection", forward(fused, n, shared, rms=True)
-    for name, w, b in (("own", own, own), ("own weight", own, shared), ("own bias", shared, own)):
-        yield f"backward, {name} parameters", backward(x, x, n, *saved, w, b, MASKS[0])
-    yield "backward, fused projection", backward(fused, fused, n, *saved, shared, shared, MASKS[0])
+    yield from calls_on(x, [(", own parameters", own, own), (", own weight", own, shared), (", own bias", shared, own)])
+    yield from calls_on(x.new_empty(groups, 3, rows, cols)[:, 1], [(", fused projection", shared, shared)])
 
 
 def calls_on_images(dtypes, *shape):
     """Yield calls for images [N, C, H, W]."""
-    x, n = torch.empty(shape, dtype=dtypes[0]).movedim(1, -1), [shape[1]]
-    w, own = torch.empty(n, dtype=dtypes[1]), torch.empty(shape[0], 1, 1, *n, dtype=dtypes[1])
-    saved, layout = statistics(x.shape[:-1], dtypes[0]), {"preserve_layout": True}
-    yield "images forward", forward(x, n, w, w, **layout)
-    yield "images forward, residual", forward_residual(x, x, n, w, w, **layout)
-    for mask in MASKS:
-        yield f"images backward {mask}", backward(x, x, n, *saved, w, w, mask, **layout)
-    name = "images backward, own parameters, residual"
-    yield name, backward(x, x, n, *saved, own, own, MASKS[0], grad_sum=x, **layout)
-    if dtypes[0].itemsize == 2:
-        total = torch.empty_like(x, dtype=torch.float32)
-        yield "images forward, float32 residual", forward_residual(x, total, n, w, w, **layout)
-        name = "images backward, float32 residual"
-        yield name, backward(x, total, n, *saved, w, w, MASKS[0], grad_sum=total, **layout)
+    x = torch.empty(shape, dtype=dtypes[0]).movedim(1, -1)
+    own = torch.empty(shape[0], 1, 1, shape[1], dtype=dtypes[1])
+    parameters = [("", own[0, 0, 0], own[0, 0, 0]), (", own parameters", own, own)]
+    return calls_on(x, parameters, MASKS, preserve_layout=True)
 
 
 def all_calls():
@@ -156,7 +149,7 @@ def all_calls():
             if n * c * side * side * dtypes[0].itemsize > MAX_BYTES:
                 continue
             for name, call in calls_on_images(dtypes, n, c, side, side):
-                yield f"{name}: {n} x {c} x {side} x {side} {what}", call
+                yield f"{name}: images {n} x {c} x {side} x {side} {what}", call
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------
@@ -192,8 +185,8 @@ class Runtime:
     def plan(self, text):
         """Return a line for each launch of a call: kernel, grid, block, dynamic shared memory, resident blocks.
 
-        The shape is [rows, cols], [groups, rows, cols], or [N, C, H, W] with an operator whose name begins with
-        "images". A repeated call must ask the CUDA runtime for nothing but the current device.
+        The shape is [rows, cols], [groups, rows, cols] or [N, C, H, W]. A repeated call must ask the CUDA runtime for
+        nothing but the current device.
         """
         operator, dtype, shape = text.rsplit(maxsplit=2)
         sizes = [*map(int, shape.split("x"))]

@@ -120,6 +120,10 @@ std::string describe(const Place& place) {
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line());
 }
 
+bool same_place(const Place& a, const Place& b) {
+  return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
 std::string describe_deadlock() {
   std::map<std::string, std::pair<unsigned, const Thread*>> groups;  // number of threads, and the first
   for (const Block& block : running->blocks) {
@@ -138,35 +142,27 @@ std::string describe_deadlock() {
   return text;
 }
 
-// Returns the lines that addr2line of binutils prints for a code address.
-std::vector<std::string> addr2line(const char* options, uintptr_t address) {
+// Returns what addr2line of binutils prints for a code address.
+std::string addr2line(const char* options, const char* address) {
   Dl_info module{};
-  if (!dladdr(reinterpret_cast<void*>(address), &module)) return {};
+  if (!dladdr(address, &module)) return "";
   std::ostringstream command;
   command << "addr2line " << options << " -e '" << module.dli_fname << "' 0x" << std::hex
-          << address - reinterpret_cast<uintptr_t>(module.dli_fbase) << " 2>/dev/null";
-  std::vector<std::string> lines;
-  FILE* pipe = popen(command.str().c_str(), "r");
-  if (pipe == nullptr) return {};
-  char line[4096];
-  while (std::fgets(line, sizeof line, pipe)) {
-    lines.emplace_back(line);
-    lines.back().resize(lines.back().find_first_of("\n"));
+          << address - static_cast<const char*>(module.dli_fbase) << " 2>/dev/null";
+  std::string text;
+  if (FILE* pipe = popen(command.str().c_str(), "r")) {
+    for (int c; (c = std::fgetc(pipe)) != EOF;) text += static_cast<char>(c);
+    pclose(pipe);
   }
-  pclose(pipe);
-  return lines;
+  return text;
 }
 
 std::string function_name(const void* function) {
   static std::map<const void*, std::string> seen;
   std::string& name = seen[function];
   if (!name.empty()) return name;
-  const std::vector<std::string> lines = addr2line("-fC", reinterpret_cast<uintptr_t>(function));
-  return name = lines.empty() ? "??" : lines[0];
-}
-
-bool same_place(const Place& a, const Place& b) {
-  return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+  const std::string lines = addr2line("-fC", static_cast<const char*>(function));
+  return name = lines.substr(0, lines.find('\n'));
 }
 
 // ---- barriers and collectives ---------------------------------------------------------------------------------------
@@ -295,28 +291,24 @@ void start_blocks(const std::vector<uint64_t>& ids) {
   r.clusters.assign(ids.size() / r.launch.cluster, {});
   r.warps.assign(ids.size() * r.warps_per_block, {});
   r.live = static_cast<unsigned>(ids.size()) * r.threads_per_block;
-  const auto group_of = [&](const char* barrier, size_t first, unsigned size) {
-    return Group{barrier, &threads[first], size, size, 0, 0, {}};
+  const unsigned size = r.threads_per_block;
+  const auto group_of = [](const char* barrier, Thread* first, unsigned size) {
+    return Group{barrier, first, size, size, 0, 0, {}};
   };
   for (size_t k = 0; k < ids.size(); ++k) {
-    const size_t first = k * r.threads_per_block;
+    Thread* const first = &threads[k * size];
+    const auto rank = static_cast<unsigned>(k % r.launch.cluster);
+    Cluster& cluster = r.clusters[k / r.launch.cluster];
+    if (rank == 0) cluster = {group_of("cluster barrier", first, r.launch.cluster * size), {}};
     Block& block = r.blocks[k];
-    static_cast<Group&>(block) = group_of("block barrier", first, r.threads_per_block);
-    block.index = unflatten(ids[k], r.launch.grid);
-    block.rank = static_cast<unsigned>(k % r.launch.cluster);
-    block.cluster = &r.clusters[k / r.launch.cluster];
-    block.arena = arenas[k];
-    if (block.rank == 0) {
-      static_cast<Group&>(*block.cluster) = group_of("cluster barrier", first, r.launch.cluster * r.threads_per_block);
-    }
+    block = {group_of("block barrier", first, size), unflatten(ids[k], r.launch.grid), rank, &cluster, arenas[k]};
     remove_shared_memory(block);
-    for (unsigned i = 0; i < r.threads_per_block; ++i) {
+    for (unsigned i = 0; i < size; ++i) {
       Warp& warp = r.warps[k * r.warps_per_block + i / kWarpSize];
       if (i % kWarpSize == 0) {
-        const unsigned size = std::min<unsigned>(kWarpSize, r.threads_per_block - i);
-        static_cast<Group&>(warp) = group_of("warp collective", first + i, size);
+        warp = {group_of("warp collective", first + i, std::min<unsigned>(kWarpSize, size - i)), 0};
       }
-      start_thread(block.threads[i], block, warp, i, ids[k]);
+      start_thread(first[i], block, warp, i, ids[k]);
     }
   }
   r.order = draw_order(r.warps.size(), r.random);
@@ -364,11 +356,10 @@ void* shared_memory(size_t offset, size_t bytes, const char* name) {
   return block.arena + offset;
 }
 
-void run_checked(const Launch& launch, void (*body)(const void*), const void* call, size_t bytes) {
-  const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
+void run_grid(const Launch& launch, void (*body)(const void*), const void* call, size_t bytes) {
   Running r{launch, body, call};
-  r.threads_per_block = threads_per_block;
-  r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
+  r.threads_per_block = launch.block.x * launch.block.y * launch.block.z;
+  r.warps_per_block = (r.threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
   r.static_end = kRedZone;
 
@@ -376,7 +367,7 @@ void run_checked(const Launch& launch, void (*body)(const void*), const void* ca
   const std::vector<size_t> order = draw_order(clusters, r.random);
   const size_t at_once =
       std::min<size_t>(std::max(1u, current_options.concurrent_blocks / launch.cluster), order.size());
-  need_threads(at_once * launch.cluster * threads_per_block);
+  need_threads(at_once * launch.cluster * r.threads_per_block);
   while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
   running = &r;
@@ -418,10 +409,10 @@ std::string at(const void* pc) {
   static std::map<const void*, std::string> seen;
   std::string& text = seen[pc];
   if (!text.empty()) return text;
-  for (std::string frame : addr2line("-si", reinterpret_cast<uintptr_t>(pc) - 1)) {  // pc is a return address
-    frame = frame.substr(0, frame.find(' '));                                        // no discriminator
-    if (frame.starts_with("device.h:")) continue;
-    text += (text.empty() ? "" : " < ") + frame;
+  std::istringstream lines(addr2line("-si", static_cast<const char*>(pc) - 1));  // pc is a return address
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("device.h:")) continue;
+    text += (text.empty() ? "" : " < ") + line.substr(0, line.find(' '));  // no discriminator
   }
   if (text.empty()) text = "an unknown line";
   return text;
@@ -444,7 +435,7 @@ void run(const Launch& launch, const void* kernel, void (*body)(const void*), co
   try {
     const std::string why = refusal(launch, 0);
     if (!why.empty()) throw Fault(why);
-    run_checked(launch, body, call, bytes);
+    run_grid(launch, body, call, bytes);
   } catch (const Fault& fault) {
     throw Fault(function_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
   }

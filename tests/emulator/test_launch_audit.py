@@ -63,9 +63,9 @@ backward float32 16x4194304: backward_rows BlockTile grid 1024x1x1, 256 threads,
 backward float32 16x4194304: add_partials grid 131072x1x2, 256 threads, cluster 1, 0 bytes, 8 resident
 backward, own parameters bfloat16 64x256x1152: backward_rows BlockTile grid 1x396x1, 160 threads, cluster 1, 41024 bytes, 3 resident
 backward, own parameters bfloat16 64x256x1152: add_partials grid 36x64x2, 256 threads, cluster 1, 0 bytes, 8 resident
-images forward bfloat16 32x96x56x56: channels_first_forward grid 3136x1x1, 256 threads, cluster 1, 6144 bytes, 4 resident
-images backward bfloat16 32x96x56x56: channels_first_backward grid 392x1x1, 256 threads, cluster 1, 12288 bytes, 3 resident
-images backward bfloat16 32x96x56x56: add_partials grid 3x1x2, 256 threads, cluster 1, 0 bytes, 8 resident
+forward bfloat16 32x96x56x56: channels_first_forward grid 3136x1x1, 256 threads, cluster 1, 6144 bytes, 4 resident
+backward bfloat16 32x96x56x56: channels_first_backward grid 392x1x1, 256 threads, cluster 1, 12288 bytes, 3 resident
+backward bfloat16 32x96x56x56: add_partials grid 3x1x2, 256 threads, cluster 1, 0 bytes, 8 resident
 """  # noqa: E501
 
 
