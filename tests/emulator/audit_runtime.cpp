@@ -45,20 +45,18 @@ cudaError_t answer(const void* stub, const F& f) {
   return f(kernel);
 }
 
-const cudaLaunchAttribute* find_attribute(const cudaLaunchConfig_t& config, cudaLaunchAttributeID id) {
-  for (unsigned i = 0; i < config.numAttrs; ++i) {
-    if (config.attrs[i].id == id) return &config.attrs[i];
-  }
-  return nullptr;
-}
-
 gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
-  const auto* const cluster = find_attribute(config, cudaLaunchAttributeClusterDimension);
-  return {{config.gridDim.x, config.gridDim.y, config.gridDim.z},
-          uint64_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z,
-          config.dynamicSmemBytes,
-          cluster ? cluster->val.clusterDim.x : 1,
-          find_attribute(config, cudaLaunchAttributeProgrammaticStreamSerialization) != nullptr};
+  gpu_models::Launch launch = {{config.gridDim.x, config.gridDim.y, config.gridDim.z},
+                               uint64_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z,
+                               config.dynamicSmemBytes,
+                               1,
+                               false};
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) launch.cluster = attribute.val.clusterDim.x;
+    launch.overlaps_previous |= attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization;
+  }
+  return launch;
 }
 
 // Returns whether a launch of persistent blocks has more blocks than the GPU holds at once, so that some start only

@@ -1,9 +1,11 @@
-"""Compiles device code for the emulator: single programs, and the whole operator library.
+"""Compiles device code for the emulator: single programs, and the operators with the CUDA kernels on the CPU.
 
 The results are kept under build/emulator, named by a hash of everything they were made of.
 """
 
 import concurrent.futures
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -13,9 +15,15 @@ import subprocess
 import sysconfig
 import tempfile
 
+import cuda_binary
+import torch
+
 EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
+
+ORDERS = ("forward", "reverse", "random")
+UNLIMITED = 2**63 - 1
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
 OWN_HEADERS = ("device.h", "launch_limits.h", "platform.h")  # replace those of csrc/cuda
@@ -153,15 +161,8 @@ def shared_library(source):
     return _make(".so", [_compiler()[0], *flags, str(source), "-ldl"], [source, *_headers(EMULATOR)])
 
 
-def namespace(mode):
-    """Return the namespace of a library's operators: a process may load a library of each mode."""
-    return f"layernorm_{mode}"
-
-
-def library(mode):
-    """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library."""
-    import torch
-
+def operators(mode):
+    """Build the operators with the CUDA kernels on the CPU key of the namespace layernorm_<mode>."""
     csrc = _mirror(ROOT / "csrc")
     torch_root = pathlib.Path(torch.__file__).parent
     host_flags = [
@@ -174,9 +175,48 @@ def library(mode):
             *((path, ["-O2"], csrc) for path in RUNTIME),
             *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
             *((path, host_flags, csrc) for path in (csrc / "ops.cpp", csrc / "autograd.cpp")),
-            (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="{namespace(mode)}"'], csrc),
+            (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="layernorm_{mode}"'], csrc),
         ]
     )
     flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"]
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     return _make(".so", [_compiler()[0], *flags, *map(str, objects), *libraries], objects)
+
+
+class Library:
+    """The operators of a mode (`ops`), and the schedule of their threads."""
+
+    def __init__(self, mode):
+        path = operators(mode)
+        torch.ops.load_library(path)
+        self.ops = getattr(torch.ops, f"layernorm_{mode}")
+        emulator = ctypes.CDLL(str(path))
+        self._configure = emulator.emulator_configure
+        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
+        self._launched = emulator.emulator_launched
+        self._launched.restype = ctypes.c_char_p
+
+    @contextlib.contextmanager
+    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
+        """Run threads in this order, on a GPU of this compute capability, within the `with` block.
+
+        `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
+        launch_limits.h.
+        """
+        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit)
+        try:
+            yield
+        finally:
+            self._configure(0, 0, 1, 90, UNLIMITED)
+
+    def launched(self):
+        """Return {(kernel, blocks of a cluster): number of launches} since the last call."""
+        lines = [line.split(maxsplit=2) for line in self._launched().decode().splitlines()]
+        names = cuda_binary.plain_names([name for _, _, name in lines])
+        return {(name, int(cluster)): int(count) for name, (count, cluster, _) in zip(names, lines, strict=True)}
+
+
+@functools.cache
+def library(mode):
+    """Return this process's library for a mode."""
+    return Library(mode)

@@ -516,7 +516,7 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 }  // namespace emulator
 
-// ---- for emulated_ops.py --------------------------------------------------------------------------------------------
+// ---- for emulated_build.py ------------------------------------------------------------------------------------------
 
 extern "C" {
 
