@@ -20,14 +20,13 @@ void no_kernel_for(const Params&) { std::abort(); }
 
 namespace {
 
-constexpr int kGuard = 64;  // bytes behind each array that a kernel must not write
+constexpr int kGuard = 64;  // bytes behind each array, whose hash tells whether a kernel writes them
 
 Dtype accumulate_dtype(Dtype dtype) { return dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32; }
 
 // An array [groups, rows, cols] of a dtype. The bytes that nothing has written are 0xff, a NaN.
 struct Array {
-  Array(Dtype dtype, int64_t groups, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0)
-      : elements(groups * rows * cols) {
+  Array(Dtype dtype, int64_t groups, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0) {
     bytes = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
     mantissa_bits = bytes == 8 ? 52 : bytes == 4 ? 23 : dtype == Dtype::kFloat16 ? 10 : 7;
     view.row_stride = channels_first ? 1 : cols + gap;
@@ -39,7 +38,6 @@ struct Array {
   }
 
   int bytes, mantissa_bits;  // of an element
-  int64_t elements;
   View view;
   std::vector<uint8_t> memory;
 };
@@ -54,7 +52,6 @@ struct Workspace final : Allocator {
 };
 
 std::mt19937_64 generator;
-int failures;
 
 // Fills the memory of an array with random signs, mantissas, and exponents from exponent - 4 to exponent + 3.
 void fill(Array& array, int exponent) {
@@ -66,20 +63,6 @@ void fill(Array& array, int exponent) {
     const uint64_t bits = random >> 63 << sign_bit | biased << array.mantissa_bits | mantissa;
     std::memcpy(&array.memory[i], &bits, array.bytes);  // both machines are little-endian
   }
-}
-
-// Adds all bytes of a result to a hash (FNV-1a). The bytes outside the rows, and no others, must still be NaN.
-void add_to_hash(uint64_t& hash, const Array& result) {
-  const uint64_t magnitude = (uint64_t{1} << (8 * result.bytes - 1)) - 1;
-  const uint64_t infinity = magnitude >> result.mantissa_bits << result.mantissa_bits;
-  int64_t numbers = 0;
-  for (size_t i = 0; i < result.memory.size(); i += result.bytes) {
-    uint64_t bits = 0;
-    std::memcpy(&bits, &result.memory[i], result.bytes);
-    numbers += (bits & magnitude) <= infinity;
-    hash = (hash ^ bits) * 0x100000001b3;
-  }
-  failures += numbers != result.elements;
 }
 
 struct Case : Params {
@@ -127,8 +110,10 @@ uint64_t hash_of_results(const Case& k) {
   backward.grad_weight = result(k.has_weight, parameter());
   backward.grad_bias = result(k.has_bias, parameter());
   cpu::backward(backward);
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const Array& array : results) add_to_hash(hash, array);
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, of all bytes
+  for (const Array& array : results) {
+    for (const uint8_t byte : array.memory) hash = (hash ^ byte) * 0x100000001b3;
+  }
   return hash;
 }
 
@@ -168,6 +153,4 @@ int main() {
       }
     }
   }
-  std::printf("%d results have elements that were not written, or were written outside the rows\n", failures);
-  return failures != 0;
 }

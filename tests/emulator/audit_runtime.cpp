@@ -14,8 +14,7 @@ namespace {
 
 struct Kernel : gpu_models::Kernel {
   std::string name;
-  uint64_t allowed = 0;  // bytes of dynamic shared memory, by cudaFuncSetAttribute on `device`
-  int device = -1;
+  uint64_t allowed = 0;  // bytes of dynamic shared memory, by cudaFuncSetAttribute on the current device
 };
 
 const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
@@ -40,9 +39,7 @@ cudaError_t answer(const void* stub, const F& f) {
     record_fault(name == stubs().end() ? "?" : name->second, "not among the kernels for this GPU");
     return cudaErrorInvalidDeviceFunction;
   }
-  Kernel& kernel = found->second;
-  if (kernel.device != current_device) kernel.device = current_device, kernel.allowed = 0;
-  return f(kernel);
+  return f(found->second);
 }
 
 gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
@@ -84,7 +81,10 @@ void audit_gpu(const char* name, int architecture, const char* resources) {
 
 // Starts a call: on a device with a new number, so that it does not depend on the opt-ins of earlier calls, or again.
 void audit_next_call(bool is_repeated) {
-  if (!is_repeated) ++current_device;
+  if (!is_repeated) {
+    ++current_device;
+    for (auto& [name, kernel] : kernels) kernel.allowed = 0;
+  }
   queries = 0;
   faults.clear();
   launches.clear();

@@ -83,23 +83,6 @@ std::string place(const Region& region, uintptr_t a) {
   fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
-bool overlaps(const Region& region, uint32_t serial) {
-  return serial < region.serial && serial + chain >= region.serial;
-}
-
-// Fails if the previous grid may still access this unit.
-void check_previous_grid(const Region& region, const Unit& unit, bool write, const std::string& what, uintptr_t a) {
-  const auto stop = [&](const char* why) {
-    fail(what + " before the wait for the previous grid, " + why + " " + place(region, a));
-  };
-  if (region.first_serial + chain >= region.serial) stop("which may still write");
-  if (overlaps(region, unit.write.serial)) stop("which writes");
-  if (!write) return;
-  for (const Record& read : unit.reads) {
-    if (overlaps(region, read.serial)) stop("which reads");
-  }
-}
-
 // Checks and records an access of the current thread, or the later write of its asynchronous copy.
 void check(const void* address, size_t bytes, Access access, bool must_be_aligned, const void* pc,
            bool is_copy = false) {
@@ -137,7 +120,16 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
       fail(describe() + " to " + place(region, a) + ", which the asynchronous copy of " + at(unit.in_flight) +
            " is filling: no wait for it before");
     }
-    if (overlapping) check_previous_grid(region, unit, write, describe(), a);
+    if (overlapping) {  // the previous grids may still run
+      const auto overlaps = [&](const Record& other) {
+        return other.serial < region.serial && other.serial + chain >= region.serial;
+      };
+      const char* const why = region.first_serial + chain >= region.serial                           ? "may still write"
+                              : overlaps(unit.write)                                                 ? "writes"
+                              : write && std::any_of(unit.reads.begin(), unit.reads.end(), overlaps) ? "reads"
+                                                                                                     : nullptr;
+      if (why) fail(describe() + " before the wait for the previous grid, which " + why + " " + place(region, a));
+    }
     const bool written = unit.write.serial == region.serial;
     if (written && !ordered(unit.write, thread)) {
       race(write ? "write after write" : "read after write", unit.write);

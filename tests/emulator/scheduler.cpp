@@ -125,20 +125,16 @@ bool same_place(const Place& a, const Place& b) {
 }
 
 std::string describe_deadlock() {
-  std::map<std::string, std::pair<unsigned, const Thread*>> groups;  // number of threads, and the first
+  std::map<std::string, unsigned> threads_by_place;
   for (const Block& block : running->blocks) {
-    for (unsigned i = 0; i < block.size; ++i) {
-      const Thread& thread = block.threads[i];
-      const Group* const group = thread.waits_for;
-      auto& [count, first] =
-          groups[group ? std::string("wait at a ") + group->barrier + ", " + describe(group->place) : "have returned"];
-      if (count++ == 0) first = &thread;
+    for (const Thread* thread = block.threads; thread < block.threads + block.size; ++thread) {
+      const Group* const group = thread->waits_for;
+      ++threads_by_place[group ? std::string("wait at a ") + group->barrier + ", " + describe(group->place)
+                               : "have returned"];
     }
   }
   std::string text = "deadlock:";
-  for (const auto& [how, group] : groups) {
-    text += "\n  " + std::to_string(group.first) + " thread(s) " + how + " (first: " + who(group.second->id) + ")";
-  }
+  for (const auto& [place, count] : threads_by_place) text += "\n  " + std::to_string(count) + " thread(s) " + place;
   return text;
 }
 

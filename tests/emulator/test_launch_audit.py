@@ -35,7 +35,8 @@ def test_launches_hide_latency():
     kinds = [(operator, dtype) for operator in ("forward", "backward") for dtype in ("float32", "bfloat16")]
     calls = [f"{operator} {dtype} {min(4096, (1 << 28) // n)}x{n}" for operator, dtype in kinds for n in columns]
     sizes = r"x(\d+): .*_rows.* (\d+) threads.* (\d+) bytes, (\d+) resident"
-    launches = [[*map(int, match)] for match in re.findall(sizes, "\n".join(plans_on_h200(calls)))]
+    lines = dict.fromkeys(plans_on_h200(calls))  # both launches of a row that is read twice are the same
+    launches = [[*map(int, match)] for match in re.findall(sizes, "\n".join(lines))]
     assert len(launches) == len(calls)
     for cols, threads, shared, resident in launches:
         assert resident * shared >= 32 * 1024, cols
