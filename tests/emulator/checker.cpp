@@ -200,21 +200,14 @@ void clear_buffers() {
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name) {
   add_region(base, bytes, name, Contents::kOutput, block.arena);
 }
-void remove_shared_memory(Block& block) {
-  for (auto& [begin, region] : regions) region->active &= region->arena != block.arena;
-}
-void check_block_may_return(Block& block) {
-  const auto seen = [&](const Record& what) {
-    for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      if (ordered(what, block.threads[i])) return true;
-    }
-    return false;
-  };
+void checker_end_block(Block& block) {
   for (const auto& [begin, region] : regions) {
     if (region->arena != block.arena || !region->active) continue;
+    region->active = false;
     const auto check = [&](const Record& record) {
-      const bool own = record.id.block == current->id.block;
-      if (record.serial != region->serial || own || seen(record)) return;
+      const auto is_ordered = [&](const Thread& thread) { return ordered(record, thread); };
+      if (record.serial != region->serial || record.id.block == current->id.block) return;
+      if (std::any_of(block.threads, block.threads + block.size, is_ordered)) return;
       fail("block " + std::to_string(current->id.block) + " can return before " + who(record.id) +
            " accesses its shared memory '" + region->name + "' at " + at(record.pc) + ": nothing orders the two");
     };
@@ -223,7 +216,6 @@ void check_block_may_return(Block& block) {
       for (const Record& read : unit.reads) check(read);
     }
   }
-  remove_shared_memory(block);
 }
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------

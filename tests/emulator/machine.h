@@ -116,7 +116,6 @@ std::string at(const void* pc);
 void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes);
 void checker_end_launch();
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name);
-void remove_shared_memory(Block& block);
-void check_block_may_return(Block& block);  // its last thread returns
+void checker_end_block(Block& block);  // its last thread returns
 
 }  // namespace emulator

@@ -80,11 +80,6 @@ void need_threads(size_t count) {
   }
 }
 
-void set_current(Thread* thread) {
-  current = thread;
-  current_view = thread ? &thread->view : nullptr;
-}
-
 // Returns the numbers below `count` by falling priority.
 std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
   std::vector<size_t> order(count);
@@ -168,13 +163,18 @@ void make_runnable(Thread& thread) {
   thread.warp->runnable |= 1u << thread.lane;
 }
 
+// Stores the stack pointer in *save, and continues a thread, or the host.
+void switch_to(Thread* thread, void** save) {
+  current = thread;
+  current_view = thread ? &thread->view : nullptr;
+  emulator_switch_stack(save, thread ? thread->stack_pointer : host_stack_pointer);
+}
+
 // Switches to the next runnable thread. If none is left, the host continues and finds out why.
 void switch_away() {
   Thread* me = current;
   Thread* next = running->fault.empty() ? pick() : nullptr;
-  if (next == me) return;
-  set_current(next);
-  emulator_switch_stack(&me->stack_pointer, next ? next->stack_pointer : host_stack_pointer);
+  if (next != me) switch_to(next, &me->stack_pointer);
 }
 
 // Completes the exchange of the waiting threads and wakes them, if all live threads of the group have arrived.
@@ -240,7 +240,7 @@ uint64_t meet(Group& group, const Exchange& exchange, const Place& place) {
   Group* const groups[] = {thread.warp, &block, block.cluster};
   for (Group* group : groups) group->live--;
   if (block.live == 0) {
-    check_block_may_return(block);
+    checker_end_block(block);
     const bool waited = std::any_of(block.threads, block.threads + block.size,
                                     [](const Thread& t) { return t.waited_for_previous_grid; });
     if (running->launch.overlaps_previous && !waited) {
@@ -298,7 +298,6 @@ void start_blocks(const std::vector<uint64_t>& ids) {
     if (rank == 0) cluster = {group_of("cluster barrier", first, r.launch.cluster * size), {}};
     Block& block = r.blocks[k];
     block = {group_of("block barrier", first, size), unflatten(ids[k], r.launch.grid), rank, &cluster, arenas[k]};
-    remove_shared_memory(block);
     for (unsigned i = 0; i < size; ++i) {
       Warp& warp = r.warps[k * r.warps_per_block + i / kWarpSize];
       if (i % kWarpSize == 0) {
@@ -313,13 +312,11 @@ void start_blocks(const std::vector<uint64_t>& ids) {
 void run_blocks() {
   while (running->fault.empty() && running->live > 0) {
     if (Thread* next = pick()) {
-      set_current(next);
-      emulator_switch_stack(&host_stack_pointer, next->stack_pointer);
+      switch_to(next, &host_stack_pointer);
     } else {
       running->fault = describe_deadlock();
     }
   }
-  set_current(nullptr);
 }
 
 // The emulated GPU has the limits that the launch audit uses.
