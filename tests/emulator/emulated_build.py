@@ -96,15 +96,12 @@ def _make(suffix, command, inputs, folder=None):
     return made
 
 
-SHARED = re.compile(r"(extern )?__shared__ (?:__align__\(\d+\) )?((?:[\w: ]|<[^;]*>)+) (\w+)((?:\[[^;]*\])?);")
-
-
-def _replace_shared(match):
-    """Return the emulator's macro for a declaration of shared memory."""
-    extern, element, name, extents = match.groups()
-    if extern:
-        return f"EMULATOR_DYNAMIC_SHARED({name}, {element});"
-    return f"EMULATOR_SHARED({name}, {element}{extents});"
+# The emulator's macros for declarations of shared memory.
+TYPE = r"((?:[\w: ]|<[^;]*>)+)"
+SHARED = [
+    (rf"extern __shared__ (?:__align__\(\d+\) )?{TYPE} (\w+)\[\];", r"EMULATOR_DYNAMIC_SHARED(\2, \1);"),
+    (rf"__shared__ (?:__align__\(\d+\) )?{TYPE} (\w+)((?:\[[^;]*\])?);", r"EMULATOR_SHARED(\2, \1\3);"),
+]
 
 
 def _mirror(csrc):
@@ -114,7 +111,9 @@ def _mirror(csrc):
     origins |= {pathlib.Path("cuda", name): EMULATOR / name for name in OWN_HEADERS}
     files = {}
     for path, origin in origins.items():
-        text = SHARED.sub(_replace_shared, origin.read_text()) if path.suffix in (".cu", ".cuh") else origin.read_text()
+        text = origin.read_text()
+        for declaration, macro in SHARED if path.suffix in (".cu", ".cuh") else ():
+            text = re.sub(declaration, macro, text)
         if path.suffix in (".cu", ".cuh") and "__shared__" in text:
             raise CompileError(f"{origin}: the emulator does not understand a declaration of shared memory")
         files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file

@@ -59,12 +59,6 @@ __global__ void sums(const float* in, float* out) {
   const float a = block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x]);
   out[threadIdx.x] = a + block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x] * 2.f);
 }
-__global__ void same_value(const float* in, float* out) {
-  __shared__ float first;
-  first = in[0];  // fault
-  __syncthreads();
-  out[threadIdx.x] = first;
-}
 // A shuffle orders no accesses.
 template <bool kSync>
 __global__ void swap_in_warp(const float* in, float* out) {
@@ -187,17 +181,15 @@ const std::vector<Case> kCases = {
     {"uninitialized_global",
      "uninitialized global memory 'workspace'",
      {{{1, kN - 1}, copy, kIn, kWorkspace}, {kOne, copy, kWorkspace}}},
-    {"initialized_global", "", {kFill, {kOne, copy, kWorkspace}}},
     {"uninitialized_shared", "uninitialized shared memory 'tile'", {{kOne, uninitialized_shared}}},
     {"misaligned_shared", "misaligned", {{kOne, misaligned_shared}}},
     {"index_overflow", "undefined behavior (mul_overflow)", {{kOne, index_overflow}}},
     {"sums", "", {{kOne, sums<true, true>}}},
     {"no_barrier_before_read", "shared memory 'partial'", {{kOne, sums<true, false>}}},
     {"no_barrier_before_write", "data race (write after read) on shared memory 'partial'", {{kOne, sums<false, true>}}},
-    {"same_value", "data race (write after write) on shared memory 'first'", {{kOne, same_value}}},
     {"syncwarp", "", {{kOne, swap_in_warp<true>}}},
     {"no_syncwarp", "shared memory 'tile'", {{kOne, swap_in_warp<false>}}},
-    {"blocks_overwrite", "data race (write after write) on global memory 'out'", {{{2, kN}, copy}}},
+    {"blocks_store_the_same_value", "data race (write after write) on global memory 'out'", {{{2, kN}, copy}}},
     {"barrier_in_branch", "divergent block barrier", {{kOne, barrier_in_branch}}},
     {"shuffle_in_branch", "deadlock", {{kOne, shuffle_in_branch}}},
     {"shuffle_of_half_a_warp", "fewer than all lanes", {{kOne, shuffle_of_half_a_warp}}},
