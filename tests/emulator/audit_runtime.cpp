@@ -115,17 +115,10 @@ cudaError_t cudaFuncGetName(const char** name, const void* stub) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   ++queries;
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      return *value = gpu->multiprocessors, cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return *value = gpu->shared_bytes_of_block, cudaSuccess;
-    case cudaDevAttrL2CacheSize:
-      return *value = gpu->l2_bytes, cudaSuccess;
-    default:
-      record_fault("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(attribute));
-      return cudaErrorInvalidValue;
-  }
+  if (attribute == cudaDevAttrMultiProcessorCount) return *value = gpu->multiprocessors, cudaSuccess;
+  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) return *value = gpu->shared_bytes_of_block, cudaSuccess;
+  record_fault("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(attribute));
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, int value) {
@@ -144,7 +137,6 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
   return answer(stub, [&](const Kernel& kernel) {
     *attributes = {};
-    attributes->numRegs = kernel.registers;
     attributes->sharedSizeBytes = static_cast<size_t>(kernel.static_shared);
     attributes->ptxVersion = kernel.architecture;
     // The driver compiles older PTX for the GPU that it finds.

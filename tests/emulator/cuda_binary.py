@@ -9,7 +9,6 @@ import importlib.util
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 from typing import NamedTuple
 
@@ -34,23 +33,12 @@ def library():
     return pathlib.Path(importlib.util.find_spec("layernorm_ext._C").origin)
 
 
-@functools.cache
-def tool(name):
-    """Return the path of a program of the CUDA toolkit, or of the copy in triton."""
+def _cuobjdump(*options):
     folders = [os.environ["PATH"], os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
     if spec := importlib.util.find_spec("triton"):
         folders.append(str(pathlib.Path(spec.origin).parent / "backends" / "nvidia" / "bin"))
-    found = shutil.which(name, path=os.pathsep.join(folders))
-    if not found:
-        raise FileNotFoundError(f"{name} is in none of {folders}")
-    return found
-
-
-def _cuobjdump(*options):
-    # cuobjdump looks for nvdisasm on PATH.
-    path = os.pathsep.join([os.environ["PATH"], str(pathlib.Path(tool("nvdisasm")).parent)])
-    command = [tool("cuobjdump"), *options, library()]
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, "PATH": os.pathsep.join(folders)}  # cuobjdump looks there for nvdisasm
+    command = ["cuobjdump", *options, library()]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

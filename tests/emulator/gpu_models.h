@@ -17,16 +17,15 @@ struct Gpu {
   int multiprocessors;
   int warps, blocks, shared_bytes;  // of a multiprocessor
   int shared_bytes_of_block;        // after cudaFuncSetAttribute
-  int l2_bytes;
 };
 
 constexpr Gpu kGpus[] = {
-    {"A100", 80, 108, 64, 32, 164 << 10, 163 << 10, 40 << 20},
-    {"A10", 86, 72, 48, 16, 100 << 10, 99 << 10, 6 << 20},
-    {"L4", 89, 58, 48, 24, 100 << 10, 99 << 10, 48 << 20},
-    {"H200", 90, 132, 64, 32, 228 << 10, 227 << 10, 50 << 20},
-    {"B200", 100, 148, 64, 32, 228 << 10, 227 << 10, 126 << 20},
-    {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10, 96 << 20},
+    {"A100", 80, 108, 64, 32, 164 << 10, 163 << 10},      // Ampere
+    {"A10", 86, 72, 48, 16, 100 << 10, 99 << 10},         // Ampere
+    {"L4", 89, 58, 48, 24, 100 << 10, 99 << 10},          // Ada
+    {"H200", 90, 132, 64, 32, 228 << 10, 227 << 10},      // Hopper
+    {"B200", 100, 148, 64, 32, 228 << 10, 227 << 10},     // Blackwell
+    {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10},  // Blackwell
 };
 constexpr int kWarpSize = 32, kRegisters = 64 << 10, kMaxThreads = 1024, kMaxCluster = 8;
 constexpr int kReservedShared = 1 << 10;  // bytes of each block, for the system
