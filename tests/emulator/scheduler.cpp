@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <span>
 #include <sstream>
 
 #include "gpu_models.h"
@@ -280,30 +281,32 @@ void start_thread(Thread& thread, Block& block, Warp& warp, unsigned index, uint
   thread.stack_pointer = top;
 }
 
-// Makes the blocks of complete clusters resident.
-void start_blocks(const std::vector<uint64_t>& ids) {
+// Makes the blocks of these clusters resident.
+void start_clusters(std::span<const size_t> ids) {
   Running& r = *running;
-  r.blocks.assign(ids.size(), {});
-  r.clusters.assign(ids.size() / r.launch.cluster, {});
-  r.warps.assign(ids.size() * r.warps_per_block, {});
-  r.live = static_cast<unsigned>(ids.size()) * r.threads_per_block;
+  const size_t blocks = ids.size() * r.launch.cluster;
+  r.clusters.assign(ids.size(), {});
+  r.blocks.assign(blocks, {});
+  r.warps.assign(blocks * r.warps_per_block, {});
+  r.live = static_cast<unsigned>(blocks) * r.threads_per_block;
   const unsigned size = r.threads_per_block;
   const auto group_of = [](const char* barrier, Thread* first, unsigned size) {
     return Group{barrier, first, size, size, 0, 0, {}};
   };
-  for (size_t k = 0; k < ids.size(); ++k) {
+  for (size_t k = 0; k < blocks; ++k) {
     Thread* const first = &threads[k * size];
     const auto rank = static_cast<unsigned>(k % r.launch.cluster);
+    const size_t id = ids[k / r.launch.cluster] * r.launch.cluster + rank;
     Cluster& cluster = r.clusters[k / r.launch.cluster];
     if (rank == 0) cluster = {group_of("cluster barrier", first, r.launch.cluster * size), {}};
     Block& block = r.blocks[k];
-    block = {group_of("block barrier", first, size), unflatten(ids[k], r.launch.grid), rank, &cluster, arenas[k]};
+    block = {group_of("block barrier", first, size), unflatten(id, r.launch.grid), rank, &cluster, arenas[k]};
     for (unsigned i = 0; i < size; ++i) {
       Warp& warp = r.warps[k * r.warps_per_block + i / kWarpSize];
       if (i % kWarpSize == 0) {
         warp = {group_of("warp collective", first + i, std::min<unsigned>(kWarpSize, size - i)), 0};
       }
-      start_thread(first[i], block, warp, i, ids[k]);
+      start_thread(first[i], block, warp, i, id);
     }
   }
   r.order = draw_order(r.warps.size(), r.random);
@@ -366,11 +369,7 @@ void run_grid(const Launch& launch, void (*body)(const void*), const void* call,
   running = &r;
   checker_begin_launch(launch.overlaps_previous && current_options.architecture >= 90, call, bytes);
   for (size_t begin = 0; begin < order.size() && r.fault.empty(); begin += at_once) {
-    std::vector<uint64_t> ids;
-    for (size_t k = begin; k < std::min(order.size(), begin + at_once); ++k) {
-      for (unsigned rank = 0; rank < launch.cluster; ++rank) ids.push_back(order[k] * launch.cluster + rank);
-    }
-    start_blocks(ids);
+    start_clusters(std::span(order).subspan(begin, std::min(at_once, order.size() - begin)));
     run_blocks();
   }
   running = nullptr;
