@@ -40,9 +40,8 @@ def installed(device):
 def emulated():
     """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
     import emulated_build  # in tests/emulator
-    import emulated_ops
 
-    ops = emulated_ops.library(emulated_build.PLAIN).ops
+    ops = emulated_build.library(emulated_build.PLAIN).ops
     return Backend("emulated", "cpu", ops, lambda *args, **kwargs: ops.forward(*args, **kwargs)[0])
 
 

@@ -20,7 +20,6 @@ Needs the packages tree-sitter and tree-sitter-cpp, and the installed package wi
 
 import argparse
 import collections
-import dataclasses
 import os
 import pathlib
 import random
@@ -30,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import tree_sitter
 import tree_sitter_cpp
@@ -72,25 +72,25 @@ CUDA_WORDS = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A change of the text between two bytes of a file."""
+def text(node):
+    return node.text.decode()
+
+
+class Mutant(NamedTuple):
+    """A change of a node of the syntax tree."""
 
     file: str
-    lines: tuple[int, int]  # the first, and the one after the last
-    begin: int
-    end: int
-    old: str
+    node: tree_sitter.Node
     new: str  # empty if a statement is left out
     type: str  # what the old and the new expression are cast to if their types may differ
 
+    @property
+    def lines(self):
+        return range(self.node.start_point.row + 1, self.node.end_point.row + 2)
+
     def __str__(self):
-        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        old, new = (" ".join(code.split()) for code in (text(self.node), self.new))
         return f"{self.file}:{self.lines[0]}: {old} -> {new or '(left out)'}"
-
-
-def text(node):
-    return node.text.decode()
 
 
 def changes(node):
@@ -151,21 +151,14 @@ def find(node, source, file):
     for child in node.named_children:
         if child != constant:
             yield from find(child, source, file)
-    for new, of_type in changes(node) if node.parent else ():
-        lines = node.start_point.row + 1, node.end_point.row + 2
-        yield Mutant(file, lines, node.start_byte, node.end_byte, text(node), new, of_type)
+    for change in changes(node) if node.parent else ():
+        yield Mutant(file, node, *change)
 
 
 def mutants_of(source, file):
     """Return all mutants of a source file, given as bytes."""
     cpp = CUDA_WORDS.sub(lambda match: re.sub(rb"[^\n]", b" ", match.group()), source)
     return list(find(PARSER.parse(cpp).root_node, source, file))
-
-
-def population(target):
-    """Return all mutants of a target."""
-    files = sorted(path for pattern in TARGETS[target][0] for path in ROOT.glob(pattern))
-    return [mutant for path in files for mutant in mutants_of(path.read_bytes(), str(path.relative_to(ROOT)))]
 
 
 # ---- compiling the mutants -------------------------------------------------------------------------------------------
@@ -186,23 +179,17 @@ ERROR = re.compile(r"(\S+?):(\d+):\d+: error")
 def instrument(source, sample, header):
     """Return a source file, as bytes, with the mutants of a sample {number: mutant}."""
     opening, closing = collections.defaultdict(str), collections.defaultdict(str)
-    for number, mutant in sorted(sample.items(), key=lambda item: (item[1].begin, -item[1].end)):
+    for number, mutant in sorted(sample.items(), key=lambda item: (item[1].node.start_byte, -item[1].node.end_byte)):
         before, after = f"{{ if (!MUTANT({number})) ", " }"
         if mutant.new:
             before, after = f"(MUTANT({number}) ? {mutant.type}({mutant.new}) : {mutant.type}(", "))"
-        opening[mutant.begin] += before
-        closing[mutant.end] = after + closing[mutant.end]
+        opening[mutant.node.start_byte] += before
+        closing[mutant.node.end_byte] = after + closing[mutant.node.end_byte]
     made, end = f'#include "{header}"\n#line 1\n'.encode(), 0
     for place in sorted({*opening, *closing}):
         made += source[end:place] + (closing[place] + opening[place]).encode()
         end = place
     return made + source[end:]
-
-
-def culprits(output, sample, tree):
-    """Return the numbers of the mutants in lines that a compiler calls wrong."""
-    errors = {(pathlib.Path(tree, file).resolve(), int(line)) for file, line in ERROR.findall(output)}
-    return {n for n, m in sample.items() if any((tree / m.file, line) in errors for line in range(*m.lines))}
 
 
 def build(target, sample, tree):
@@ -211,7 +198,7 @@ def build(target, sample, tree):
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "build", "*.so", "__pycache__", ".*_cache"))
     if target == "cuda":
         shutil.rmtree(tree / "layernorm_ext")  # the installed package takes its place
-        command = ["-c", "import emulated_build as build; build.library(build.CHECKED)"]
+        command = ["-c", "import emulated_build; emulated_build.operators(emulated_build.CHECKED)"]
     else:
         flags = tree / "build_support" / "extension.py"
         flags.write_text(flags.read_text().replace('"-O3"', '"-O1"'))  # which takes half the time
@@ -229,9 +216,11 @@ def build(target, sample, tree):
         done = subprocess.run([sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True)
         if done.returncode == 0:
             return sample
-        wrong = culprits(done.stdout + done.stderr, sample, tree)
+        output = done.stdout + done.stderr
+        errors = {(pathlib.Path(tree, path).resolve(), int(line)) for path, line in ERROR.findall(output)}
+        wrong = [n for n, mutant in sample.items() if any((tree / mutant.file, i) in errors for i in mutant.lines)]
         if not wrong:
-            raise SystemExit(f"The mutants do not compile:\n{done.stdout}{done.stderr}")
+            raise SystemExit(f"The mutants do not compile:\n{output}")
         print(*(f"no valid C++: {sample[number]}" for number in wrong), sep="\n", flush=True)
         sample = {number: mutant for number, mutant in sample.items() if number not in wrong}
 
@@ -260,12 +249,11 @@ def main():
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--number", default="120", help="of mutants; `all` for every one (default: 120)")
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="of the random sample")
-    parser.add_argument("--tests", nargs="*", help="arguments of pytest, in place of the target's tests")
     options = parser.parse_args()
 
-    _, arguments, goal = TARGETS[options.target]
-    arguments = options.tests or arguments
-    mutants = population(options.target)
+    patterns, arguments, goal = TARGETS[options.target]
+    files = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    mutants = [mutant for path in files for mutant in mutants_of(path.read_bytes(), str(path.relative_to(ROOT)))]
     number = len(mutants) if options.number == "all" else int(options.number)
     print(f"{number} of {len(mutants)} mutants of the target {options.target}, --seed {options.seed}", flush=True)
     sample = dict(enumerate(random.Random(options.seed).sample(mutants, number), 1))

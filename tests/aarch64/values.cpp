@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <random>
 #include <vector>
 
@@ -19,32 +20,24 @@ void no_kernel_for(const Params&) { std::abort(); }
 
 namespace {
 
-constexpr int kGuard = 64;  // bytes behind each array that a kernel must not write
+constexpr int kGuard = 64;  // bytes behind each array, whose hash tells whether a kernel writes them
 
-struct Format {
-  int bytes, mantissa_bits;
-};
-Format format_of(Dtype dtype) {
-  return dtype == Dtype::kFloat64   ? Format{8, 52}
-         : dtype == Dtype::kFloat32 ? Format{4, 23}
-         : dtype == Dtype::kFloat16 ? Format{2, 10}
-                                    : Format{2, 7};
-}
 Dtype accumulate_dtype(Dtype dtype) { return dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32; }
 
 // An array [groups, rows, cols] of a dtype. The bytes that nothing has written are 0xff, a NaN.
 struct Array {
-  Array(Dtype dtype, int64_t groups, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0)
-      : format(format_of(dtype)), groups(groups), elements(groups * rows * cols) {
+  Array(Dtype dtype, int64_t groups, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0) {
+    bytes = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
+    mantissa_bits = bytes == 8 ? 52 : bytes == 4 ? 23 : dtype == Dtype::kFloat16 ? 10 : 7;
     view.row_stride = channels_first ? 1 : cols + gap;
     view.col_stride = channels_first ? rows + gap : 1;
     view.group_stride = channels_first ? cols * view.col_stride : rows * view.row_stride;
-    memory.assign(groups * view.group_stride * format.bytes + kGuard, 0xff);
+    memory.assign(groups * view.group_stride * bytes + kGuard, 0xff);
     view.data = memory.data();
+    if (groups == 1) view.group_stride = 0;  // all groups share a parameter
   }
 
-  Format format;
-  int64_t groups, elements;
+  int bytes, mantissa_bits;  // of an element
   View view;
   std::vector<uint8_t> memory;
 };
@@ -58,84 +51,69 @@ struct Workspace final : Allocator {
   }
 };
 
-struct Case {
-  int64_t groups, rows, cols;
-  bool channels_first;
-  Dtype dtype, sum_dtype, param_dtype;
-  bool rms, grouped, weight, bias, residual, zero_centered, from_output;
+std::mt19937_64 generator;
+
+// Fills the memory of an array with random signs, mantissas, and exponents from exponent - 4 to exponent + 3.
+void fill(Array& array, int exponent) {
+  const int sign_bit = 8 * array.bytes - 1;
+  const uint64_t bias = (uint64_t{1} << (sign_bit - array.mantissa_bits - 1)) - 1;
+  for (size_t i = 0; i < array.memory.size(); i += array.bytes) {
+    const uint64_t random = generator(), mantissa = (random >> 8) % (uint64_t{1} << array.mantissa_bits);
+    const uint64_t biased = bias + exponent - 4 + random % 8;
+    const uint64_t bits = random >> 63 << sign_bit | biased << array.mantissa_bits | mantissa;
+    std::memcpy(&array.memory[i], &bits, array.bytes);  // both machines are little-endian
+  }
+}
+
+struct Case : Params {
+  bool grouped, has_weight, has_bias, has_residual, from_output;
   int exponent;  // of the input: a power of two
 };
 
-std::mt19937_64 generator;
-int failures;
-
-// Fills the memory of an array with random signs, mantissas, and exponents from exponent - 4 to exponent + 3.
-void fill(Array& array, int exponent = 0) {
-  const auto [bytes, mantissa_bits] = array.format;
-  const int sign_bit = 8 * bytes - 1;
-  const uint64_t bias = (uint64_t{1} << (sign_bit - mantissa_bits - 1)) - 1;
-  for (size_t i = 0; i < array.memory.size(); i += bytes) {
-    const uint64_t random = generator(), mantissa = (random >> 8) % (uint64_t{1} << mantissa_bits);
-    const uint64_t bits = random >> 63 << sign_bit | (bias + exponent - 4 + random % 8) << mantissa_bits | mantissa;
-    std::memcpy(&array.memory[i], &bits, bytes);  // both machines are little-endian
-  }
-}
-
-// Adds all bytes of a result to a hash (FNV-1a). The bytes outside the rows, and no others, must still be NaN.
-void add_to_hash(uint64_t& hash, const Array& result) {
-  const auto [bytes, mantissa_bits] = result.format;
-  const uint64_t magnitude = (uint64_t{1} << (8 * bytes - 1)) - 1,
-                 infinity = magnitude >> mantissa_bits << mantissa_bits;
-  int64_t numbers = 0;
-  for (size_t i = 0; i < result.memory.size(); i += bytes) {
-    uint64_t bits = 0;
-    std::memcpy(&bits, &result.memory[i], bytes);
-    numbers += (bits & magnitude) <= infinity;
-    hash = (hash ^ bits) * 0x100000001b3;
-  }
-  failures += numbers != result.elements;
-}
-
+// Returns a hash of the results of forward and backward.
 uint64_t hash_of_results(const Case& k) {
+  std::deque<Array> inputs, results;
+  const auto input = [&](bool exists, Array array, int exponent = 0) {
+    if (!exists) return View();
+    fill(array, exponent);
+    return inputs.emplace_back(std::move(array)).view;
+  };
+  const auto result = [&](bool exists, Array array) {
+    return exists ? results.emplace_back(std::move(array)).view : View();
+  };
   const auto matrix = [&](Dtype dtype) { return Array(dtype, k.groups, k.rows, k.cols, k.channels_first, 3); };
   const auto parameter = [&] { return Array(k.param_dtype, k.grouped ? k.groups : 1, 1, k.cols); };
   const auto statistic = [&] { return Array(accumulate_dtype(k.dtype), k.groups, k.rows, 1); };
-  Array input = matrix(k.dtype), residual = matrix(k.sum_dtype), dy = matrix(k.dtype), dsum = matrix(k.sum_dtype);
-  Array output = matrix(k.dtype), sum = matrix(k.sum_dtype), dx = matrix(k.sum_dtype);
-  Array mean = statistic(), rstd = statistic();
-  Array weight = parameter(), bias = parameter(), dweight = parameter(), dbias = parameter();
-  for (Array* array : {&input, &residual}) fill(*array, k.exponent);
-  for (Array* array : {&dy, &dsum, &weight, &bias}) fill(*array);
 
-  uint64_t hash = 0xcbf29ce484222325;
-  std::vector<Array*> results{&output, &rstd, &dx};
-  const auto view_if = [&](bool present, Array& array, bool is_result = false) {
-    if (present && is_result) results.push_back(&array);
-    View view = present ? array.view : View();
-    if (array.groups < k.groups) view.group_stride = 0;
-    return view;
-  };
   ForwardParams forward{};
-  forward.groups = k.groups, forward.rows = k.rows, forward.cols = k.cols, forward.channels_first = k.channels_first;
-  forward.weight = view_if(k.weight, weight), forward.bias = view_if(k.bias, bias);
-  forward.mean = view_if(!k.rms, mean, true), forward.rstd = rstd.view;
-  forward.rms = k.rms, forward.zero_centered_weight = k.zero_centered;
-  forward.dtype = k.dtype, forward.sum_dtype = k.sum_dtype, forward.param_dtype = k.param_dtype;
-  forward.input = input.view, forward.residual = view_if(k.residual, residual);
-  forward.sum = view_if(k.residual, sum, true), forward.output = output.view;
+  static_cast<Params&>(forward) = k;
+  forward.input = input(true, matrix(k.dtype), k.exponent);
+  forward.residual = input(k.has_residual, matrix(k.sum_dtype), k.exponent);
+  forward.weight = input(k.has_weight, parameter());
+  forward.bias = input(k.has_bias, parameter());
+  forward.mean = result(!k.rms, statistic());
+  forward.rstd = result(true, statistic());
+  forward.sum = result(k.has_residual, matrix(k.sum_dtype));
+  forward.output = result(true, matrix(k.dtype));
   forward.eps = 1e-5;
   cpu::forward(forward);
 
+  Workspace workspace;
   BackwardParams backward{};
   static_cast<Params&>(backward) = forward;
-  backward.input = k.from_output ? output.view : k.residual ? sum.view : input.view;
-  backward.grad_output = dy.view, backward.grad_sum = view_if(k.residual, dsum), backward.from_output = k.from_output;
-  backward.grad_input = dx.view, backward.grad_weight = view_if(k.weight, dweight, true);
-  backward.grad_bias = view_if(k.bias, dbias, true);
-  Workspace workspace;
   backward.allocator = &workspace;
+  backward.from_output = k.from_output;
+  backward.input = k.from_output ? forward.output : k.has_residual ? forward.sum : forward.input;
+  backward.grad_output = input(true, matrix(k.dtype));
+  backward.grad_sum = input(k.has_residual, matrix(k.sum_dtype));
+  backward.grad_input = result(true, matrix(k.sum_dtype));
+  backward.grad_weight = result(k.has_weight, parameter());
+  backward.grad_bias = result(k.has_bias, parameter());
   cpu::backward(backward);
-  for (Array* result : results) add_to_hash(hash, *result);
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, of all bytes
+  for (const Array& array : results) {
+    for (const uint8_t byte : array.memory) hash = (hash ^ byte) * 0x100000001b3;
+  }
   return hash;
 }
 
@@ -148,34 +126,31 @@ int main() {
   // The dtypes of the input, the sum and the parameters.
   const Dtype dtypes[][3] = {{kF64, kF64, kF64}, {kF32, kF32, kF32},    {kF16, kF16, kF16},   {kF16, kF16, kF32},
                              {kF16, kF32, kF32}, {kBF16, kBF16, kBF16}, {kBF16, kBF16, kF32}, {kBF16, kF32, kF32}};
-  // Single elements, tails, groups of one row, many rows in slots, and long rows that threads share.
-  const int64_t rows[][3] = {{1, 1, 1}, {2, 5, 7}, {5, 1, 33}, {3, 9, 64}, {1, 300, 40}, {2, 6, 300}, {1, 2, 5000}};
-  const int64_t images[][3] = {{1, 1, 1}, {3, 5, 17}, {2, 70, 9}, {1, 300, 40}};
-  for (const auto& types : dtypes) {
-    const Dtype dtype = types[0], sum_dtype = types[1], param_dtype = types[2];
-    const auto run_all = [&](const int64_t (&shape)[3], bool channels_first) {
+  // Single elements, tails, groups of one row, many rows in slots, and long rows that threads share; then images.
+  const int64_t shapes[][3] = {{1, 1, 1},    {2, 5, 7}, {5, 1, 33}, {3, 9, 64}, {1, 300, 40}, {2, 6, 300},
+                               {1, 2, 5000}, {1, 1, 1}, {3, 5, 17}, {2, 70, 9}, {1, 300, 40}};
+  constexpr int kFirstImage = 7;
+  for (const auto& [dtype, sum_dtype, param_dtype] : dtypes) {
+    for (int shape = 0; shape < 11; ++shape) {
       for (int flags = 0; flags < 32; ++flags) {
-        Case k{shape[0], shape[1], shape[2], channels_first, dtype, sum_dtype, param_dtype};
-        k.rms = flags & 1, k.grouped = flags & 2, k.weight = flags & 4, k.bias = flags & 8;
-        k.residual = flags & 16 || dtype != sum_dtype;
-        k.zero_centered = k.weight && flags & 16;
-        const auto print = [&](const char* input) {
-          std::printf("dtypes %d %d %d, [%d, %d, %d], channels_first %d, flags %d%s: %016llx\n", int(dtype),
-                      int(sum_dtype), int(param_dtype), int(k.groups), int(k.rows), int(k.cols), channels_first, flags,
-                      input, static_cast<unsigned long long>(hash_of_results(k)));
+        Case k{};
+        k.groups = shapes[shape][0], k.rows = shapes[shape][1], k.cols = shapes[shape][2];
+        k.channels_first = shape >= kFirstImage;
+        k.dtype = dtype, k.sum_dtype = sum_dtype, k.param_dtype = param_dtype;
+        k.rms = flags & 1, k.grouped = flags & 2, k.has_weight = flags & 4, k.has_bias = flags & 8;
+        k.has_residual = flags & 16 || dtype != sum_dtype;
+        k.zero_centered_weight = k.has_weight && flags & 16;
+        const auto print = [&](const char* what) {
+          std::printf("dtypes %d %d %d, shape %d, flags %d%s: %016llx\n", int(dtype), int(sum_dtype), int(param_dtype),
+                      shape, flags, what, static_cast<unsigned long long>(hash_of_results(k)));
         };
         print("");
-        if (dtype == param_dtype && accumulate_dtype(dtype) == dtype && k.weight) {
-          k.from_output = !k.residual;
-          if (k.from_output) print(", backward from the output");
-          k.from_output = false, k.exponent = dtype == kF64 ? 600 : 100;
-          print(", squares that overflow");
-        }
+        if (dtype != param_dtype || accumulate_dtype(dtype) != dtype || !k.has_weight) continue;
+        k.from_output = !k.has_residual;
+        if (k.from_output) print(", backward from the output");
+        k.from_output = false, k.exponent = dtype == kF64 ? 600 : 100;
+        print(", squares that overflow");
       }
-    };
-    for (const auto& shape : rows) run_all(shape, false);
-    for (const auto& shape : images) run_all(shape, true);
+    }
   }
-  std::printf("%d results have elements that were not written, or were written outside the rows\n", failures);
-  return failures != 0;
 }

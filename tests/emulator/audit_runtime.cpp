@@ -4,9 +4,8 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
-#include <cstring>
-#include <fstream>
 #include <map>
+#include <sstream>
 #include <string>
 
 #include "gpu_models.h"
@@ -15,8 +14,7 @@ namespace {
 
 struct Kernel : gpu_models::Kernel {
   std::string name;
-  uint64_t allowed = 0;  // bytes of dynamic shared memory, by cudaFuncSetAttribute on `device`
-  int device = -1;
+  uint64_t allowed = 0;  // bytes of dynamic shared memory, by cudaFuncSetAttribute on the current device
 };
 
 const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
@@ -31,31 +29,31 @@ std::map<std::string, Kernel> kernels;
 
 void record_fault(const std::string& kernel, const std::string& what) { faults += kernel + ": " + what + "\n"; }
 
-Kernel* find(const void* stub) {
+// Counts a query, and answers it for a kernel: f(kernel) returns the status.
+template <class F>
+cudaError_t answer(const void* stub, const F& f) {
+  ++queries;
   const auto name = stubs().find(stub);
-  const auto kernel = name == stubs().end() ? kernels.end() : kernels.find(name->second);
-  if (kernel == kernels.end()) {
+  const auto found = name == stubs().end() ? kernels.end() : kernels.find(name->second);
+  if (found == kernels.end()) {
     record_fault(name == stubs().end() ? "?" : name->second, "not among the kernels for this GPU");
-    return nullptr;
+    return cudaErrorInvalidDeviceFunction;
   }
-  if (kernel->second.device != current_device) kernel->second.device = current_device, kernel->second.allowed = 0;
-  return &kernel->second;
-}
-
-const cudaLaunchAttribute* find_attribute(const cudaLaunchConfig_t& config, cudaLaunchAttributeID id) {
-  for (unsigned i = 0; i < config.numAttrs; ++i) {
-    if (config.attrs[i].id == id) return &config.attrs[i];
-  }
-  return nullptr;
+  return f(found->second);
 }
 
 gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
-  const auto* const cluster = find_attribute(config, cudaLaunchAttributeClusterDimension);
-  return {{config.gridDim.x, config.gridDim.y, config.gridDim.z},
-          uint64_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z,
-          config.dynamicSmemBytes,
-          cluster ? cluster->val.clusterDim.x : 1,
-          find_attribute(config, cudaLaunchAttributeProgrammaticStreamSerialization) != nullptr};
+  gpu_models::Launch launch = {{config.gridDim.x, config.gridDim.y, config.gridDim.z},
+                               uint64_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z,
+                               config.dynamicSmemBytes,
+                               1,
+                               false};
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) launch.cluster = attribute.val.clusterDim.x;
+    launch.overlaps_previous |= attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization;
+  }
+  return launch;
 }
 
 // Returns whether a launch of persistent blocks has more blocks than the GPU holds at once, so that some start only
@@ -71,40 +69,32 @@ extern "C" {
 
 // ---- for launch_audit.py --------------------------------------------------------------------------------------------
 
-// Chooses the GPU, and the architecture of the code that it runs. The file has a line "name registers static_shared"
-// for each kernel of that code.
-void audit_gpu(const char* name, int architecture, const char* file) {
+// Chooses the GPU, and the architecture and the kernels of the code that it runs: "name registers static_shared ...".
+void audit_gpu(const char* name, int architecture, const char* resources) {
   gpu = &gpu_models::find([&](const auto& model) { return std::string(model.name) == name; });
   kernels.clear();
-  std::ifstream lines(file);
+  std::istringstream words(resources);
   Kernel kernel;
   kernel.architecture = architecture;
-  while (lines >> kernel.name >> kernel.registers >> kernel.static_shared) kernels[kernel.name] = kernel;
+  while (words >> kernel.name >> kernel.registers >> kernel.static_shared) kernels[kernel.name] = kernel;
 }
 
-// Starts a call on a device with a new number, so that it does not depend on the opt-ins of earlier calls.
-void audit_next_call() {
-  ++current_device;
+// Starts a call: on a device with a new number, so that it does not depend on the opt-ins of earlier calls, or again.
+void audit_next_call(bool is_repeated) {
+  if (!is_repeated) {
+    ++current_device;
+    for (auto& [name, kernel] : kernels) kernel.allowed = 0;
+  }
+  queries = 0;
+  faults.clear();
   launches.clear();
 }
 
-// Returns the faults since the last call of this function, one per line.
-const char* audit_faults() {
-  static std::string result;
-  result.swap(faults);
-  faults.clear();
-  return result.c_str();
-}
-
-// Returns the number of calls of the runtime since the last call of this function, without launches.
-int audit_queries() {
-  const int result = queries;
-  queries = 0;
-  return result;
-}
-
-// Returns "name grid threads cluster dynamic_shared resident_blocks" for each launch of the current call.
+// Return the lines that describe the faults and the launches of the call, and the number of its other calls of the
+// runtime.
+const char* audit_faults() { return faults.c_str(); }
 const char* audit_launches() { return launches.c_str(); }
+int audit_queries() { return queries; }
 
 // ---- the runtime ----------------------------------------------------------------------------------------------------
 
@@ -120,72 +110,56 @@ cudaError_t cudaGetDevice(int* device) { return ++queries, *device = current_dev
 cudaError_t cudaGetLastError() { return ++queries, cudaSuccess; }
 
 cudaError_t cudaFuncGetName(const char** name, const void* stub) {
-  ++queries;
-  const Kernel* const kernel = find(stub);
-  if (!kernel) return cudaErrorInvalidDeviceFunction;
-  return *name = kernel->name.c_str(), cudaSuccess;
+  return answer(stub, [&](const Kernel& kernel) { return *name = kernel.name.c_str(), cudaSuccess; });
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   ++queries;
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      return *value = gpu->multiprocessors, cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return *value = gpu->shared_bytes_of_block, cudaSuccess;
-    case cudaDevAttrL2CacheSize:
-      return *value = gpu->l2_bytes, cudaSuccess;
-    default:
-      record_fault("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(attribute));
-      return cudaErrorInvalidValue;
-  }
+  if (attribute == cudaDevAttrMultiProcessorCount) return *value = gpu->multiprocessors, cudaSuccess;
+  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) return *value = gpu->shared_bytes_of_block, cudaSuccess;
+  record_fault("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(attribute));
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, int value) {
-  ++queries;
-  Kernel* const kernel = find(stub);
-  if (!kernel) return cudaErrorInvalidDeviceFunction;
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    record_fault(kernel->name, "unknown function attribute " + std::to_string(attribute));
+  return answer(stub, [&](Kernel& kernel) {
+    const int most = gpu->shared_bytes_of_block - kernel.static_shared;
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value >= 0 && value <= most) {
+      return kernel.allowed = static_cast<uint64_t>(value), cudaSuccess;
+    }
+    record_fault(kernel.name, "cudaFuncSetAttribute of attribute " + std::to_string(attribute) + " to " +
+                                  std::to_string(value) + ", with " + std::to_string(kernel.static_shared) +
+                                  " bytes of static shared memory");
     return cudaErrorInvalidValue;
-  }
-  if (value < 0 || value + kernel->static_shared > gpu->shared_bytes_of_block) {
-    record_fault(kernel->name, "cudaFuncSetAttribute of " + std::to_string(value) + " bytes beside " +
-                                   std::to_string(kernel->static_shared) + " static ones");
-    return cudaErrorInvalidValue;
-  }
-  return kernel->allowed = static_cast<uint64_t>(value), cudaSuccess;
+  });
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
-  ++queries;
-  const Kernel* const kernel = find(stub);
-  if (!kernel) return cudaErrorInvalidDeviceFunction;
-  std::memset(attributes, 0, sizeof *attributes);
-  attributes->numRegs = kernel->registers;
-  attributes->sharedSizeBytes = static_cast<size_t>(kernel->static_shared);
-  attributes->ptxVersion = kernel->architecture;
-  // The driver compiles older PTX for the GPU that it finds.
-  attributes->binaryVersion = std::max(kernel->architecture, gpu->architecture);
-  return cudaSuccess;
+  return answer(stub, [&](const Kernel& kernel) {
+    *attributes = {};
+    attributes->sharedSizeBytes = static_cast<size_t>(kernel.static_shared);
+    attributes->ptxVersion = kernel.architecture;
+    // The driver compiles older PTX for the GPU that it finds.
+    attributes->binaryVersion = std::max(kernel.architecture, gpu->architecture);
+    return cudaSuccess;
+  });
 }
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* stub, int threads,
                                                                    size_t dynamic_shared, unsigned) {
-  ++queries;
-  const Kernel* const kernel = find(stub);
-  if (!kernel) return cudaErrorInvalidDeviceFunction;
-  *blocks = gpu_models::resident_blocks(*gpu, *kernel, static_cast<uint64_t>(threads), dynamic_shared);
-  // A kernel that has not opted in is asked for what it could not be launched with.
-  if (dynamic_shared + static_cast<size_t>(kernel->static_shared) > gpu_models::kSharedWithoutOptIn &&
-      dynamic_shared > kernel->allowed) {
-    *blocks = 0;
-  }
-  if (*blocks == 0) {
-    record_fault(kernel->name, "no resident block of " + std::to_string(threads) + " threads with " +
-                                   std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
-  }
-  return cudaSuccess;
+  return answer(stub, [&](const Kernel& kernel) {
+    *blocks = gpu_models::resident_blocks(*gpu, kernel, static_cast<uint64_t>(threads), dynamic_shared);
+    // A kernel that has not opted in is asked for what it could not be launched with.
+    if (dynamic_shared + static_cast<size_t>(kernel.static_shared) > gpu_models::kSharedWithoutOptIn &&
+        dynamic_shared > kernel.allowed) {
+      *blocks = 0;
+    }
+    if (*blocks == 0) {
+      record_fault(kernel.name, "no resident block of " + std::to_string(threads) + " threads with " +
+                                    std::to_string(dynamic_shared) + " bytes of dynamic shared memory");
+    }
+    return cudaSuccess;
+  });
 }
 
 // An approximation: a cluster must also fit on one graphics processing cluster.
@@ -199,25 +173,24 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* stub, cons
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* stub, void**) {
-  const Kernel* const kernel = find(stub);
-  if (!kernel) return cudaErrorInvalidDeviceFunction;
-  const auto launch = describe(*config);
-  const std::string why = gpu_models::refusal(*gpu, *kernel, launch, kernel->allowed);
-  if (!why.empty()) {
-    record_fault(kernel->name, why);
-    return cudaErrorInvalidValue;
-  }
-  const int per_multiprocessor = gpu_models::resident_blocks(*gpu, *kernel, launch.threads, launch.dynamic_shared);
-  const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
-  const auto& [x, y, z] = launch.grid;
-  const auto text = [](auto number) { return std::to_string(number); };
-  if (has_second_wave(kernel->name, launch.grid, resident)) {
-    record_fault(kernel->name,
-                 "more persistent blocks than are resident: " + text(x * y * z) + " of " + text(resident));
-  }
-  launches += kernel->name + " " + text(x) + "x" + text(y) + "x" + text(z) + " " + text(launch.threads) + " " +
-              text(launch.cluster) + " " + text(launch.dynamic_shared) + " " + text(per_multiprocessor) + "\n";
-  return cudaSuccess;
+  --queries;  // a launch is none
+  return answer(stub, [&](const Kernel& kernel) {
+    const auto launch = describe(*config);
+    const std::string why = gpu_models::refusal(*gpu, kernel, launch, kernel.allowed);
+    if (!why.empty()) return record_fault(kernel.name, why), cudaErrorInvalidValue;
+    const int per_multiprocessor = gpu_models::resident_blocks(*gpu, kernel, launch.threads, launch.dynamic_shared);
+    const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
+    const auto& [x, y, z] = launch.grid;
+    if (has_second_wave(kernel.name, launch.grid, resident)) {
+      record_fault(kernel.name, "more persistent blocks than are resident: " + std::to_string(x * y * z) + " of " +
+                                    std::to_string(resident));
+    }
+    std::ostringstream line;
+    line << kernel.name << " grid " << x << "x" << y << "x" << z << ", " << launch.threads << " threads, cluster "
+         << launch.cluster << ", " << launch.dynamic_shared << " bytes, " << per_multiprocessor << " resident\n";
+    launches += line.str();
+    return cudaSuccess;
+  });
 }
 
 }  // extern "C"

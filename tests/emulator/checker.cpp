@@ -7,8 +7,6 @@
 // races. Races are judged by CUDA's rules (which barrier orders which threads), so that every schedule finds them.
 //
 // Limits: accesses are recorded in units of 2 bytes, and a memcpy that the compiler does not expand is not seen.
-#include <link.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -21,9 +19,11 @@ namespace emulator {
 namespace {
 
 constexpr size_t kUnit = 2;
+enum class Access { kRead, kWrite };
 
-struct Record {
-  Moment when;
+struct Record {  // of an access
+  ThreadId id;
+  Epochs epochs;
   const void* pc = nullptr;
   uint32_t serial = 0;  // of the region, at that time
 };
@@ -46,10 +46,9 @@ struct Region {
 };
 
 bool checking = false;
-uint64_t clock = 0;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
-std::vector<std::pair<uintptr_t, uintptr_t>> constants;  // read-only: code, constants and the kernel's arguments
+std::pair<uintptr_t, uintptr_t> arguments;  // of the kernel: read-only
 uint32_t chain = 0;  // number of previous launches that may still run, because each later one overlaps_previous
 
 Region* find_region(uintptr_t a) {
@@ -62,7 +61,14 @@ Region* find_region(uintptr_t a) {
   return nullptr;
 }
 
-bool ordered(const Moment& what, const Thread& thread) { return before(what, {clock, thread.id, thread.epochs}); }
+// Returns whether program order or a barrier puts an earlier access before the next ones of a thread.
+bool ordered(const Record& a, const Thread& b) {
+  const bool same_block = a.id.block == b.id.block;
+  if (same_block && a.id.thread == b.id.thread) return true;
+  if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
+  if (!same_block) return false;
+  return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
+}
 
 std::string place(const Region& region, uintptr_t a) {
   return std::string(region.arena ? "shared" : "global") + " memory '" + region.name + "' + " +
@@ -77,37 +83,23 @@ std::string place(const Region& region, uintptr_t a) {
   fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
-bool overlaps(const Region& region, uint32_t serial) {
-  return serial < region.serial && serial + chain >= region.serial;
-}
-
-// Fails if the previous grid may still access this unit.
-void check_previous_grid(const Region& region, const Unit& unit, bool write, const std::string& what, uintptr_t a) {
-  const auto stop = [&](const char* why) {
-    fail(what + " before the wait for the previous grid, " + why + " " + place(region, a));
-  };
-  if (region.first_serial + chain >= region.serial) stop("which may still write");
-  if (overlaps(region, unit.write.serial)) stop("which writes");
-  if (!write) return;
-  for (const Record& read : unit.reads) {
-    if (overlaps(region, read.serial)) stop("which reads");
-  }
-}
-
-void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Transfer* transfer = nullptr) {
+// Checks and records an access of the current thread, or the later write of its asynchronous copy.
+void check(const void* address, size_t bytes, Access access, bool must_be_aligned, const void* pc,
+           bool is_copy = false) {
+  if (current == nullptr) return;
   const Thread& thread = *current;
-  const auto stack = reinterpret_cast<uintptr_t>(thread.stack), self = reinterpret_cast<uintptr_t>(&thread);
-  if (a - stack < kStackBytes || a - self < sizeof(Thread)) return;
+  const auto a = reinterpret_cast<uintptr_t>(address);
+  if (a - reinterpret_cast<uintptr_t>(thread.stack) < kStackBytes) return;
+  if (a - reinterpret_cast<uintptr_t>(&thread) < sizeof(Thread)) return;
   const bool write = access == Access::kWrite;
   const auto describe = [&] {
     return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " + who(thread.id) +
            " at " + at(pc);
   };
+  if (must_be_aligned && a % bytes != 0) fail("misaligned " + describe());
   Region* found = find_region(a);
   if (found == nullptr || a + bytes > found->end) {
-    for (const auto& [begin, end] : constants) {
-      if (!write && a >= begin && a + bytes <= end) return;
-    }
+    if (!write && a >= arguments.first && a + bytes <= arguments.second) return;
     fail_outside(found ? found->end : a, describe());
   }
   Region& region = *found;
@@ -116,12 +108,11 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
   if (shared && region.arena != thread.block->arena && thread.epochs.cluster_waited == 0) {
     fail(describe() + " to " + place(region, a) + " of a block that may not have started: no cluster barrier before");
   }
-  const bool overlapping =
-      !shared && chain != 0 && !thread.waited_for_previous_grid && !thread.block->waited_for_previous_grid;
-  const Record mine{now(), pc, region.serial};
+  const bool overlapping = !shared && chain != 0 && !thread.waited_for_previous_grid;
+  const Record mine{thread.id, thread.epochs, pc, region.serial};
   const auto race = [&](const char* kind, const Record& other) {
-    fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.when.id) + " at " +
-         at(other.pc) + ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
+    fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.id) + " at " + at(other.pc) +
+         ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
   };
   for (size_t u = (a - region.begin) / kUnit; u <= (a + bytes - 1 - region.begin) / kUnit; ++u) {
     Unit& unit = region.units[u];
@@ -129,19 +120,28 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
       fail(describe() + " to " + place(region, a) + ", which the asynchronous copy of " + at(unit.in_flight) +
            " is filling: no wait for it before");
     }
-    if (overlapping) check_previous_grid(region, unit, write, describe(), a);
+    if (overlapping) {  // the previous grids may still run
+      const auto overlaps = [&](const Record& other) {
+        return other.serial < region.serial && other.serial + chain >= region.serial;
+      };
+      const char* const why = region.first_serial + chain >= region.serial                           ? "may still write"
+                              : overlaps(unit.write)                                                 ? "writes"
+                              : write && std::any_of(unit.reads.begin(), unit.reads.end(), overlaps) ? "reads"
+                                                                                                     : nullptr;
+      if (why) fail(describe() + " before the wait for the previous grid, which " + why + " " + place(region, a));
+    }
     const bool written = unit.write.serial == region.serial;
-    if (written && !ordered(unit.write.when, thread)) {
+    if (written && !ordered(unit.write, thread)) {
       race(write ? "write after write" : "read after write", unit.write);
     }
     if (!unit.reads.empty() && unit.reads[0].serial != region.serial) unit.reads.clear();
     if (write) {
       for (const Record& read : unit.reads) {
-        if (!ordered(read.when, thread)) race("write after read", read);
+        if (!ordered(read, thread)) race("write after read", read);
       }
       unit.write = mine;
       unit.reads.clear();
-      if (transfer) unit.in_flight = transfer->pc;
+      if (is_copy) unit.in_flight = pc;
     } else {
       if (region.uninitialized && (shared ? !written : unit.write.serial < region.first_serial)) {
         fail(describe() + " of uninitialized " + place(region, a));
@@ -149,9 +149,9 @@ void check(uintptr_t a, size_t bytes, Access access, const void* pc, const Trans
       if (!region.writable) continue;
       // Reads of one block between two of its barriers are not ordered, so only a new epoch can supersede some.
       const Record* last = unit.reads.empty() ? nullptr : &unit.reads.back();
-      if (last && (last->when.id.block != thread.id.block || last->when.epochs.block != thread.epochs.block)) {
-        std::erase_if(unit.reads, [&](const Record& read) { return ordered(read.when, thread); });
-      } else if (last && last->when.id.thread == thread.id.thread) {
+      if (last && (last->id.block != thread.id.block || last->epochs.block != thread.epochs.block)) {
+        std::erase_if(unit.reads, [&](const Record& read) { return ordered(read, thread); });
+      } else if (last && last->id.thread == thread.id.thread) {
         unit.reads.pop_back();
       }
       unit.reads.push_back(mine);
@@ -174,37 +174,15 @@ void add_region(const void* base, size_t bytes, const char* name, Contents conte
   region->units.resize((bytes + kUnit - 1) / kUnit);
 }
 
-int note_module(dl_phdr_info* info, size_t, void*) {
-  for (int i = 0; i < info->dlpi_phnum; ++i) {
-    if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
-    const uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
-    constants.emplace_back(begin, begin + info->dlpi_phdr[i].p_memsz);
-  }
-  return 0;
-}
-
 }  // namespace
-
-// ---- order ----------------------------------------------------------------------------------------------------------
-
-bool before(const Moment& a, const Moment& b) {
-  const bool same_block = a.id.block == b.id.block;
-  if (same_block && a.id.thread == b.id.thread) return a.time <= b.time;
-  if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
-  if (!same_block) return false;
-  return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
-}
-
-Moment now() { return {++clock, current->id, current->epochs}; }
 
 // ---- launches and memory --------------------------------------------------------------------------------------------
 
-void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes) {
+void checker_begin_launch(bool overlaps_previous, const void* call, size_t bytes) {
   chain = overlaps_previous ? chain + 1 : 0;
-  const auto begin = reinterpret_cast<uintptr_t>(arguments);
-  constants = {{begin, begin + bytes}};
-  if (checking) dl_iterate_phdr(note_module, nullptr);
-  for (auto& [begin, region] : regions) region->serial++;
+  const auto begin = reinterpret_cast<uintptr_t>(call);
+  arguments = {begin, begin + bytes};
+  for (auto& [address, region] : regions) region->serial++;
 }
 void checker_end_launch() {
   last_region = nullptr;
@@ -222,22 +200,15 @@ void clear_buffers() {
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name) {
   add_region(base, bytes, name, Contents::kOutput, block.arena);
 }
-void remove_shared_memory(Block& block) {
-  for (auto& [begin, region] : regions) region->active &= region->arena != block.arena;
-}
-void check_block_may_return(Block& block) {
-  const auto seen = [&](const Moment& what) {
-    for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      if (ordered(what, block.threads[i])) return true;
-    }
-    return false;
-  };
+void checker_end_block(Block& block) {
   for (const auto& [begin, region] : regions) {
     if (region->arena != block.arena || !region->active) continue;
+    region->active = false;
     const auto check = [&](const Record& record) {
-      const bool own = record.when.id.block == current->id.block;
-      if (record.serial != region->serial || own || seen(record.when)) return;
-      fail("block " + std::to_string(current->id.block) + " can return before " + who(record.when.id) +
+      const auto is_ordered = [&](const Thread& thread) { return ordered(record, thread); };
+      if (record.serial != region->serial || record.id.block == current->id.block) return;
+      if (std::any_of(block.threads, block.threads + block.size, is_ordered)) return;
+      fail("block " + std::to_string(current->id.block) + " can return before " + who(record.id) +
            " accesses its shared memory '" + region->name + "' at " + at(record.pc) + ": nothing orders the two");
     };
     for (const Unit& unit : region->units) {
@@ -245,45 +216,21 @@ void check_block_may_return(Block& block) {
       for (const Record& read : unit.reads) check(read);
     }
   }
-  remove_shared_memory(block);
-}
-
-// ---- accesses -------------------------------------------------------------------------------------------------------
-
-void check_access(const void* address, size_t bytes, Access access, const void* pc) {
-  if (checking && current) check(reinterpret_cast<uintptr_t>(address), bytes, access, pc);
 }
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
-namespace {
-
-bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
-
-void finish(const Transfer& transfer) {
-  const auto a = reinterpret_cast<uintptr_t>(transfer.to);
-  if (checking) {
-    Region& region = *find_region(a);
-    const Moment by = now();
-    for (size_t u = (a - region.begin) / kUnit; u <= (a + transfer.bytes - 1 - region.begin) / kUnit; ++u) {
-      region.units[u].in_flight = nullptr;
-      region.units[u].write = {by, transfer.pc, region.serial};
-    }
-  }
-  std::memcpy(transfer.to, transfer.from, transfer.bytes);
-}
-
-}  // namespace
-
 void async_copy(void* to, const void* from, size_t bytes) {
   const void* pc = __builtin_return_address(0);
   require(in_shared(*current->block, to), "an asynchronous copy to an address outside the block's shared memory", pc);
-  require(aligned(to, bytes) && aligned(from, bytes), "a misaligned asynchronous copy", pc);
-  const Transfer transfer{to, from, bytes, pc};
-  check_access(from, bytes, Access::kRead, pc);
-  if (checking) check(reinterpret_cast<uintptr_t>(to), bytes, Access::kWrite, pc, &transfer);
+  require((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes == 0,
+          "a misaligned asynchronous copy", pc);
+  if (checking) {
+    check(from, bytes, Access::kRead, false, pc);
+    check(to, bytes, Access::kWrite, false, pc, true);
+  }
   std::memset(to, 0xff, bytes);
-  current->open_copies.push_back(transfer);
+  current->open_copies.push_back({to, from, bytes, pc});
 }
 
 void async_commit() {
@@ -294,7 +241,17 @@ void async_commit() {
 void async_wait(int groups_left) {
   auto& groups = current->copy_groups;
   for (; groups.size() > static_cast<size_t>(groups_left); groups.pop_front()) {
-    for (const Transfer& transfer : groups.front()) finish(transfer);
+    for (const auto& [to, from, bytes, pc] : groups.front()) {
+      if (checking) {
+        const auto a = reinterpret_cast<uintptr_t>(to);
+        Region& region = *find_region(a);
+        for (size_t u = (a - region.begin) / kUnit; u <= (a + bytes - 1 - region.begin) / kUnit; ++u) {
+          region.units[u].in_flight = nullptr;
+          region.units[u].write = {current->id, current->epochs, pc, region.serial};
+        }
+      }
+      std::memcpy(to, from, bytes);
+    }
   }
 }
 
@@ -303,19 +260,6 @@ void async_wait(int groups_left) {
 // ---- called by the compiled kernels ---------------------------------------------------------------------------------
 
 namespace {
-
-using emulator::Access;
-using emulator::current;
-
-void check_aligned(const void* address, size_t bytes, Access access, const void* pc) {
-  const auto on_stack =
-      reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(current ? current->stack : nullptr);
-  if (current && reinterpret_cast<uintptr_t>(address) % bytes != 0 && on_stack >= emulator::kStackBytes) {
-    emulator::fail(std::string("misaligned ") + (access == Access::kWrite ? "write" : "read") + " of " +
-                   std::to_string(bytes) + " bytes by " + emulator::who(current->id) + " at " + emulator::at(pc));
-  }
-  emulator::check_access(address, bytes, access, pc);
-}
 
 struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undefined
   const char* file;
@@ -327,7 +271,7 @@ struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undef
   const std::string file = where->file;
   const std::string text = std::string("undefined behavior (") + what + ") at " + file.substr(file.rfind('/') + 1) +
                            ":" + std::to_string(where->line);
-  if (current) emulator::fail(text + " by " + emulator::who(current->id));
+  if (emulator::current) emulator::fail(text + " by " + emulator::who(emulator::current->id));
   std::fprintf(stderr, "%s\n", text.c_str());
   std::abort();
 }
@@ -335,20 +279,20 @@ struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undef
 }  // namespace
 
 extern "C" {
-#define EMULATOR_ACCESS(n)                                                                                             \
-  void __tsan_read##n(void* a) { check_aligned(a, n, Access::kRead, __builtin_return_address(0)); }                    \
-  void __tsan_write##n(void* a) { check_aligned(a, n, Access::kWrite, __builtin_return_address(0)); }                  \
-  void __tsan_unaligned_read##n(void* a) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); } \
-  void __tsan_unaligned_write##n(void* a) { emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0)); }
+#define EMULATOR_CHECK(name, bytes, access, must_be_aligned) \
+  name { emulator::check(a, bytes, emulator::Access::access, must_be_aligned, __builtin_return_address(0)); }
+#define EMULATOR_ACCESS(n)                                                \
+  EMULATOR_CHECK(void __tsan_read##n(void* a), n, kRead, true)            \
+  EMULATOR_CHECK(void __tsan_write##n(void* a), n, kWrite, true)          \
+  EMULATOR_CHECK(void __tsan_unaligned_read##n(void* a), n, kRead, false) \
+  EMULATOR_CHECK(void __tsan_unaligned_write##n(void* a), n, kWrite, false)
 EMULATOR_ACCESS(1)
 EMULATOR_ACCESS(2)
 EMULATOR_ACCESS(4)
 EMULATOR_ACCESS(8)
 EMULATOR_ACCESS(16)
-void __tsan_read_range(void* a, size_t n) { emulator::check_access(a, n, Access::kRead, __builtin_return_address(0)); }
-void __tsan_write_range(void* a, size_t n) {
-  emulator::check_access(a, n, Access::kWrite, __builtin_return_address(0));
-}
+EMULATOR_CHECK(void __tsan_read_range(void* a, size_t n), n, kRead, false)
+EMULATOR_CHECK(void __tsan_write_range(void* a, size_t n), n, kWrite, false)
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() { emulator::checking = true; }  // at load, if anything was compiled with -fsanitize=thread

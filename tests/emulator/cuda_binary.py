@@ -4,26 +4,24 @@ Needs cuobjdump and nvdisasm from the CUDA toolkit, or from the package triton, 
 """
 
 import collections
-import dataclasses
 import functools
 import importlib.util
 import os
 import pathlib
 import re
-import shutil
 import subprocess
+from typing import NamedTuple
 
 RESERVED_SHARED = 1024  # bytes per block from 9.0 on, which cuobjdump counts and the CUDA runtime does not
 
 
-@dataclasses.dataclass
-class Kernel:
+class Kernel(NamedTuple):
     architecture: int
     name: str  # from plain_names()
     registers: int  # per thread
     static_shared: int  # bytes
     local: int  # bytes of stack and local memory
-    opcodes: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # with modifiers
+    opcodes: collections.Counter  # with modifiers
 
     def count(self, *parts):
         """Count the instructions whose opcode and modifiers include all of these."""
@@ -35,23 +33,12 @@ def library():
     return pathlib.Path(importlib.util.find_spec("layernorm_ext._C").origin)
 
 
-@functools.cache
-def tool(name):
-    """Return the path of a program of the CUDA toolkit, or of the copy in triton."""
+def _cuobjdump(*options):
     folders = [os.environ["PATH"], os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
     if spec := importlib.util.find_spec("triton"):
         folders.append(str(pathlib.Path(spec.origin).parent / "backends" / "nvidia" / "bin"))
-    found = shutil.which(name, path=os.pathsep.join(folders))
-    if not found:
-        raise FileNotFoundError(f"{name} is in none of {folders}")
-    return found
-
-
-def _cuobjdump(*options):
-    # cuobjdump looks for nvdisasm on PATH.
-    path = os.pathsep.join([os.environ["PATH"], str(pathlib.Path(tool("nvdisasm")).parent)])
-    command = [tool("cuobjdump"), *options, library()]
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, "PATH": os.pathsep.join(folders)}  # cuobjdump looks there for nvdisasm
+    command = ["cuobjdump", *options, library()]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -66,29 +53,28 @@ def plain_names(mangled):
 @functools.cache
 def kernels():
     """Return {architecture: {mangled name: Kernel}}, without instructions."""
-    found, architecture, name = collections.defaultdict(dict), None, None
+    rows = []
     for line in _cuobjdump("-res-usage"):
         if match := re.match(r"arch = sm_(\d+)", line):
             architecture = int(match[1])
         elif match := re.match(r"\s*Function (\S+):", line):
-            name = match[1]
+            mangled = match[1]
         elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
-            registers, stack, shared, local = map(int, match.groups())
-            shared = max(shared - (RESERVED_SHARED if architecture >= 90 else 0), 0)
-            found[architecture][name] = Kernel(architecture, name, registers, shared, stack + local)
-    for mangled in found.values():
-        for kernel, name in zip(mangled.values(), plain_names(mangled), strict=True):
-            kernel.name = name
+            rows.append((architecture, mangled, *map(int, match.groups())))
+    names, found = plain_names([mangled for _, mangled, *_ in rows]), collections.defaultdict(dict)
+    for name, (architecture, mangled, registers, stack, shared, local) in zip(names, rows, strict=True):
+        shared = max(shared - (RESERVED_SHARED if architecture >= 90 else 0), 0)
+        kernel = Kernel(architecture, name, registers, shared, stack + local, collections.Counter())
+        found[architecture][mangled] = kernel
     return found
 
 
+@functools.cache
 def disassembled(architecture):
     """Return the kernels of an architecture with their instructions."""
-    kernel = None
     for line in _cuobjdump("-sass", f"-arch=sm_{architecture}"):
         if match := re.search(r"Function : (\S+)", line):
-            kernel = kernels()[architecture][match[1]]
-            kernel.opcodes.clear()
+            opcodes = kernels()[architecture][match[1]].opcodes
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line):
-            kernel.opcodes[match[1]] += 1
+            opcodes[match[1]] += 1
     return list(kernels()[architecture].values())

@@ -31,32 +31,32 @@
   static const char name##_shared_key = 0;                      \
   name##_shared_type& name = *static_cast<name##_shared_type*>( \
       ::emulator::static_shared(&name##_shared_key, sizeof(name##_shared_type), alignof(name##_shared_type), #name))
-#define EMULATOR_DYNAMIC_SHARED(name, ...) __VA_ARGS__* name = static_cast<__VA_ARGS__*>(::emulator::dynamic_shared(16))
+#define EMULATOR_DYNAMIC_SHARED(name, ...) __VA_ARGS__* name = static_cast<__VA_ARGS__*>(::emulator::dynamic_shared())
 
 // ---- barriers and warp collectives ----------------------------------------------------------------------------------
 
-inline void __syncthreads(emulator::Place place = emulator::Place::current()) { emulator::block_barrier(false, place); }
 inline int __syncthreads_or(int predicate, emulator::Place place = emulator::Place::current()) {
-  return emulator::block_barrier(predicate != 0, place);
+  return static_cast<int>(emulator::block_barrier({predicate != 0}, place));
 }
+inline void __syncthreads(emulator::Place place = emulator::Place::current()) { __syncthreads_or(0, place); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, emulator::Place place = emulator::Place::current()) {
-  emulator::warp_collective(emulator::Collective::kSync, mask, 0, 0, place);
+  emulator::warp_barrier(mask, place);
 }
 inline int __any_sync(unsigned mask, int predicate, emulator::Place place = emulator::Place::current()) {
-  return static_cast<int>(emulator::warp_collective(emulator::Collective::kAny, mask, predicate != 0, 0, place));
+  return static_cast<int>(emulator::warp_collective(mask, {predicate != 0}, place));
 }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, emulator::Place place = emulator::Place::current()) {
   static_assert(sizeof(T) <= 8);
   uint64_t bits = 0;
   std::memcpy(&bits, static_cast<const void*>(&value), sizeof(T));
-  bits = emulator::warp_collective(emulator::Collective::kShuffle, mask, bits, source, place);
+  bits = emulator::warp_collective(mask, {bits, source}, place);
   std::memcpy(static_cast<void*>(&value), &bits, sizeof(T));
   return value;
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place = emulator::Place::current()) {
-  return __shfl_sync(mask, value, emulator::lane() ^ lane_mask, place);
+  return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lane_mask, place);
 }
 
 // ---- arithmetic that the C++ library lacks --------------------------------------------------------------------------
@@ -87,16 +87,8 @@ namespace layernorm {
 // ---- launches -------------------------------------------------------------------------------------------------------
 
 using Stream = void*;
-
-struct LaunchConfig {
-  dim3 grid, block;
-  size_t shared_bytes = 0;
-  Stream stream = nullptr;
-  unsigned cluster = 1;
-  bool overlaps_previous = false;
-  int device = 0;
-  emulator::Place place = emulator::Place::current();
-};
+using LaunchConfig = emulator::Launch;
+using emulator::launch;
 
 template <class... Params>
 bool has_clusters(const LaunchConfig&, void (*)(Params...)) {
@@ -109,13 +101,6 @@ inline size_t max_shared_memory(const LaunchConfig&) { return emulator::max_shar
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
   return 3 * static_cast<int>(config.cluster);
-}
-
-template <class... Params, class... Args>
-void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
-  emulator::launch(
-      {config.grid, config.block, config.shared_bytes, config.cluster, config.overlaps_previous, config.place}, kernel,
-      args...);
 }
 
 // ---- instructions ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""Compiles device code for the emulator: single programs, and the whole operator library.
+"""Compiles device code for the emulator: single programs, and the operators with the CUDA kernels on the CPU.
 
 The results are kept under build/emulator, named by a hash of everything they were made of.
 """
 
 import concurrent.futures
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -13,35 +15,39 @@ import subprocess
 import sysconfig
 import tempfile
 
+import cuda_binary
+import torch
+
 EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
 
-RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp", "source_lines.cpp")]
+ORDERS = ("forward", "reverse", "random")
+UNLIMITED = 2**63 - 1
+
+RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
 OWN_HEADERS = ("device.h", "launch_limits.h", "platform.h")  # replace those of csrc/cuda
 
-# Modes: flags for device code. checker.cpp implements the functions that -fsanitize calls.
-CHECKED = (
-    "-O1",
-    "-fno-omit-frame-pointer",
-    "-ftrivial-auto-var-init=pattern",  # an uninitialized local is a NaN
-    "-fsanitize=thread,undefined,bounds-strict",  # strict: also for the elements of a Vector
-    "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
-    "-fno-sanitize-recover=all",
-)
-PLAIN = ("-O1",)
-
-COMMON = (
-    "-g1",  # lines, for the reports
-    "-fPIC",
-    "-Wall",
-    "-Wextra",
+# The flags for device code in each mode. checker.cpp implements the functions that -fsanitize calls.
+CHECKED, PLAIN = "checked", "plain"
+FLAGS = {
+    CHECKED: [
+        *("-O1", "-fno-omit-frame-pointer"),
+        "-ftrivial-auto-var-init=pattern",  # an uninitialized local is a NaN
+        "-fsanitize=thread,undefined,bounds-strict",  # strict: also for the elements of a Vector
+        "-fno-sanitize=vptr,null,object-size,nonnull-attribute,returns-nonnull-attribute",
+        "-fno-sanitize-recover=all",
+    ],
+    PLAIN: ["-O1"],
+}
+COMMON = [
+    *("-std=c++20", "-g1", "-fPIC", "-Wall", "-Wextra"),  # g1: lines, for the reports
     "-Wno-unknown-pragmas",  # unroll
     "-fno-strict-aliasing",  # like nvcc
     "-ffp-contract=off",
     "-fno-gnu-unique",  # otherwise the installed extension would share its static variables
     f"-I{EMULATOR}",
-)
+]
 
 
 class CompileError(Exception):
@@ -90,15 +96,12 @@ def _make(suffix, command, inputs, folder=None):
     return made
 
 
-SHARED = re.compile(r"(extern )?__shared__ (?:__align__\(\d+\) )?((?:[\w: ]|<[^;]*>)+) (\w+)((?:\[[^;]*\])?);")
-
-
-def _replace_shared(match):
-    """Return the emulator's macro for a declaration of shared memory."""
-    extern, element, name, extents = match.groups()
-    if extern:
-        return f"EMULATOR_DYNAMIC_SHARED({name}, {element});"
-    return f"EMULATOR_SHARED({name}, {element}{extents});"
+# The emulator's macros for declarations of shared memory.
+TYPE = r"((?:[\w: ]|<[^;]*>)+)"
+SHARED = [
+    (rf"extern __shared__ (?:__align__\(\d+\) )?{TYPE} (\w+)\[\];", r"EMULATOR_DYNAMIC_SHARED(\2, \1);"),
+    (rf"__shared__ (?:__align__\(\d+\) )?{TYPE} (\w+)((?:\[[^;]*\])?);", r"EMULATOR_SHARED(\2, \1\3);"),
+]
 
 
 def _mirror(csrc):
@@ -108,7 +111,9 @@ def _mirror(csrc):
     origins |= {pathlib.Path("cuda", name): EMULATOR / name for name in OWN_HEADERS}
     files = {}
     for path, origin in origins.items():
-        text = SHARED.sub(_replace_shared, origin.read_text()) if path.suffix in (".cu", ".cuh") else origin.read_text()
+        text = origin.read_text()
+        for declaration, macro in SHARED if path.suffix in (".cu", ".cuh") else ():
+            text = re.sub(declaration, macro, text)
         if path.suffix in (".cu", ".cuh") and "__shared__" in text:
             raise CompileError(f"{origin}: the emulator does not understand a declaration of shared memory")
         files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file
@@ -129,12 +134,11 @@ def _headers(folder):
 
 def _object(source, flags, csrc):
     # nvcc and torch compile C++17; the emulator itself needs std::source_location.
-    command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", "-isystem", str(cuda_include())]
-    command += ["-std=c++20", "-x", "c++", "-c", str(source)]
+    command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-isystem{cuda_include()}"]
     headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h", EMULATOR / "buffers.h"]
     if source.suffix != ".cu":
         headers = [path for path in headers if path.suffix != ".cuh"]
-    return _make(".o", command, [source, *headers], csrc)
+    return _make(".o", [*command, "-x", "c++", "-c", str(source)], [source, *headers], csrc)
 
 
 def _objects(jobs):
@@ -145,48 +149,73 @@ def _objects(jobs):
 def program(source):
     """Build device code with a main() of its own, and return the path of the executable."""
     csrc, own = _mirror(ROOT / "csrc"), _mirror(source.parent)
-    flags = (*CHECKED, f"-I{own}")
-    objects = _objects([(path, ("-O2",), csrc) for path in RUNTIME] + [(own / source.name, flags, csrc)])
+    flags = [*FLAGS[CHECKED], f"-I{own}"]
+    objects = _objects([*((path, ["-O2"], csrc) for path in RUNTIME), (own / source.name, flags, csrc)])
     return _make("", [_compiler()[0], *map(str, objects)], objects)
 
 
 def shared_library(source):
     """Build a file that includes CUDA's headers and gpu_models.h, and return the path of the shared library."""
-    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", f"-I{EMULATOR}")
-    command = [_compiler()[0], *flags, "-isystem", str(cuda_include()), str(source), "-ldl"]
-    return _make(".so", command, [source, *_headers(EMULATOR)])
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", f"-I{EMULATOR}", f"-isystem{cuda_include()}"]
+    return _make(".so", [_compiler()[0], *flags, str(source), "-ldl"], [source, *_headers(EMULATOR)])
 
 
-def namespace(mode):
-    """Return the namespace of a library's operators: a process may load one that is checked and one that is not."""
-    return "layernorm_checked" if mode == CHECKED else "layernorm_emulated"
-
-
-def library(mode):
-    """Build the operators with the CUDA kernels on the CPU key of another namespace, for torch.ops.load_library."""
-    import torch
-
+def operators(mode):
+    """Build the operators with the CUDA kernels on the CPU key of the namespace layernorm_<mode>."""
     csrc = _mirror(ROOT / "csrc")
     torch_root = pathlib.Path(torch.__file__).parent
-    host_flags = (
-        "-O1",
-        "-DWITH_CUDA",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    host_flags = [
+        *("-O1", "-DWITH_CUDA", "-Wno-deprecated"),
+        *(f"-isystem{torch_root / folder}" for folder in ("include", "include/torch/csrc/api/include")),
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
-        "-Wno-deprecated",
-        "-isystem",
-        str(torch_root / "include"),
-        "-isystem",
-        str(torch_root / "include/torch/csrc/api/include"),
-    )
-    registration_flags = (*host_flags, f'-DEMULATOR_NAMESPACE="{namespace(mode)}"')
-    host = [csrc / "ops.cpp", csrc / "autograd.cpp"]
+    ]
     objects = _objects(
-        [(path, ("-O2",), csrc) for path in RUNTIME]
-        + [(path, mode, csrc) for path in sorted(csrc.glob("cuda/*.cu"))]
-        + [(path, host_flags, csrc) for path in host]
-        + [(EMULATOR / "registration.cpp", registration_flags, csrc)]
+        [
+            *((path, ["-O2"], csrc) for path in RUNTIME),
+            *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
+            *((path, host_flags, csrc) for path in (csrc / "ops.cpp", csrc / "autograd.cpp")),
+            (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="layernorm_{mode}"'], csrc),
+        ]
     )
     flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"]
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     return _make(".so", [_compiler()[0], *flags, *map(str, objects), *libraries], objects)
+
+
+class Library:
+    """The operators of a mode (`ops`), and the schedule of their threads."""
+
+    def __init__(self, mode):
+        path = operators(mode)
+        torch.ops.load_library(path)
+        self.ops = getattr(torch.ops, f"layernorm_{mode}")
+        emulator = ctypes.CDLL(str(path))
+        self._configure = emulator.emulator_configure
+        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
+        self._launched = emulator.emulator_launched
+        self._launched.restype = ctypes.c_char_p
+
+    @contextlib.contextmanager
+    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
+        """Run threads in this order, on a GPU of this compute capability, within the `with` block.
+
+        `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
+        launch_limits.h.
+        """
+        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit)
+        try:
+            yield
+        finally:
+            self._configure(0, 0, 1, 90, UNLIMITED)
+
+    def launched(self):
+        """Return {(kernel, blocks of a cluster): number of launches} since the last call."""
+        lines = [line.split(maxsplit=2) for line in self._launched().decode().splitlines()]
+        names = cuda_binary.plain_names([name for _, _, name in lines])
+        return {(name, int(cluster)): int(count) for name, (count, cluster, _) in zip(names, lines, strict=True)}
+
+
+@functools.cache
+def library(mode):
+    """Return this process's library for a mode."""
+    return Library(mode)

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <source_location>
 #include <stdexcept>
 #include <tuple>
@@ -45,21 +46,25 @@ extern ThreadView* current_view;
 // The checker must not check the emulator's own memory.
 __attribute__((no_sanitize("thread"))) inline const ThreadView& self() { return *current_view; }
 
-enum class Collective : uint8_t { kSync, kShuffle, kAny };
-
-bool block_barrier(bool predicate, const Place& place);  // returns whether any thread's predicate is true
-uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane, const Place& place);
-int lane();
+// What a thread gives to the others at a barrier or a warp collective. It gets the value of `source_lane`, or else
+// whether any value is not 0.
+struct Exchange {
+  uint64_t value = 0;
+  std::optional<int> source_lane{};
+};
+uint64_t block_barrier(const Exchange& exchange, const Place& place);
+uint64_t warp_collective(unsigned mask, const Exchange& exchange, const Place& place);
+void warp_barrier(unsigned mask, const Place& place);
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name);
-void* dynamic_shared(size_t alignment);
+void* dynamic_shared();
 
 unsigned cluster_rank();
 void cluster_arrive();
-void cluster_wait();
+void cluster_wait(const Place& place = Place::current());
 void* cluster_peer(const void* address, unsigned rank);
 
-// Copies arrive as late as CUDA allows, and their target holds NaN until then. A null `from` stands for zeros.
+// Copies arrive as late as CUDA allows, and their target holds NaN until then.
 void async_copy(void* to, const void* from, size_t bytes);
 void async_commit();
 void async_wait(int groups_left);
@@ -68,12 +73,14 @@ void wait_for_previous_grid();
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-struct Launch {
+struct Launch {  // the LaunchConfig of device.h
   dim3 grid, block;
-  size_t shared_bytes;
-  unsigned cluster;
-  bool overlaps_previous;
-  Place place;
+  size_t shared_bytes = 0;
+  void* stream = nullptr;
+  unsigned cluster = 1;
+  bool overlaps_previous = false;
+  int device = 0;
+  Place place = Place::current();
 };
 
 // Every thread calls body(call). The call, of so many bytes, holds the arguments, which threads may only read.

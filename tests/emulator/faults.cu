@@ -1,7 +1,6 @@
-// One kernel per fault that the emulator finds, beside correct counterparts without a report. Prints one line per case
-// and schedule for test_emulator.py. A report must name a line with the comment "fault".
+// Faults that the emulator finds, beside correct counterparts without a report. Prints one line per case and schedule
+// for test_emulator.py. A report must name a line with the comment "fault".
 #include <cstdio>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,40 +14,13 @@ using namespace layernorm;
 constexpr int kN = 256;
 constexpr unsigned kAllLanes = 0xffffffffu, kRowBytes = kN * sizeof(float);
 
-struct Data {
-  const float* in;   // [kN], read-only
-  float* out;        // [kN]
-  float* workspace;  // [kN], uninitialized
-};
-
 // The faults that a kernel can have.
-enum class Fault {
-  kNone,
-  kNoWait,
-  kNoBarrier,
-  kWrongPhase,
-  kMisaligned,
-  kTooEarly,
-  kReadByOthers,
-};
+enum class Fault { kNone, kNoWait, kNoBarrier, kWrongPhase, kMisaligned, kTooEarly, kReadByOthers };
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-__global__ void read_past_end(const float* in, float* out) {
-  const float v = in[threadIdx.x];  // fault
-  __syncwarp();
-  if (threadIdx.x < kN) out[threadIdx.x] = v;
-}
-__global__ void write_input(const float* in, float* out) {
-  out[threadIdx.x] = in[threadIdx.x];
-  if (threadIdx.x == 0) const_cast<float*>(in)[1] = 0.f;  // fault
-}
-__global__ void fill(const float* in, float* workspace) {
-  workspace[threadIdx.x] = in[threadIdx.x];
-  let_next_grid_start();
-}
-__global__ void copy_workspace(const float* workspace, float* out) {
-  out[threadIdx.x] = workspace[threadIdx.x];  // fault
+__global__ void copy(const float* in, float* out) {
+  out[threadIdx.x] = in[threadIdx.x];  // fault
 }
 __global__ void uninitialized_shared(const float* in, float* out) {
   __shared__ float tile[kN];
@@ -63,8 +35,8 @@ __global__ void misaligned_shared(const float* in, float* out) {
   const float4 v = *reinterpret_cast<const float4*>(&tile[threadIdx.x / 4 * 4]);  // fault
   out[threadIdx.x] = v.x;
 }
-__global__ void index_overflow(float* out, int rows, int cols) {
-  const int offset = rows * cols;  // fault
+__global__ void index_overflow(const float*, float* out) {
+  const int rows = blockDim.x << 8, offset = rows * (1 << 15);  // fault
   out[threadIdx.x] = offset < 0 ? -1.f : 1.f;
 }
 
@@ -87,12 +59,6 @@ __global__ void sums(const float* in, float* out) {
   const float a = block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x]);
   out[threadIdx.x] = a + block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x] * 2.f);
 }
-__global__ void same_value(const float* in, float* out) {
-  __shared__ float first;
-  first = in[0];  // fault
-  __syncthreads();
-  out[threadIdx.x] = first;
-}
 // A shuffle orders no accesses.
 template <bool kSync>
 __global__ void swap_in_warp(const float* in, float* out) {
@@ -101,9 +67,6 @@ __global__ void swap_in_warp(const float* in, float* out) {
   const float v = __shfl_xor_sync(kAllLanes, in[threadIdx.x], 1);
   if (kSync) __syncwarp();
   out[threadIdx.x] = tile[threadIdx.x ^ 1] + 0.f * v;  // fault
-}
-__global__ void blocks_overwrite(const float*, float* out) {
-  out[threadIdx.x] = static_cast<float>(blockIdx.x);  // fault
 }
 
 // ---- barriers and collectives ---------------------------------------------------------------------------------------
@@ -140,7 +103,6 @@ __global__ void fetch(const float* in, float* out) {
     async_commit();
     if (kFault != Fault::kNoWait) async_wait<kFault == Fault::kWrongPhase>();
     if (kFault != Fault::kReadByOthers) __syncthreads();
-    if (kFault == Fault::kTooEarly && row == 1) tile[threadIdx.x] = 1.f;
     out[threadIdx.x] = tile[threadIdx.x ^ 1];  // fault
     if (kFault != Fault::kNoBarrier) __syncthreads();
   }
@@ -186,15 +148,6 @@ __global__ void return_between(const float*, float*) { cluster_arrive(); }
 
 // ---- overlapping launches -------------------------------------------------------------------------------------------
 
-__global__ void read_before_wait(const float* workspace, float* out) {
-  const float v = workspace[threadIdx.x];  // fault
-  wait_for_previous_grid();
-  out[threadIdx.x] = v;
-}
-__global__ void overwrite_input(const float* in, float* workspace) {
-  workspace[threadIdx.x] = in[threadIdx.x];  // fault
-  wait_for_previous_grid();
-}
 __global__ void one_waits(const float* workspace, float* out) {  // correct: the barrier comes after its wait
   if (threadIdx.x == 0) wait_for_previous_grid();
   __syncthreads();
@@ -204,101 +157,84 @@ __global__ void never_waits(const float*, float*) {}
 
 // ---- the table ------------------------------------------------------------------------------------------------------
 
+enum Array { kIn, kOut, kWorkspace };  // read-only, initialized, and uninitialized [kN]
+
+struct Step {
+  LaunchConfig config;
+  void (*kernel)(const float* from, float* to);
+  Array from = kIn, to = kOut;
+};
+
 struct Case {
   const char* name;
   const char* report;  // part of the expected report, or alternatives separated by " or "; empty: none
-  std::function<void(const Data&)> run;
+  std::vector<Step> steps;
 };
 
 const LaunchConfig kOne{1, kN}, kPair{2, kN, 0, nullptr, 2}, kOverlapping{1, kN, 0, nullptr, 1, true},
     kWithRow{1, kN, kRowBytes};
-
-std::function<void(const Data&)> launch_in(LaunchConfig config, void (*kernel)(const float*, float*),
-                                           int architecture = 90) {
-  return [=](const Data& d) {
-    emulator::options().architecture = architecture;
-    launch(config, kernel, d.in, d.out);
-  };
-}
-std::function<void(const Data&)> fill_and_launch(LaunchConfig config, void (*kernel)(const float*, float*),
-                                                 unsigned filled = kN) {
-  return [=](const Data& d) {
-    launch({1, filled}, fill, d.in, d.workspace);
-    launch(config, kernel, d.workspace, d.out);
-  };
-}
+const Step kFill{kOne, copy, kIn, kWorkspace};
 
 const std::vector<Case> kCases = {
-    {"read_past_end", "0 bytes after the end of 'in'", launch_in({1, kN + 1}, read_past_end)},
-    {"write_input", "read-only global memory 'in'", launch_in(kOne, write_input)},
-    {"read_workspace", "uninitialized global memory 'workspace'", fill_and_launch(kOne, copy_workspace, kN - 1)},
-    {"workspace", "", fill_and_launch(kOne, copy_workspace)},
-    {"uninitialized_shared", "uninitialized shared memory 'tile'", launch_in(kOne, uninitialized_shared)},
-    {"misaligned_shared", "misaligned", launch_in(kOne, misaligned_shared)},
-    {"index_overflow", "undefined behavior (mul_overflow)",
-     [](const Data& d) { launch(kOne, index_overflow, d.out, 1 << 16, 1 << 15); }},
-    {"sums", "", launch_in(kOne, sums<true, true>)},
-    {"no_barrier_before_read", "shared memory 'partial'", launch_in(kOne, sums<true, false>)},
-    {"no_barrier_before_write", "data race (write after read) on shared memory 'partial'",
-     launch_in(kOne, sums<false, true>)},
-    {"same_value", "data race (write after write) on shared memory 'first'", launch_in(kOne, same_value)},
-    {"syncwarp", "", launch_in(kOne, swap_in_warp<true>)},
-    {"no_syncwarp", "shared memory 'tile'", launch_in(kOne, swap_in_warp<false>)},
-    {"blocks_overwrite", "data race (write after write) on global memory 'out'", launch_in({2, kN}, blocks_overwrite)},
-    {"barrier_in_branch", "divergent block barrier", launch_in(kOne, barrier_in_branch)},
-    {"shuffle_in_branch", "deadlock", launch_in(kOne, shuffle_in_branch)},
-    {"shuffle_of_half_a_warp", "fewer than all lanes", launch_in(kOne, shuffle_of_half_a_warp)},
-    {"shuffle_from_absent_lane", "does not take part", launch_in({1, 48}, shuffle_from_absent_lane)},
-    {"too_much_shared", "bytes of shared memory, 0 of them static, are more than 232448",
-     launch_in({1, kN, 300000}, same_value)},
-    {"fetch", "", launch_in(kWithRow, fetch<Fault::kNone>)},
-    {"fetch_without_wait", "which the asynchronous copy", launch_in(kWithRow, fetch<Fault::kNoWait>)},
-    {"fetch_waits_for_older", "which the asynchronous copy", launch_in(kWithRow, fetch<Fault::kWrongPhase>)},
-    {"fetch_read_by_others", "shared memory", launch_in(kWithRow, fetch<Fault::kReadByOthers>)},
-    {"fetch_refilled_too_early", "data race or which the asynchronous copy",
-     launch_in(kWithRow, fetch<Fault::kNoBarrier>)},
-    {"fetch_misaligned", "a misaligned asynchronous copy", launch_in(kWithRow, fetch<Fault::kMisaligned>)},
-    {"leave_copy", "before its asynchronous copies were complete", launch_in({1, 64, kRowBytes}, leave_copy)},
-    {"read_peers", "", launch_in(kPair, read_peers<Fault::kNone>)},
-    {"read_peers_without_barrier", "a block that may not have started or uninitialized shared memory 'part'",
-     launch_in(kPair, read_peers<Fault::kNoBarrier>)},
-    {"read_peers_and_return", "block", launch_in(kPair, read_peers<Fault::kTooEarly>)},
-    {"read_absent_peer", "a block that the cluster does not have", launch_in(kPair, read_peers<Fault::kWrongPhase>)},
-    {"write_peers", "", launch_in(kPair, write_peers<2>)},
-    {"write_peers_too_early", "data race", launch_in(kPair, write_peers<1>)},
-    {"return_between", "returned between cluster_arrive and cluster_wait", launch_in(kPair, return_between)},
-    {"cluster_on_sm80", "clusters need compute capability 9.0", launch_in(kPair, read_peers<Fault::kNone>, 80)},
-    {"overlap_one_waits", "", fill_and_launch(kOverlapping, one_waits)},
-    {"overlap_read_before_wait", "before the wait for the previous grid, which writes",
-     fill_and_launch(kOverlapping, read_before_wait)},
-    {"overlap_unknown_input", "before the wait for the previous grid, which may still write",
-     [](const Data& d) { launch(kOverlapping, read_before_wait, d.in, d.out); }},
-    {"overlap_overwrites", "before the wait for the previous grid, which reads",
-     [](const Data& d) {
-       launch(kOne, fill, d.in, d.workspace);
-       launch(kOne, copy_workspace, d.workspace, d.out);
-       launch(kOverlapping, overwrite_input, d.in, d.workspace);
-     }},
-    {"overlap_chain", "before the wait for the previous grid, which writes",
-     [](const Data& d) {  // the grid in between waits, but lets this one start before
-       launch(kOne, fill, d.in, d.workspace);
-       launch(kOverlapping, one_waits, d.in, d.out);
-       launch(kOverlapping, read_before_wait, d.workspace, d.out);
-     }},
-    {"overlap_never_waits", "returned without a wait for the previous grid",
-     fill_and_launch(kOverlapping, never_waits)},
+    {"read_past_end", "0 bytes after the end of 'in'", {{{1, kN + 1}, copy}}},
+    {"write_input", "read-only global memory 'in'", {{kOne, copy, kIn, kIn}}},
+    {"uninitialized_global",
+     "uninitialized global memory 'workspace'",
+     {{{1, kN - 1}, copy, kIn, kWorkspace}, {kOne, copy, kWorkspace}}},
+    {"uninitialized_shared", "uninitialized shared memory 'tile'", {{kOne, uninitialized_shared}}},
+    {"misaligned_shared", "misaligned", {{kOne, misaligned_shared}}},
+    {"index_overflow", "undefined behavior (mul_overflow)", {{kOne, index_overflow}}},
+    {"sums", "", {{kOne, sums<true, true>}}},
+    {"no_barrier_before_read", "shared memory 'partial'", {{kOne, sums<true, false>}}},
+    {"no_barrier_before_write", "data race (write after read) on shared memory 'partial'", {{kOne, sums<false, true>}}},
+    {"syncwarp", "", {{kOne, swap_in_warp<true>}}},
+    {"no_syncwarp", "shared memory 'tile'", {{kOne, swap_in_warp<false>}}},
+    {"blocks_store_the_same_value", "data race (write after write) on global memory 'out'", {{{2, kN}, copy}}},
+    {"barrier_in_branch", "divergent block barrier", {{kOne, barrier_in_branch}}},
+    {"shuffle_in_branch", "deadlock", {{kOne, shuffle_in_branch}}},
+    {"shuffle_of_half_a_warp", "fewer than all lanes", {{kOne, shuffle_of_half_a_warp}}},
+    {"shuffle_from_absent_lane", "does not take part", {{{1, 48}, shuffle_from_absent_lane}}},
+    {"too_much_shared", "0 of them static, are more than 232448", {{{1, kN, 300000}, copy}}},
+    {"fetch", "", {{kWithRow, fetch<Fault::kNone>}}},
+    {"fetch_without_wait", "which the asynchronous copy", {{kWithRow, fetch<Fault::kNoWait>}}},
+    {"fetch_waits_for_older", "which the asynchronous copy", {{kWithRow, fetch<Fault::kWrongPhase>}}},
+    {"fetch_read_by_others", "shared memory", {{kWithRow, fetch<Fault::kReadByOthers>}}},
+    {"fetch_refilled_too_early", "data race or which the asynchronous copy", {{kWithRow, fetch<Fault::kNoBarrier>}}},
+    {"fetch_misaligned", "a misaligned asynchronous copy", {{kWithRow, fetch<Fault::kMisaligned>}}},
+    {"leave_copy", "before its asynchronous copies were complete", {{{1, 64, kRowBytes}, leave_copy}}},
+    {"read_peers", "", {{kPair, read_peers<Fault::kNone>}}},
+    {"read_peers_without_barrier",
+     "a block that may not have started or uninitialized shared memory 'part'",
+     {{kPair, read_peers<Fault::kNoBarrier>}}},
+    {"read_peers_and_return", "can return before", {{kPair, read_peers<Fault::kTooEarly>}}},
+    {"read_absent_peer", "a block that the cluster does not have", {{kPair, read_peers<Fault::kWrongPhase>}}},
+    {"write_peers", "", {{kPair, write_peers<2>}}},
+    {"write_peers_too_early", "data race", {{kPair, write_peers<1>}}},
+    {"return_between", "returned between cluster_arrive and cluster_wait", {{kPair, return_between}}},
+    {"overlap", "", {kFill, {kOverlapping, one_waits, kWorkspace}}},
+    {"overlap_read_before_wait",
+     "before the wait for the previous grid, which writes",
+     {kFill, {kOverlapping, copy, kWorkspace}}},
+    {"overlap_unknown_input", "before the wait for the previous grid, which may still write", {{kOverlapping, copy}}},
+    {"overlap_write_before_wait",
+     "before the wait for the previous grid, which reads",
+     {kFill, {kOne, copy, kWorkspace}, {kOverlapping, copy, kIn, kWorkspace}}},
+    {"overlap_chain",  // the grid in between waits, but lets the last one start before
+     "before the wait for the previous grid, which writes",
+     {kFill, {kOverlapping, one_waits}, {kOverlapping, copy, kWorkspace}}},
+    {"overlap_never_waits", "returned without a wait for the previous grid", {kFill, {kOverlapping, never_waits}}},
 };
 
 std::string outcome(const Case& c) {
   const std::unique_ptr<float[]> in(new float[kN]()), out(new float[kN]()), workspace(new float[kN]);
-  const Data data{in.get(), out.get(), workspace.get()};
+  float* const arrays[] = {in.get(), out.get(), workspace.get()};
   using emulator::Contents;
   emulator::clear_buffers();
-  emulator::register_buffer(data.in, kRowBytes, "in", Contents::kInput);
-  emulator::register_buffer(data.out, kRowBytes, "out", Contents::kInOut);
-  emulator::register_buffer(data.workspace, kRowBytes, "workspace", Contents::kOutput);
+  emulator::register_buffer(in.get(), kRowBytes, "in", Contents::kInput);
+  emulator::register_buffer(out.get(), kRowBytes, "out", Contents::kInOut);
+  emulator::register_buffer(workspace.get(), kRowBytes, "workspace", Contents::kOutput);
   try {
-    c.run(data);
+    for (const Step& step : c.steps) launch(step.config, step.kernel, arrays[step.from], arrays[step.to]);
   } catch (const emulator::Fault& fault) {
     return fault.what();
   }

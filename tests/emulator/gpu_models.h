@@ -17,16 +17,15 @@ struct Gpu {
   int multiprocessors;
   int warps, blocks, shared_bytes;  // of a multiprocessor
   int shared_bytes_of_block;        // after cudaFuncSetAttribute
-  int l2_bytes;
 };
 
 constexpr Gpu kGpus[] = {
-    {"A100", 80, 108, 64, 32, 164 << 10, 163 << 10, 40 << 20},
-    {"A10", 86, 72, 48, 16, 100 << 10, 99 << 10, 6 << 20},
-    {"L4", 89, 58, 48, 24, 100 << 10, 99 << 10, 48 << 20},
-    {"H200", 90, 132, 64, 32, 228 << 10, 227 << 10, 50 << 20},
-    {"B200", 100, 148, 64, 32, 228 << 10, 227 << 10, 126 << 20},
-    {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10, 96 << 20},
+    {"A100", 80, 108, 64, 32, 164 << 10, 163 << 10},      // Ampere
+    {"A10", 86, 72, 48, 16, 100 << 10, 99 << 10},         // Ampere
+    {"L4", 89, 58, 48, 24, 100 << 10, 99 << 10},          // Ada
+    {"H200", 90, 132, 64, 32, 228 << 10, 227 << 10},      // Hopper
+    {"B200", 100, 148, 64, 32, 228 << 10, 227 << 10},     // Blackwell
+    {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10},  // Blackwell
 };
 constexpr int kWarpSize = 32, kRegisters = 64 << 10, kMaxThreads = 1024, kMaxCluster = 8;
 constexpr int kReservedShared = 1 << 10;  // bytes of each block, for the system
@@ -69,34 +68,28 @@ inline int resident_blocks(const Gpu& gpu, const Kernel& kernel, uint64_t thread
 // shared memory that cudaFuncSetAttribute allowed.
 inline std::string refusal(const Gpu& gpu, const Kernel& kernel, const Launch& launch, uint64_t allowed) {
   const auto text = [](auto number) { return std::to_string(number); };
+  const auto [x, y, z] = launch.grid;
   const uint64_t static_shared = static_cast<uint64_t>(kernel.static_shared);
   const uint64_t shared = launch.dynamic_shared + static_shared;
-  const auto bytes = [&](uint64_t limit) {
-    return text(shared) + " bytes of shared memory, " + text(static_shared) + " of them static, are more than " +
-           text(limit);
-  };
+  const uint64_t most_shared = static_cast<uint64_t>(gpu.shared_bytes_of_block);
+  const uint64_t most_allowed = std::max(uint64_t{kSharedWithoutOptIn}, allowed + static_shared);
+  const std::string code = "code for " + text(kernel.architecture);
   if (launch.threads == 0 || launch.threads > kMaxThreads) {
     return "invalid block size: " + text(launch.threads) + " threads";
   }
-  if (launch.grid[0] - 1 >= 0x7fffffffu || launch.grid[1] - 1 >= 65535 || launch.grid[2] - 1 >= 65535) {
-    return "invalid grid size: " + text(launch.grid[0]) + " x " + text(launch.grid[1]) + " x " + text(launch.grid[2]);
+  if (x - 1 >= 0x7fffffffu || y - 1 >= 65535 || z - 1 >= 65535) {
+    return "invalid grid size: " + text(x) + " x " + text(y) + " x " + text(z);
   }
-  if (launch.cluster == 0 || launch.cluster > kMaxCluster || launch.grid[0] % launch.cluster != 0) {
-    return "invalid cluster size: " + text(launch.cluster) + " for a grid of " + text(launch.grid[0]);
+  if (launch.cluster == 0 || launch.cluster > kMaxCluster || x % launch.cluster != 0) {
+    return "invalid cluster size: " + text(launch.cluster) + " for a grid of " + text(x);
   }
   if (launch.cluster > 1 && gpu.architecture < 90) return "clusters need compute capability 9.0";
-  if (launch.cluster > 1 && kernel.architecture < 90) {
-    return "code for " + text(kernel.architecture) + " has no instructions for clusters";
-  }
-  if (launch.overlaps_previous && kernel.architecture < 90) {
-    return "code for " + text(kernel.architecture) + " does not wait for the previous kernel";
-  }
-  if (shared > static_cast<uint64_t>(gpu.shared_bytes_of_block)) {
-    return bytes(static_cast<uint64_t>(gpu.shared_bytes_of_block)) + " that the GPU has";
-  }
-  if (shared > std::max(static_cast<uint64_t>(kSharedWithoutOptIn), allowed + static_shared)) {
-    return bytes(std::max(static_cast<uint64_t>(kSharedWithoutOptIn), allowed + static_shared)) +
-           " that cudaFuncSetAttribute has allowed";
+  if (launch.cluster > 1 && kernel.architecture < 90) return code + " has no instructions for clusters";
+  if (launch.overlaps_previous && kernel.architecture < 90) return code + " does not wait for the previous kernel";
+  if (shared > std::min(most_shared, most_allowed)) {
+    return text(shared) + " bytes of shared memory, " + text(static_shared) + " of them static, are more than " +
+           (shared > most_shared ? text(most_shared) + " that the GPU has"
+                                 : text(most_allowed) + " that cudaFuncSetAttribute has allowed");
   }
   if (resident_blocks(gpu, kernel, launch.threads, launch.dynamic_shared) == 0) {
     return text(launch.threads) + " threads of " + text(kernel.registers) + " registers do not fit on a multiprocessor";

@@ -12,16 +12,14 @@ audit_runtime.cpp replaces the CUDA runtime. Nothing is computed, so the tensors
 import argparse
 import concurrent.futures
 import ctypes
-import dataclasses
 import functools
 import itertools
 import os
-import pathlib
 import random
 import re
 import subprocess
 import sys
-import tempfile
+from typing import NamedTuple
 
 import cuda_binary
 import emulated_build
@@ -30,8 +28,7 @@ import torch
 import layernorm_ext  # noqa: F401  # registers the operators
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A GPU, and the architecture of the code it runs: its own, or an older one whose PTX the driver compiles."""
 
     gpu: str
@@ -81,61 +78,54 @@ forward_residual = on_cuda(torch.ops.layernorm.forward.residual)
 backward = on_cuda(torch.ops.layernorm.backward.default)
 
 
-def statistics(shape, dtype):
-    """Return mean and rstd."""
-    return [torch.empty((*shape, 1), dtype=torch.float64 if dtype == torch.float64 else torch.float32)] * 2
+def calls_on(x, parameters, masks=MASKS[:1], **layout):
+    """Yield (description, function) for calls on a tensor with each (name, weight, bias).
+
+    With several masks of gradients, the last parameters also get all options.
+    """
+    n, dtype = [x.shape[-1]], torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean = rstd = torch.empty((*x.shape[:-1], 1), dtype=dtype)
+    for name, w, b in parameters:
+        yield f"forward{name}", forward(x, n, w, b, **layout)
+        for mask in masks:
+            yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
+    if len(masks) == 1:
+        return
+    yield "forward, residual", forward_residual(x, x, n, w, b, **layout)
+    yield "forward, RMS, no parameters", forward(x, n, rms=True, **layout)
+    for mask in masks[:3]:
+        yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x, **layout)
+        options = {"grad_sum": x, "rms": True, "memory_efficient": True, **layout}
+        yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
+    if x.itemsize == 2:
+        total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
+        yield "forward, float32 residual", forward_residual(x, total, n, w, b, **layout)
+        for mask in masks[:2]:
+            options = {"grad_sum": total, **layout}
+            yield f"backward, float32 residual {mask}", backward(x, total, n, mean, rstd, w, b, mask, **options)
 
 
 def calls_on_rows(dtypes, rows, cols, aligned=True):
-    """Yield (description, function) for every kind of call on rows of this shape."""
     stride, offset = (cols, 0) if aligned else (cols + 1, 1)
     x = torch.empty(rows * stride + offset, dtype=dtypes[0]).as_strided((rows, cols), (stride, 1), offset)
-    w, n, saved = torch.empty(cols, dtype=dtypes[1]), [cols], statistics([rows], dtypes[0])
-    yield "forward", forward(x, n, w, w)
-    yield "forward, residual", forward_residual(x, x, n, w, w)
-    yield "forward, RMS, no parameters", forward(x, n, rms=True)
-    for mask in MASKS:
-        yield f"backward {mask}", backward(x, x, n, *saved, w, w, mask)
-    for mask in MASKS[:3]:
-        yield f"backward, residual {mask}", backward(x, x, n, *saved, w, w, mask, grad_sum=x)
-        options = {"grad_sum": x, "rms": True, "memory_efficient": True}
-        yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, saved[1], w, None, mask, **options)
-    if dtypes[0].itemsize == 2:
-        total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
-        yield "forward, float32 residual", forward_residual(x, total, n, w, w)
-        for mask in MASKS[:2]:
-            yield f"backward, float32 residual {mask}", backward(x, total, n, *saved, w, w, mask, grad_sum=total)
+    w = torch.empty(cols, dtype=dtypes[1])
+    return calls_on(x, [("", w, w)], MASKS)
 
 
 def calls_on_groups(dtypes, groups, rows, cols):
     """Yield calls for rows of groups: with parameters of their own, and inside a fused projection."""
     x = torch.empty(groups, rows, cols, dtype=dtypes[0])
-    fused = torch.empty(groups, 3, rows, cols, dtype=dtypes[0])[:, 1]
     own, shared = torch.empty(groups, 1, cols, dtype=dtypes[1]), torch.empty(cols, dtype=dtypes[1])
-    n, saved = [cols], statistics([groups, rows], dtypes[0])
-    yield "forward, own parameters", forward(x, n, own, own)
-    yield "forward, fused projection", forward(fused, n, shared, rms=True)
-    for name, w, b in (("own", own, own), ("own weight", own, shared), ("own bias", shared, own)):
-        yield f"backward, {name} parameters", backward(x, x, n, *saved, w, b, MASKS[0])
-    yield "backward, fused projection", backward(fused, fused, n, *saved, shared, shared, MASKS[0])
+    yield from calls_on(x, [(", own parameters", own, own), (", own weight", own, shared), (", own bias", shared, own)])
+    yield from calls_on(x.new_empty(groups, 3, rows, cols)[:, 1], [(", fused projection", shared, shared)])
 
 
 def calls_on_images(dtypes, *shape):
     """Yield calls for images [N, C, H, W]."""
-    x, n = torch.empty(shape, dtype=dtypes[0]).movedim(1, -1), [shape[1]]
-    w, own = torch.empty(n, dtype=dtypes[1]), torch.empty(shape[0], 1, 1, *n, dtype=dtypes[1])
-    saved, layout = statistics(x.shape[:-1], dtypes[0]), {"preserve_layout": True}
-    yield "images forward", forward(x, n, w, w, **layout)
-    yield "images forward, residual", forward_residual(x, x, n, w, w, **layout)
-    for mask in MASKS:
-        yield f"images backward {mask}", backward(x, x, n, *saved, w, w, mask, **layout)
-    name = "images backward, own parameters, residual"
-    yield name, backward(x, x, n, *saved, own, own, MASKS[0], grad_sum=x, **layout)
-    if dtypes[0].itemsize == 2:
-        total = torch.empty_like(x, dtype=torch.float32)
-        yield "images forward, float32 residual", forward_residual(x, total, n, w, w, **layout)
-        name = "images backward, float32 residual"
-        yield name, backward(x, total, n, *saved, w, w, MASKS[0], grad_sum=total, **layout)
+    x = torch.empty(shape, dtype=dtypes[0]).movedim(1, -1)
+    own = torch.empty(shape[0], 1, 1, shape[1], dtype=dtypes[1])
+    parameters = [("", own[0, 0, 0], own[0, 0, 0]), (", own parameters", own, own)]
+    return calls_on(x, parameters, MASKS, preserve_layout=True)
 
 
 def all_calls():
@@ -159,7 +149,7 @@ def all_calls():
             if n * c * side * side * dtypes[0].itemsize > MAX_BYTES:
                 continue
             for name, call in calls_on_images(dtypes, n, c, side, side):
-                yield f"{name}: {n} x {c} x {side} x {side} {what}", call
+                yield f"{name}: images {n} x {c} x {side} x {side} {what}", call
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------
@@ -171,20 +161,18 @@ def build_runtime():
 
 
 class Runtime:
-    """The CUDA runtime of audit_runtime.cpp for a target, whose code has `kernels`: {name: (registers, static)}."""
+    """The preloaded CUDA runtime for a target, whose code has `kernels`: {name: (registers, static shared memory)}."""
 
     def __init__(self, target, kernels):
         self.library = ctypes.CDLL(str(build_runtime()))
         for function in (self.library.audit_faults, self.library.audit_launches):
             function.restype = ctypes.c_char_p
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "kernels")
-            path.write_text("".join(f"{name} {registers} {static}\n" for name, (registers, static) in kernels.items()))
-            self.library.audit_gpu(target.gpu.encode(), target.code, bytes(path))
+        resources = "".join(f"{name} {registers} {static} " for name, (registers, static) in kernels.items())
+        self.library.audit_gpu(target.gpu.encode(), target.code, resources.encode())
 
     def run(self, call):
         """Return the faults of a call. The runtime treats each call as the first one of a process."""
-        self.library.audit_next_call()
+        self.library.audit_next_call(False)
         try:
             call()
         except RuntimeError as error:
@@ -194,34 +182,45 @@ class Runtime:
     def faults(self):
         return self.library.audit_faults().decode().splitlines()
 
-    def launches(self):
-        """Return the kernel, grid, threads, cluster, dynamic shared memory and resident blocks of the last launches."""
-        found = []
-        for line in self.library.audit_launches().decode().splitlines():
-            mangled, *sizes = line.split()
-            kernel = re.findall(r"\d((?:forward|backward|channels|add)_[a-z_]+?)I", mangled)[-1]
-            tile = re.search(r"WarpTile|BlockTile", mangled)  # what the lanes of a warp or the threads of a block share
-            found.append((f"{kernel}<{tile[0]}>" if tile else kernel, *sizes))
-        return found
+    def plan(self, text):
+        """Return a line for each launch of a call: kernel, grid, block, dynamic shared memory, resident blocks.
 
-    def queries(self, call):
-        """Return how many functions of the runtime a repeated call uses, besides its launches."""
-        self.library.audit_queries()
+        The shape is [rows, cols], [groups, rows, cols] or [N, C, H, W]. A repeated call must ask the CUDA runtime for
+        nothing but the current device.
+        """
+        operator, dtype, shape = text.rsplit(maxsplit=2)
+        sizes = [*map(int, shape.split("x"))]
+        kinds = {2: calls_on_rows, 3: calls_on_groups, 4: calls_on_images}
+        calls = dict(kinds[len(sizes)]((getattr(torch, dtype),) * 2, *sizes))
+        call = calls.get(operator) or calls[f"{operator} {MASKS[0]}"]
+        faults = self.run(call)
+        self.library.audit_next_call(True)
         call()
-        return self.library.audit_queries()
+        if (queries := self.library.audit_queries()) != 1:
+            faults.append(f"{queries} queries in a repeated call")
+        lines = [f"{text}: {line}" for line in (*faults, *self.library.audit_launches().decode().splitlines())]
+        # The name is without namespaces and types, but has the tile that the lanes of a warp or a block share.
+        name = r"_Z\S+\d((?:forward|backward|channels|add)_[a-z_]+?)I(?:\S+\d(\w+Tile))?\S*"
+        return [re.sub(name, lambda match: " ".join(filter(None, match.groups())), line) for line in lines]
 
 
-def audit(target, runtime):
-    """Print the calls that the target refuses, and return whether there are any."""
-    total = refused = 0
+def runtime_of(target):
+    kernels = cuda_binary.kernels().get(target.code)
+    if not kernels:
+        raise SystemExit(f"{cuda_binary.library()} has no code for {target.code / 10}; build it with FORCE_CUDA=1")
+    return Runtime(target, {name: (kernel.registers, kernel.static_shared) for name, kernel in kernels.items()})
+
+
+def audit(target):
+    """Return the number of calls that the target refuses, and a text that lists the first ones."""
+    runtime, total, refused, lines = runtime_of(target), 0, 0, []
     for name, call in all_calls():
         total += 1
         if faults := runtime.run(call):
             refused += 1
             if refused <= 20:
-                print(f"  {name}", *faults, sep="\n    ")
-    print(f"{target}: {refused} of {total} calls refused")
-    return refused > 0
+                lines += [f"  {name}", *(f"    {fault}" for fault in faults)]
+    return refused, "\n".join([*lines, f"{target}: {refused} of {total} calls refused"])
 
 
 def unknown_symbols():
@@ -235,77 +234,28 @@ def unknown_symbols():
     return sorted(set(re.findall(r" U (cuda\w+)", wanted.stdout)) - answered - harmless)
 
 
-PLAN_FIELDS = ("operator", "dtype", "shape", "kernel", "grid", "block", "cluster", "shared", "resident", "launches")
-
-
-def launch_plan(runtime, text):
-    """Return the PLAN_FIELDS and the queries of each kernel that a call launches, in order.
-
-    The shape is [rows, cols], [groups, rows, cols], or [N, C, H, W] with an operator whose name begins with "images".
-    """
-    operator, dtype, shape = text.rsplit(maxsplit=2)
-    sizes, dtypes = [*map(int, shape.split("x"))], (getattr(torch, dtype),) * 2
-    kinds = {2: calls_on_rows, 3: calls_on_groups, 4: calls_on_images}
-    calls = dict(kinds[len(sizes)](dtypes, *sizes))
-    call = calls.get(operator) or calls[f"{operator} {MASKS[0]}"]
-    if faults := runtime.run(call):
-        raise SystemExit(f"{text}: {faults[0]}")
-    launches, queries = runtime.launches(), runtime.queries(call)
-    return [(operator, dtype, shape, *launch, len([*same]), queries) for launch, same in itertools.groupby(launches)]
-
-
-def print_plans(runtime, calls):
-    """Print the launches of calls such as "forward bfloat16 4096x1024".
-
-    `resident` counts the blocks of a multiprocessor, and `queries` the calls of the CUDA runtime in every call but the
-    first, besides the launches.
-    """
-    lines = [(*PLAN_FIELDS, "queries"), *(row for call in calls for row in launch_plan(runtime, call))]
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(str(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def run_preloaded(options):
-    """Do the work for one target in a process with the preloaded runtime; return whether the target refuses a call."""
-    torch.set_num_threads(1)
-    target = TARGETS[options.target]
-    kernels = cuda_binary.kernels().get(target.code)
-    if not kernels:
-        raise SystemExit(f"{cuda_binary.library()} has no code for {target.code / 10}; build it with FORCE_CUDA=1")
-    runtime = Runtime(target, {name: (kernel.registers, kernel.static_shared) for name, kernel in kernels.items()})
-    return print_plans(runtime, options.plan) if options.plan else audit(target, runtime)
-
-
-def preloaded(*arguments):
-    """Run this script with the runtime preloaded, and return whether it failed and its output."""
-    environment = {**os.environ, "LD_PRELOAD": str(build_runtime())}
-    command = [sys.executable, "-W", "ignore", __file__, *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    return done.returncode != 0, done.stdout
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"any of {', '.join({t.gpu: 0 for t in TARGETS})}")
     parser.add_argument("--plan", nargs="+", metavar="CALL", help='such as "forward bfloat16 4096x1024"')
-    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)  # index, for a preloaded process
     options = parser.parse_args()
-    if options.target is not None:
-        return run_preloaded(options)
-    chosen = [str(i) for i, target in enumerate(TARGETS) if not options.gpus or target.gpu in options.gpus]
+    runtime = str(build_runtime())
+    if os.environ.get("LD_PRELOAD") != runtime:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": runtime})
+    torch.set_num_threads(1)
+    targets = [target for target in TARGETS if not options.gpus or target.gpu in options.gpus]
     if options.plan:
-        failed, printed = preloaded("--target", chosen[0], "--plan", *options.plan)
-        print(printed, end="")
-        return failed
-    failed = unknown_symbols()
-    for symbol in failed:
+        runtime = runtime_of(targets[0])
+        print(*(line for call in options.plan for line in runtime.plan(call)), sep="\n")
+        return 0
+    failed = len(unknown_symbols())
+    for symbol in unknown_symbols():
         print(f"audit_runtime.cpp lacks {symbol}")
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for audit_failed, printed in pool.map(lambda index: preloaded("--target", index), chosen):
-            print(printed, end="", flush=True)
-            failed = failed or audit_failed
-    return bool(failed)
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+        for refused, text in pool.map(audit, targets):
+            print(text, flush=True)
+            failed += refused
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 
 namespace emulator {
 
-// ---- order of events ------------------------------------------------------------------------------------------------
+// ---- threads --------------------------------------------------------------------------------------------------------
 
 struct ThreadId {
   uint32_t block = 0, cluster = 0;  // flat index in the grid
@@ -25,29 +25,35 @@ struct Epochs {
   uint32_t block = 0, warp = 0, cluster_arrived = 0, cluster_waited = 0;
 };
 
-struct Moment {
-  uint64_t time = 0;
-  ThreadId id;
-  Epochs epochs;
-};
-// Returns whether program order or a barrier puts a before b.
-bool before(const Moment& a, const Moment& b);
-
-// ---- asynchronous copies --------------------------------------------------------------------------------------------
-
+// A cp.async.
 struct Transfer {
   void* to;
-  const void* from;  // null: zeros
+  const void* from;
   size_t bytes;
   const void* pc;
 };
 
-// ---- threads --------------------------------------------------------------------------------------------------------
+struct Thread;
 
-enum class Wait : uint8_t { kRunnable, kBlock, kWarp, kCluster, kDone };
-
-struct Block;
-struct Warp;
+// Threads that wait for each other: those of a warp, a block or a cluster.
+struct Group {
+  const char* barrier;  // its name in reports
+  Thread* threads;      // neighbours
+  unsigned size, live, arrived, completed_barriers;
+  Place place;  // of the barrier at which threads wait
+};
+struct Warp : Group {
+  unsigned runnable;  // mask of lanes
+};
+struct Cluster : Group {
+  std::set<size_t> shared;  // offsets of the declarations that a thread has reached
+};
+struct Block : Group {
+  uint3 index;
+  unsigned rank;
+  Cluster* cluster;
+  char* arena;  // its shared memory, kArenaBytes
+};
 
 struct Thread {
   ThreadView view{};
@@ -59,40 +65,13 @@ struct Thread {
   char* stack;          // kStackBytes
   void* stack_pointer;  // while it does not run
 
-  Wait wait;
-  Place place;     // of a wait at a block barrier or warp collective
-  const void* pc;  // of any other wait
-  Collective collective;
-  uint64_t value;  // argument and result of a warp collective
-  int source_lane;
-  bool predicate_result;
-  bool arrived_at_cluster;
-  unsigned cluster_phase;
+  Group* waits_for;  // null unless it waits
+  Exchange exchange;
+  uint64_t result;  // of the last exchange
 
   std::vector<Transfer> open_copies;              // cp.async, not committed
   std::deque<std::vector<Transfer>> copy_groups;  // committed, oldest first
-  bool waited_for_previous_grid;
-};
-
-struct Warp {
-  Thread* lanes;
-  unsigned live, runnable, waiting;  // masks of lanes
-};
-
-struct Cluster {
-  unsigned live, arrived, phase;
-  std::set<size_t> shared;  // offsets of the declarations that a thread has reached
-};
-
-struct Block {
-  uint3 index;
-  unsigned rank, live, arrived;
-  bool any_predicate;
-  Place place;
-  Cluster* cluster;
-  char* arena;  // its shared memory, kArenaBytes
-  Thread* threads;
-  bool waited_for_previous_grid;
+  bool waited_for_previous_grid;                  // or a thread before it, and then both at a block barrier
 };
 
 struct Running {
@@ -105,7 +84,7 @@ struct Running {
   std::vector<Block> blocks{};  // resident
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
-  std::vector<unsigned> order{};                   // warps, by falling priority
+  std::vector<size_t> order{};                     // warps, by falling priority
   std::map<const void*, size_t> static_offsets{};  // by declaration
   size_t static_end = 0, static_bytes = 0;
   std::string fault{};
@@ -126,26 +105,17 @@ extern Thread* current;   // null on the host
 void require(bool condition, const char* otherwise, const void* pc);  // or fails, at that line
 std::string who(const ThreadId& id);
 
-void switch_away();
-void make_runnable(Thread& thread);
 Block& peer(Block& block, unsigned rank);
 bool in_shared(const Block& block, const void* address);
 
-// ---- source_lines.cpp -----------------------------------------------------------------------------------------------
-
 // Returns "tile.cuh:35 < forward.cu:147": the line of the call before pc, then the lines into which that was inlined.
 std::string at(const void* pc);
-std::string function_name(const void* function);
 
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------
 
 void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes);
 void checker_end_launch();
-Moment now();  // of the current thread
-enum class Access { kRead, kWrite };
-void check_access(const void* address, size_t bytes, Access access, const void* pc);
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name);
-void remove_shared_memory(Block& block);
-void check_block_may_return(Block& block);  // its last thread returns
+void checker_end_block(Block& block);  // its last thread returns
 
 }  // namespace emulator

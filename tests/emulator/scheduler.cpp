@@ -1,13 +1,17 @@
 // Fibers, barriers, warp collectives, shared memory and launches.
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <span>
+#include <sstream>
 
 #include "gpu_models.h"
 #include "launch_limits.h"
@@ -70,26 +74,27 @@ char* map_memory(size_t bytes) {
 }
 
 void need_threads(size_t count) {
-  const size_t first = threads.size(), stride = kGuardBytes + kStackBytes;
-  if (count <= first) return;
-  char* memory = map_memory((count - first) * stride);
-  threads.resize(count);
-  for (size_t i = first; i < count; ++i, memory += stride) {
+  while (threads.size() < count) {
+    char* memory = map_memory(kGuardBytes + kStackBytes);
     mprotect(memory, kGuardBytes, PROT_NONE);
-    threads[i].stack = memory + kGuardBytes;
+    threads.emplace_back().stack = memory + kGuardBytes;
   }
 }
 
-void set_current(Thread* thread) {
-  current = thread;
-  current_view = thread ? &thread->view : nullptr;
+// Returns the numbers below `count` by falling priority.
+std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
+  if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), random);
+  return order;
 }
 
 Thread* pick() {
   Running& r = *running;
   const Order order = current_options.order;
   if (order == Order::kRandom && (r.random() & 63) == 0) std::shuffle(r.order.begin(), r.order.end(), r.random);
-  for (unsigned index : r.order) {
+  for (size_t index : r.order) {
     Warp& warp = r.warps[index];
     if (warp.runnable == 0) continue;
     int lane = std::countr_zero(warp.runnable);
@@ -99,7 +104,7 @@ Thread* pick() {
       lane = (std::countr_zero(std::rotr(warp.runnable, turn)) + turn) % kWarpSize;
     }
     warp.runnable &= ~(1u << lane);
-    return &warp.lanes[lane];
+    return &warp.threads[lane];
   }
   return nullptr;
 }
@@ -111,94 +116,114 @@ std::string describe(const Place& place) {
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line());
 }
 
-std::string describe_wait(const Thread& thread) {
-  if (thread.wait == Wait::kBlock) return "at a block barrier, " + describe(thread.place);
-  if (thread.wait == Wait::kWarp) return "in a warp collective, " + describe(thread.place);
-  if (thread.wait == Wait::kCluster) return "at a cluster barrier, " + at(thread.pc);
-  return "";
-}
-
-std::string describe_deadlock() {
-  std::map<std::string, std::pair<unsigned, const Thread*>> groups;  // number of threads, and the first
-  for (const Block& block : running->blocks) {
-    for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      const Thread& thread = block.threads[i];
-      auto& [count, first] = groups[describe_wait(thread)];
-      if (count++ == 0) first = &thread;
-    }
-  }
-  std::string text = "deadlock:";
-  for (const auto& [how, group] : groups) {
-    text += "\n  " + std::to_string(group.first) + " thread(s) ";
-    text += how.empty() ? "have returned" : "wait " + how + " (first: " + who(group.second->id) + ")";
-  }
-  return text;
-}
-
 bool same_place(const Place& a, const Place& b) {
   return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
 }
 
-// ---- completing barriers and collectives ----------------------------------------------------------------------------
-
-void try_finish_block_barrier(Block& block) {
-  if (block.live == 0 || block.arrived != block.live) return;
-  for (unsigned i = 0; i < running->threads_per_block; ++i) {
-    Thread& thread = block.threads[i];
-    if (thread.wait != Wait::kBlock) continue;
-    thread.predicate_result = block.any_predicate;
-    thread.epochs.block++;
-    block.waited_for_previous_grid |= thread.waited_for_previous_grid;
-    make_runnable(thread);
+std::string describe_deadlock() {
+  std::map<std::string, unsigned> threads_by_place;
+  for (const Block& block : running->blocks) {
+    for (const Thread* thread = block.threads; thread < block.threads + block.size; ++thread) {
+      const Group* const group = thread->waits_for;
+      ++threads_by_place[group ? std::string("wait at a ") + group->barrier + ", " + describe(group->place)
+                               : "have returned"];
+    }
   }
-  block.arrived = 0;
-  block.any_predicate = false;
+  std::string text = "deadlock:";
+  for (const auto& [place, count] : threads_by_place) text += "\n  " + std::to_string(count) + " thread(s) " + place;
+  return text;
 }
 
-void try_finish_collective(Warp& warp) {
-  const unsigned lanes = warp.live;
-  if (lanes == 0 || warp.waiting != lanes) return;
-  const Thread& leader = warp.lanes[std::countr_zero(lanes)];
-  const auto for_each_lane = [&](auto f) {
-    for (unsigned rest = lanes; rest != 0; rest &= rest - 1) f(warp.lanes[std::countr_zero(rest)]);
+// Returns what addr2line of binutils prints for a code address.
+std::string addr2line(const char* options, const char* address) {
+  Dl_info module{};
+  if (!dladdr(address, &module)) return "";
+  std::ostringstream command;
+  command << "addr2line " << options << " -e '" << module.dli_fname << "' 0x" << std::hex
+          << address - static_cast<const char*>(module.dli_fbase) << " 2>/dev/null";
+  std::string text;
+  if (FILE* pipe = popen(command.str().c_str(), "r")) {
+    for (int c; (c = std::fgetc(pipe)) != EOF;) text += static_cast<char>(c);
+    pclose(pipe);
+  }
+  return text;
+}
+
+std::string function_name(const void* function) {
+  static std::map<const void*, std::string> seen;
+  std::string& name = seen[function];
+  if (!name.empty()) return name;
+  const std::string lines = addr2line("-fC", static_cast<const char*>(function));
+  return name = lines.substr(0, lines.find('\n'));
+}
+
+// ---- barriers and collectives ---------------------------------------------------------------------------------------
+
+void make_runnable(Thread& thread) {
+  thread.waits_for = nullptr;
+  thread.warp->runnable |= 1u << thread.lane;
+}
+
+// Stores the stack pointer in *save, and continues a thread, or the host.
+void switch_to(Thread* thread, void** save) {
+  current = thread;
+  current_view = thread ? &thread->view : nullptr;
+  emulator_switch_stack(save, thread ? thread->stack_pointer : host_stack_pointer);
+}
+
+// Switches to the next runnable thread. If none is left, the host continues and finds out why.
+void switch_away() {
+  Thread* me = current;
+  Thread* next = running->fault.empty() ? pick() : nullptr;
+  if (next != me) switch_to(next, &me->stack_pointer);
+}
+
+// Completes the exchange of the waiting threads and wakes them, if all live threads of the group have arrived.
+void try_finish(Group& group) {
+  if (group.live == 0 || group.arrived != group.live) return;
+  group.arrived = 0;
+  group.completed_barriers++;
+  const auto for_each_waiting = [&](auto f) {
+    for (Thread* t = group.threads; t < group.threads + group.size; ++t) {
+      if (t->waits_for == &group) f(*t);
+    }
   };
-  bool agree = true;
-  for_each_lane(
-      [&](const Thread& t) { agree &= t.collective == leader.collective && same_place(t.place, leader.place); });
-  if (!agree) return;  // ends in a deadlock, whose report tells who waits where
-
-  uint64_t values[kWarpSize];
-  bool any = false;
-  for_each_lane([&](const Thread& t) {
-    values[t.lane] = t.value;
-    any |= t.value != 0;
+  bool any = false, waited_for_previous_grid = false;
+  for_each_waiting([&](const Thread& t) {
+    any |= t.exchange.value != 0;
+    waited_for_previous_grid |= t.waited_for_previous_grid;
   });
-  for_each_lane([&](Thread& t) {
-    if (t.collective == Collective::kAny) t.value = any;
-    if (t.collective == Collective::kShuffle) {
-      if (t.source_lane < 0 || t.source_lane >= kWarpSize || !(lanes >> t.source_lane & 1)) {
-        fail("shuffle of " + who(t.id) + " at " + describe(t.place) + " reads lane " + std::to_string(t.source_lane) +
-             ", which does not take part");
-      }
-      t.value = values[t.source_lane];
+  for_each_waiting([&](Thread& t) {
+    if (&group == t.block) t.waited_for_previous_grid = waited_for_previous_grid;
+    t.result = any;
+    if (!t.exchange.source_lane) return;
+    const auto source = static_cast<unsigned>(*t.exchange.source_lane);
+    if (source >= group.size || group.threads[source].waits_for != &group) {
+      fail("shuffle of " + who(t.id) + " at " + describe(group.place) + " reads lane " +
+           std::to_string(*t.exchange.source_lane) + ", which does not take part");
     }
-    if (t.collective == Collective::kSync) t.epochs.warp++;  // the others order no memory accesses
-    make_runnable(t);
+    t.result = group.threads[source].exchange.value;
   });
-  warp.waiting = 0;
+  for_each_waiting(make_runnable);
 }
 
-void try_finish_cluster_barrier(Block& some_block) {
-  Cluster& cluster = *some_block.cluster;
-  if (cluster.live == 0 || cluster.arrived != cluster.live) return;
-  cluster.arrived = 0;
-  cluster.phase++;
-  for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
-    Block& block = peer(some_block, rank);
-    for (unsigned i = 0; i < running->threads_per_block; ++i) {
-      if (block.threads[i].wait == Wait::kCluster) make_runnable(block.threads[i]);
-    }
+void arrive(Group& group) {
+  group.arrived++;
+  try_finish(group);
+}
+
+// Waits until all live threads of the group have arrived at this place, and returns the result of the exchange.
+uint64_t meet(Group& group, const Exchange& exchange, const Place& place) {
+  if (group.arrived > 0 && !same_place(group.place, place)) {
+    fail(std::string("divergent ") + group.barrier + ": " + who(current->id) + " arrives at " + describe(place) +
+         " while others wait at " + describe(group.place));
   }
+  group.place = place;
+  current->exchange = exchange;
+  current->waits_for = &group;
+  arrive(group);
+  switch_away();
+  return current->result;
 }
 
 // ---- the life of a thread and of a launch ---------------------------------------------------------------------------
@@ -209,23 +234,22 @@ void try_finish_cluster_barrier(Block& some_block) {
   if (!thread.open_copies.empty() || !thread.copy_groups.empty()) {
     fail(who(thread.id) + " returned before its asynchronous copies were complete");
   }
-  if (thread.arrived_at_cluster) fail(who(thread.id) + " returned between cluster_arrive and cluster_wait");
-  block.waited_for_previous_grid |= thread.waited_for_previous_grid;
-  thread.wait = Wait::kDone;
-  thread.warp->live &= ~(1u << thread.lane);
+  if (thread.epochs.cluster_arrived != thread.epochs.cluster_waited) {
+    fail(who(thread.id) + " returned between cluster_arrive and cluster_wait");
+  }
   running->live--;
-  block.cluster->live--;
-  if (--block.live == 0) {
-    check_block_may_return(block);
-    if (running->launch.overlaps_previous && !block.waited_for_previous_grid) {
+  Group* const groups[] = {thread.warp, &block, block.cluster};
+  for (Group* group : groups) group->live--;
+  if (block.live == 0) {
+    checker_end_block(block);
+    const bool waited = std::any_of(block.threads, block.threads + block.size,
+                                    [](const Thread& t) { return t.waited_for_previous_grid; });
+    if (running->launch.overlaps_previous && !waited) {
       fail("block " + std::to_string(thread.id.block) +
            " returned without a wait for the previous grid: the next grid could start before that one has ended");
     }
   }
-  // Other threads no longer wait for this one.
-  try_finish_block_barrier(block);
-  try_finish_collective(*thread.warp);
-  try_finish_cluster_barrier(block);
+  for (Group* group : groups) try_finish(*group);  // the others no longer wait for this thread
   switch_away();
   std::abort();
 }
@@ -239,10 +263,7 @@ uint3 unflatten(uint64_t i, dim3 d) {
   return {static_cast<unsigned>(i % d.x), static_cast<unsigned>(i / d.x % d.y), static_cast<unsigned>(i / d.x / d.y)};
 }
 
-void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_id) {
-  Warp& warp =
-      running
-          ->warps[static_cast<size_t>(&block - running->blocks.data()) * running->warps_per_block + index / kWarpSize];
+void start_thread(Thread& thread, Block& block, Warp& warp, unsigned index, uint64_t block_id) {
   char* stack = thread.stack;
   thread = {};
   thread.stack = stack;
@@ -251,8 +272,6 @@ void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_i
   thread.lane = index % kWarpSize;
   thread.block = &block;
   thread.warp = &warp;
-  if (thread.lane == 0) warp.lanes = &thread;
-  warp.live |= 1u << thread.lane;
   make_runnable(thread);
   // As emulator_switch_stack leaves a stack: six registers, the return address, and the alignment after a call.
   auto* top = reinterpret_cast<void**>(stack + kStackBytes);
@@ -262,42 +281,45 @@ void start_thread(Thread& thread, Block& block, unsigned index, uint64_t block_i
   thread.stack_pointer = top;
 }
 
-// Makes the blocks of complete clusters resident.
-void start_blocks(const std::vector<uint64_t>& ids) {
+// Makes the blocks of these clusters resident.
+void start_clusters(std::span<const size_t> ids) {
   Running& r = *running;
-  r.blocks.assign(ids.size(), {});
-  r.clusters.assign(ids.size() / r.launch.cluster, {});
-  r.warps.assign(ids.size() * r.warps_per_block, {});
-  r.live = static_cast<unsigned>(ids.size()) * r.threads_per_block;
-  for (size_t k = 0; k < ids.size(); ++k) {
+  const size_t blocks = ids.size() * r.launch.cluster;
+  r.clusters.assign(ids.size(), {});
+  r.blocks.assign(blocks, {});
+  r.warps.assign(blocks * r.warps_per_block, {});
+  r.live = static_cast<unsigned>(blocks) * r.threads_per_block;
+  const unsigned size = r.threads_per_block;
+  const auto group_of = [](const char* barrier, Thread* first, unsigned size) {
+    return Group{barrier, first, size, size, 0, 0, {}};
+  };
+  for (size_t k = 0; k < blocks; ++k) {
+    Thread* const first = &threads[k * size];
+    const auto rank = static_cast<unsigned>(k % r.launch.cluster);
+    const size_t id = ids[k / r.launch.cluster] * r.launch.cluster + rank;
+    Cluster& cluster = r.clusters[k / r.launch.cluster];
+    if (rank == 0) cluster = {group_of("cluster barrier", first, r.launch.cluster * size), {}};
     Block& block = r.blocks[k];
-    block.index = unflatten(ids[k], r.launch.grid);
-    block.rank = static_cast<unsigned>(k % r.launch.cluster);
-    block.live = r.threads_per_block;
-    block.cluster = &r.clusters[k / r.launch.cluster];
-    block.cluster->live += r.threads_per_block;
-    block.arena = arenas[k];
-    block.threads = &threads[k * r.threads_per_block];
-    remove_shared_memory(block);
-    for (unsigned i = 0; i < r.threads_per_block; ++i) start_thread(block.threads[i], block, i, ids[k]);
+    block = {group_of("block barrier", first, size), unflatten(id, r.launch.grid), rank, &cluster, arenas[k]};
+    for (unsigned i = 0; i < size; ++i) {
+      Warp& warp = r.warps[k * r.warps_per_block + i / kWarpSize];
+      if (i % kWarpSize == 0) {
+        warp = {group_of("warp collective", first + i, std::min<unsigned>(kWarpSize, size - i)), 0};
+      }
+      start_thread(first[i], block, warp, i, id);
+    }
   }
-  r.order.resize(r.warps.size());
-  std::iota(r.order.begin(), r.order.end(), 0);
-  if (current_options.order == Order::kReverse) std::reverse(r.order.begin(), r.order.end());
-  if (current_options.order == Order::kRandom) std::shuffle(r.order.begin(), r.order.end(), r.random);
+  r.order = draw_order(r.warps.size(), r.random);
 }
 
 void run_blocks() {
   while (running->fault.empty() && running->live > 0) {
-    Thread* next = pick();
-    if (next == nullptr) {
-      if (running->fault.empty()) running->fault = describe_deadlock();
-      continue;
+    if (Thread* next = pick()) {
+      switch_to(next, &host_stack_pointer);
+    } else {
+      running->fault = describe_deadlock();
     }
-    set_current(next);
-    emulator_switch_stack(&host_stack_pointer, next->stack_pointer);
   }
-  set_current(nullptr);
 }
 
 // The emulated GPU has the limits that the launch audit uses.
@@ -317,12 +339,6 @@ std::string refusal(const Launch& l, size_t static_bytes) {
   return gpu_models::refusal(gpu(), kernel, launch, max_shared_memory() - static_bytes);
 }
 
-// A static array becomes known when a thread reaches its declaration.
-void check_shared_memory() {
-  const std::string why = refusal(running->launch, running->static_bytes);
-  if (!why.empty()) fail(why);
-}
-
 // Another block of the cluster may access the memory before its own block reaches the declaration.
 void* shared_memory(size_t offset, size_t bytes, const char* name) {
   Block& block = *current->block;
@@ -336,31 +352,24 @@ void* shared_memory(size_t offset, size_t bytes, const char* name) {
   return block.arena + offset;
 }
 
-void run_checked(const Launch& launch, void (*body)(const void*), const void* call, size_t bytes) {
-  const unsigned threads_per_block = launch.block.x * launch.block.y * launch.block.z;
+void run_grid(const Launch& launch, void (*body)(const void*), const void* call, size_t bytes) {
   Running r{launch, body, call};
-  r.threads_per_block = threads_per_block;
-  r.warps_per_block = (threads_per_block + kWarpSize - 1) / kWarpSize;
+  r.threads_per_block = launch.block.x * launch.block.y * launch.block.z;
+  r.warps_per_block = (r.threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
   r.static_end = kRedZone;
 
-  std::vector<uint64_t> order(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster);
-  std::iota(order.begin(), order.end(), 0);
-  if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
-  if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), r.random);
+  const size_t clusters = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster;
+  const std::vector<size_t> order = draw_order(clusters, r.random);
   const size_t at_once =
       std::min<size_t>(std::max(1u, current_options.concurrent_blocks / launch.cluster), order.size());
-  need_threads(at_once * launch.cluster * threads_per_block);
+  need_threads(at_once * launch.cluster * r.threads_per_block);
   while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
   running = &r;
   checker_begin_launch(launch.overlaps_previous && current_options.architecture >= 90, call, bytes);
   for (size_t begin = 0; begin < order.size() && r.fault.empty(); begin += at_once) {
-    std::vector<uint64_t> ids;
-    for (size_t k = begin; k < std::min(order.size(), begin + at_once); ++k) {
-      for (unsigned rank = 0; rank < launch.cluster; ++rank) ids.push_back(order[k] * launch.cluster + rank);
-    }
-    start_blocks(ids);
+    start_clusters(std::span(order).subspan(begin, std::min(at_once, order.size() - begin)));
     run_blocks();
   }
   running = nullptr;
@@ -386,21 +395,20 @@ void require(bool condition, const char* otherwise, const void* pc) {
   if (!condition) fail(std::string(otherwise) + ", by " + who(current->id) + " at " + at(pc));
 }
 
-void make_runnable(Thread& thread) {
-  thread.wait = Wait::kRunnable;
-  thread.warp->runnable |= 1u << thread.lane;
-}
-
-// Switches to the next runnable thread. If none is left, the host continues and finds out why.
-void switch_away() {
-  Thread* me = current;
-  Thread* next = running->fault.empty() ? pick() : nullptr;
-  if (next == me) return;
-  set_current(next);
-  emulator_switch_stack(&me->stack_pointer, next ? next->stack_pointer : host_stack_pointer);
-}
-
 Block& peer(Block& block, unsigned rank) { return *(&block - block.rank + rank); }
+
+std::string at(const void* pc) {
+  static std::map<const void*, std::string> seen;
+  std::string& text = seen[pc];
+  if (!text.empty()) return text;
+  std::istringstream lines(addr2line("-si", static_cast<const char*>(pc) - 1));  // pc is a return address
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("device.h:")) continue;
+    text += (text.empty() ? "" : " < ") + line.substr(0, line.find(' '));  // no discriminator
+  }
+  if (text.empty()) text = "an unknown line";
+  return text;
+}
 
 bool in_shared(const Block& block, const void* address) {
   const char* a = static_cast<const char*>(address);
@@ -419,69 +427,51 @@ void run(const Launch& launch, const void* kernel, void (*body)(const void*), co
   try {
     const std::string why = refusal(launch, 0);
     if (!why.empty()) throw Fault(why);
-    run_checked(launch, body, call, bytes);
+    run_grid(launch, body, call, bytes);
   } catch (const Fault& fault) {
     throw Fault(function_name(kernel) + ", launched at " + describe(launch.place) + ": " + fault.what());
   }
 }
 
-bool block_barrier(bool predicate, const Place& place) {
-  Block& block = *current->block;
-  if (block.arrived == 0) {
-    block.place = place;
-  } else if (!same_place(block.place, place)) {
-    fail("divergent block barrier: " + who(current->id) + " arrives at " + describe(place) + " while others wait at " +
-         describe(block.place));
-  }
-  current->place = place;
-  current->wait = Wait::kBlock;
-  block.arrived++;
-  block.any_predicate |= predicate;
-  try_finish_block_barrier(block);
-  switch_away();
-  return current->predicate_result;
+uint64_t block_barrier(const Exchange& exchange, const Place& place) {
+  const uint64_t result = meet(*current->block, exchange, place);
+  current->epochs.block++;
+  return result;
 }
 
-uint64_t warp_collective(Collective what, unsigned mask, uint64_t value, int source_lane, const Place& place) {
-  Thread& thread = *current;
+uint64_t warp_collective(unsigned mask, const Exchange& exchange, const Place& place) {
   if (mask != 0xffffffffu) {
-    fail(who(thread.id) + " names fewer than all lanes in the mask of a warp collective at " + describe(place));
+    fail(who(current->id) + " names fewer than all lanes in the mask of a warp collective at " + describe(place));
   }
-  thread.collective = what;
-  thread.value = value;
-  thread.source_lane = source_lane;
-  thread.place = place;
-  thread.wait = Wait::kWarp;
-  thread.warp->waiting |= 1u << thread.lane;
-  try_finish_collective(*thread.warp);
-  switch_away();
-  return thread.value;
+  return meet(*current->warp, exchange, place);
 }
 
-int lane() { return static_cast<int>(current->lane); }
+void warp_barrier(unsigned mask, const Place& place) {
+  warp_collective(mask, {}, place);
+  current->epochs.warp++;  // other collectives order no memory accesses
+}
 
 unsigned cluster_rank() { return current->block->rank; }
 
 void cluster_arrive() {
-  Thread& thread = *current;
-  thread.pc = __builtin_return_address(0);
-  require(!thread.arrived_at_cluster, "a second arrival at one cluster barrier", thread.pc);
-  thread.arrived_at_cluster = true;
-  thread.epochs.cluster_arrived++;
-  thread.cluster_phase = thread.block->cluster->phase;
-  thread.block->cluster->arrived++;
-  try_finish_cluster_barrier(*thread.block);
+  Epochs& epochs = current->epochs;
+  require(epochs.cluster_arrived == epochs.cluster_waited, "a second arrival at one cluster barrier",
+          __builtin_return_address(0));
+  epochs.cluster_arrived++;
+  arrive(*current->block->cluster);
 }
 
-void cluster_wait() {
+void cluster_wait(const Place& place) {
   Thread& thread = *current;
-  thread.pc = __builtin_return_address(0);
-  require(thread.arrived_at_cluster, "a wait at a cluster barrier without an arrival", thread.pc);
-  while (thread.block->cluster->phase == thread.cluster_phase) {
-    thread.wait = Wait::kCluster;
+  Cluster& cluster = *thread.block->cluster;
+  require(thread.epochs.cluster_arrived != thread.epochs.cluster_waited,
+          "a wait at a cluster barrier without an arrival", __builtin_return_address(0));
+  if (cluster.completed_barriers == thread.epochs.cluster_waited) {
+    cluster.place = place;
+    thread.exchange = {};
+    thread.waits_for = &cluster;
     switch_away();
   }
-  thread.arrived_at_cluster = false;
   thread.epochs.cluster_waited++;
 }
 
@@ -504,21 +494,21 @@ void* static_shared(const void* key, size_t bytes, size_t alignment, const char*
     r.static_end = slot->second + bytes + kRedZone;
     r.static_bytes += bytes;
     if (r.static_bytes > kMaxStatic || r.static_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
-    check_shared_memory();
+    // An array becomes known when a thread reaches its declaration.
+    if (const std::string why = refusal(r.launch, r.static_bytes); !why.empty()) fail(why);
   }
   return shared_memory(slot->second, bytes, name);
 }
 
-void* dynamic_shared(size_t alignment) {
-  check_shared_memory();
-  return shared_memory(kDynamicBase + alignment, running->launch.shared_bytes, "dynamic shared memory");
+void* dynamic_shared() {
+  return shared_memory(kDynamicBase + 16, running->launch.shared_bytes, "dynamic shared memory");
 }
 
 void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 }  // namespace emulator
 
-// ---- for emulated_ops.py --------------------------------------------------------------------------------------------
+// ---- for emulated_build.py ------------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -527,13 +517,13 @@ void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, in
   layernorm::cuda::lower_launch_limits(path_limit);
 }
 
-// Returns a line "address_of_kernel cluster_size number" for each kind of launch since the last call.
+// Returns a line "number cluster_size kernel" for each kind of launch since the last call.
 const char* emulator_launched() {
   static std::string lines;
   lines.clear();
   for (const auto& [launch, count] : emulator::launched) {
-    const auto address = std::to_string(reinterpret_cast<uintptr_t>(launch.first));
-    lines += address + " " + std::to_string(launch.second) + " " + std::to_string(count) + "\n";
+    const auto& [kernel, cluster] = launch;
+    lines += std::to_string(count) + " " + std::to_string(cluster) + " " + emulator::function_name(kernel) + "\n";
   }
   emulator::launched.clear();
   return lines.c_str();

@@ -5,7 +5,6 @@ import re
 
 import cuda_binary
 import emulated_build
-import emulated_ops
 import pytest
 from reference import DTYPES, DTYPES_16_BIT
 from shapes import randn, run, run_images
@@ -46,7 +45,7 @@ def test_only_cluster_barriers_invalidate_l1(kernels):
 
 def test_emulated_calls_reach_every_kernel(kernels):
     """The compiled package has no other kernels than those that run in the emulator, and at most 120."""
-    library = emulated_ops.library(emulated_build.PLAIN)
+    library = emulated_build.library(emulated_build.PLAIN)
     library.launched()
     architecture = kernels[0].architecture
     for dtypes, limit in itertools.product(DTYPES, (128, 129)):

@@ -8,20 +8,9 @@ import itertools
 import math
 
 import emulated_build
-import emulated_ops
 import pytest
 import torch
-from reference import (
-    BF16,
-    DTYPES,
-    DTYPES_16_BIT,
-    F32,
-    F64,
-    broadcast_rows,
-    check_backward,
-    dtypes_id,
-    xhat_error_from_output,
-)
+from reference import BF16, DTYPES, DTYPES_16_BIT, F32, F64, broadcast_rows, dtypes_id, xhat_error_from_output
 from shapes import (
     ALL,
     MASKS,
@@ -46,7 +35,7 @@ SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 
 
 @pytest.fixture(scope="module")
 def library():
-    return emulated_ops.library(emulated_build.CHECKED)
+    return emulated_build.library(emulated_build.CHECKED)
 
 
 # Options of library.schedule() that choose the kernels for rows of any length.
@@ -57,7 +46,7 @@ PATHS = {
 }
 paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 # path_limit for images: with 0, nothing fits into shared memory. Else images of 8 pixels are copied by 16 bytes.
-STAGED = [emulated_ops.UNLIMITED, 0]
+STAGED = [emulated_build.UNLIMITED, 0]
 staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
 rows_and_pixels = pytest.mark.parametrize(
     "run, path",
@@ -171,11 +160,9 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
 def test_backward_fits_into_shared_memory(library, architecture, vectors):
     """With 99 KiB, a block takes 1024 unaligned vectors and those of a residual."""
     x, dy, w, b = arguments(1, vectors * 8 - 1, (BF16, BF16))
-    output, mean, rstd = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
     for grad_sum in (randn(x.shape, BF16), None):
         with library.schedule("random", 1, 2, architecture=architecture):
-            backward = library.ops.backward(dy, x, x.shape[1:], mean, rstd, w, b, ALL, grad_sum=grad_sum)
-        check_backward(backward, dy, x, w, grad_sum=grad_sum)
+            check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
 
 
 # Options and layouts on every path
@@ -221,10 +208,9 @@ def test_residuals_match_float64(library, dtypes, run, path):
 
 @paths
 @all_dtypes
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_in_place_addition_has_the_same_bits(library, dtypes, path, rms):
+def test_in_place_addition_has_the_same_bits(library, dtypes, path):
     """Also in a row that is read again after the sum has overflowed."""
-    for cols in (5, block_columns(dtypes[0])):
+    for rms, cols in itertools.product((False, True), (5, block_columns(dtypes[0]))):
         x, residual, w, b = arguments(7, cols, dtypes)
         residual[1] *= torch.finfo(dtypes[0]).max / 16
         with library.schedule("random", cols, 2, **path):
@@ -393,7 +379,7 @@ def test_constant_rows_have_no_deviation(library, dtype, run, path):
 
 
 @pytest.mark.parametrize("rows", [257, 511])
-@pytest.mark.parametrize("path_limit, cols", [(0, 1), (emulated_ops.UNLIMITED, 520)], ids=["cut", "in registers"])
+@pytest.mark.parametrize("path_limit, cols", [(0, 1), (emulated_build.UNLIMITED, 520)], ids=["cut", "in registers"])
 def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
     """In float32, the ones after 2^24 are lost in the same sum, but not in the next one.
 
