@@ -20,12 +20,14 @@ namespace {
 
 constexpr size_t kUnit = 2;
 enum class Access { kRead, kWrite };
+enum class Kind { kPlain, kAsyncCopy, kMessage };  // a message is a store to another block
 
 struct Record {  // of an access
   ThreadId id;
   Epochs epochs;
   const void* pc = nullptr;
   uint32_t serial = 0;  // of the region, at that time
+  Kind kind = Kind::kPlain;
 };
 
 struct Unit {
@@ -65,7 +67,10 @@ Region* find_region(uintptr_t a) {
 bool ordered(const Record& a, const Thread& b) {
   const bool same_block = a.id.block == b.id.block;
   if (same_block && a.id.thread == b.id.thread) return true;
-  if (a.id.cluster == b.id.cluster && a.epochs.cluster_arrived < b.epochs.cluster_waited) return true;
+  // A message carries itself, and what precedes the last block barrier before it.
+  const auto known = b.known_messages.find(a.id.block);
+  if (known != b.known_messages.end() && a.epochs.block + (a.kind == Kind::kMessage ? 0 : 1) <= known->second)
+    return true;
   if (!same_block) return false;
   return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
 }
@@ -83,9 +88,9 @@ std::string place(const Region& region, uintptr_t a) {
   fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
-// Checks and records an access of the current thread, or the later write of its asynchronous copy.
+// Checks and records an access of the current thread, or the later write of its asynchronous copy or message.
 void check(const void* address, size_t bytes, Access access, bool must_be_aligned, const void* pc,
-           bool is_copy = false) {
+           Kind kind = Kind::kPlain) {
   if (current == nullptr) return;
   const Thread& thread = *current;
   const auto a = reinterpret_cast<uintptr_t>(address);
@@ -105,11 +110,8 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
   Region& region = *found;
   if (write && !region.writable) fail(describe() + " to read-only " + place(region, a));
   const bool shared = region.arena != nullptr;
-  if (shared && region.arena != thread.block->arena && thread.epochs.cluster_waited == 0) {
-    fail(describe() + " to " + place(region, a) + " of a block that may not have started: no cluster barrier before");
-  }
   const bool overlapping = !shared && chain != 0 && !thread.waited_for_previous_grid;
-  const Record mine{thread.id, thread.epochs, pc, region.serial};
+  const Record mine{thread.id, thread.epochs, pc, region.serial, kind};
   const auto race = [&](const char* kind, const Record& other) {
     fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.id) + " at " + at(other.pc) +
          ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
@@ -141,7 +143,7 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
       }
       unit.write = mine;
       unit.reads.clear();
-      if (is_copy) unit.in_flight = pc;
+      if (kind == Kind::kAsyncCopy) unit.in_flight = pc;
     } else {
       if (region.uninitialized && (shared ? !written : unit.write.serial < region.first_serial)) {
         fail(describe() + " of uninitialized " + place(region, a));
@@ -227,7 +229,7 @@ void async_copy(void* to, const void* from, size_t bytes) {
           "a misaligned asynchronous copy", pc);
   if (checking) {
     check(from, bytes, Access::kRead, false, pc);
-    check(to, bytes, Access::kWrite, false, pc, true);
+    check(to, bytes, Access::kWrite, false, pc, Kind::kAsyncCopy);
   }
   std::memset(to, 0xff, bytes);
   current->open_copies.push_back({to, from, bytes, pc});
@@ -253,6 +255,17 @@ void async_wait(int groups_left) {
       std::memcpy(to, from, bytes);
     }
   }
+}
+
+// ---- messages -------------------------------------------------------------------------------------------------------
+
+void barrier_send(const void* barrier, const void* to, const void* from, size_t bytes, unsigned rank) {
+  const void* pc = __builtin_return_address(0);
+  void* const target = cluster_peer(to, rank, pc);
+  require(reinterpret_cast<uintptr_t>(to) % 4 == 0 && bytes % 4 == 0, "a misaligned store to another block", pc);
+  if (checking) check(target, bytes, Access::kWrite, false, pc, Kind::kMessage);
+  std::memcpy(target, from, bytes);
+  receive_message(cluster_peer(barrier, rank, pc), bytes, pc);
 }
 
 }  // namespace emulator

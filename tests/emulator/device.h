@@ -130,9 +130,20 @@ template <int kGroupsLeft>
 EMULATOR_INLINE void async_wait() {
   emulator::async_wait(kGroupsLeft);
 }
-template <class T>
-EMULATOR_INLINE T* cluster_peer(T* shared, unsigned rank) {
-  return static_cast<T*>(emulator::cluster_peer(shared, rank));
-}
+class TransactionBarrier {
+ public:
+  EMULATOR_INLINE void init() { emulator::barrier_init(this); }
+  EMULATOR_INLINE void expect(unsigned bytes) { emulator::barrier_expect(this, bytes); }
+  EMULATOR_INLINE void wait(unsigned phase, emulator::Place place = emulator::Place::current()) {
+    emulator::barrier_wait(this, phase, place);
+  }
+  template <class T>
+  EMULATOR_INLINE void store(T& shared, const T& value, unsigned rank) {
+    emulator::barrier_send(this, &shared, &value, sizeof(T), rank);
+  }
+
+ private:
+  uint64_t state_;
+};
 
 }  // namespace layernorm

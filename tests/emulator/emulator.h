@@ -62,7 +62,12 @@ void* dynamic_shared();
 unsigned cluster_rank();
 void cluster_arrive();
 void cluster_wait(const Place& place = Place::current());
-void* cluster_peer(const void* address, unsigned rank);
+
+// An mbarrier. A message is a store to a variable of another block, which arrives at the same barrier of that block.
+void barrier_init(const void* barrier);
+void barrier_expect(const void* barrier, size_t bytes);
+void barrier_send(const void* barrier, const void* to, const void* from, size_t bytes, unsigned rank);
+void barrier_wait(const void* barrier, unsigned phase, const Place& place);
 
 // Copies arrive as late as CUDA allows, and their target holds NaN until then.
 void async_copy(void* to, const void* from, size_t bytes);

@@ -116,33 +116,28 @@ __global__ void leave_copy(const float* in, float*) {
 
 // ---- clusters -------------------------------------------------------------------------------------------------------
 
-__device__ void cluster_barrier() {
-  cluster_arrive();
-  cluster_wait();
-}
-// Each of two blocks reads the other's part.
-template <Fault kFault>
-__global__ void read_peers(const float* in, float* out) {
-  __shared__ float part[kN];
-  part[threadIdx.x] = in[threadIdx.x];  // fault
-  if (kFault != Fault::kNoBarrier) cluster_barrier();
-  const unsigned other = kFault == Fault::kWrongPhase ? 2 : 1 - cluster_rank();
-  const float v = *cluster_peer(&part[threadIdx.x ^ 1], other);  // fault
-  if (kFault != Fault::kTooEarly) cluster_barrier();
-  if (cluster_rank() == 0) out[threadIdx.x] = v;
-}
-// Each block writes its rank to both blocks, row after row. With two slots in turn, one barrier a row is enough.
-template <int kSlots>
-__global__ void write_peers(const float* in, float* out) {
-  __shared__ float ranks[2][2];
-  cluster_barrier();
-  float sum = in[threadIdx.x];
-  for (int row = 0; row < 4; ++row) {
-    if (threadIdx.x < 2) *cluster_peer(&ranks[row % kSlots][cluster_rank()], threadIdx.x) = cluster_rank();  // fault
-    cluster_barrier();
-    sum += ranks[row % kSlots][0] - ranks[row % kSlots][1] + 1.f;  // fault
+// The blocks exchange their ranks once per row, in kSlots buffers in turn.
+template <int kSlots, Fault kFault>
+__global__ void exchange(const float*, float* out) {
+  __shared__ float ranks[kSlots][2];
+  __shared__ TransactionBarrier barriers[kSlots];
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (threadIdx.x == 0) barriers[slot].init();
   }
-  if (cluster_rank() == 0) out[threadIdx.x] = sum;
+  if (kFault != Fault::kNoBarrier) cluster_arrive(), cluster_wait();
+  const unsigned rank = cluster_rank(), blocks = kFault == Fault::kWrongPhase ? 3 : 2;
+  constexpr int kRows = 4;
+  float sum = 0.f;
+  for (int row = 0; row < kRows; ++row) {
+    const int slot = row % kSlots;
+    if (threadIdx.x == 0) barriers[slot].expect(sizeof(ranks[slot]));
+    if (threadIdx.x < blocks) barriers[slot].store(ranks[slot][rank], static_cast<float>(rank), threadIdx.x);  // fault
+    if (kFault == Fault::kTooEarly && rank == 0 && row == kRows - 1) return;                                   // fault
+    if (kFault != Fault::kNoWait) barriers[slot].wait(row / kSlots);                                           // fault
+    sum += ranks[slot][0] - ranks[slot][1] + 1.f;                                                              // fault
+    __syncthreads();
+  }
+  if (rank == 1) out[threadIdx.x] = sum;
 }
 __global__ void return_between(const float*, float*) { cluster_arrive(); }
 
@@ -202,14 +197,22 @@ const std::vector<Case> kCases = {
     {"fetch_refilled_too_early", "data race or which the asynchronous copy", {{kWithRow, fetch<Fault::kNoBarrier>}}},
     {"fetch_misaligned", "a misaligned asynchronous copy", {{kWithRow, fetch<Fault::kMisaligned>}}},
     {"leave_copy", "before its asynchronous copies were complete", {{{1, 64, kRowBytes}, leave_copy}}},
-    {"read_peers", "", {{kPair, read_peers<Fault::kNone>}}},
-    {"read_peers_without_barrier",
-     "a block that may not have started or uninitialized shared memory 'part'",
-     {{kPair, read_peers<Fault::kNoBarrier>}}},
-    {"read_peers_and_return", "can return before", {{kPair, read_peers<Fault::kTooEarly>}}},
-    {"read_absent_peer", "a block that the cluster does not have", {{kPair, read_peers<Fault::kWrongPhase>}}},
-    {"write_peers", "", {{kPair, write_peers<2>}}},
-    {"write_peers_too_early", "data race", {{kPair, write_peers<1>}}},
+    {"exchange", "", {{kPair, exchange<2, Fault::kNone>}}},
+    {"exchange_before_start",
+     "no cluster barrier before or an mbarrier that is not initialized",
+     {{kPair, exchange<2, Fault::kNoBarrier>}}},
+    {"exchange_without_wait",
+     "data race or uninitialized shared memory 'ranks'",
+     {{kPair, exchange<2, Fault::kNoWait>}}},
+    {"exchange_in_one_buffer",
+     "data race or uninitialized shared memory 'ranks'",
+     {{kPair, exchange<1, Fault::kNone>}}},
+    {"exchange_with_absent_block",
+     "a block that the cluster does not have",
+     {{kPair, exchange<2, Fault::kWrongPhase>}}},
+    {"exchange_and_return",
+     "can return before or the shared memory of a block that has returned",
+     {{kPair, exchange<2, Fault::kTooEarly>}}},
     {"return_between", "returned between cluster_arrive and cluster_wait", {{kPair, return_between}}},
     {"overlap", "", {kFill, {kOverlapping, one_waits, kWorkspace}}},
     {"overlap_read_before_wait",

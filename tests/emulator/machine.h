@@ -55,6 +55,16 @@ struct Block : Group {
   char* arena;  // its shared memory, kArenaBytes
 };
 
+// By block of a cluster: how many block barriers it had passed when it sent a message.
+using Messages = std::map<uint32_t, uint32_t>;
+
+// An mbarrier, on which the threads of a block wait for messages: the stores of other blocks, or their own.
+struct TransactionBarrier : Group {
+  bool announced = false;
+  int64_t missing_bytes = 0;
+  Messages arrived_messages{}, last_messages{};  // of this phase, and of the last one
+};
+
 struct Thread {
   ThreadView view{};
   ThreadId id;
@@ -71,6 +81,7 @@ struct Thread {
 
   std::vector<Transfer> open_copies;              // cp.async, not committed
   std::deque<std::vector<Transfer>> copy_groups;  // committed, oldest first
+  Messages known_messages;                        // that this thread has waited for
   bool waited_for_previous_grid;                  // or a thread before it, and then both at a block barrier
 };
 
@@ -84,8 +95,9 @@ struct Running {
   std::vector<Block> blocks{};  // resident
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
-  std::vector<size_t> order{};                     // warps, by falling priority
-  std::map<const void*, size_t> static_offsets{};  // by declaration
+  std::vector<size_t> order{};                           // warps, by falling priority
+  std::map<const void*, size_t> static_offsets{};        // by declaration
+  std::map<const void*, TransactionBarrier> barriers{};  // by address
   size_t static_end = 0, static_bytes = 0;
   std::string fault{};
 };
@@ -106,6 +118,9 @@ void require(bool condition, const char* otherwise, const void* pc);  // or fail
 std::string who(const ThreadId& id);
 
 Block& peer(Block& block, unsigned rank);
+// The same variable in the shared memory of another block of the current thread's cluster.
+void* cluster_peer(const void* address, unsigned rank, const void* pc);
+void receive_message(const void* barrier, size_t bytes, const void* pc);
 bool in_shared(const Block& block, const void* address);
 
 // Returns "tile.cuh:35 < forward.cu:147": the line of the call before pc, then the lines into which that was inlined.

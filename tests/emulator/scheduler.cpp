@@ -212,6 +212,23 @@ void arrive(Group& group) {
   try_finish(group);
 }
 
+TransactionBarrier& find_barrier(const void* barrier, const void* pc) {
+  const auto found = running->barriers.find(barrier);
+  require(found != running->barriers.end(), "an mbarrier that is not initialized", pc);
+  return found->second;
+}
+
+void try_finish_phase(TransactionBarrier& b) {
+  if (!b.announced || b.missing_bytes != 0) return;
+  b.announced = false;
+  b.completed_barriers++;
+  b.last_messages = std::move(b.arrived_messages);
+  b.arrived_messages.clear();
+  for (Thread* t = b.threads; t < b.threads + b.size; ++t) {
+    if (t->waits_for == &b) make_runnable(*t);
+  }
+}
+
 // Waits until all live threads of the group have arrived at this place, and returns the result of the exchange.
 uint64_t meet(Group& group, const Exchange& exchange, const Place& place) {
   if (group.arrived > 0 && !same_place(group.place, place)) {
@@ -288,6 +305,7 @@ void start_clusters(std::span<const size_t> ids) {
   r.clusters.assign(ids.size(), {});
   r.blocks.assign(blocks, {});
   r.warps.assign(blocks * r.warps_per_block, {});
+  r.barriers.clear();
   r.live = static_cast<unsigned>(blocks) * r.threads_per_block;
   const unsigned size = r.threads_per_block;
   const auto group_of = [](const char* barrier, Thread* first, unsigned size) {
@@ -410,6 +428,23 @@ std::string at(const void* pc) {
   return text;
 }
 
+void* cluster_peer(const void* address, unsigned rank, const void* pc) {
+  Block& block = *current->block;
+  require(current->epochs.cluster_waited > 0,
+          "an access to a block that may not have started: no cluster barrier before", pc);
+  require(rank < running->launch.cluster, "a block that the cluster does not have", pc);
+  require(in_shared(block, address), "the peer of an address outside the block's shared memory", pc);
+  require(peer(block, rank).live != 0, "the shared memory of a block that has returned", pc);
+  return peer(block, rank).arena + (static_cast<const char*>(address) - block.arena);
+}
+
+void receive_message(const void* barrier, size_t bytes, const void* pc) {
+  TransactionBarrier& b = find_barrier(barrier, pc);
+  b.missing_bytes -= static_cast<int64_t>(bytes);
+  b.arrived_messages[current->id.block] = current->epochs.block;
+  try_finish_phase(b);
+}
+
 bool in_shared(const Block& block, const void* address) {
   const char* a = static_cast<const char*>(address);
   return a >= block.arena && a < block.arena + kArenaBytes;
@@ -475,13 +510,32 @@ void cluster_wait(const Place& place) {
   thread.epochs.cluster_waited++;
 }
 
-void* cluster_peer(const void* address, unsigned rank) {
+void barrier_init(const void* barrier) {
+  require(current->epochs.cluster_arrived == 0, "an mbarrier that is initialized after cluster_arrive",
+          __builtin_return_address(0));
   Block& block = *current->block;
+  running->barriers[barrier] = {{"transaction barrier", block.threads, block.size, 0, 0, 0, {}}};
+}
+
+void barrier_expect(const void* barrier, size_t bytes) {
   const void* pc = __builtin_return_address(0);
-  require(rank < running->launch.cluster, "a block that the cluster does not have", pc);
-  require(in_shared(block, address), "the peer of an address outside the block's shared memory", pc);
-  require(peer(block, rank).live != 0, "the shared memory of a block that has returned", pc);
-  return peer(block, rank).arena + (static_cast<const char*>(address) - block.arena);
+  TransactionBarrier& b = find_barrier(barrier, pc);
+  require(!b.announced, "a second announcement in one phase of an mbarrier", pc);
+  b.announced = true;
+  b.missing_bytes += static_cast<int64_t>(bytes);
+  try_finish_phase(b);
+}
+
+void barrier_wait(const void* barrier, unsigned phase, const Place& place) {
+  const void* pc = __builtin_return_address(0);
+  TransactionBarrier& b = find_barrier(barrier, pc);
+  if (b.completed_barriers == phase) {
+    b.place = place;
+    current->waits_for = &b;
+    switch_away();
+  }
+  require(b.completed_barriers == phase + 1, "a wait for a phase of an mbarrier that is neither this nor the last", pc);
+  for (const auto& [block, epoch] : b.last_messages) current->known_messages[block] = epoch;
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
