@@ -38,9 +38,8 @@ class ResidualNorm(nn.Module):
             add_norm = layernorm_ext.add_layer_norm
             return add_norm(x, residual, (COLS,), weight, bias, EPS, zero_centered_weight=self.modulated)
         total = x + residual
-        if self.modulated:
-            return composition(total, weight, bias), total
-        return F.layer_norm(total, (COLS,), weight, bias, EPS), total
+        norm = composition(total, weight, bias) if self.modulated else F.layer_norm(total, (COLS,), weight, bias, EPS)
+        return norm, total
 
 
 # name -> the shapes of the inputs, and a function that builds the block with the layers of a library

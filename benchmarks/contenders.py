@@ -190,10 +190,7 @@ def time_pass(
     against: tuple[str, ...] = ("torch",),
     select: Callable[[Contender], Callable] | None = None,
 ) -> Iterator[dict]:
-    """Time a pass of the contenders, or the function that `select` returns for each of them; yield a record for each.
-
-    A record begins with the keys of `case`.
-    """
+    """Time a pass, or the function that `select` returns for each contender; yield records that begin with `case`."""
     working = [entry for entry in entries if pass_name not in entry.failed]
     functions = {entry.name: [select(entry)] if select else entry.functions(pass_name) for entry in working}
     times, failed = measure_times(device, functions, pass_name != "forward", mode, budget)
