@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots, tables
+from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
@@ -94,8 +94,8 @@ def finish(run: Run, folder: Path) -> None:
     plots.save(run, folder)
     console = Console(width=None if sys.stdout.isatty() else 240)  # a log file should not wrap lines
     console.print(*(f"{name} {value}" for name, value in run.machine.items()), sep="; ", highlight=False)
-    console.print(tables.terminal(run))
-    for note in tables.notes(run):
+    console.print(run.table())
+    for note in run.notes():
         console.print(note, style="red", highlight=False)
     click.echo(f"{folder}/{run.benchmark}.json and .csv")
     ours = [r for r in run.records if r["contender"] in OURS]
@@ -103,18 +103,6 @@ def finish(run: Run, folder: Path) -> None:
     if wrong or (ours and all(r["status"] == "failed" for r in ours)):
         first = (wrong or ours)[0]
         raise click.ClickException(f"{first['contender']} is {first['status']}: {first['message']}")
-
-
-def execute(name: str, device: Device, cases: list, measure: Callable[..., Iterable[dict]], folder: Path) -> None:
-    """Run a benchmark: measure all cases, and save the records after each case."""
-    run = Run(name, describe_machine(device))
-    for case in progress(cases, name, len(cases)):
-        try:
-            run.records += list(measure(device, *case))
-        except torch.OutOfMemoryError as error:
-            click.echo(f"skipped {case}: {first_line(error)}")
-        run.save(folder)
-    finish(run, folder)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})
@@ -130,15 +118,25 @@ def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
 
 
 def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: click.Parameter) -> None:
-    """Add the command of a benchmark. `cases` takes the dtypes and, if the command takes shapes, device and shapes."""
+    """Add the command of a benchmark, which measures all cases and saves the records after each case.
 
-    def run(device: str, out: Path, dtypes: list[str], **settings: object) -> None:
+    `cases` takes the dtypes and, if the command takes shapes, device and shapes.
+    """
+
+    def execute(device: str, out: Path, dtypes: list[str], **settings: object) -> None:
         arguments = (device, settings.pop("shapes")) if "shapes" in settings else ()
-        measure = partial(module.measure, **settings)
-        execute(name, open_device(device), list(cases(dtypes, *arguments)), measure, out)
+        opened, selected = open_device(device), list(cases(dtypes, *arguments))
+        run = Run(name, describe_machine(opened))
+        for case in progress(selected, name, len(selected)):
+            try:
+                run.records += list(module.measure(opened, *case, **settings))
+            except torch.OutOfMemoryError as error:
+                click.echo(f"skipped {case}: {first_line(error)}")
+            run.save(out)
+        finish(run, out)
 
-    run.__doc__ = module.__doc__
-    add(name, run, *parameters)
+    execute.__doc__ = module.__doc__
+    add(name, execute, *parameters)
 
 
 def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, seconds: float, out: Path) -> None:

@@ -34,8 +34,8 @@ def measure(
     case = Case(**arguments, dtypes=dtypes, device=device.name)
     for entry in bind_contenders(contenders, [case]):
         for quantity in QUANTITIES:
-            record = {"sweep": sweep, "value": value, "rows": case.rows, "cols": case.cols, "dtypes": dtypes}
-            record |= {"quantity": quantity, "contender": entry.name, "status": "ok", "message": ""}
+            record = {"sweep": sweep, "dtypes": dtypes, "quantity": quantity, "contender": entry.name}
+            record |= {"value": value, "rows": case.rows, "cols": case.cols, "status": "ok", "message": ""}
             if quantity not in entry.errors:  # an error of any size is a valid record
                 record |= {"status": "failed", "message": entry.failed["both"]}
             yield record | {"error": entry.errors.get(quantity)}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import layernorm_ext
 
-from .cases import EPS, PAIRS, QUANTITIES
-from .contenders import Calls, Contender, compile_for, time_pass
+from .cases import EPS, PAIRS
+from .contenders import Calls, Contender, compile_for, results_of, time_pass
 from .timing import Device
 
 BATCH = 16
@@ -39,8 +39,7 @@ def bind(name: str, function: Callable, tensors: list[Tensor]) -> Contender:
         inputs = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
         return Calls(partial(function, *inputs), inputs, tensors[3])
 
-    exact = calls(composition, [tensor.double() for tensor in tensors])
-    expected = dict(zip(QUANTITIES, exact.forward() + exact.both(), strict=True))
+    expected = results_of(calls(composition, [tensor.double() for tensor in tensors]))
     return Contender(name, tensors[0].dtype, lambda: [calls(function, tensors)], expected)
 
 
@@ -55,6 +54,5 @@ def measure(device: Device, rows: int, cols: int, dtypes: str, seconds: float) -
         bind("shared", shared, [tensors[0], tensors[1][0, 0], tensors[2][0, 0], tensors[3]]),
     ]
     for pass_name in ("forward", "backward"):
-        cell = {"batch": BATCH, "rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name}
-        for record in time_pass(device, entries, pass_name, seconds):
-            yield cell | record
+        case = {"batch": BATCH, "rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name}
+        yield from time_pass(device, entries, case, pass_name, seconds)

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ import torch
 
 import layernorm_ext
 
-from .contenders import Contender, bind_contenders
+from .contenders import bind_contenders
 from .kernels import make_cases
 from .runs import ROOT, output
 from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_rounds, summarize, verdict
@@ -76,15 +75,10 @@ def initialize(installed: Path, device: str) -> None:
     state.device = Device(device)
 
 
-@lru_cache(maxsize=1)  # the passes of a case share its tensors
-def bind(rows: int, cols: int, dtypes: str) -> Contender:
-    torch.manual_seed(0)
-    return bind_contenders(["ours"], make_cases(state.device, rows, cols, dtypes))[0]
-
-
 def prepare(rows: int, cols: int, dtypes: str, pass_name: str) -> None:
     """Set up a cell; fail if its results are wrong."""
-    entry = bind(rows, cols, dtypes)
+    torch.manual_seed(0)
+    (entry,) = bind_contenders(["ours"], make_cases(state.device, rows, cols, dtypes))
     if message := entry.record(pass_name, {})["message"]:
         raise RuntimeError(f"{state.loaded}: {message} for {rows}x{cols} in {dtypes}")
     mode = state.device.modes[-1]

@@ -18,7 +18,7 @@ import layernorm_ext
 
 from .adaln import BATCH, composition
 from .cases import EPS, PAIRS
-from .contenders import Calls, Contender, time_pass
+from .contenders import Calls, Contender, results_of, time_pass
 from .timing import Device
 from .train_digits import Block
 
@@ -38,9 +38,8 @@ class ResidualNorm(nn.Module):
             add_norm = layernorm_ext.add_layer_norm
             return add_norm(x, residual, (COLS,), weight, bias, EPS, zero_centered_weight=self.modulated)
         total = x + residual
-        if self.modulated:
-            return composition(total, weight, bias), total
-        return F.layer_norm(total, (COLS,), weight, bias, EPS), total
+        norm = composition(total, weight, bias) if self.modulated else F.layer_norm(total, (COLS,), weight, bias, EPS)
+        return norm, total
 
 
 # name -> the shapes of the inputs, and a function that builds the block with the layers of a library
@@ -77,12 +76,9 @@ def measure(device: Device, block: str, dtypes: str, seconds: float) -> Iterator
     theirs, ours = (build(library).to(device.name, dtype) for library in (nn, layernorm_ext))
     ours.load_state_dict(theirs.state_dict())
     (exact,) = bind(copy.deepcopy(theirs).double(), [tensor.double() for tensor in inputs], None)
-    expected = {f"output {i}": output for i, output in enumerate(exact.forward())}
-    expected |= {f"grad_{i}": gradient for i, gradient in enumerate(exact.both())}
-    entries = []
+    expected, entries = results_of(exact), []
     for name, module, traced in ("kernel", ours, "kernel"), ("aten", ours, "aten"), ("torch", theirs, None):
         compiled = torch.compile(module, fullgraph=True, dynamic=False)
         entries.append(Contender(name, dtype, partial(bind, compiled, inputs, traced), expected))
     for name, pass_name in ("forward", "forward"), ("training", "both"):
-        for record in time_pass(device, entries, pass_name, seconds):
-            yield {"block": block, "dtypes": dtypes, "pass": name} | record
+        yield from time_pass(device, entries, {"block": block, "dtypes": dtypes, "pass": name}, pass_name, seconds)

@@ -105,6 +105,12 @@ class Calls:
         return self.gradients(self.forward())
 
 
+def results_of(calls: Calls) -> dict[str, Tensor]:
+    """Return the results, named as the exact ones of a Contender."""
+    outputs, gradients = calls.forward(), calls.both()
+    return {f"output {i}": t for i, t in enumerate(outputs)} | {f"grad_{i}": t for i, t in enumerate(gradients)}
+
+
 class Copy(Calls):
     """The lower bound of each pass: a copy or an addition that moves the same number of bytes."""
 
@@ -177,15 +183,16 @@ def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
 def time_pass(
     device: Device,
     entries: Iterable[Contender],
+    case: dict,
     pass_name: str,
     budget: float,
     mode: str = "eager",
     against: tuple[str, ...] = ("torch",),
     select: Callable[[Contender], Callable] | None = None,
 ) -> Iterator[dict]:
-    """Time a pass of the contenders, or the function that `select` returns for each of them; yield their records."""
+    """Time a pass, or the function that `select` returns for each contender; yield records that begin with `case`."""
     working = [entry for entry in entries if pass_name not in entry.failed]
     functions = {entry.name: [select(entry)] if select else entry.functions(pass_name) for entry in working}
     times, failed = measure_times(device, functions, pass_name != "forward", mode, budget)
     for entry in entries:
-        yield entry.record(pass_name, failed) | summarize(times, entry.name, against)
+        yield case | entry.record(pass_name, failed) | summarize(times, entry.name, against)

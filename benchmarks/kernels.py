@@ -25,6 +25,5 @@ def measure(
     copied = Contender(COPY, sets[0].dtype, lambda: [Copy(case) for case in sets], {})
     entries = [*bind_contenders(contenders, sets), copied]
     for pass_name, mode in product(passes, device.modes):
-        cell = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name, "mode": mode, "sets": len(sets)}
-        for record in time_pass(device, entries, pass_name, seconds, mode, ("torch", COPY)):
-            yield cell | record
+        case = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name, "mode": mode, "sets": len(sets)}
+        yield from time_pass(device, entries, case, pass_name, seconds, mode, ("torch", COPY))

@@ -34,6 +34,5 @@ def measure(device: Device, dtypes: str, contenders: list[str], seconds: float) 
         ("forward and backward", "both", entries, lambda entry: entry.calls[0].both),
     )
     for way, pass_name, entered, select in ways:
-        cell = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way}
-        for record in time_pass(device, entered, pass_name, seconds, "host", select=select):
-            yield cell | record
+        keys = {"rows": ROWS, "cols": COLS, "dtypes": dtypes, "way": way}
+        yield from time_pass(device, entered, keys, pass_name, seconds, "host", select=select)

@@ -1,4 +1,4 @@
-"""One benchmark's records, machine and command, stored as JSON and CSV."""
+"""One benchmark's records, machine and command: printed as a table, and stored as JSON and CSV."""
 
 import csv
 import json
@@ -7,11 +7,13 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
 import layernorm_ext
 from layernorm_ext._ops import _C
@@ -20,11 +22,12 @@ from .contenders import installed
 from .timing import Device
 
 ROOT = Path(__file__).resolve().parents[1]
+CAPTION = "time · time of torch, or of the base, / this time · copy's time / this time · largest error · peak memory"
 
 
 @dataclass
 class Run:
-    """One run of a benchmark. All its records have the same keys."""
+    """One run of a benchmark. All its records have the same keys; those before "contender" identify a case."""
 
     benchmark: str
     machine: dict
@@ -42,6 +45,47 @@ class Run:
             writer = csv.DictWriter(file, self.records[0] if self.records else [])
             writer.writeheader()
             writer.writerows(self.records)
+
+    def table(self) -> Table:
+        """Return a table with a line per case and a column per contender."""
+        keys = list(self.records[0]) if self.records else ["contender"]
+        keys = keys[: keys.index("contender")]
+        cases: dict[tuple, dict[str, dict]] = {}
+        for r in self.records:
+            found = cases.setdefault(tuple(str(r[key]) for key in keys), {})
+            # A case of `accuracy` is a whole sweep: the record with the largest error represents it.
+            if r["contender"] not in found or (r["error"] or 0) > (found[r["contender"]]["error"] or 0):
+                found[r["contender"]] = r
+        names = list(dict.fromkeys(r["contender"] for r in self.records))
+        table = Table(*keys, "noise", *names, title=self.benchmark, caption=CAPTION)
+        for case, found in cases.items():
+            noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
+            table.add_row(*case, noise, *(figures(found[name]) if name in found else "" for name in names))
+        return table
+
+    def notes(self) -> list[str]:
+        """Return one line for each distinct failure of each contender."""
+        found = Counter((r["contender"], r["status"], r["message"]) for r in self.records if r["status"] != "ok")
+        return [f"{name} {status} ({count} of its cases): {text}" for (name, status, text), count in found.items()]
+
+
+def figures(record: dict) -> str:
+    """Return the figures that a record has, in the order of CAPTION, and the status unless it is ok."""
+    parts = []
+    if record.get("us"):
+        parts.append(f"{record['us']:.4g} µs")
+    if record.get("verdict"):
+        ratio = record["of_base"] if "of_base" in record else record["of_torch"]
+        parts.append(f"{ratio:.3g}" + (" noise" if record["verdict"] == "noise" else ""))
+    if record.get("of_copy"):
+        parts.append(f"{record['of_copy']:.0%}")
+    if record.get("error") is not None:
+        parts.append(f"{record['error']:.0e}")
+    if record.get("peak_bytes") is not None:
+        parts.append(f"{record['peak_bytes'] / 2**20:.2f} MiB, keeps {record['kept_bytes'] / 2**20:.2f}")
+    if record["status"] != "ok":
+        parts.append(record["status"].upper())
+    return " · ".join(parts)
 
 
 def output(*command: str) -> str:

@@ -1,14 +1,12 @@
 """Measure time and memory: interleaved samples of all contenders, and the noise of their ratios."""
 
 import ctypes
-import json
 import random
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from itertools import accumulate
 
 import torch
 
@@ -104,16 +102,10 @@ class Device:
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             result = run()
-        with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-            profiler.export_chrome_trace(trace.name)
-            found = json.loads(Path(trace.name).read_text())["traceEvents"]  # the profiler replaces the file
-        events = [event for event in found if event["name"] == "[memory]"]
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         del result
-        allocated = peak = 0
-        for event in sorted(events, key=lambda event: event["ts"]):
-            allocated += event["args"]["Bytes"]
-            peak = max(peak, allocated)
-        return peak, allocated
+        totals = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+        return max(totals, default=0), totals[-1] if totals else 0
 
 
 def repeat_calls(

@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from setuptools.command.build_py import build_py
 from torch.utils import cpp_extension
 
 from . import BuildError, cuda, target_torch
@@ -49,7 +50,7 @@ def setup_arguments() -> dict:
     return {
         "install_requires": [f"torch=={major}.{minor}.*"],
         "ext_modules": [_extension(cuda.plan())],
-        "cmdclass": {"build_ext": BuildExtension},
+        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildPython},
     }
 
 
@@ -73,6 +74,15 @@ def compile_flags(toolkit: cuda.Toolkit | None = None) -> dict[str, list[str]]:
     both = ["-fvisibility=hidden", "-Wall"]
     # Without -fopenmp, at::parallel_for would silently be serial.
     return {"cxx": [*host, "-fopenmp", *both], "nvcc": [*device, f"-Xcompiler={','.join(both)}"]}
+
+
+class BuildPython(build_py):
+    """Copies the Python modules into the folder of the last build, from which pip installs all files."""
+
+    def run(self):
+        """Remove the old copies first, because some of the modules may have been deleted."""
+        shutil.rmtree(Path(self.build_lib) / "layernorm_ext", ignore_errors=True)
+        super().run()
 
 
 class BuildExtension(cpp_extension.BuildExtension):

@@ -165,12 +165,14 @@ void channels_second(const Tensor& t) {
   t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
 }
 
-// Whether no kernel but those of autograd and of a backend takes part in a call, so that it may use aliases.
+// Whether no kernel but those of autograd and of a backend takes part in a call, so that it may use aliases. Autocast
+// has no kernel for these operators.
 bool is_plain(const ForwardArgs& args) {
   using c10::DispatchKey;
-  constexpr c10::DispatchKeySet allowed({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
-                                         DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
-                                         DispatchKey::BackendSelect});
+  constexpr auto allowed =
+      c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
+                           DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect}) |
+      c10::autocast_dispatch_keyset;
   c10::DispatchKeySet keys = args.input.key_set();
   for (const auto* t : {&args.residual, &args.weight, &args.bias}) {
     if (present(*t)) keys = keys | (*t)->key_set();

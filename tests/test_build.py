@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from setuptools import Distribution
 
 from build_support import BuildError, cuda, extension, target_torch
 from layernorm_ext import _C, _build_info, _compatibility
@@ -179,6 +180,17 @@ def test_unchanged_build_is_reused(monkeypatch, tmp_path):
     source.write_text("int y;")
     changed.append(extension.fingerprint(plan))
     assert len({fingerprint, *changed}) == 5
+
+
+def test_modules_deleted_since_the_last_build_are_not_installed(tmp_path):
+    deleted = tmp_path / "layernorm_ext" / "deleted.py"
+    deleted.parent.mkdir()
+    deleted.touch()
+    command = extension.BuildPython(Distribution())
+    command.build_lib = str(tmp_path)
+    command.ensure_finalized()
+    command.run()
+    assert not deleted.exists()
 
 
 @pytest.mark.parametrize(
