@@ -14,8 +14,8 @@
 
 #include <algorithm>
 
-#include "cuda/platform.h"
 #include "dtypes.h"
+#include "launch_scope.h"
 #include "layer_norm.h"
 
 namespace layernorm {

@@ -9,18 +9,16 @@
 // launches read the rows, the sums of their chunks [rows, num_chunks].
 //
 // Blocks are persistent: a block takes the rows of a segment in turn, and fetches the next rows to shared memory while
-// it works. A thread reads its vectors of a row twice, for the row's sums and for dx. It keeps the sums of dweight and
-// dbias for its columns in registers over the segment, and then writes them to the workspace. A second kernel adds the
-// rows of the workspace in order, so that no atomic operation makes the result random: 3 * groups * rows * cols *
-// sizeof(T) bytes are moved.
+// it works. It reads a row twice from there, for the row's sums and for dx, and keeps the sums of dweight and dbias in
+// registers until the end of the segment. A second kernel adds the sums of the segments in order, without atomic
+// operations. 3 * groups * rows * cols * sizeof(T) bytes are moved.
 //
-// Longer rows are divided into chunks, one for each block. From compute capability 9.0 on, a cluster of up to 8 blocks
-// exchanges its sums once per row. Still longer rows, and those on older GPUs, take two launches, the first of which
-// stores the sums of each chunk in the workspace.
+// The blocks of a cluster share a longer row, and exchange their sums once per row. Still longer rows, and those on
+// older GPUs, take two launches, the first of which stores the sums of each chunk.
 //
-// The numerical method is that of the CPU kernels (cpu/backward.cpp): the saved mean is rounded, so that the mean of
-// xhat is not 0. A third sum finds it, and it is subtracted before xhat is used. The division of a row depends only on
-// the device, the dtypes and the number of columns, and so does dx.
+// The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
+// is subtracted. The division of a row depends only on the device, the dtypes and the number of columns, and so does
+// dx.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <algorithm>

@@ -1,16 +1,11 @@
 // Normalization over the channels of images, and its gradients, on a GPU. The formulas are those of forward.cu and
 // backward.cu: a group is an image, a row is a pixel, and the columns are its channels.
 //
-// A block handles 32 pixels, one per lane, so that a warp reads neighbouring elements of one channel. Its warps share
-// the channels, and meet once for each sum over channels. The pixels are kept in shared memory, so that x and dy are
-// read once: with n = images * channels * pixels, forward moves 2 * n * sizeof(T) bytes and backward 3 * n * sizeof(T).
-// If the channels do not fit into shared memory, each pass over them reads global memory. Pixels in shared memory are
-// copied in vectors of 16 bytes (kAligned), unless they are not aligned or forward adds a residual.
-//
-// Backward's blocks take segments of tiles in turn (GradientPlan), and add a segment's part of dweight and dbias in the
-// workspace. A second kernel adds the parts in order.
-//
-// The numerical method is that of the CPU kernels (cpu/channels_first.cpp).
+// A block handles 32 pixels, one per lane, and its warps share the channels. They meet once for each sum. The pixels
+// are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T) bytes, and
+// backward 3. If the channels do not fit, each pass over them reads global memory. Pixels are copied in vectors of 16
+// bytes (kAligned), unless they are not aligned or forward adds a residual. The numerical method is that of
+// cpu/channels_first.cpp.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>

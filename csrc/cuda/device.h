@@ -249,33 +249,33 @@ class TransactionBarrier {
  public:
   // One thread calls this before its cluster_arrive().
   __device__ __forceinline__ void init() {
-    LAYERNORM_SM90_ASM("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(
-        shared_address(&state_)) : "memory");
+    LAYERNORM_SM90_ASM("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(this)) : "memory");
+    LAYERNORM_SM90_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
   }
   // One thread calls this in each phase.
   __device__ __forceinline__ void expect(unsigned bytes) {
-    LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state_)),
-                       "r"(bytes) : "memory");
+    const unsigned barrier = shared_address(this);
+    LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   }
   // Waits for the end of a phase, which is the current one or the last.
   __device__ __forceinline__ void wait(unsigned phase) {
+    const unsigned barrier = shared_address(this), parity = phase % 2;
     for (unsigned ended = 0; !ended;) {
       LAYERNORM_SM90_ASM(
-          "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(
-              ended) : "r"(shared_address(&state_)),
-          "r"(phase % 2) : "memory");
+          "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ended) : "r"(
+              barrier),
+          "r"(parity) : "memory");
     }
   }
   // st.async: stores a value to a shared variable of another block, or of this one. It arrives at the block's barrier.
   template <class T>
   __device__ __forceinline__ void store(T& shared, const T& value, unsigned rank) {
-    const unsigned address = peer_address(&shared, rank), barrier = peer_address(&state_, rank);
-    constexpr int kWords = sizeof(T) / sizeof(unsigned);
+    const auto* words = reinterpret_cast<const unsigned*>(&value);
+    const unsigned to = peer_address(&shared, rank), barrier = peer_address(this, rank);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      LAYERNORM_SM90_ASM(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + i * 4),
-          "r"(reinterpret_cast<const unsigned*>(&value)[i]), "r"(barrier) : "memory");
+    for (unsigned i = 0; i < sizeof(T); i += 4) {
+      LAYERNORM_SM90_ASM("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to + i),
+                         "r"(words[i / 4]), "r"(barrier) : "memory");
     }
   }
 

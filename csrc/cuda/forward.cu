@@ -1,14 +1,12 @@
 // y = (x - mean) * rstd * weight + bias for every row of x [groups, rows, cols] on a GPU. RMSNorm's mean is 0.
 //
-// A block fetches its part of a row to shared memory, computes the moments of each chunk, merges the moments of the
-// row's chunks, and computes the output from shared memory. Rows are read and written once: 2 * groups * rows * cols *
-// sizeof(T) bytes are moved, the minimum. A block keeps up to four chunks. From compute capability 9.0 on, a cluster of
-// up to 8 blocks shares a longer row and exchanges the moments. Still longer rows, and those on older GPUs, take two
-// launches, the first of which stores the moments in the workspace.
+// A block fetches its part of a row to shared memory, computes the moments of each chunk, merges them, and computes the
+// output from shared memory: 2 * groups * rows * cols * sizeof(T) bytes are moved. A block keeps up to four chunks.
+// From compute capability 9.0 on, the blocks of a cluster share a longer row and exchange the moments. Still longer
+// rows, and those on older GPUs, take two launches, the first of which stores the moments.
 //
-// The mean is rounded, the average of x - mean is its error to full precision, and this correction enters the mean, the
-// variance and the output. Each chunk has its own mean; the formula of Chan, Golub and LeVeque merges the moments of
-// chunks.
+// The mean is rounded; the average of x - mean is its error, which enters the mean, the variance and the output. The
+// formula of Chan, Golub and LeVeque merges the moments of chunks.
 //
 // A residual is added when a chunk is loaded, and the chunk in shared memory becomes the sum. If the sum is float and
 // the input has 16 bits, a vector of the input and of the output has 8 bytes.

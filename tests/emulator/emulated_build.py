@@ -26,7 +26,7 @@ ORDERS = ("forward", "reverse", "random")
 UNLIMITED = 2**63 - 1
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
-OWN_HEADERS = ("device.h", "launch_limits.h", "platform.h")  # replace those of csrc/cuda
+OWN_HEADERS = ("cuda/device.h", "cuda/launch_limits.h", "launch_scope.h")  # replace those of csrc
 
 # The flags for device code in each mode. checker.cpp implements the functions that -fsanitize calls.
 CHECKED, PLAIN = "checked", "plain"
@@ -108,7 +108,7 @@ def _mirror(csrc):
     """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros."""
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
-    origins |= {pathlib.Path("cuda", name): EMULATOR / name for name in OWN_HEADERS}
+    origins |= {path: EMULATOR / path.name for path in map(pathlib.Path, OWN_HEADERS)}
     files = {}
     for path, origin in origins.items():
         text = origin.read_text()

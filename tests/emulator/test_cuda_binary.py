@@ -38,8 +38,9 @@ def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
         assert kernel.count("STG", "128") + narrow >= 4, kernel.name
 
 
-def test_only_cluster_barriers_invalidate_l1(kernels):
-    """The wait for a copy must not: weights and statistics are then read from L1 again."""
+def test_clusters_exchange_rows_without_fences(kernels):
+    """No row waits for stores to reach L2, and weights stay in L1, which only the start of a cluster invalidates."""
+    assert [k.name for k in kernels if k.count("MEMBAR")] == []
     assert [k.name for k in kernels if k.count("CCTL", "IVALL") > k.count("UCGABAR_WAIT")] == []
 
 
