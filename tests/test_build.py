@@ -211,6 +211,12 @@ def test_vector_instructions_are_used_in_the_kernels_only():
             assert not [i for i in body if i.startswith("v") or "%zmm" in i], name
 
 
+@pytest.mark.skipif(not _build_info.with_cuda or _build_info.debug, reason="needs an optimised build with CUDA")
+def test_size_of_a_build_with_cuda():
+    """This project allows 10 MB for three architectures, and as much more for each further one."""
+    assert Path(_C.__file__).stat().st_size < 10e6 / 3 * max(3, len(_build_info.cuda_architectures.split(";")))
+
+
 def test_metadata_describes_the_build():
     assert f"torch=={MINOR}.*" in importlib.metadata.requires("layernorm-ext")
     assert _build_info.torch_version == torch.__version__

@@ -234,6 +234,10 @@ def test_errors_of_residual_functions():
         layernorm_ext.add_rms_norm(X, X, 3)
 
 
+# Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.
+CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
 @pytest.mark.parametrize(
     ("operator", "inputs"),
@@ -241,6 +245,16 @@ def test_errors_of_residual_functions():
     ids=["forward", "residual"],
 )
 def test_build_without_cuda(operator, inputs):
-    """A CUDA tensor gets this error. The test calls by dispatch key, because there may be no CUDA device."""
+    """A CUDA tensor gets this error."""
     with raises("layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints"):
-        operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *inputs, [3])
+        operator.redispatch(CUDA_KEYS, *inputs, [3])
+
+
+@pytest.mark.skipif(not _build_info.with_cuda or torch.cuda.is_available(), reason="needs CUDA kernels and no GPU")
+def test_cuda_runtime_failure_is_a_runtime_error():
+    message = r"^layernorm: [\w ]+: (CUDA driver|no CUDA-capable device)"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.layernorm.forward.default.redispatch(CUDA_KEYS, X, [3], None, None, 1e-5)
+    arguments = (X, X, [3], STATISTICS, STATISTICS, None, None, ALL)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.layernorm.backward.default.redispatch(CUDA_KEYS, *arguments)
