@@ -11,7 +11,7 @@ from shapes import ALL
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layernorm_ext
-from layernorm_ext import _build_info
+from layernorm_ext import _build_info, ada_layer_norm, ada_layer_norm_2d, ada_rms_norm, ada_rms_norm_2d, layer_norm_2d
 
 X, W, STATISTICS = torch.ones(2, 3), torch.ones(3), torch.ones(2, 1)
 
@@ -236,6 +236,52 @@ def test_errors_of_residual_functions():
 
 # Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.
 CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+
+ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)
+OF_ROWS = (
+    "Expected {0} of shape [*batch, 8], where batch are the input's first batch sizes or 1, but got {0} of shape {1} "
+)
+OF_IMAGES = (
+    "Expected {0} of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's or 1, but got "
+    "{0} of shape {1} and input of shape [2, 3, 4, 4]"
+)
+FUNCTION_ERRORS = {
+    OF_ROWS.format("scale", "[2, 8]"): lambda: ada_layer_norm(ROWS, (8,), torch.ones(2, 8)),
+    OF_ROWS.format("scale", "[]"): lambda: ada_rms_norm(ROWS, (8,), torch.ones(())),
+    OF_ROWS.format("shift", "[3, 7]"): lambda: ada_rms_norm(ROWS, (8,), None, torch.ones(3, 7)),
+    OF_ROWS.format("scale", "[1, 3, 5, 8]"): lambda: ada_layer_norm(ROWS, (8,), torch.ones(1, 3, 5, 8)),
+    "Expected scale and shift to have the same batch sizes, but got scale of shape [3, 8], shift of shape [1, 5, 8] ": (
+        lambda: ada_layer_norm(ROWS, (8,), torch.ones(3, 8), torch.ones(1, 5, 8))
+    ),
+    "Expected scale of dtype Double, Float, Half or BFloat16, but got scale of dtype Int": (
+        lambda: ada_layer_norm(ROWS, (8,), torch.ones(3, 8).int())
+    ),
+    "Expected input of shape [N, C, *], but got input of size[3]": lambda: layer_norm_2d(IMAGES[0, :, 0, 0]),
+    OF_IMAGES.format("weight", "[4]"): lambda: layer_norm_2d(IMAGES, torch.ones(4)),
+    OF_IMAGES.format("bias", "[3, 1]"): lambda: layer_norm_2d(IMAGES, None, torch.ones(3, 1)),
+    OF_IMAGES.format("scale", "[4, 3]"): lambda: ada_rms_norm_2d(IMAGES, torch.ones(4, 3)),
+    OF_IMAGES.format("shift", "[1, 3, 2, 1]"): lambda: ada_layer_norm_2d(IMAGES, None, torch.ones(1, 3, 2, 1)),
+    "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3], shift of shape [1, 3, 4": (
+        lambda: ada_layer_norm_2d(IMAGES, torch.ones(2, 3), torch.ones(1, 3, 4, 1))
+    ),
+    "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape": (
+        lambda: layernorm_ext.add_layer_norm_2d(IMAGES, IMAGES[:1])
+    ),
+    "Expected input of shape [N, 4, *], but got input of size[2, 3, 4": lambda: layernorm_ext.LayerNorm2d(4)(IMAGES),
+    "Expected input of shape [N, 4, *], but got input of size": lambda: layernorm_ext.AdaRMSNorm2d(4)(IMAGES),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), FUNCTION_ERRORS.items())
+def test_errors_of_functions_and_modules(context, message, call):
+    with raises(message):
+        call()
+
+
+def test_scale_on_another_device():
+    with raises("Expected shift to be on the device of input"):
+        ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
 
 
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
