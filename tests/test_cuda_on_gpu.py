@@ -89,32 +89,6 @@ def test_cuda_graph(shape):
         assert_same_bits(captured, run_kernels(*arguments))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cuda_graph_of_a_training_step(shape):
-    """Forward, backward and the optimizer's step in one graph give the parameters of eager steps."""
-    x, dy, *_ = arguments_of(shape)
-    modules = [LayerNorm(shape[1], device="cuda") for _ in range(2)]
-    optimizers = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in modules]
-
-    def step(module, optimizer):
-        optimizer.zero_grad(set_to_none=False)
-        module(x).backward(dy)
-        optimizer.step()
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for module, optimizer in zip(modules, optimizers, strict=True):
-            step(module, optimizer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(modules[0], optimizers[0])
-    for _ in range(3):
-        x.normal_()
-        graph.replay()
-        step(modules[1], optimizers[1])
-        assert_same_bits(modules[0].parameters(), modules[1].parameters())
-
-
 def test_two_python_threads_on_two_streams():
     calls = [arguments_of(shape) for shape in SHAPES[:2]]
     expected = [run_kernels(*arguments) for arguments in calls]

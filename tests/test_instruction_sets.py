@@ -2,12 +2,13 @@
 
 torch chooses the instruction set when it is loaded, so that each needs a process of its own.
 
-bits.json has a hash of the results of each function. A change that alters results on purpose writes it again:
+bits.json has a hash of the results for each instruction set. A change that alters results on purpose writes it again:
 `for set in default avx2 avx512; do ATEN_CPU_CAPABILITY=$set python tests/test_instruction_sets.py; done`.
 """
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import BF16, F16, F32, F64
+from family import MEMBERS, with_gradients
+from reference import DTYPES
+from shapes import bits
 
-import layernorm_ext
 from layernorm_ext import _C
 
 TESTS = Path(__file__).parent
@@ -55,8 +57,7 @@ def test_lesser_set(capability, tmp_path):
 
 BITS = TESTS / "bits.json"
 RECORDED = json.loads(BITS.read_text())
-DTYPES = [(F64, F64), (F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
-SHAPES = [(1, 1), (3, 7), (64, 33), (2100, 64), (300, 768), (40, 1000), (7, 2500), (2, 70000)]
+ROWS = [(1, 1), (3, 7), (64, 33), (2100, 64), (300, 768), (40, 1000), (7, 2500), (2, 70000)]
 IMAGES = [(2, 3, 5, 7), (3, 96, 9, 9), (2, 192, 28, 28)]
 
 
@@ -68,48 +69,24 @@ def values(shape, dtype, seed):
     return torch.where(i % 97 == 0, numbers + 100, numbers).to(dtype).view(shape)
 
 
-def calls():
-    """Yield (name, function of (x, residual, weight, bias), shape, number of columns)."""
-    names = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
-    for name in names:
-        norm, adds, rms = getattr(layernorm_ext, name), "add" in name, "rms" in name
-
-        def call(x, residual, w, b, norm=norm, adds=adds, rms=rms, **options):
-            inputs = (x, residual) if adds else (x,)
-            return norm(*inputs, x.shape[1:], w, *(() if rms else (b,)), **options)
-
-        for shape in SHAPES:
-            yield name, call, shape, shape[1]
-    for shape in IMAGES:
-        yield "layer_norm_2d", lambda x, residual, w, b: layernorm_ext.layer_norm_2d(x, w, b), shape, shape[1]
-
-
-def digests():
-    """Return a hash of the outputs and gradients of each function."""
-    found = {}
-    for name, call, shape, cols in calls():
-        for dtype, parameter_dtype in DTYPES:
-            digest = found.setdefault(name, hashlib.sha256())
-            for with_weight, zero_centered in ((True, False), (True, True), (False, False)):
-                if zero_centered and name == "layer_norm_2d":
-                    continue
-                x, residual = (values(shape, dtype, seed).clone().requires_grad_() for seed in (1, 2))
-                w, b = (values((cols,), parameter_dtype, seed).clone().requires_grad_() for seed in (3, 4))
-                options = {"zero_centered_weight": True} if zero_centered else {}
-                outputs = call(x, residual, *((w, b) if with_weight else (None, None)), **options)
-                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                inputs = [t for t in (x, residual, w, b) if t is not None]
-                gradients = torch.autograd.grad(
-                    outputs, inputs, [values(y.shape, y.dtype, 5 + i) for i, y in enumerate(outputs)], allow_unused=True
-                )
-                for tensor in (*outputs, *(g for g in gradients if g is not None)):
-                    digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
-    return {name: digest.hexdigest()[:16] for name, digest in found.items()}
+def digest():
+    """Return a hash of the outputs and gradients of all functions."""
+    found = hashlib.sha256()
+    members = [member for member in MEMBERS if "memory_efficient" not in member.options]  # NaN at weights near zero
+    for member, shape, (dtype, parameter_dtype) in itertools.product(members, [*ROWS, *IMAGES], DTYPES):
+        if member.takes_images == (shape in IMAGES):
+            x, r, *grad_outputs = (values(shape, dtype, seed).movedim(1, -1) for seed in range(4))
+            w, b = (values(shape[1:2], parameter_dtype, seed) for seed in (4, 5))
+            tensors = [t.clone().requires_grad_() for t in (x, r, w, b)]
+            for results in with_gradients(member, tensors, grad_outputs):
+                for tensor in results:
+                    found.update(bits(tensor.detach()).numpy())
+    return found.hexdigest()
 
 
 def test_results_have_the_recorded_bits():
-    assert digests() == RECORDED[_C.cpu_capability()]
+    assert digest() == RECORDED[_C.cpu_capability()]
 
 
 if __name__ == "__main__":
-    BITS.write_text(json.dumps(RECORDED | {_C.cpu_capability(): digests()}, indent=1) + "\n")
+    BITS.write_text(json.dumps(RECORDED | {_C.cpu_capability(): digest()}, indent=1) + "\n")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from reference import BF16, F32, F64, dtypes_id
 from shapes import (
-    ALL,
     LAYOUTS,
     all_dtypes,
     amid_nans,
@@ -65,15 +64,6 @@ def test_layout_of_parameters(backend, dtypes):
     spread[:, 0], spread[:, 2] = w, b
     assert_same_bits(run(backend, x, dy, spread[:, 0], spread[:, 2]), expected, "strided")
     assert_same_bits(run(backend, x, dy, torch._neg_view(-w), torch._neg_view(-b)), expected, "negative bit")
-
-
-def test_layout_of_statistics(backend):
-    """Between convolutions, torch.compile makes them channels_last."""
-    x, dy = (randn((2, 3, 5, 10), F32, backend.device) for _ in range(2))
-    _, mean, rstd, *expected = run(backend, x, dy)
-    mean, rstd = (t.to(memory_format=torch.channels_last) for t in (mean, rstd))
-    assert not mean.is_contiguous()
-    assert_same_bits(backend.backward(dy, x, (10,), mean, rstd, None, None, ALL), expected)
 
 
 @all_dtypes
