@@ -58,6 +58,13 @@ def test_module_behaves_like_torchs(name, options, shape):
     assert_close(ours(x), theirs(x))
 
 
+def test_eps_beside_the_deviation_is_half_of_eps_in_the_variance():
+    """docs/classical.md: the outputs differ by eps * (1 / s - 1 / s^2) of some units for rows of deviation s near 1."""
+    x = torch.randn(64, 1024, dtype=torch.float64)
+    by_hand = (x - x.mean(-1, keepdim=True)) / (x.std(-1, correction=0, keepdim=True) + 1e-6)
+    torch.testing.assert_close(layer_norm(x, (1024,), eps=2e-6), by_hand, rtol=0, atol=1e-6)
+
+
 def save_and_load(module):
     buffer = io.BytesIO()
     torch.save(module, buffer)
