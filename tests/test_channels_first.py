@@ -28,7 +28,6 @@ from shapes import (
 )
 
 import layernorm_ext
-from layernorm_ext import ada_layer_norm_2d, ada_rms_norm_2d
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -155,33 +154,15 @@ def test_bits_of_a_pixel_depend_on_the_pixel_alone(backend, dtypes):
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"elementwise_affine": False},
-        {"eps": 1e-3, "dtype": F64},
-        {"zero_centered_weight": True},
-        {"device": "meta"},
-    ],
-    ids=str,
-)
-@formats
-def test_module_is_that_of_rows_over_channels(name, options, memory_format):
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"eps": 1e-3, "dtype": F64, "device": "meta"}])
+def test_module_has_the_repr_and_state_of_that_of_rows(name, options):
+    """test_fx.py tests which function it calls, and with which arguments."""
     rows_class, images_class = getattr(layernorm_ext, name), getattr(layernorm_ext, name + "2d")
     default = {} if "RMS" in name else {"eps": 1e-6}
     norm, rows_norm = images_class(6, **options), rows_class(6, **default | options)
     assert isinstance(norm, rows_class) and repr(norm) == repr(rows_norm).replace(name, name + "2d", 1)
-    for parameter in norm.parameters():
-        torch.nn.init.normal_(parameter)
-    rows_norm.load_state_dict(norm.state_dict())
-    x = torch.randn(2, 6, 3, 4, dtype=options.get("dtype"), device=options.get("device"))
-    inputs = [x.to(memory_format=memory_format)] * (2 if name.startswith("Add") else 1)
-    outputs, expected = norm(*inputs), rows_norm(*(t.movedim(1, -1) for t in inputs))
-    for y, e in zip(*(t if isinstance(t, tuple) else (t,) for t in (outputs, expected)), strict=True):
-        # Channels-last images use the row kernels. Otherwise each result is within 5e-7 of the exact one.
-        tolerance = 0 if memory_format is CHANNELS_LAST else 1e-6
-        torch.testing.assert_close(y, e.movedim(-1, 1), rtol=tolerance, atol=tolerance)
+    specify = lambda state: {key: (t.shape, t.dtype, t.device) for key, t in state.items()}  # noqa: E731
+    assert specify(norm.state_dict()) == specify(rows_norm.state_dict())
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
@@ -193,11 +174,3 @@ def test_signature_is_that_of_rows_but_for_channels_and_eps(name):
     assert [p.name for p in images[1:3]] == ["num_channels", "eps"]
     assert images[2].default == (None if "RMS" in name else 1e-6)
     assert [(p.name, p.default, p.kind) for p in images[3:]] == [(p.name, p.default, p.kind) for p in rows[3:]]
-
-
-def test_adaptive_modules_call_the_functions():
-    x, scale, shift = torch.randn(2, 6, 3, 4), torch.randn(2, 6), torch.randn(2, 6)
-    for name, function in (("AdaLayerNorm2d", ada_layer_norm_2d), ("AdaRMSNorm2d", ada_rms_norm_2d)):
-        norm = getattr(layernorm_ext, name)(6, eps=0.1)
-        assert torch.equal(norm(x, scale, shift), function(x, scale, shift, 0.1))
-        assert repr(norm) == f"{name}(6, eps=0.1)"

@@ -1,6 +1,7 @@
 """torch.fx with this package's modules; feature extraction from torchvision's and timm's models."""
 
 import copy
+import inspect
 import re
 
 import pytest
@@ -17,6 +18,7 @@ ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_graph_of_a_module_calls_its_function(name):
+    """Its arguments are the module's parameters and options of the same names."""
     make, *shapes = MODULES[name]
     module = make()
     for parameter in module.parameters():
@@ -25,8 +27,15 @@ def test_graph_of_a_module_calls_its_function(name):
     is_first = "first block" in name  # has no residual, which Sequential does not pass
     words = words.removeprefix("Add_") if is_first else words
     graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if is_first else module)
-    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    assert calls == [getattr(layernorm_ext, words.lower())]
+    (call,) = (node for node in graph.graph.nodes if node.op == "call_function")
+    assert call.target is getattr(layernorm_ext, words.lower())
+    signature = inspect.signature(call.target)
+    arguments = signature.bind(*call.args, **call.kwargs).arguments
+    for argument, parameter in signature.parameters.items():
+        if hasattr(module, argument):
+            value, expected = arguments.get(argument, parameter.default), getattr(module, argument)
+            is_parameter = isinstance(expected, torch.nn.Parameter)
+            assert value.target.endswith(argument) if is_parameter else value == expected
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
     actual, expected = (call(*(x.clone() for x in inputs)) for call in (graph, module))
