@@ -28,9 +28,11 @@ def snapshot(module):
 
 
 def randomize(module):
+    """Change all parameters: weights of one and biases of zero would hide errors."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
+    return module
 
 
 # Replacing and restoring

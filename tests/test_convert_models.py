@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import import_torchvision
+from test_convert import randomize
 
 from layernorm_ext import convert, revert
 
@@ -20,14 +21,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.integration]
 def torchvision():
     """Import torchvision, which timm, transformers and diffusers import."""
     import_torchvision()
-
-
-def randomize(module):
-    """Change all parameters: weights of one and biases of zero would hide errors."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
-    return module
 
 
 # Whole models

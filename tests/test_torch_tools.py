@@ -145,16 +145,12 @@ def test_fx_quantization_keeps_our_layers_in_float(x86_engine, norm):
     model, x = Quantizable(norm), torch.randn(50, 8)
     quantized = quantize_by_fx(model, x)
     assert isinstance(quantized.before, torch.ao.nn.quantized.Linear)
+    assert layernorm_ext.AddLayerNorm not in quantization.get_default_static_quant_module_mappings()
     # Three layers quantize numbers up to 4 in steps of 2^-5.
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
 
 
 # Per-sample gradients
-
-
-def test_only_layer_norm_has_a_quantized_layer():
-    mapping = quantization.get_default_static_quant_module_mappings()
-    assert layernorm_ext.LayerNorm in mapping and layernorm_ext.AddLayerNorm not in mapping
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
