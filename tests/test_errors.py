@@ -11,7 +11,15 @@ from shapes import ALL
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layernorm_ext
-from layernorm_ext import _build_info, ada_layer_norm, ada_layer_norm_2d, ada_rms_norm, ada_rms_norm_2d, layer_norm_2d
+from layernorm_ext import (
+    _build_info,
+    ada_layer_norm,
+    ada_layer_norm_2d,
+    ada_rms_norm,
+    ada_rms_norm_2d,
+    layer_norm,
+    layer_norm_2d,
+)
 
 X, W, STATISTICS = torch.ones(2, 3), torch.ones(3), torch.ones(2, 1)
 
@@ -87,29 +95,6 @@ def test_unsupported_dtype(backend, context, name, dtype):
     with raises(f"Expected {name} of dtype Double, Float, Half or BFloat16, but got {name} of dtype {dtype}") as error:
         backend.forward(**{k: v.to(backend.device) for k, v in arguments.items()}, normalized_shape=[3])
     assert isinstance(error.value, NotImplementedError) == (name == "input" and context is not fake_tensors)
-
-
-@pytest.mark.parametrize(
-    ("weight", "bias", "message"),
-    [
-        ((2, 5, 8), None, "Expected weight to be of the shape of input, with each batch size equal to the input's or "
-         "1, but got weight of shape [2, 5, 8], input of shape [3, 5, 8] and normalized_shape = [8]"),
-        (None, (3, 5, 7), "Expected bias to be of the shape of input, with each batch size equal to the input's or "
-         "1, but got bias of shape [3, 5, 7], input of shape [3, 5, 8] and normalized_shape = [8]"),
-        ((5, 8), None, "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and "
-         "normalized_shape = [8]; or to have the dimensions of input of shape [3, 5, 8]"),
-        ((3, 1, 8), (1, 5, 8), "Expected weight and bias to have the same batch sizes, but got weight of shape "
-         "[3, 1, 8], bias of shape [1, 5, 8] and input of shape [3, 5, 8]"),
-    ],
-    ids=["batch", "columns", "dimensions", "groups"],
-)  # fmt: skip
-def test_parameters_with_batch_dimensions(backend, weight, bias, message):
-    x, w, b = (None if s is None else torch.zeros(s, device=backend.device) for s in ((3, 5, 8), weight, bias))
-    statistic = torch.zeros(3, 5, 1, device=backend.device)
-    with raises(message):
-        backend.forward(x, (8,), w, b)
-    with raises(message):
-        backend.backward(x, x, (8,), statistic, statistic, w, b, ALL)
 
 
 BACKWARD = {  # what differs from a right call, and the message
@@ -246,7 +231,18 @@ OF_IMAGES = (
     "Expected {0} of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's or 1, but got "
     "{0} of shape {1} and input of shape [2, 3, 4, 4]"
 )
+OF_BATCH = (
+    "Expected {0} to be of the shape of input, with each batch size equal to the input's or 1, but got {0} of shape "
+    "{1}, input of shape [3, 5, 8] and normalized_shape = [8]"
+)
 FUNCTION_ERRORS = {
+    OF_BATCH.format("weight", "[2, 5, 8]"): lambda: layer_norm(ROWS, (8,), torch.ones(2, 5, 8)),
+    OF_BATCH.format("bias", "[3, 5, 7]"): lambda: layer_norm(ROWS, (8,), None, torch.ones(3, 5, 7)),
+    "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and normalized_shape = "
+    "[8]; or to have the dimensions of input of shape [3, 5, 8]": lambda: layer_norm(ROWS, (8,), torch.ones(5, 8)),
+    "Expected weight and bias to have the same batch sizes, but got weight of shape [3, 1, 8], bias of shape [1, 5": (
+        lambda: layer_norm(ROWS, (8,), torch.ones(3, 1, 8), torch.ones(1, 5, 8))
+    ),
     OF_ROWS.format("scale", "[2, 8]"): lambda: ada_layer_norm(ROWS, (8,), torch.ones(2, 8)),
     OF_ROWS.format("scale", "[]"): lambda: ada_rms_norm(ROWS, (8,), torch.ones(())),
     OF_ROWS.format("shift", "[3, 7]"): lambda: ada_rms_norm(ROWS, (8,), None, torch.ones(3, 7)),
