@@ -219,9 +219,7 @@ def test_errors_of_residual_functions():
         layernorm_ext.add_rms_norm(X, X, 3)
 
 
-# Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.
-CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-
+# The public functions and modules
 
 ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)
 OF_ROWS = (
@@ -275,9 +273,13 @@ def test_errors_of_functions_and_modules(context, message, call):
         call()
 
 
-def test_scale_on_another_device():
+def test_shift_on_another_device():
     with raises("Expected shift to be on the device of input"):
         ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
+
+
+# Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.
+CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
