@@ -9,6 +9,7 @@ import torch
 from reference import BF16, DTYPES_16_BIT, F64, dtypes_id
 from shapes import randn
 
+import layernorm_ext
 from layernorm_ext import AdaLayerNorm, AdaRMSNorm, ada_layer_norm, ada_rms_norm, trace_as
 
 FUNCTIONS = {"layer": ada_layer_norm, "rms": ada_rms_norm}
@@ -82,6 +83,7 @@ def test_modules(name):
     module = cls(8)
     assert repr(module) == f"{cls.__name__}((8,), eps=1e-06)" and not module.state_dict()
     assert repr(cls([2, 4], eps=1e-5)) == f"{cls.__name__}((2, 4), eps=1e-05)"
+    assert repr(getattr(layernorm_ext, cls.__name__ + "2d")(8)) == f"{cls.__name__}2d(8, eps=1e-06)"
     for arguments in ((x, scale, shift), (x, scale), (x, None, shift), (x,)):
         assert torch.equal(module(*arguments), function(x, (8,), *arguments[1:]))
     with torch.autocast("cpu", BF16):

@@ -31,6 +31,8 @@ MODULES = {
     "memory-efficient LayerNorm2d": (lambda: LayerNorm2d(8, memory_efficient=True), IMAGES),
     "RMSNorm2d": (lambda: layernorm_ext.RMSNorm2d(8, zero_centered_weight=True), IMAGES),
     "AddLayerNorm2d": (lambda: layernorm_ext.AddLayerNorm2d(8), IMAGES, IMAGES),
+    "AddLayerNorm2d of the first block": (lambda: layernorm_ext.AddLayerNorm2d(8), IMAGES),
+    "AddRMSNorm2d of the first block": (lambda: layernorm_ext.AddRMSNorm2d(8), IMAGES),
     "AddRMSNorm2d in place": (lambda: layernorm_ext.AddRMSNorm2d(8, inplace=True), IMAGES, IMAGES),
     "AdaLayerNorm2d": (lambda: layernorm_ext.AdaLayerNorm2d(8), IMAGES, (2, 8), (2, 8)),
     "AdaRMSNorm2d without shift": (lambda: layernorm_ext.AdaRMSNorm2d(8), IMAGES, (2, 8, 1, 1)),
