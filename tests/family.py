@@ -48,7 +48,7 @@ class Member:
         if self.takes_images:
             tensors = [t.movedim(-1, 1) if t.dim() > 1 else t for t in tensors]
         else:
-            tensors.insert(2 if self.adds else 1, x.shape[-1:])
+            tensors.insert(2 if self.adds else 1, (x.size(-1),))  # a strided nested tensor has no shape
         if "inplace" in self.options:
             tensors[1] = tensors[1] * 1  # a leaf cannot change in place
         results = self.function(*tensors, eps=EPS, **self.options)

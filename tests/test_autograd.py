@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from shapes import forward
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -49,24 +50,29 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# Weight and bias present, and for each argument whether it requires a gradient.
+# Residual, weight and bias present, and for each argument whether it requires a gradient.
 CASES = [
-    (weight, bias, requires_grad)
-    for weight, bias in itertools.product([True, False], repeat=2)
-    for requires_grad in itertools.product([True, False], repeat=1 + weight + bias)
+    (present, requires_grad)
+    for present in [*itertools.product([False], [True, False], [True, False]), (True, True, False)]
+    for requires_grad in itertools.product([True, False], repeat=1 + sum(present))
     if any(requires_grad)
 ]
 
 
-@pytest.mark.parametrize(("weight", "bias", "requires_grad"), CASES)
-def test_first_and_second_derivatives(backend, double, weight, bias, requires_grad):
-    """In reverse and forward mode and batched; forward over reverse, and reverse over reverse."""
-    tensors = [double(4, 2, 3), *(double(2, 3) for _ in range(weight + bias))]
-    inputs = [t.requires_grad_(r) for t, r in zip(tensors, requires_grad, strict=True)]
+@pytest.mark.parametrize(("present", "requires_grad"), CASES)
+def test_first_and_second_derivatives(backend, double, present, requires_grad):
+    """In reverse and forward mode and batched; forward over reverse, and reverse over reverse.
 
-    def function(x, *parameters):
-        w = parameters[0] if weight else None
-        return backend.layer_norm(x, (2, 3), w, parameters[-1] if bias else None, EPS)
+    gradcheck differentiates the output and the sum one at a time.
+    """
+    shapes = [shape for shape, is_present in zip(((4, 2, 3), (2, 3), (2, 3)), present, strict=True) if is_present]
+    inputs = [double(*s).requires_grad_(r) for s, r in zip([(4, 2, 3), *shapes], requires_grad, strict=True)]
+
+    def function(x, *others):
+        others = iter(others)
+        residual, w, b = (next(others) if is_present else None for is_present in present)
+        y, total, *_ = forward(backend, x, residual, w, b, EPS, (2, 3))
+        return y if total is None else (y, total)
 
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)

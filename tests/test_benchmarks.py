@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from itertools import product
 from pathlib import Path
 
@@ -16,10 +15,9 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, cases, compare, compiled, contenders, timing  # noqa: E402
+from benchmarks import accuracy, compare, compiled, contenders, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
-TINY = ["4x64", "--dtypes", "fp32"]
 ALL = "ours,torch,torch.compile"
 WAYS = ["operator", "function", "module", "function with graph", "forward and backward"]
 BLOCKS = ["residual, norm, modulate", "pre-norm transformer block"]  # the others take as long to compile
@@ -59,16 +57,14 @@ def run(tmp_path):
 # Commands
 
 
-def test_kernels_records_times_errors_and_verdicts(run, tmp_path):
-    output, records = run("kernels", "40x64", "--dtypes", "fp32,bf16-fp32", "--contenders", ALL, *QUICK)
+def test_kernels_records_times_errors_and_verdicts(run):
+    _, records = run("kernels", "40x64", "--dtypes", "fp32,bf16-fp32", "--contenders", ALL, *QUICK)
     assert len(records) == 2 * 3 * 4  # dtypes, passes and contenders
     for record in records:
         assert record["status"] == "ok" and record["mode"] == "eager" and record["sets"] == 1
         assert record["us"] > 0 and record["of_torch"] > 0 and record["noise"] >= 1
         assert (record["error"] is None) == (record["contender"] == "copy")
         assert (record["verdict"] is None) == (record["contender"] in ("copy", "torch"))
-    assert len(re.findall(r" · \d+% · \de-\d\d", output)) == 2 * 3 * 3  # the table shows errors beside the times
-    assert (tmp_path / "copy_fraction.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
@@ -98,26 +94,13 @@ def test_memory_counts_outputs_and_saved_tensors(run):
     assert 2 * input_bytes <= ours["forward and backward"]["peak_bytes"] <= 3 * input_bytes
 
 
-def test_accuracy_shows_the_promised_errors(run, tmp_path):
+def test_accuracy_shows_the_promised_errors(run):
     _, records = run("accuracy", "--dtypes", "fp32,fp16")
     offsets = [r for r in records if r["sweep"] == "offset" and r["quantity"] == "output"]
     assert max(r["value"] for r in offsets if r["dtypes"] == "fp16") == 1e4  # 1e5 overflows
     ours, torchs = ([r["error"] for r in offsets[i::2] if r["dtypes"] == "fp32"] for i in range(2))
     # The README promises 5e-7; torch's error grows with the mean.
     assert len(ours) == 8 and max(ours) < 5e-7 and max(torchs) > 1e-4
-    assert all((tmp_path / f"error_by_{sweep}.png").stat().st_size > 5000 for sweep in accuracy.SWEEPS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["kernels", "0x64"], 2, "Expected a shape ROWSxCOLS such as 4096x768, but got '0x64'"),
-        (["kernels", "--dtypes", "fp8"], 2, f"Expected some of {', '.join(cases.PAIRS)}, but got 'fp8'"),
-        (["compare", "no-such-revision"], 1, "git knows no 'no-such-revision'"),
-    ],
-)
-def test_invalid_arguments_are_reported(run, arguments, status, message):
-    assert message in " ".join(run(*arguments, status=status)[0].split())
 
 
 # Contenders
@@ -132,22 +115,17 @@ def other_eps(function, case):
 
 
 @pytest.mark.parametrize(
-    ("bind", "status", "message"),
+    ("name", "bind", "status", "message"),
     [
-        (not_importable, "failed", "ImportError: built for another torch\n"),
-        (other_eps, "wrong", "output is off by "),
+        ("apex", not_importable, 0, "ImportError: built for another torch\n"),
+        ("apex", other_eps, 0, "output is off by "),
+        ("ours", other_eps, 1, "ours is wrong: output is off by "),
     ],
 )
-def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, bind, status, message):
-    monkeypatch.setitem(contenders.CONTENDERS, "apex", ("apex", "torch.nn.functional:layer_norm", bind))
-    output, records = run("kernels", *TINY, *QUICK, "--contenders", "ours,torch,apex")
-    assert [r["status"] for r in records if r["contender"] == "apex"] == [status] * 3
-    assert message in output
-
-
-def test_wrong_results_of_ours_fail_the_command(run, monkeypatch):
-    monkeypatch.setitem(contenders.CONTENDERS, "ours", ("torch", "torch.nn.functional:layer_norm", other_eps))
-    assert "ours is wrong: output is off by" in run("memory", *TINY, status=1)[0]
+def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, name, bind, status, message):
+    """Only wrong results of ours fail the command."""
+    monkeypatch.setitem(contenders.CONTENDERS, name, ("apex", "torch.nn.functional:layer_norm", bind))
+    assert message in run("memory", "4x64", "--dtypes", "fp32", "--contenders", f"torch,{name}", status=status)[0]
 
 
 # compare

@@ -1,4 +1,4 @@
-"""The kernels for contiguous images [N, C, *], and the errors and modules of the functions for images.
+"""The kernels for contiguous images [N, C, *], and the modules for images.
 
 The tests with the argument `run` in test_forward.py and test_backward.py also run these kernels. test_functions.py
 tests results and derivatives of the functions.
@@ -6,11 +6,10 @@ tests results and derivatives of the functions.
 
 import inspect
 import itertools
-import re
 
 import pytest
 import torch
-from reference import F32, F64
+from reference import F64
 from shapes import (
     ALL,
     all_dtypes,
@@ -27,22 +26,12 @@ from shapes import (
     transposed,
     with_gaps,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layernorm_ext
-from layernorm_ext import (
-    LayerNorm2d,
-    ada_layer_norm_2d,
-    ada_rms_norm_2d,
-    add_layer_norm_2d,
-    layer_norm_2d,
-    rms_norm_2d,
-)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
-formats = pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST], ids=["contiguous", "channels_last"])
+CHANNELS_LAST = torch.channels_last
 
 # Packs hold 4 to 32 pixels, blocks 64 to 256.
 PIXELS = [*range(1, 70), 127, 128, 129, 196, 255, 256, 257, 300, 511, 520]
@@ -86,33 +75,27 @@ def test_results_match_float64(backend, dtypes, shapes):
         assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
 
 
-@all_dtypes
-@pytest.mark.parametrize("shape", [(2, 6, 4, 5), (3, 6, 1, 1), (1, 6, 2, 3), (2, 1, 3, 3), (1, 1, 1, 1)], ids=str)
-@formats
-def test_results_keep_the_memory_format_of_the_input(backend, dtypes, shape, memory_format):
-    x, dy, w, b = random_images(backend, dtypes, shape)
-    x = x.to(memory_format=memory_format)
-    for gradient_format in (CONTIGUOUS, CHANNELS_LAST):
-        output, _, _, grad_input, *_ = run_and_check(backend, x, dy.to(memory_format=gradient_format), w, b)
-        for result in (output, grad_input):
-            assert result.is_contiguous(memory_format=memory_format)
-            assert result.stride() == torch.empty_like(x).stride()
-
-
 def transposed_pixels(images):
     return images.mT.contiguous().mT
 
 
+def sliced_channels_last(images):
+    """Return a view that is not dense; the results are."""
+    images = images.to(memory_format=CHANNELS_LAST)
+    return torch.cat([images, images], 1)[:, images.shape[1] :]
+
+
 @data_dtypes
 @pytest.mark.parametrize(
-    "layout", [transposed, transposed_pixels, every_second_column, with_gaps, misaligned, negative]
+    "layout",
+    [transposed, transposed_pixels, sliced_channels_last, every_second_column, with_gaps, misaligned, negative],
 )
 def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
     """Other dense layouts are kept, with the bits of rows. The statistics may have any layout too."""
     x, dy, w, b = random_images(backend, (dtype, dtype), (2, 6, 4, 10))
-    is_dense = layout in (transposed, transposed_pixels)
+    keeps_layout = layout in (transposed, transposed_pixels, sliced_channels_last)
     for views in ((layout(x), dy), (x, layout(dy))):
-        as_rows = is_dense and views[1] is dy
+        as_rows = keeps_layout and views[1] is dy
         copy = x.to(memory_format=CHANNELS_LAST) if as_rows else x
         results = run_images(backend, *views, w, b)
         assert_same_bits(results, run_images(backend, copy, dy, w, b))
@@ -123,14 +106,6 @@ def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
         dy_rows, x_rows, *statistics = rows
         grad_input, *others = backend.backward(dy_rows, x_rows, (6,), *statistics, w, b, ALL, preserve_layout=True)
         assert_same_bits([grad_input.movedim(-1, 1), *others], gradients)
-
-
-def test_sliced_channels_last_images_stay_channels_last(backend):
-    x, dy, w, b = random_images(backend, (F32, F32), (2, 6, 4, 10))
-    x = x.to(memory_format=CHANNELS_LAST)
-    results = run_images(backend, torch.cat([x, x], 1)[:, 6:], dy, w, b)
-    assert_same_bits(results, run_images(backend, x, dy, w, b))
-    assert all(results[i].is_contiguous(memory_format=CHANNELS_LAST) for i in (0, 3))
 
 
 @data_dtypes
@@ -165,76 +140,22 @@ def test_autocast_keeps_the_single_node_of_the_graph():
     """Otherwise views move the channels, which takes several times as long for a small call."""
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer_norm_2d(x, torch.ones(8)).grad_fn.name() == "LayerNormBackward"
-
-
-# Errors
-
-X = torch.ones(2, 3, 4, 4)
-SHAPE_ERROR = (
-    "Expected {0} of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's or 1, but got "
-    "{0} of shape {1} and input of shape [2, 3, 4, 4]"
-)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: layer_norm_2d(X[0, :, 0, 0]), "Expected input of shape [N, C, *], but got input of size[3]"),
-        (lambda: layer_norm_2d(X, torch.ones(4)), SHAPE_ERROR.format("weight", "[4]")),
-        (lambda: layer_norm_2d(X, None, torch.ones(3, 1)), SHAPE_ERROR.format("bias", "[3, 1]")),
-        (lambda: rms_norm_2d(X, torch.ones(2, 3, 4)), SHAPE_ERROR.format("weight", "[2, 3, 4]")),
-        (lambda: ada_rms_norm_2d(X, torch.ones(4, 3)), SHAPE_ERROR.format("scale", "[4, 3]")),
-        (lambda: ada_layer_norm_2d(X, None, torch.ones(1, 3, 2, 1)), SHAPE_ERROR.format("shift", "[1, 3, 2, 1]")),
-        (
-            lambda: ada_layer_norm_2d(X, torch.ones(2, 3), torch.ones(1, 3, 4, 1)),
-            "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3], shift of shape",
-        ),
-        (
-            lambda: add_layer_norm_2d(X, X[:1]),
-            "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape",
-        ),
-        (lambda: LayerNorm2d(4, elementwise_affine=False)(X), "Expected input of shape [N, 4, *], but got input of"),
-        (lambda: layernorm_ext.AdaRMSNorm2d(4)(X), "Expected input of shape [N, 4, *], but got input of size[2, 3, 4"),
-    ],
-)
-def test_errors_name_the_argument_and_both_values(call, message):
-    for context in (torch.enable_grad, torch.inference_mode, lambda: FakeTensorMode(allow_non_fake_inputs=True)):
-        with context(), pytest.raises(RuntimeError, match=re.escape(message)):
-            call()
+        assert layernorm_ext.layer_norm_2d(x, torch.ones(8)).grad_fn.name() == "LayerNormBackward"
 
 
 # Modules
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"elementwise_affine": False},
-        {"eps": 1e-3, "dtype": F64},
-        {"zero_centered_weight": True},
-        {"device": "meta"},
-    ],
-    ids=str,
-)
-@formats
-def test_module_is_that_of_rows_over_channels(name, options, memory_format):
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"eps": 1e-3, "dtype": F64, "device": "meta"}])
+def test_module_has_the_repr_and_state_of_that_of_rows(name, options):
+    """test_fx.py tests which function it calls, and with which arguments."""
     rows_class, images_class = getattr(layernorm_ext, name), getattr(layernorm_ext, name + "2d")
     default = {} if "RMS" in name else {"eps": 1e-6}
     norm, rows_norm = images_class(6, **options), rows_class(6, **default | options)
     assert isinstance(norm, rows_class) and repr(norm) == repr(rows_norm).replace(name, name + "2d", 1)
-    for parameter in norm.parameters():
-        torch.nn.init.normal_(parameter)
-    rows_norm.load_state_dict(norm.state_dict())
-    x = torch.randn(2, 6, 3, 4, dtype=options.get("dtype"), device=options.get("device"))
-    inputs = [x.to(memory_format=memory_format)] * (2 if name.startswith("Add") else 1)
-    outputs, expected = norm(*inputs), rows_norm(*(t.movedim(1, -1) for t in inputs))
-    for y, e in zip(*(t if isinstance(t, tuple) else (t,) for t in (outputs, expected)), strict=True):
-        # Channels-last images use the row kernels. Otherwise each result is within 5e-7 of the exact one.
-        tolerance = 0 if memory_format is CHANNELS_LAST else 1e-6
-        torch.testing.assert_close(y, e.movedim(-1, 1), rtol=tolerance, atol=tolerance)
+    specify = lambda state: {key: (t.shape, t.dtype, t.device) for key, t in state.items()}  # noqa: E731
+    assert specify(norm.state_dict()) == specify(rows_norm.state_dict())
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
@@ -246,11 +167,3 @@ def test_signature_is_that_of_rows_but_for_channels_and_eps(name):
     assert [p.name for p in images[1:3]] == ["num_channels", "eps"]
     assert images[2].default == (None if "RMS" in name else 1e-6)
     assert [(p.name, p.default, p.kind) for p in images[3:]] == [(p.name, p.default, p.kind) for p in rows[3:]]
-
-
-def test_adaptive_modules_call_the_functions():
-    x, scale, shift = torch.randn(2, 6, 3, 4), torch.randn(2, 6), torch.randn(2, 6)
-    for name, function in (("AdaLayerNorm2d", ada_layer_norm_2d), ("AdaRMSNorm2d", ada_rms_norm_2d)):
-        norm = getattr(layernorm_ext, name)(6, eps=0.1)
-        assert torch.equal(norm(x, scale, shift), function(x, scale, shift, 0.1))
-        assert repr(norm) == f"{name}(6, eps=0.1)"

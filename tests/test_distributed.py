@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from family import MEMBERS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,18 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from layernorm_ext import (
-    LayerNorm,
-    ada_layer_norm,
-    ada_layer_norm_2d,
-    ada_rms_norm,
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    layer_norm_2d,
-    rms_norm,
-    rms_norm_2d,
-)
+from layernorm_ext import LayerNorm, ada_rms_norm, layer_norm
 
 PROCESSES = 4
 DTENSOR = "torch.distributed.tensor"
@@ -121,32 +111,25 @@ def assert_stays_sharded(mesh, function, tensors, placements, tolerance):
 
 @in_four_processes
 def family_keeps_batch_and_sequence_sharded(mesh):
-    x, w, b, _ = random_tensors()
-    r = torch.randn_like(x)
-    members = [
-        (lambda x, w, b: (layer_norm(x, (16,), w, b),), [x, w, b]),
-        (lambda x, w: (layer_norm(x, (16,), w, zero_centered_weight=True, memory_efficient=True),), [x, w]),
-        (lambda x, w: (rms_norm(x, (16,), w),), [x, w]),
-        (lambda x, r, w, b: add_layer_norm(x, r, (16,), w, b), [x, r, w, b]),
-        (lambda x, r, w: add_rms_norm(x, r, (16,), w), [x, r, w]),
-        (lambda x, r: add_layer_norm(x, r, (16,)), [x.bfloat16(), r]),
-    ]
-    for shard, (function, tensors) in itertools.product((Shard(0), Shard(1)), members):
-        placements = [shard if t.dim() == 3 else Replicate() for t in tensors]
-        assert_stays_sharded(mesh, function, tensors, placements, SAME_BITS)
+    """Images are sharded over N or H, and adaptive parameters over N. The residual of bfloat16 input is float32."""
+    members = [member for member in MEMBERS if "inplace" not in member.options]
+    for member, shard, dtype in itertools.product(members, (Shard(0), Shard(1)), (torch.float32, torch.bfloat16)):
+        if member.takes_images and dtype == torch.bfloat16:
+            continue
+        x, r, w, b = torch.randn(4, 8, 16), torch.randn(4, 8, 16), *torch.randn(2, 4, 16)
+        is_adaptive = "ada" in member.name
+        if member.takes_images:
+            x, r = (t.movedim(-1, 1).contiguous().movedim(1, -1) for t in (x, r))
+        tensors = [x.to(dtype), *([r] if member.adds else []), w if is_adaptive else w[0]]
+        tensors += [b if is_adaptive else b[0]] if member.has_bias else []
+        of_parameters = shard if is_adaptive and shard == Shard(0) else Replicate()
+        placements = [shard if t.dim() == 3 else of_parameters for t in tensors]
 
+        def function(x, *others, member=member):
+            return member(x, others[0], others[int(member.adds)], others[-1])
 
-@in_four_processes
-def images_keep_their_shards(mesh):
-    """Images sharded over N or H. A scale per image is sharded over N."""
-    x, w, scale = torch.randn(4, 6, 8, 3), torch.randn(6), torch.randn(4, 6, 1, 1)
-    members = [(layer_norm_2d, w), (rms_norm_2d, w), (ada_layer_norm_2d, scale)]
-    for shard, memory_format, (function, weight) in itertools.product(
-        (Shard(0), Shard(2)), (torch.contiguous_format, torch.channels_last), members
-    ):
-        placements = [shard, shard if weight is scale and shard == Shard(0) else Replicate()]
-        tensors = [x.to(memory_format=memory_format), weight]
-        assert_stays_sharded(mesh, lambda *t, f=function: (f(*t),), tensors, placements, ANOTHER_ORDER)
+        tolerance = ANOTHER_ORDER if member.takes_images else SAME_BITS
+        assert_stays_sharded(mesh, function, tensors, placements, tolerance)
 
 
 @in_four_processes
@@ -160,9 +143,7 @@ def parameters_per_sample_are_sharded_with_the_batch(mesh):
         (layer_norm, Shard(1), own, own.cos(), False, False),
         (layer_norm, Shard(1), of_position, of_position.cos(), True, True),
         (layer_norm, Shard(0), of_position, same, False, False),
-        (ada_layer_norm, Shard(0), own[:, 0], own[:, 0].cos(), True, True),
         (ada_rms_norm, Shard(0), own[:, 0], same, True, False),
-        (ada_rms_norm, Shard(1), own[:, 0], own[:, 0].cos(), False, False),
     ]
     for function, shard, weight, bias, *has_shard in cases:
         placements = [shard, *(shard if has_own else Replicate() for has_own in has_shard)]

@@ -11,7 +11,15 @@ from shapes import ALL
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layernorm_ext
-from layernorm_ext import _build_info
+from layernorm_ext import (
+    _build_info,
+    ada_layer_norm,
+    ada_layer_norm_2d,
+    ada_rms_norm,
+    ada_rms_norm_2d,
+    layer_norm,
+    layer_norm_2d,
+)
 
 X, W, STATISTICS = torch.ones(2, 3), torch.ones(3), torch.ones(2, 1)
 
@@ -87,29 +95,6 @@ def test_unsupported_dtype(backend, context, name, dtype):
     with raises(f"Expected {name} of dtype Double, Float, Half or BFloat16, but got {name} of dtype {dtype}") as error:
         backend.forward(**{k: v.to(backend.device) for k, v in arguments.items()}, normalized_shape=[3])
     assert isinstance(error.value, NotImplementedError) == (name == "input" and context is not fake_tensors)
-
-
-@pytest.mark.parametrize(
-    ("weight", "bias", "message"),
-    [
-        ((2, 5, 8), None, "Expected weight to be of the shape of input, with each batch size equal to the input's or "
-         "1, but got weight of shape [2, 5, 8], input of shape [3, 5, 8] and normalized_shape = [8]"),
-        (None, (3, 5, 7), "Expected bias to be of the shape of input, with each batch size equal to the input's or "
-         "1, but got bias of shape [3, 5, 7], input of shape [3, 5, 8] and normalized_shape = [8]"),
-        ((5, 8), None, "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and "
-         "normalized_shape = [8]; or to have the dimensions of input of shape [3, 5, 8]"),
-        ((3, 1, 8), (1, 5, 8), "Expected weight and bias to have the same batch sizes, but got weight of shape "
-         "[3, 1, 8], bias of shape [1, 5, 8] and input of shape [3, 5, 8]"),
-    ],
-    ids=["batch", "columns", "dimensions", "groups"],
-)  # fmt: skip
-def test_parameters_with_batch_dimensions(backend, weight, bias, message):
-    x, w, b = (None if s is None else torch.zeros(s, device=backend.device) for s in ((3, 5, 8), weight, bias))
-    statistic = torch.zeros(3, 5, 1, device=backend.device)
-    with raises(message):
-        backend.forward(x, (8,), w, b)
-    with raises(message):
-        backend.backward(x, x, (8,), statistic, statistic, w, b, ALL)
 
 
 BACKWARD = {  # what differs from a right call, and the message
@@ -234,6 +219,69 @@ def test_errors_of_residual_functions():
         layernorm_ext.add_rms_norm(X, X, 3)
 
 
+# The public functions and modules
+
+ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)
+OF_ROWS = (
+    "Expected {0} of shape [*batch, 8], where batch are the input's first batch sizes or 1, but got {0} of shape {1} "
+)
+OF_IMAGES = (
+    "Expected {0} of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's or 1, but got "
+    "{0} of shape {1} and input of shape [2, 3, 4, 4]"
+)
+OF_BATCH = (
+    "Expected {0} to be of the shape of input, with each batch size equal to the input's or 1, but got {0} of shape "
+    "{1}, input of shape [3, 5, 8] and normalized_shape = [8]"
+)
+FUNCTION_ERRORS = {
+    OF_BATCH.format("weight", "[2, 5, 8]"): lambda: layer_norm(ROWS, (8,), torch.ones(2, 5, 8)),
+    OF_BATCH.format("bias", "[3, 5, 7]"): lambda: layer_norm(ROWS, (8,), None, torch.ones(3, 5, 7)),
+    "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and normalized_shape = "
+    "[8]; or to have the dimensions of input of shape [3, 5, 8]": lambda: layer_norm(ROWS, (8,), torch.ones(5, 8)),
+    "Expected weight and bias to have the same batch sizes, but got weight of shape [3, 1, 8], bias of shape [1, 5": (
+        lambda: layer_norm(ROWS, (8,), torch.ones(3, 1, 8), torch.ones(1, 5, 8))
+    ),
+    OF_ROWS.format("scale", "[2, 8]"): lambda: ada_layer_norm(ROWS, (8,), torch.ones(2, 8)),
+    OF_ROWS.format("scale", "[]"): lambda: ada_rms_norm(ROWS, (8,), torch.ones(())),
+    OF_ROWS.format("shift", "[3, 7]"): lambda: ada_rms_norm(ROWS, (8,), None, torch.ones(3, 7)),
+    OF_ROWS.format("scale", "[1, 3, 5, 8]"): lambda: ada_layer_norm(ROWS, (8,), torch.ones(1, 3, 5, 8)),
+    "Expected scale and shift to have the same batch sizes, but got scale of shape [3, 8], shift of shape [1, 5, 8] ": (
+        lambda: ada_layer_norm(ROWS, (8,), torch.ones(3, 8), torch.ones(1, 5, 8))
+    ),
+    "Expected scale of dtype Double, Float, Half or BFloat16, but got scale of dtype Int": (
+        lambda: ada_layer_norm(ROWS, (8,), torch.ones(3, 8).int())
+    ),
+    "Expected input of shape [N, C, *], but got input of size[3]": lambda: layer_norm_2d(IMAGES[0, :, 0, 0]),
+    OF_IMAGES.format("weight", "[4]"): lambda: layer_norm_2d(IMAGES, torch.ones(4)),
+    OF_IMAGES.format("bias", "[3, 1]"): lambda: layer_norm_2d(IMAGES, None, torch.ones(3, 1)),
+    OF_IMAGES.format("scale", "[4, 3]"): lambda: ada_rms_norm_2d(IMAGES, torch.ones(4, 3)),
+    OF_IMAGES.format("shift", "[1, 3, 2, 1]"): lambda: ada_layer_norm_2d(IMAGES, None, torch.ones(1, 3, 2, 1)),
+    "Expected scale and shift to have the same batch sizes, but got scale of shape [2, 3], shift of shape [1, 3, 4": (
+        lambda: ada_layer_norm_2d(IMAGES, torch.ones(2, 3), torch.ones(1, 3, 4, 1))
+    ),
+    "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape": (
+        lambda: layernorm_ext.add_layer_norm_2d(IMAGES, IMAGES[:1])
+    ),
+    "Expected input of shape [N, 4, *], but got input of size[2, 3, 4": lambda: layernorm_ext.LayerNorm2d(4)(IMAGES),
+    "Expected input of shape [N, 4, *], but got input of size": lambda: layernorm_ext.AdaRMSNorm2d(4)(IMAGES),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), FUNCTION_ERRORS.items())
+def test_errors_of_functions_and_modules(context, message, call):
+    with raises(message):
+        call()
+
+
+def test_shift_on_another_device():
+    with raises("Expected shift to be on the device of input"):
+        ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
+
+
+# Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.
+CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
 @pytest.mark.parametrize(
     ("operator", "inputs"),
@@ -241,6 +289,16 @@ def test_errors_of_residual_functions():
     ids=["forward", "residual"],
 )
 def test_build_without_cuda(operator, inputs):
-    """A CUDA tensor gets this error. The test calls by dispatch key, because there may be no CUDA device."""
+    """A CUDA tensor gets this error."""
     with raises("layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints"):
-        operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *inputs, [3])
+        operator.redispatch(CUDA_KEYS, *inputs, [3])
+
+
+@pytest.mark.skipif(not _build_info.with_cuda or torch.cuda.is_available(), reason="needs CUDA kernels and no GPU")
+def test_cuda_runtime_failure_is_a_runtime_error():
+    message = r"^layernorm: [\w ]+: (CUDA driver|no CUDA-capable device)"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.layernorm.forward.default.redispatch(CUDA_KEYS, X, [3], None, None, 1e-5)
+    arguments = (X, X, [3], STATISTICS, STATISTICS, None, None, ALL)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.layernorm.backward.default.redispatch(CUDA_KEYS, *arguments)

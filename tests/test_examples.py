@@ -11,18 +11,12 @@ import pytest
 from conftest import import_torchvision
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
-NUMBER = r"(\d[\d.e+-]*)"
-# Example -> a pattern of its output, and a condition on the numbers in it.
+# Example -> a pattern of its output: the loss falls, and differences from the original are at most 9e-6.
+SMALL = r"(0e\+00|\de-(0[6-9]|1\d))\n"
 PROMISES = {
-    "gpt_block": (rf"step 0: loss {NUMBER}\n.*\nstep 100: loss {NUMBER}", lambda first, last: last < first / 10),
-    "convert_transformers": (
-        rf"{NUMBER} replaced, {NUMBER} skipped(?s:.*)difference from the original {NUMBER}",
-        lambda replaced, skipped, difference: replaced == 5 and skipped == 0 and difference < 1e-5,
-    ),
-    "fsdp2": (
-        rf"holds {NUMBER} of the {NUMBER} weights(?s:.*)difference from one process {NUMBER}",
-        lambda held, weights, difference: held == weights / 2 and difference < 1e-5,
-    ),
+    "gpt_block": r"step 0: loss [2-9]\.\d+\n.*\nstep 100: loss 0\.[01]",
+    "convert_transformers": rf"5 replaced, 0 skipped(?s:.*)difference from the original {SMALL}",
+    "fsdp2": rf"holds 16 of the 32 weights(?s:.*)difference from one process {SMALL}",
 }
 
 
@@ -44,6 +38,4 @@ def test_example_keeps_its_promise(name, one_thread, capsys):
     else:
         runpy.run_path(str(script), run_name="__main__")
         output = capsys.readouterr().out
-    pattern, holds = PROMISES[name]
-    numbers = re.search(pattern, output)
-    assert numbers and holds(*map(float, numbers.groups())), output
+    assert re.search(PROMISES[name], output), output

@@ -206,14 +206,12 @@ def test_nothing_is_written_outside_the_results(backend):
     """glibc's checking allocator aborts if a byte behind an allocation has changed."""
     if backend.name != "cpu":
         pytest.skip("glibc allocates only CPU memory, and the emulator checks every access")
-    folders = ("/lib/x86_64-linux-gnu", "/lib64", "/usr/lib", "/lib/aarch64-linux-gnu")
-    library = next((str(p) for p in (Path(f, "libc_malloc_debug.so.0") for f in folders) if p.exists()), None)
-    if library is None:
-        pytest.skip("this system has no libc_malloc_debug.so.0")
-    environment = {**os.environ, "LD_PRELOAD": library, "GLIBC_TUNABLES": "glibc.malloc.check=3"}
+    environment = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     code = "import test_forward; test_forward.run_all_tails()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if "cannot be preloaded" in done.stderr:
+        pytest.skip("this system has no libc_malloc_debug.so.0")
     assert done.returncode == 0 and done.stdout == "done\n", (done.returncode, done.stdout, done.stderr[-2000:])
 
 

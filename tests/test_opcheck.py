@@ -8,6 +8,7 @@ from reference import BF16, F16, F32, F64, dtypes_id
 from shapes import ALL, MASKS, forward, randn
 from test_family import GROUPS, VARIANTS, arguments
 from test_torch_tools import IMAGES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Autograd and compilation, the other checks, take longest and do not depend on dtypes, layouts and parameter shapes.
 SHAPE_FUNCTIONS = {"test_utils": ("test_schema", "test_faketensor")}
@@ -73,3 +74,13 @@ def test_layouts(backend, layout, options):
     x = LAYOUTS[layout]().to(backend.device)
     x = x.movedim(1, -1) if "preserve_layout" in options else x
     opcheck(backend, x, torch.randn(x.shape[-1], device=backend.device), None, SHAPE_FUNCTIONS, **options)
+
+
+def test_fake_cuda_tensors():
+    """torch.compile traces with them, which needs no GPU."""
+    with FakeTensorMode():
+        x, w = torch.empty(3, 4, 8, device="cuda"), torch.empty(8, device="cuda")
+        output, mean, rstd = torch.ops.layernorm.forward(x, [8], w, w)
+        results = (output, mean, rstd, *torch.ops.layernorm.backward(output, x, [8], mean, rstd, w, w, ALL))
+    assert {result.device for result in results} == {torch.device("cuda:0")}
+    assert [result.shape for result in results] == [x.shape, (3, 4, 1), (3, 4, 1), x.shape, (8,), (8,)]
