@@ -232,8 +232,9 @@ struct Chunk {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // Types is that of dtypes.h. Two launches that read a row need the workspace [groups * rows, num_chunks] of Moments.
+// With registers for three blocks per multiprocessor, the kernel for double would spill.
 template <class Types, class Tile>
-__global__ void __launch_bounds__(kForwardThreads, 3)
+__global__ void __launch_bounds__(kForwardThreads, sizeof(typename Types::X) == 8 ? 2 : 3)
     forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan) {
   using Acc = AccOf<typename Types::X>;
   using BlockChunk = Chunk<Types, Tile>;
@@ -286,9 +287,7 @@ __global__ void __launch_bounds__(kForwardThreads, 3)
       if (!Tile::kIsBlock || plan.num_chunks == 1) break;
       if (in_cluster) {
         if (k == 0) cluster_wait();  // all blocks have started
-        const unsigned peer = threadIdx.x;
-        if (peer < static_cast<unsigned>(plan.blocks_per_row.divisor()))
-          barrier.store(row_moments[index], moments, peer);
+        if (threadIdx.x < plan.blocks_per_row.divisor()) barrier.store(row_moments[index], moments, threadIdx.x);
       } else if (threadIdx.x == 0) {
         (flags.has(kStoresSums) ? stored_moments : row_moments)[index] = moments;
       }
