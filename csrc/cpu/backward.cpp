@@ -38,13 +38,13 @@ int64_t rows_together(int64_t cols) {
   return is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
 }
 
-// The number of rows whose sums are computed before the second loop starts. Rows of up to 512 bytes have several
-// iterations of the second loop, which then do not wait for each other's coefficients: 16384 rows of 32 take 0.9 of the
+// The number of rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations
+// of the second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the
 // time.
 constexpr int64_t kMaxBlockRows = 16;
 template <class T>
 int64_t block_rows(int64_t cols) {
-  const int64_t rows = 2048 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows;
+  const int64_t rows = 8192 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows;
   return max(rows_together<T>(cols), min(kMaxBlockRows, rows));
 }
 
