@@ -122,15 +122,15 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
-  const auto minus_shift = -stats.correction * stats.rstd;
+  const auto center = stats.center, rstd = stats.rstd, minus_shift = -stats.correction * rstd;  // no store aliases them
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
       if (bias) b = load<X>(bias + j, lanes);
       for (int k = 0; k < kCount; ++k) {
-        const auto d = load_row<X, scaled>(x + k * x_stride + j, lanes) - stats.center[k];
-        auto v = fma(d, stats.rstd[k], minus_shift[k]);  // xhat
+        const auto d = load_row<X, scaled>(x + k * x_stride + j, lanes) - center[k];
+        auto v = fma(d, rstd[k], minus_shift[k]);  // xhat
         if (weight && bias) {
           v = fma(v, w, b);
         } else if (weight) {
@@ -153,9 +153,11 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
 // copy 1.5 times (2048 x 16384, Sapphire Rapids). A copy of 16 to 32 MB gains nothing, and neither do short rows.
 constexpr int64_t kMinStreamedOutput = int64_t{1} << 26;
 
-// Handles rows r to r + kCount - 1 of a group, whose values, the input or its sum with the residual, are in `values`.
+// Stores the output and the statistics of rows r to r + kCount - 1 of a group, whose values, the input or its sum with
+// the residual, are in `values`.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
-void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks) {
+void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
+                 const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
   Acc* const mean = p.mean.row<Acc>(group, r);
@@ -164,7 +166,6 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& 
   const int64_t prefetched = p.residual.data ? 0 : rows_to_prefetch<X>(rows, p.cols, kCount);
   const bool streaming =
       kCount == 1 && is_long<T>(p.cols) && should_stream<T>(p.output, rows * p.cols, kMinStreamedOutput);
-  const auto stats = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms);
   if (stats.finite) {
     if (streaming) {
       normalize<Threads, kCount, false, kCount == 1, T, X, W>(p, group, r, values, chunks, stats, prefetched);
@@ -176,7 +177,10 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& 
       rstd[k * p.rstd.row_stride] = stats.rstd[k];
     }
   } else if constexpr (kCount > 1) {
-    for (int k = 0; k < kCount; ++k) forward_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks);
+    for (int k = 0; k < kCount; ++k) {
+      const auto row = statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms);
+      finish_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks, row);
+    }
   } else {  // a sum overflowed, or the row holds NaN or infinity and will give NaN again
     constexpr Acc s = kScale<Acc>;
     const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms);
@@ -186,11 +190,24 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const View& 
   }
 }
 
-// Adds the residual, if there is one, and handles rows r to r + kCount - 1 of a group.
-template <class Threads, int kCount, int kPacks, class T, class X, class W>
+// The output of short rows starts after the statistics of kBlockRows rows, so that it does not wait for those of each
+// row: 8192 rows of 64 floats take 0.85 of the time (AMD EPYC with AVX-512).
+constexpr int kBlockRows = 16;
+constexpr int64_t kMaxBlockCols = 192;
+
+// Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a group, kCount at a time.
+template <class Threads, int kAll, int kCount, int kPacks, class T, class X, class W>
 void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
-  if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r, chunks);
-  forward_rows<Threads, kCount, kPacks, T, X, W>(p, group, r, p.residual.data ? p.sum : p.input, chunks);
+  const View& values = p.residual.data ? p.sum : p.input;
+  Statistics<AccOf<X>, kCount> stats[kAll / kCount];
+  for (int k = 0; k < kAll; k += kCount) {
+    if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
+    const X* const x = values.row<const X>(group, r + k);
+    stats[k / kCount] = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms);
+  }
+  for (int k = 0; k < kAll; k += kCount) {
+    finish_rows<Threads, kCount, kPacks, T, X, W>(p, group, r + k, values, chunks, stats[k / kCount]);
+  }
 }
 
 }  // namespace
@@ -211,21 +228,24 @@ void forward(const ForwardParams& p) {
       const bool interleaves = interleaves_rows<X>(rows, p.cols);
       for_rows([&](int64_t group, int64_t r, int64_t end) {
         if constexpr (std::is_same_v<T, X>) {  // else row by row, which keeps the library small
+          for (; interleaves && p.cols <= kMaxBlockCols && r + kBlockRows <= end; r += kBlockRows) {
+            forward_rows<OneThread, kBlockRows, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
+          }
           for (; interleaves && r + kRows <= end; r += kRows) {
-            forward_rows<OneThread, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
+            forward_rows<OneThread, kRows, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
           }
         }
-        for (; r < end; ++r) forward_rows<OneThread, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
+        for (; r < end; ++r) forward_rows<OneThread, 1, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
       });
     } else if (rows < num_threads() && chunks.count > 1) {
       for_each_group(p.rows, 0, rows, [&](int64_t group, int64_t r, int64_t count) {
         for (int64_t k = 0; k < count; ++k) {
-          forward_rows<AllThreads, 1, kWidePacks, T, X, W>(p, group, r + k, chunks);
+          forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, group, r + k, chunks);
         }
       });
     } else {
       for_rows([&](int64_t group, int64_t r, int64_t end) {
-        for (; r < end; ++r) forward_rows<OneThread, 1, kWidePacks, T, X, W>(p, group, r, chunks);
+        for (; r < end; ++r) forward_rows<OneThread, 1, 1, kWidePacks, T, X, W>(p, group, r, chunks);
       });
     }
   });
