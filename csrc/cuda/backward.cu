@@ -204,8 +204,9 @@ __device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const RowSums<
   for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
-// The sums that the blocks of a cluster exchange, once per row. Two buffers take turns: a block that is ahead writes to
-// the buffer of the next row, because it has the sums of this row from all blocks, which then have read the last one's.
+// The sums that the blocks of a cluster exchange, once per row. Two buffers take turns. No block overwrites sums that
+// another one still reads: a block sends the sums of the next row after it has received those of this row from all
+// blocks, and their threads had read the last row's sums before.
 template <class Acc>
 struct ClusterSums {
   RowSums<Acc> block_sums[2][kMaxClusterSize];

@@ -46,8 +46,8 @@ extern ThreadView* current_view;
 // The checker must not check the emulator's own memory.
 __attribute__((no_sanitize("thread"))) inline const ThreadView& self() { return *current_view; }
 
-// What a thread gives to the others at a barrier or a warp collective. It gets the value of `source_lane`, or else
-// whether any value is not 0.
+// The value that a thread gives to the others at a barrier or a warp collective. It gets the value of `source_lane`, or
+// else whether any value is not 0.
 struct Exchange {
   uint64_t value = 0;
   std::optional<int> source_lane{};
