@@ -26,27 +26,39 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// The number of rows that share the loads of the weight and the loads and stores of the partial sums: four short rows,
-// whose sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly
-// (Intel Xeon with AVX-512), and four rows 4 KiB apart take the same places of the first-level cache (77 x
-// 2048 bf16 take 1.3 times as long, AMD EPYC); and two very long rows, whose weight and partial sums do not stay in
-// that cache.
+// How many rows the loops handle at a time. The figures are for an AMD EPYC with AVX-512, unless they name another CPU.
 constexpr int kFewRows = 2;
-template <class T>
-int64_t rows_together(int64_t cols) {
-  if (cols * static_cast<int64_t>(sizeof(T)) <= (sizeof(T) == 2 ? 3072 : 2048)) return kRows;
-  return is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
-}
-
-// The number of rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations
-// of the second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the
-// time.
 constexpr int64_t kMaxBlockRows = 16;
 template <class T>
-int64_t block_rows(int64_t cols) {
-  const int64_t rows = 8192 / (cols * static_cast<int64_t>(sizeof(T))) / kRows * kRows;
-  return max(rows_together<T>(cols), min(kMaxBlockRows, rows));
-}
+struct RowSteps {
+  RowSteps(int64_t rows, int64_t cols) {
+    const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
+    const bool in_memory = rows * row_bytes >= int64_t{1} << 23;
+    if (sizeof(T) > 2 && in_memory && is_narrow<T>(cols)) {
+      // The hardware prefetches rows well that are read one by one: 16384 x 384 floats take 0.6 of the time.
+      together = block = row_bytes <= 256 ? kRows : 1;
+      prefetched = row_bytes <= 2048 ? 0 : rows_to_prefetch<T>(rows, cols, block);
+      return;
+    }
+    if (row_bytes <= (sizeof(T) == 2 ? 3072 : 2048)) {
+      together = kRows;
+    } else {
+      together = is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
+    }
+    block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
+    prefetched = row_bytes < 256 ? 0 : rows_to_prefetch<T>(rows, cols, block);
+  }
+
+  // The rows that share the loads of the weight and the loads and stores of the partial sums: four short rows, whose
+  // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly (Intel
+  // Xeon with AVX-512), and four rows 4 KiB apart take the same places of the first-level cache (77 x 2048 bf16 take
+  // 1.3 times as long); and two very long rows, whose weight and partial sums do not stay in that cache.
+  int64_t together;
+  // The rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations of the
+  // second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the time.
+  int64_t block;
+  int64_t prefetched;  // the number of rows ahead that are prefetched, or 0
+};
 
 // dx of 32 MB and more is written with streaming stores: backward then takes 0.7 to 0.8 of the time, and 0.8 to 0.9 of
 // it together with a loop that reads dx (fp32 and bf16 of 768 to 8192 columns, AMD EPYC with AVX-512).
@@ -85,7 +97,7 @@ struct Backward {
         slots(p),
         padded_cols(cpu::padded_cols(p)),
         weight_offset(p.zero_centered_weight),
-        prefetched(rows_to_prefetch<X>(p.groups * p.rows, p.cols, block_rows<X>(p.cols))),
+        steps(p.groups * p.rows, p.cols),
         streaming(should_stream<X>(p.grad_input, p.groups * p.rows * p.cols, kMinStreamedDx)),
         partials(static_cast<Acc*>(workspace)),
         coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.areas * padded_cols)) {}
@@ -111,7 +123,7 @@ struct Backward {
   const Slots slots;
   const int64_t padded_cols;
   const Acc weight_offset;
-  const int64_t prefetched;         // the number of rows ahead, or 0
+  const RowSteps<X> steps;
   const bool streaming;             // whether dx is written with streaming stores
   Acc* partials;                    // [areas, 2, padded_cols], packs in the order of X
   Coefficients<Acc>* coefficients;  // [groups * rows]
@@ -243,8 +255,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   Acc* const dbias = b.dbias(area);
   const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
-  const X* const next_x = b.prefetched ? x + b.prefetched * x_stride : nullptr;
-  const T* const next_dy = dy + b.prefetched * dy_stride;
+  const X* const next_x = b.steps.prefetched ? x + b.steps.prefetched * x_stride : nullptr;
+  const T* const next_dy = dy + b.steps.prefetched * dy_stride;
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
@@ -270,8 +282,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, store_lanes<streaming>(lanes));
-          // The lines that short rows would prefetch are those of the next rows.
-          if (kCount < kRows && !streaming) prefetch_for_write(dx + k * dx_stride + j);
+          // The next rows of dx: a store to a line in memory would wait for it.
+          if (!streaming) prefetch_to_l2(dx + (k + kCount) * dx_stride + j);
         }
       }
     }
@@ -279,8 +291,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
     if (with_dbias) write(dbias + j, db, AllLanes{});
     if (next_x) {
       for (int k = 0; k < kCount; ++k) {
-        prefetch_for_read(next_x + k * x_stride + j);
-        prefetch_for_read(next_dy + k * dy_stride + j);
+        prefetch_to_l2(next_x + k * x_stride + j);
+        prefetch_to_l2(next_dy + k * dy_stride + j);
       }
     }
   });
@@ -291,7 +303,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
                  const Coefficients<typename B::Acc>* c, int64_t begin, int64_t n) {
   bool any_special = false;
   for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
-  const int64_t at_once = any_special || !B::kTogether ? 1 : rows_together<typename B::X>(b.p.cols);
+  const int64_t at_once = any_special || !B::kTogether ? 1 : b.steps.together;
   dispatch_flags(
       [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
         constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
@@ -364,12 +376,12 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
   const int64_t cols = b.p.cols;
   const bool narrow = is_narrow<X>(cols);
   bool first = true;
-  for_rows_of_slot(b, slot, block_rows<X>(cols), [&](int64_t group, int64_t r, int64_t count) {
+  for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     Coefficients<typename B::Acc> c[kMaxBlockRows];
     int64_t k = 0;
     if (narrow) {
       if constexpr (B::kTogether) {
-        for (; rows_together<X>(cols) == kRows && k + kRows <= count; k += kRows)
+        for (; b.steps.together == kRows && k + kRows <= count; k += kRows)
           coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
         for (; k + kFewRows <= count; k += kFewRows)
           coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
@@ -400,7 +412,7 @@ void backward_sharing_columns(const B& b) {
   } else {
     parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) { find(OneThread{}, r, end); });
   }
-  const int64_t tiles = ceil_div(p.cols, kTile), step = block_rows<typename B::X>(p.cols);
+  const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
   parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
       const int64_t slot = task / tiles, begin = task % tiles * kTile;

@@ -236,9 +236,10 @@ inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
   return max(count, ceil_div(kDistance, row_bytes));
 }
 
+// Prefetches a pack.
 template <class T>
-inline void prefetch_for_read(const T* p) {
-  __builtin_prefetch(p, 0, 2);  // to the second-level cache
+inline void prefetch_to_l2(const T* p) {
+  __builtin_prefetch(p, 0, 2);
   if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T), 0, 2);
 }
 
