@@ -46,7 +46,7 @@ struct RowSteps {
       together = is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
     }
     block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
-    prefetched = row_bytes < 256 ? 0 : rows_to_prefetch<T>(rows, cols, block);
+    prefetched = rows_to_prefetch<T>(rows, cols, block);
   }
 
   // The rows that share the loads of the weight and the loads and stores of the partial sums: four short rows, whose
