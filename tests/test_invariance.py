@@ -118,12 +118,15 @@ def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
 
 @pytest.mark.large
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_streaming_stores(backend, dtype):
-    """A CPU writes outputs of 64 MB and gradients of 32 MB around the caches, with the bits of ordinary stores."""
-    cols = 4112  # a multiple of 64 bytes, but not of the unit of the loops
-    x, dy, w, b = random_args(backend, (dtype, dtype), (1 << 26) // (cols * dtype.itemsize) + 1, cols)
+@pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (64, 4112)])
+def test_large_arrays(backend, dtype, megabytes, cols):
+    """A CPU reads rows one by one from 8 MB on and writes around the caches from 32 MB on, with the same bits.
+
+    4112 columns are a multiple of 64 bytes, but not of the unit of the loops.
+    """
+    x, dy, w, b = random_args(backend, (dtype, dtype), (megabytes << 20) // (cols * dtype.itemsize) + 1, cols)
     results = run(backend, x, dy, w, b)[:4]
-    for part in torch.arange(len(x)).chunk(8):
+    for part in torch.arange(len(x)).chunk(16):
         assert_same_bits(run(backend, x[part], dy[part], w, b)[:4], [result[part] for result in results])
 
 
