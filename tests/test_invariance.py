@@ -120,7 +120,7 @@ def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (64, 4112)])
 def test_large_arrays(backend, dtype, megabytes, cols):
-    """A CPU reads rows one by one from 8 MB on and writes around the caches from 32 MB on, with the same bits.
+    """A CPU reads rows one by one and writes around the caches if arrays are large, with the same bits.
 
     4112 columns are a multiple of 64 bytes, but not of the unit of the loops.
     """
