@@ -160,8 +160,8 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
 }
 
 // Long rows of outputs of 16 MB and more are written with streaming stores: 1000 x 5120 and 2048 x 2048 floats take 0.9
-// and 0.65 of the time, and together with a loop that reads the output 0.9 and 0.75 (AMD EPYC with AVX-512); 2048 x 16384
-// take 0.8 (Intel Xeon with AVX-512). Short rows gain nothing.
+// and 0.65 of the time, and together with a loop that reads the output 0.9 and 0.75 (AMD EPYC with AVX-512); 2048 x
+// 16384 take 0.8 (Intel Xeon with AVX-512). Short rows gain nothing.
 constexpr int64_t kMinStreamedOutput = int64_t{1} << 24;
 
 // Stores the output and the statistics of rows r to r + kCount - 1 of a group, whose values, the input or its sum with
