@@ -18,6 +18,7 @@
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "../dtypes.h"
@@ -66,22 +67,25 @@ struct RowSteps {
   int64_t prefetched;  // the number of rows ahead that are prefetched, or 0
 };
 
-// The coefficients of a row for the second loop: with d = x * scale - mean,
+// The coefficients of rows for the second loop, of which each is an array: with d = x * scale - mean,
 //   rstd = rstd_scaled * scale
 //   xhat = d * rstd_scaled + minus_shift
 //   dx = rstd * ((g + minus_c2) + xhat * minus_c1)
 // g + minus_c2 is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one column.
 template <class Acc>
 struct Coefficients {
-  Acc scale;        // 1; a power of two near rstd; or rstd if d is xhat, computed from the output
-  Acc mean;         // times scale
-  Acc rstd_scaled;  // rstd / scale
-  Acc minus_shift;  // minus the average of xhat before this correction
-  Acc minus_c1;     // -mean(g * xhat)
-  Acc minus_c2;     // -mean(g)
+  Acc* values;
+  int64_t stride;
+
+  Coefficients from(int64_t row) const { return {values + row, stride}; }
+  Acc* scale() const { return values; }                     // 1; a power of two near rstd; or rstd, with d = xhat
+  Acc* mean() const { return values + stride; }             // times scale
+  Acc* rstd_scaled() const { return values + 2 * stride; }  // rstd / scale
+  Acc* minus_shift() const { return values + 3 * stride; }  // minus the average of xhat before this correction
+  Acc* minus_c1() const { return values + 4 * stride; }     // -mean(g * xhat)
+  Acc* minus_c2() const { return values + 5 * stride; }     // -mean(g)
 };
-static_assert(sizeof(Coefficients<float>) == kCoefficients * sizeof(float));
-static_assert(kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
+static_assert(kCoefficients == 6 && kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
 
 template <class T_, class X_, class W_>
 struct Backward {
@@ -102,7 +106,7 @@ struct Backward {
         steps(p.groups * p.rows, p.cols),
         streaming(should_stream<X>(p.grad_input, p.groups * p.rows * p.cols, kMinBytesInMemory)),
         partials(static_cast<Acc*>(workspace)),
-        coefficients(reinterpret_cast<Coefficients<Acc>*>(partials + 2 * slots.areas * padded_cols)) {}
+        coefficients{partials + 2 * slots.areas * padded_cols, p.groups * p.rows} {}
 
   Acc mean(int64_t group, int64_t r) const { return p.mean.data ? *p.mean.row<const Acc>(group, r) : Acc(0); }
   Acc rstd(int64_t group, int64_t r) const { return *p.rstd.row<const Acc>(group, r); }
@@ -126,9 +130,9 @@ struct Backward {
   const int64_t padded_cols;
   const Acc weight_offset;
   const RowSteps<X> steps;
-  const bool streaming;             // whether dx is written with streaming stores
-  Acc* partials;                    // [areas, 2, padded_cols], packs in the order of X
-  Coefficients<Acc>* coefficients;  // [groups * rows]
+  const bool streaming;            // whether dx is written with streaming stores
+  Acc* partials;                   // [areas, 2, padded_cols], packs in the order of X
+  Coefficients<Acc> coefficients;  // of all rows
 };
 
 // The weight, with NaN for values too small to divide by.
@@ -155,7 +159,7 @@ Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::
 // The first loop, for rows r to r + kCount - 1 of a group. Its operands are local variables, which a store cannot
 // alias.
 template <class Threads, int kCount, int kPacks, bool special, bool with_g, class B>
-void first_loop(const B& b, int64_t group, int64_t r, Coefficients<typename B::Acc>* c) {
+void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
   using X = typename B::X;
   using Acc = typename B::Acc;
   enum { kD, kG, kGD, kKinds };
@@ -197,23 +201,28 @@ void first_loop(const B& b, int64_t group, int64_t r, Coefficients<typename B::A
     mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
   }
   const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rstd_scaled - shift * mean_g;
-  const auto rounded = [](const PerRow<double, kCount>& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
-  const auto rstd = rounded(rstd_scaled), minus_shift = rounded(-shift);
-  const auto minus_c1 = rounded(-mean_g_xhat), minus_c2 = rounded(-mean_g);
-  for (int k = 0; k < kCount; ++k) c[k] = {scale, mean[k], rstd[k], minus_shift[k], minus_c1[k], minus_c2[k]};
+  const auto store = [](Acc* to, const auto& values) {
+    const auto rounded = __builtin_convertvector(values, PerRow<Acc, kCount>);
+    std::memcpy(to, &rounded, sizeof(rounded));
+  };
+  for (int k = 0; k < kCount; ++k) c.scale()[k] = scale, c.mean()[k] = mean[k];
+  store(c.rstd_scaled(), rstd_scaled), store(c.minus_shift(), -shift);
+  store(c.minus_c1(), -mean_g_xhat), store(c.minus_c2(), -mean_g);
 }
 
 template <class Threads, int kCount, int kPacks, class B>
-void coefficients(const B& b, int64_t group, int64_t r, Coefficients<typename B::Acc>* c) {
+void coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
   if (!b.p.grad_input.data && !b.p.grad_weight.data) {  // dbias needs nothing but dy
-    for (int k = 0; k < kCount; ++k) c[k] = {1, 0, 0, 0, 0, 0};
+    for (int k = 0; k < kCount; ++k) {
+      for (int64_t i = 0; i < kCoefficients; ++i) c.values[i * c.stride + k] = i == 0 ? 1 : 0;  // the scale is 1
+    }
     return;
   }
   bool any_special = false;
   for (int k = 0; k < kCount; ++k) any_special |= b.is_special(group, r + k);
   if constexpr (kCount > 1) {
     if (any_special) {
-      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, group, r + k, c + k);
+      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
       return;
     }
   } else if (any_special) {
@@ -239,7 +248,7 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
 // the first of their slot. The flags for the gradients are template parameters because testing them in the loop costs a
 // third of the speed.
 template <int kCount, bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias, class B>
-void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>* c,
+void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>& c,
                  int64_t begin, int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
@@ -259,13 +268,14 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
   const X* const next_x = b.steps.prefetched ? x + b.steps.prefetched * x_stride : nullptr;
   const T* const next_dy = dy + b.steps.prefetched * dy_stride;
+  const Acc scale = *c.scale();  // used for special rows, which are handled one by one
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
   for (int k = 0; k < kCount; ++k) {
-    mean[k] = broadcast(c[k].mean), rstd_scaled[k] = broadcast(c[k].rstd_scaled);
-    rstd[k] = special ? rstd_scaled[k] * c[k].scale : rstd_scaled[k];
-    minus_shift[k] = broadcast(c[k].minus_shift), minus_c1[k] = broadcast(c[k].minus_c1);
-    minus_c2[k] = broadcast(c[k].minus_c2);
+    mean[k] = broadcast(c.mean()[k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[k]);
+    rstd[k] = special ? rstd_scaled[k] * c.scale()[k] : rstd_scaled[k];
+    minus_shift[k] = broadcast(c.minus_shift()[k]), minus_c1[k] = broadcast(c.minus_c1()[k]);
+    minus_c2[k] = broadcast(c.minus_c2()[k]);
   }
   for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     Pack<Acc> w, dw = {}, db = {};
@@ -277,7 +287,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
       if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
-        const auto d = deviation<special>(b, x + k * x_stride, c[k].scale, mean[k], weight, bias, j, lanes);
+        const auto d = deviation<special>(b, x + k * x_stride, scale, mean[k], weight, bias, j, lanes);
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
@@ -302,9 +312,10 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
 
 template <class B>
 void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
-                 const Coefficients<typename B::Acc>* c, int64_t begin, int64_t n) {
+                 const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  const auto is_special = [&](int64_t k) { return b.p.from_output || c.scale()[k] != 1; };
   bool any_special = false;
-  for (int64_t k = 0; k < count; ++k) any_special |= b.is_special(group, r + k);
+  for (int64_t k = 0; k < count; ++k) any_special |= is_special(k);
   const int64_t at_once = any_special || !B::kTogether ? 1 : b.steps.together;
   dispatch_flags(
       [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
@@ -312,7 +323,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
         int64_t k = 0;
         const auto loop = [&](auto rows, auto special) {
           second_loop<rows, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
-              b, area, group, r + k, first && k == 0, c + k, begin, n);
+              b, area, group, r + k, first && k == 0, c.from(k), begin, n);
           k += rows;
         };
         if constexpr (B::kTogether) {
@@ -320,7 +331,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
           while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
         }
         while (k < count) {
-          if (b.is_special(group, r + k)) {
+          if (is_special(k)) {
             loop(Constant<1>{}, std::true_type{});
           } else {
             loop(Constant<1>{}, std::false_type{});
@@ -379,18 +390,19 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
   const bool narrow = is_narrow<X>(cols);
   bool first = true;
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
-    Coefficients<typename B::Acc> c[kMaxBlockRows];
+    typename B::Acc values[kCoefficients * kMaxBlockRows];
+    const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
     int64_t k = 0;
     if (narrow) {
       if constexpr (B::kTogether) {
         for (; b.steps.together == kRows && k + kRows <= count; k += kRows)
-          coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c + k);
+          coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c.from(k));
         for (; k + kFewRows <= count; k += kFewRows)
-          coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c + k);
+          coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c.from(k));
       }
-      for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c + k);
+      for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c.from(k));
     } else {
-      for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c + k);
+      for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c.from(k));
     }
     second_loop(b, area, group, r, count, first, c, 0, cols);
     first = false;
@@ -405,7 +417,7 @@ void backward_sharing_columns(const B& b) {
   const auto find = [&](auto threads, int64_t begin, int64_t end) {
     for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
       for (int64_t k = 0; k < count; ++k) {
-        coefficients<decltype(threads), 1, kWidePacks>(b, group, r + k, b.coefficients + group * p.rows + r + k);
+        coefficients<decltype(threads), 1, kWidePacks>(b, group, r + k, b.coefficients.from(group * p.rows + r + k));
       }
     });
   };
@@ -420,7 +432,7 @@ void backward_sharing_columns(const B& b) {
       const int64_t slot = task / tiles, begin = task % tiles * kTile;
       bool first = true;
       for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
-        second_loop(b, slot, group, r, count, first, b.coefficients + group * p.rows + r, begin,
+        second_loop(b, slot, group, r, count, first, b.coefficients.from(group * p.rows + r), begin,
                     min(kTile, p.cols - begin));
         first = false;
       });
