@@ -108,18 +108,14 @@ struct Backward {
         partials(static_cast<Acc*>(workspace)),
         coefficients{partials + 2 * slots.areas * padded_cols, p.groups * p.rows} {}
 
-  Acc mean(int64_t group, int64_t r) const { return p.mean.data ? *p.mean.row<const Acc>(group, r) : Acc(0); }
-  Acc rstd(int64_t group, int64_t r) const { return *p.rstd.row<const Acc>(group, r); }
   // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
   // from the output.
-  bool is_special(int64_t group, int64_t r) const {
-    return p.from_output || rstd(group, r) < Acc(0x1p-20) || rstd(group, r) > Acc(0x1p20);
-  }
-  Acc scale(int64_t group, int64_t r) const {
-    if (p.from_output) return rstd(group, r);
+  bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
+  Acc scale(Acc mean, Acc rstd) const {
+    if (p.from_output) return rstd;
     // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
-    if (rstd(group, r) > 1 && std::fabs(mean(group, r)) > Acc(0x1p20)) return 1;
-    return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd(group, r), std::numeric_limits<Acc>::min())));
+    if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
+    return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
   Acc* dweight(int64_t area) const { return wants_parameters(p) ? partials + 2 * area * padded_cols : nullptr; }
   Acc* dbias(int64_t area) const { return p.grad_bias.data ? partials + (2 * area + 1) * padded_cols : nullptr; }
@@ -163,7 +159,10 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
   using X = typename B::X;
   using Acc = typename B::Acc;
   enum { kD, kG, kGD, kKinds };
-  const Acc scale = special ? b.scale(group, r) : Acc(1);
+  const Acc* const means = b.p.mean.template row<const Acc>(group, r);  // RMSNorm has none
+  const Acc* const rstds = b.p.rstd.template row<const Acc>(group, r);
+  const int64_t mean_stride = b.p.mean.row_stride, rstd_stride = b.p.rstd.row_stride;
+  const Acc scale = special ? b.scale(means ? *means : Acc(0), *rstds) : Acc(1);
   const auto* const x = b.p.input.template row<const X>(group, r);
   const auto* const dy = b.p.grad_output.template row<const typename B::T>(group, r);
   const auto* const weight = b.p.weight.template row<const typename B::W>(group, 0);
@@ -173,8 +172,8 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
   Acc mean[kCount];
   PerRow<double, kCount> rstd_scaled;
   for (int k = 0; k < kCount; ++k) {
-    mean[k] = b.mean(group, r + k) * scale;
-    rstd_scaled[k] = special && b.p.from_output ? Acc(1) : b.rstd(group, r + k) / scale;
+    mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
+    rstd_scaled[k] = special && b.p.from_output ? Acc(1) : rstds[k * rstd_stride] / scale;
   }
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
@@ -218,8 +217,9 @@ void coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typen
     }
     return;
   }
+  const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(group, r);
   bool any_special = false;
-  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(group, r + k);
+  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(rstds[k * b.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
     if (any_special) {
       for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
