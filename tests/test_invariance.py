@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from reference import BF16, F32, F64, dtypes_id
+from reference import BF16, F16, F32, F64, dtypes_id
 from shapes import (
     LAYOUTS,
     all_dtypes,
@@ -117,7 +117,7 @@ def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (64, 4112)])
 def test_large_arrays(backend, dtype, megabytes, cols):
     """A CPU reads rows one by one and writes around the caches if arrays are large, with the same bits.

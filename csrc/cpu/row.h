@@ -213,12 +213,13 @@ inline void prefetch_for_write(T* p) {
 template <class T>
 inline bool should_stream(const View& output, int64_t elements, int64_t min_bytes) {
   const auto is_aligned = [](int64_t count) { return count * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0; };
-  return elements * static_cast<int64_t>(sizeof(T)) >= min_bytes && is_aligned(output.row_stride) &&
-         is_aligned(output.group_stride) && reinterpret_cast<uintptr_t>(output.data) % kVectorBytes == 0;
+  return kHasStreamingStores && elements * static_cast<int64_t>(sizeof(T)) >= min_bytes &&
+         is_aligned(output.row_stride) && is_aligned(output.group_stride) &&
+         reinterpret_cast<uintptr_t>(output.data) % kVectorBytes == 0;
 }
 template <bool streaming>
 inline auto store_lanes(AllLanes) {
-  return std::conditional_t<streaming, Streaming, AllLanes>{};
+  return std::conditional_t<streaming && kHasStreamingStores, Streaming, AllLanes>{};
 }
 template <bool streaming>
 inline FirstLanes store_lanes(FirstLanes lanes) {

@@ -242,16 +242,14 @@ inline Words narrow(const Pack<float>& p) {
 inline Vec<float> load_half(const Half* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-inline void store_half(Half* p, Vec<float> v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
-}
+inline __m256i to_half(Vec<float> v) { return _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store_half(Half* p, Vec<float> v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_half(v)); }
 #elif defined(__AVX2__)
 inline Vec<float> load_half(const Half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline void store_half(Half* p, Vec<float> v) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-}
+inline __m128i to_half(Vec<float> v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store_half(Half* p, Vec<float> v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_half(v)); }
 #else
 using HalfBits = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
 // The exponent bias is 15 in fp16 and 127 in fp32: shift the bits into place and multiply by 2^112, which is also right
@@ -364,38 +362,34 @@ inline Words read_words(const BFloat16* p, AllLanes) {
 }
 inline void write_words(BFloat16* p, Words words, AllLanes) { std::memcpy(p, &words, sizeof(words)); }
 
-// All lanes, with streaming stores, which bypass the caches; p is a multiple of kVectorBytes. The baseline and fp16,
-// whose vectors are half as long, use ordinary stores.
+// All lanes, with streaming stores, which bypass the caches; p is a multiple of kVectorBytes.
 struct Streaming {};
+#if defined(__AVX2__)
+constexpr bool kHasStreamingStores = true;
+template <class V>
+inline void stream_vector(void* p, V v) {
 #if defined(__AVX512F__)
-template <class V>
-inline void stream_vector(void* p, V v) {
-  _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(v));
-}
-#elif defined(__AVX2__)
-template <class V>
-inline void stream_vector(void* p, V v) {
-  _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(v));
-}
-#else
-template <class V>
-inline void stream_vector(void* p, V v) {
-  std::memcpy(p, &v, sizeof(v));
-}
+  if constexpr (sizeof(v) == 64) _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(v));
 #endif
+  if constexpr (sizeof(v) == 32) _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(v));
+  if constexpr (sizeof(v) == 16) _mm_stream_si128(static_cast<__m128i*>(p), reinterpret_cast<__m128i>(v));
+}
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
 inline void write(Acc* p, const Pack<Acc>& pack, Streaming) {
   stream_vector(p, pack.a);
   stream_vector(p + kPackSize<Acc> / 2, pack.b);
 }
-inline void write(Half* p, const Pack<float>& pack, Streaming) { write(p, pack, AllLanes{}); }
+inline void write(Half* p, const Pack<float>& pack, Streaming) {
+  stream_vector(p, to_half(pack.a));
+  stream_vector(p + kPackSize<float> / 2, to_half(pack.b));
+}
 inline void write_words(BFloat16* p, Words words, Streaming) { stream_vector(p, words); }
 // Makes streaming stores visible to other threads.
-inline void streaming_fence() {
-#if defined(__AVX2__)
-  _mm_sfence();
+inline void streaming_fence() { _mm_sfence(); }
+#else
+constexpr bool kHasStreamingStores = false;
+inline void streaming_fence() {}
 #endif
-}
 
 // The first lanes, in memory order; the others are read as zero and not written.
 #if defined(__AVX512F__)
