@@ -30,21 +30,16 @@ namespace {
 constexpr int kFewRows = 2;
 constexpr int64_t kMaxBlockRows = 16;
 
-// Larger arrays are taken to be in memory. Then dx is written with streaming stores: backward takes 0.7 to 0.95 of the
-// time, and 0.75 to 1.0 of it together with a loop that reads dx; of 5 MB that loop would lose as much as the stores
-// gain (fp32 and bf16 of 384 to 8192 columns, AMD EPYC with AVX-512).
-constexpr int64_t kMinBytesInMemory = int64_t{1} << 23;
-
 // How many rows the loops handle at a time. The figures are for an AMD EPYC with AVX-512, unless they name another CPU.
 template <class T>
 struct RowSteps {
   RowSteps(int64_t rows, int64_t cols) {
     const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-    const bool in_memory = rows * row_bytes >= kMinBytesInMemory;
+    const bool in_memory = rows * row_bytes > kMinBytesInMemory;
     if (sizeof(T) > 2 && in_memory && is_narrow<T>(cols)) {
       // The hardware prefetches rows well that are read one by one: 16384 x 384 floats take 0.6 of the time.
       together = block = row_bytes <= 256 ? kRows : 1;
-      prefetched = row_bytes <= 2048 ? 0 : rows_to_prefetch<T>(rows, cols, block);
+      prefetched = together == kRows ? 0 : rows_to_prefetch<T>(rows, cols, block);
       return;
     }
     if (row_bytes <= (sizeof(T) == 2 ? 3072 : 2048)) {

@@ -64,13 +64,17 @@ inline bool is_narrow(int64_t cols) {
 }
 constexpr int kNarrowPacks = 1, kWidePacks = 2;
 
-// Whether forward handles narrow rows together; the results are the same either way. Rows of more than 1 KiB of 32- or
-// 64-bit elements that are not in the second-level cache are faster one by one: 4097 x 771 floats take 0.6 of the time
-// and 8192 x 1024 take 0.8 (Intel Xeon with AVX-512).
+// Larger arrays are taken to be in memory.
+constexpr int64_t kMinBytesInMemory = int64_t{1} << 23;
+
+// Whether forward handles narrow rows together; the results are the same either way. Rows of 32- or 64-bit elements are
+// faster one by one if they exceed 1 KiB and are not in the second-level cache (4097 x 771 floats take 0.6 of the time,
+// Intel Xeon with AVX-512), or exceed 256 bytes and are in memory (16384 x 192 take 0.7, AMD EPYC with AVX-512).
 template <class T>
 inline bool interleaves_rows(int64_t rows, int64_t cols) {
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-  return sizeof(T) == 2 || row_bytes <= 1024 || rows * row_bytes <= int64_t{1} << 21;
+  if (sizeof(T) == 2 || row_bytes <= 256) return true;
+  return rows * row_bytes <= (row_bytes <= 1024 ? kMinBytesInMemory : int64_t{1} << 21);
 }
 
 // One value for each of kCount rows.
@@ -228,13 +232,14 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
 
 // How many rows ahead of its rows, of which it handles `count` at a time, a thread prefetches; 0 for none. This gains
 // if the rows are in memory: 1576 x 768 take 0.75 (forward) and 0.8 (backward) of the time in fp32, 0.9 and 0.75 in
-// bf16 (AMD EPYC with AVX-512). Rows in the second-level cache would lose, and so would rows of less than 256 bytes,
-// which the hardware prefetches better.
+// bf16 (AMD EPYC with AVX-512). Rows in the second-level cache would lose, and so would rows that the hardware
+// prefetches better: those of less than 256 bytes, and those of up to 2 KiB of 32- or 64-bit elements one by one.
 template <class T>
 inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
   constexpr int64_t kDistance = 4096;  // bytes
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-  if (row_bytes < 256 || rows * row_bytes <= 1 << 21 || count * row_bytes > 1 << 15) return 0;
+  const bool suits_hardware = row_bytes < 256 || (sizeof(T) > 2 && count == 1 && row_bytes <= 2048);
+  if (suits_hardware || rows * row_bytes <= 1 << 21 || count * row_bytes > 1 << 15) return 0;
   return max(count, ceil_div(kDistance, row_bytes));
 }
 
