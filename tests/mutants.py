@@ -63,8 +63,8 @@ LEFT_ALONE = re.compile(
     "enumerator|template_(argument|parameter)_list|(abstract_)?array_declarator"
 )
 HINT = re.compile(
-    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_(to|next)\w*|is_worth_fetching|let_next_grid_start|__syncwarp|finish_writes\w*)\b"
-    r"|ceil_div\(kGrain"
+    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_(to|next)\w*|is_worth_fetching|let_next_grid_start|__syncwarp|"
+    r"finish_writes\w*|RowSteps)\b|ceil_div\(kGrain"
 )
 MACRO = re.compile(r"(?!TORCH_CHECK)[A-Z_0-9]+\(")
 CUDA_WORDS = re.compile(

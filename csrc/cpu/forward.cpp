@@ -111,6 +111,14 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
   return statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, center, !rms);
 }
 
+// Whether output that is not streamed is prefetched if the input is, because a store to a line in memory would wait for
+// it: 4096 x 1152 bf16 take 0.75 of the time. The hardware prefetches it better if rows are short, or single rows of up
+// to 8 KiB of 32- or 64-bit elements, which would take 1.2 of the time (AMD EPYC with AVX-512).
+template <class T>
+bool should_prefetch_output(int64_t cols, int count) {
+  return cols * static_cast<int64_t>(sizeof(T)) > 256 && (count > 1 || sizeof(T) == 2 || is_long<T>(cols));
+}
+
 template <class Threads, int kCount, bool scaled, bool streaming, class T, class X, class W>
 void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
                const Statistics<AccOf<X>, kCount>& stats, int64_t prefetched) {
@@ -122,13 +130,9 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
-  // A store to a line in memory would wait for it: 4096 x 1152 bf16 take 0.75 of the time. The hardware prefetches the
-  // output well if rows are short, or single rows of up to 8 KiB of 32- or 64-bit elements, which would take 1.2 of the
-  // time (AMD EPYC with AVX-512).
-  const bool prefetches_output = !streaming && p.cols * static_cast<int64_t>(sizeof(X)) > 256 &&
-                                 (kCount > 1 || sizeof(T) == 2 || is_long<T>(p.cols));
   const X* const next_x = prefetched ? x + prefetched * x_stride : nullptr;
-  const T* const next_y = prefetched && prefetches_output ? y + prefetched * y_stride : nullptr;
+  const T* const next_y =
+      prefetched && !streaming && should_prefetch_output<T>(p.cols, kCount) ? y + prefetched * y_stride : nullptr;
   const auto center = stats.center, rstd = stats.rstd, minus_shift = -stats.correction * rstd;  // no store aliases them
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
