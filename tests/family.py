@@ -1,5 +1,6 @@
-"""The public functions with their options, and their formulas in torch's operations."""
+"""The public functions and modules with their options, and the functions' formulas in torch's operations."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,7 +82,20 @@ MEMBERS = [
     for name, choices in OPTIONS.items()
     for options in choices
 ]
+MODULES = [
+    getattr(layernorm_ext, name)
+    for name in layernorm_ext.__all__
+    if name.removesuffix("2d").endswith("Norm") and name != "LazyLayerNorm"
+]
+
 family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+
+every_module = pytest.mark.parametrize("cls", MODULES, ids=lambda cls: cls.__name__)
+
+
+def flags(module_class):
+    """Return the names of the keyword-only options, which torch's modules lack."""
+    return [p.name for p in inspect.signature(module_class).parameters.values() if p.kind == p.KEYWORD_ONLY]
 
 
 def with_gradients(function, tensors, grad_outputs=None, **options):

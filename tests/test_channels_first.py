@@ -1,15 +1,13 @@
-"""The kernels for contiguous images [N, C, *], and the modules for images.
+"""The kernels for contiguous images [N, C, *].
 
 The tests with the argument `run` in test_forward.py and test_backward.py also run these kernels. test_functions.py
 tests results and derivatives of the functions.
 """
 
-import inspect
 import itertools
 
 import pytest
 import torch
-from reference import F64
 from shapes import (
     ALL,
     all_dtypes,
@@ -141,29 +139,3 @@ def test_autocast_keeps_the_single_node_of_the_graph():
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert layernorm_ext.layer_norm_2d(x, torch.ones(8)).grad_fn.name() == "LayerNormBackward"
-
-
-# Modules
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
-@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"eps": 1e-3, "dtype": F64, "device": "meta"}])
-def test_module_has_the_repr_and_state_of_that_of_rows(name, options):
-    """test_fx.py tests which function it calls, and with which arguments."""
-    rows_class, images_class = getattr(layernorm_ext, name), getattr(layernorm_ext, name + "2d")
-    default = {} if "RMS" in name else {"eps": 1e-6}
-    norm, rows_norm = images_class(6, **options), rows_class(6, **default | options)
-    assert isinstance(norm, rows_class) and repr(norm) == repr(rows_norm).replace(name, name + "2d", 1)
-    specify = lambda state: {key: (t.shape, t.dtype, t.device) for key, t in state.items()}  # noqa: E731
-    assert specify(norm.state_dict()) == specify(rows_norm.state_dict())
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
-def test_signature_is_that_of_rows_but_for_channels_and_eps(name):
-    """The eps of LayerNorm is ConvNeXt's."""
-    images, rows = (
-        [*inspect.signature(getattr(layernorm_ext, n).__init__).parameters.values()] for n in (name + "2d", name)
-    )
-    assert [p.name for p in images[1:3]] == ["num_channels", "eps"]
-    assert images[2].default == (None if "RMS" in name else 1e-6)
-    assert [(p.name, p.default, p.kind) for p in images[3:]] == [(p.name, p.default, p.kind) for p in rows[3:]]

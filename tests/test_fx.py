@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import import_torchvision
-from test_script import MODULES, module_and_inputs
+from test_script import cases, module_and_inputs
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
@@ -16,18 +16,20 @@ from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_graph_of_a_module_calls_its_function(name):
-    """Its arguments are the module's parameters and options of the same names."""
-    module, inputs = module_and_inputs(name)
-    words = re.sub("(?<=[a-z])(?=[A-Z2])", "_", type(module).__name__.replace("RMS", "Rms"))
-    is_first = "first block" in name  # has no residual, which Sequential does not pass
-    words = words.removeprefix("Add_") if is_first else words
-    graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if is_first else module)
+@cases
+def test_graph_of_a_module_calls_its_function(cls, options, shapes):
+    """Its arguments are the module's inputs, parameters and options of the same names."""
+    module, inputs = module_and_inputs(cls, options, shapes)
+    is_alone = len(inputs) == 1  # Sequential passes the input alone
+    words = re.sub("(?<=[a-z])(?=[A-Z2])", "_", cls.__name__.replace("RMS", "Rms"))
+    words = words.removeprefix("Add_") if is_alone else words
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if is_alone else module)
     (call,) = (node for node in graph.graph.nodes if node.op == "call_function")
     assert call.target is getattr(layernorm_ext, words.lower())
     signature = inspect.signature(call.target)
     arguments = signature.bind(*call.args, **call.kwargs).arguments
+    for node in graph.graph.find_nodes(op="placeholder"):
+        assert arguments[node.target] is node
     for argument, parameter in signature.parameters.items():
         if hasattr(module, argument):
             value, expected = arguments.get(argument, parameter.default), getattr(module, argument)
