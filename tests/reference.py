@@ -17,12 +17,11 @@ DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F
 DTYPES_16_BIT = DTYPES[2:]
 
 
-def dtype_id(dtype):
-    return NAMES[dtype]
-
-
-def dtypes_id(dtypes):
-    return "-".join(dict.fromkeys(NAMES[dtype] for dtype in dtypes))
+def dtypes_id(value):
+    """Return the id of a dtype or a tuple of dtypes, and of any other value its string."""
+    if not isinstance(value, tuple):
+        return NAMES.get(value, str(value))
+    return "-".join(dict.fromkeys(NAMES[dtype] for dtype in value))
 
 
 def statistics_dtype(dtype):

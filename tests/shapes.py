@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, broadcast_rows, check_backward, check_forward, dtype_id, dtypes_id
+from reference import BF16, DTYPES, F16, F32, F64, broadcast_rows, check_backward, check_forward, dtypes_id
 
 ALL = [True, True, True]  # output_mask: all gradients
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
-data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtype_id)
+data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtypes_id)
 
 # Numbers of columns by the code path that they cover. A CPU pack has 4 to 32 elements; narrow rows have up to 4096
 # bytes, and long rows are summed in chunks of 128 to 1024 elements.
@@ -38,7 +38,7 @@ OFFSETS = [0, 1e2, 1e4, 1e6]
 dtypes_and_offsets = pytest.mark.parametrize(
     "dtypes, offset",
     [(d, offset) for d in DTYPES for offset in OFFSETS if offset < torch.finfo(d[0]).max],
-    ids=lambda v: dtypes_id(v) if isinstance(v, tuple) else f"{v:g}",
+    ids=dtypes_id,
 )
 
 

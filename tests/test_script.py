@@ -15,7 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
 
-
 # Every module with each of its options: its class, the options, and the shapes of its inputs.
 CASES = [
     (LayerNorm, {"normalized_shape": (5, 8)}, [ROWS]),
@@ -30,11 +29,7 @@ for module_class in MODULES:
     CASES += [(module_class, options, [shape, *others]) for options in choices]
     if others:  # they may be absent; test_modules.py tests residual_in_fp32
         CASES += [(module_class, options, [shape]) for options in choices if "residual_in_fp32" not in options]
-cases = pytest.mark.parametrize(
-    ("cls", "options", "shapes"),
-    CASES,
-    ids=[f"{cls.__name__}-{options}-{len(shapes)}" for cls, options, shapes in CASES],
-)
+cases = pytest.mark.parametrize(("cls", "options", "shapes"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
 
 
 def save_and_load(scripted):
