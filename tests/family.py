@@ -9,7 +9,7 @@ import torch
 
 import layernorm_ext
 
-EPS = 1e-3  # the default of no function
+EPS = 2.0**-10  # the default of no function, and exact in float32, which ONNX has
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Member:
         tensors = [x, r, w] if self.adds else [x, w]
         tensors += [b] if self.has_bias else []
         if self.takes_images:
-            tensors = [t.movedim(-1, 1) if t.dim() > 1 else t for t in tensors]
+            tensors = [t.movedim(t.dim() - 1, 1) if t.dim() > 1 else t for t in tensors]
         else:
             tensors.insert(2 if self.adds else 1, (x.size(-1),))  # a strided nested tensor has no shape
         if "inplace" in self.options:
-            tensors[1] = tensors[1] * 1  # a leaf cannot change in place
+            tensors[1] = tensors[1].clone()  # a leaf cannot change in place
         results = self.function(*tensors, eps=EPS, **self.options)
         results = results if self.adds else (results,)
         if "inplace" in self.options:
             results = (results[0], tensors[1])
-        return tuple(y.movedim(1, -1) for y in results) if self.takes_images else results
+        return tuple(y.movedim(1, y.dim() - 1) for y in results) if self.takes_images else results
 
     def formula(self, x, r, w, b):
         total = x + r if self.adds else x

@@ -234,6 +234,15 @@ OF_BATCH = (
     "{1}, input of shape [3, 5, 8] and normalized_shape = [8]"
 )
 FUNCTION_ERRORS = {
+    "Given normalized_shape=[7], expected input with shape [*, 7], but got input of size[3, 5, 8": (
+        lambda: layer_norm(ROWS, (7,))
+    ),
+    "Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype Long": (
+        lambda: layernorm_ext.rms_norm(ROWS.long(), (8,))
+    ),
+    "Expected residual to be of the dtype of input, but got residual of dtype Double and input of dtype Float": (
+        lambda: layernorm_ext.add_rms_norm(ROWS, ROWS.double(), (8,))
+    ),
     OF_BATCH.format("weight", "[2, 5, 8]"): lambda: layer_norm(ROWS, (8,), torch.ones(2, 5, 8)),
     OF_BATCH.format("bias", "[3, 5, 7]"): lambda: layer_norm(ROWS, (8,), None, torch.ones(3, 5, 7)),
     "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and normalized_shape = "

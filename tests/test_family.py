@@ -82,17 +82,27 @@ def test_results_match_float64(backend, dtypes, variant):
 
     The tensors are surrounded by NaN, which appears in the results if a kernel reads outside a row.
     """
-    cases = [(((6 if cols < 2000 else 1,), (), ()), cols) for cols in COLUMNS]
-    for batches, cols in [*cases, *itertools.product(GROUPS.values(), (3, 100, 4100))]:
-        x, dy, w, b = arguments(batches, cols, dtypes, backend.device, amid_nans)
-        residual, grad_sum = (amid_nans(randn(x.shape, dtypes[0], backend.device)) for _ in range(2))
+    for cols in COLUMNS:
+        shape = (6 if cols < 2000 else 1, cols)
+        x, residual, dy, grad_sum = (amid_nans(randn(shape, dtypes[0], backend.device)) for _ in range(4))
+        w, b = (amid_nans(randn(cols, dtypes[1], backend.device)) for _ in range(2))
         total = amid_nans(x + residual)
         plain = run(backend, total, dy, w, b, **variant)
-        check(plain, total, dy, w, b, context=(batches, cols), **variant)
+        check(plain, total, dy, w, b, context=(cols,), **variant)
         output, actual_total, *others = run(backend, x, dy, w, b, residual=residual, grad_sum=grad_sum, **variant)
         assert actual_total.is_contiguous()
         assert_same_bits((output, actual_total, *others[:2], *others[3:]), (plain[0], total, *plain[1:3], *plain[4:]))
-        check((output, *others), total, dy, w, b, context=(batches, cols), grad_sum=grad_sum, **variant)
+        check((output, *others), total, dy, w, b, context=(cols,), grad_sum=grad_sum, **variant)
+
+
+@all_dtypes
+@groups
+def test_results_of_groups_match_float64(backend, dtypes, batches):
+    """The tensors are surrounded by NaN here as well."""
+    every_variant = itertools.product((3, 100), VARIANTS.values())
+    for cols, variant in [*every_variant, (1025, VARIANTS["rms"]), (4100, VARIANTS["layer-centred"])]:
+        tensors = arguments(batches, cols, dtypes, backend.device, amid_nans)
+        check(run(backend, *tensors, **variant), *tensors, context=(cols,), **variant)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)

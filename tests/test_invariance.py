@@ -155,7 +155,7 @@ def test_number_of_threads(backend, use_threads, dtypes, rows, cols, call):
         assert_same_bits(call(backend, *arguments), expected, threads)
 
 
-def test_calls_from_two_python_threads(backend):
+def test_repeated_calls_from_two_python_threads(backend):
     calls = [random_args(backend, (F32, F32), *shape, offset=10) for shape in ((500, 64), (5, 20001))]
     expected = [run(backend, *arguments) for arguments in calls]
 
@@ -165,19 +165,3 @@ def test_calls_from_two_python_threads(backend):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, calls, expected))
-
-
-# Repetition and modes
-
-
-@all_dtypes
-def test_repetition_and_inference_mode(backend, dtypes):
-    x, dy, w, b = random_args(backend, dtypes, 40, 300)
-    expected = run(backend, x, dy, w, b)
-    for _ in range(3):
-        assert_same_bits(run(backend, x, dy, w, b), expected)
-    with torch.inference_mode():
-        assert_same_bits(run(backend, x, dy, w, b), expected)
-        assert_same_bits([backend.layer_norm(x, (300,), w, b)], expected[:1])
-    with torch.no_grad():
-        assert_same_bits([backend.layer_norm(x.requires_grad_(), (300,), w, b)], expected[:1])

@@ -213,6 +213,7 @@ def test_modules_start_a_float32_residual(name):
 # LazyLayerNorm
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("options", AFFINE_OPTIONS, ids=str)
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_lazy_module_becomes_a_layer_norm(options, dimensions):
@@ -225,6 +226,7 @@ def test_lazy_module_becomes_a_layer_norm(options, dimensions):
     assert all(parameter.grad.shape == x.shape[-dimensions:] for parameter in lazy.parameters())
     assert type(lazy) is LayerNorm and repr(lazy) == repr(norm)
     assert vars(lazy).keys() == vars(norm).keys()
+    assert torch.equal(torch.jit.script(lazy)(x), y)
     assert {k: v.shape for k, v in lazy.state_dict().items()} == {k: v.shape for k, v in norm.state_dict().items()}
     with pytest.raises(RuntimeError, match="expected input with shape"):
         lazy(torch.randn(2, 3, 6))

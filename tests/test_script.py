@@ -105,14 +105,6 @@ def test_scripted_modules_give_the_errors_of_eager_calls(module, x, message):
             each(x)
 
 
-def test_lazy_module_can_be_scripted_after_its_first_call():
-    lazy = layernorm_ext.LazyLayerNorm()
-    with pytest.raises(RuntimeError, match="uninitialized|Uninitialized|lazy|Lazy"):
-        torch.jit.script(lazy)
-    lazy(torch.randn(3, 8))
-    assert torch.jit.script(lazy)(torch.randn(3, 8)).shape == (3, 8)
-
-
 def test_saved_module_runs_only_with_this_package(tmp_path):
     torch.jit.script(LayerNorm(8)).save(tmp_path / "norm.pt")
     code = (
