@@ -60,12 +60,18 @@ class Member:
 
     def formula(self, x, r, w, b):
         total = x + r if self.adds else x
-        d = total if "rms" in self.name else total - total.mean(-1, keepdim=True)
-        y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
         w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))  # [N, C]
-        y = y * (w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w)
-        y = y + b if self.has_bias else y
+        w = w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w
+        y = formula(total, w, b if self.has_bias else None, rms="rms" in self.name)
         return (y, total) if self.adds else (y,)
+
+
+def formula(x, weight=None, bias=None, rms=False):
+    """Return the output in terms of operations that autograd differentiates to any order."""
+    d = x if rms else x - x.mean(-1, keepdim=True)
+    y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 OPTIONS = {

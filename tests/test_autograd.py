@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
+from family import EPS, formula
 from reference import F64
 from shapes import forward
 from test_family import GROUPS, arguments
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
-
-EPS = 1e-5
 
 
 @pytest.fixture(params=["rows", "images"])
@@ -37,14 +36,6 @@ def double(backend):
 def leaves(double):
     """Input, weight and bias."""
     return [double(*shape).requires_grad_() for shape in ((3, 4, 5), (5,), (5,))]
-
-
-def formula(x, weight=None, bias=None):
-    """Return the output in terms of operations that autograd differentiates to any order."""
-    d = x - x.mean(-1, keepdim=True)
-    y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
 
 
 def assert_equal(actual, expected):
