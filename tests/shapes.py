@@ -53,6 +53,12 @@ def random_args(backend, dtypes, rows, cols, offset=0):
     return x, dy, *(randn(cols, dtypes[1], backend.device) for _ in range(2))
 
 
+def random_images(backend, dtypes, shape, offset=0):
+    """Return the same for images [N, C, *]."""
+    x, dy = (randn(shape, dtypes[0], backend.device, mean) for mean in (offset, 0.5))
+    return x, dy, *(randn(shape[1], dtypes[1], backend.device) for _ in range(2))
+
+
 def forward(backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None, **options):
     """Return output, sum, mean and rstd. The sum is None without a residual."""
     arguments = (normalized_shape or x.shape[-1:], weight, bias, eps)

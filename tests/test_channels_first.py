@@ -20,6 +20,7 @@ from shapes import (
     misaligned,
     negative,
     randn,
+    random_images,
     run_images,
     transposed,
     with_gaps,
@@ -42,12 +43,6 @@ SHAPES = {
     "partial sums over several images": [(31, 3, 1), (33, 3, 2), (70, 3, 5)],
     "partial sums over one image or a part of it": [(3, 3, 31), (5, 3, 32), (20, 3, 300), (1, 3, 2000), (4, 2, 16384)],
 }
-
-
-def random_images(backend, dtypes, shape, offset=0):
-    """Return input, grad_output, weight and bias."""
-    x, dy = (randn(shape, dtypes[0], backend.device, offset) for _ in range(2))
-    return x, dy, *(randn(shape[1], dtypes[1], backend.device) for _ in range(2))
 
 
 def run_and_check(backend, x, dy, w=None, b=None):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from family import with_gradients
 from torch import nn
 
 from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm
@@ -65,14 +66,13 @@ def test_replacement_has_the_same_output_and_gradients(by_hand, replacement, sha
     x, *parameters = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, *[parameter_shape] * 2))
     replacement = replacement.double()
     replacement.load_state_dict(dict(zip(("gamma", "beta"), parameters, strict=True)))
-    results = []
-    for y, leaves in ((replacement(x), replacement.parameters()), (by_hand(x, *parameters), parameters)):
-        results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *leaves])])
-    assert results[0][0].grad_fn.name() == "LayerNormBackward"
+    actual = with_gradients(lambda *_: [replacement(x)], [x, *replacement.parameters()])
+    expected = with_gradients(lambda *_: [by_hand(x, *parameters)], [x, *parameters])
+    assert actual[0][0].grad_fn.name() == "LayerNormBackward"
     # A row of deviation s, here 0.6 to 1.4, is divided by s + 1e-6 or by the root of s^2 + 2e-6: the outputs differ by
     # 1e-6 * (1 / s - 1 / s^2) of some units. All others differ by roundings of 1e-16 in sums of some hundred terms.
     tolerance = 1e-5 if by_hand is eps_beside_deviation else 1e-11
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("offset", "least_error"), [(1e3, 1e-2), (1e4, 1e-1)])

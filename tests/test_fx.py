@@ -52,26 +52,25 @@ def torchvision(one_thread):
     return package
 
 
-def convnext(torchvision):
-    blocks = torchvision.models.convnext.CNBlockConfig
-    return torchvision.models.ConvNeXt([blocks(8, 16, 1), blocks(16, None, 1)], num_classes=5)
+def convnext(models):
+    blocks = models.convnext.CNBlockConfig
+    return models.ConvNeXt([blocks(8, 16, 1), blocks(16, None, 1)], num_classes=5)
 
 
-def vit(torchvision):
-    return torchvision.models.VisionTransformer(16, 8, 1, 2, 16, 24)
-
-
-def swin(torchvision):
-    return torchvision.models.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [2, 2])
+ARCHITECTURES = {
+    "convnext": convnext,
+    "vit": lambda models: models.VisionTransformer(16, 8, 1, 2, 16, 24),
+    "swin": lambda models: models.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [2, 2]),
+}
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("architecture", [convnext, vit, swin])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("way", ["convert the extractor", "leaf modules"])
 def test_torchvision_extracts_all_features_of_a_converted_model(torchvision, architecture, way):
     """docs/convert.md describes both ways. The features keep the names that they have before the conversion."""
     features = torchvision.models.feature_extraction
-    model, x = architecture(torchvision).eval(), torch.randn(1, 3, 16, 16)
+    model, x = ARCHITECTURES[architecture](torchvision.models).eval(), torch.randn(1, 3, 16, 16)
     nodes = features.get_graph_node_names(model)[1]
     names = [name for name, _ in model.named_modules() if any(f"{node}.".startswith(f"{name}.") for node in nodes)]
     extractor = features.create_feature_extractor(model, names)

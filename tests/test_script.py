@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from family import MODULES, flags
+from family import MODULES, flags, with_gradients
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm
@@ -56,10 +56,8 @@ def test_scripted_modules_have_the_same_bits(cls, options, shapes):
         copies = [x * 1 for x in inputs]  # a leaf cannot change in place
         outputs = call(*copies)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        if "inplace" in options and len(copies) == 2:
-            assert outputs[1].data_ptr() == copies[1].data_ptr()
-        loss = sum(output.float().sin().sum() for output in outputs)
-        return *outputs, *torch.autograd.grad(loss, [*inputs, *call.parameters()])
+        assert "inplace" not in options or len(copies) == 1 or outputs[1].data_ptr() == copies[1].data_ptr()
+        return with_gradients(lambda *_: outputs, [*inputs, *call.parameters()])
 
     scripted = torch.jit.script(module)
     for each in (scripted, save_and_load(scripted)):
@@ -91,18 +89,12 @@ def test_scripted_converted_model_has_the_same_bits():
     assert type(model[1]) is LayerNorm  # scripting leaves the model as it was
 
 
-@pytest.mark.parametrize(
-    ("module", "x", "message"),
-    [
-        (LayerNorm2d(8, elementwise_affine=False), torch.randn(2, 7, 3, 3), r"Expected input of shape \[N, 8, \*\]"),
-        (LayerNorm2d(8), torch.randn(8), r"Expected input of shape \[N, C, \*\]"),
-    ],
-    ids=["channels", "dimensions"],
-)
-def test_scripted_modules_give_the_errors_of_eager_calls(module, x, message):
+@pytest.mark.parametrize(("shape", "channels"), [((2, 7, 3, 3), 8), ((8,), "C")], ids=str)
+def test_scripted_modules_give_the_errors_of_eager_calls(shape, channels):
+    module = LayerNorm2d(8)
     for each in (module, torch.jit.script(module)):
-        with pytest.raises((RuntimeError, NotImplementedError, torch.jit.Error), match=message):
-            each(x)
+        with pytest.raises((RuntimeError, torch.jit.Error), match=rf"Expected input of shape \[N, {channels}, \*\]"):
+            each(torch.randn(shape))
 
 
 def test_saved_module_runs_only_with_this_package(tmp_path):

@@ -103,13 +103,6 @@ def quantize_eagerly(model, x):
     return quantization.convert(model)
 
 
-def quantize_by_fx(model, x):
-    mapping = quantization.get_default_qconfig_mapping("x86")
-    model = quantize_fx.prepare_fx(copy.deepcopy(model).eval(), mapping, (x,))
-    model(x)
-    return quantize_fx.convert_fx(model)
-
-
 @pytest.fixture
 def x86_engine(monkeypatch):
     monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
@@ -135,7 +128,10 @@ def test_eager_quantization_uses_torchs_quantized_layer(x86_engine, bias, zero_c
 @pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm(8), layernorm_ext.RMSNorm(8)], ids=["layer", "rms"])
 def test_fx_quantization_keeps_our_layers_in_float(x86_engine, norm):
     model, x = Quantizable(norm), torch.randn(50, 8)
-    quantized = quantize_by_fx(model, x)
+    mapping = quantization.get_default_qconfig_mapping("x86")
+    prepared = quantize_fx.prepare_fx(copy.deepcopy(model).eval(), mapping, (x,))
+    prepared(x)
+    quantized = quantize_fx.convert_fx(prepared)
     assert isinstance(quantized.before, torch.ao.nn.quantized.Linear)
     assert layernorm_ext.AddLayerNorm not in quantization.get_default_static_quant_module_mappings()
     # Three layers quantize numbers up to 4 in steps of 2^-5.

@@ -142,16 +142,13 @@ def test_exported_program_runs_without_this_package(tmp_path):
 def test_training_compiled_as_aten_matches_the_kernels():
     """Forward and backward call none of the kernels."""
     model, recorder = Model(), AotEagerAndRecordGraphs()
-    leaves = [model.w, model.b]
     with trace_as("aten"):
         compiled = torch.compile(model, backend=recorder, fullgraph=True, dynamic=True)
         for batch in (3, 7):
             x = model.input(batch).requires_grad_()
-            results = []
-            for function in (compiled, model):
-                outputs = function(x)
-                loss = sum(output.sin().sum() for of_call in outputs for output in of_call)
-                results.append([*outputs, *torch.autograd.grad(loss, [x, *leaves], materialize_grads=True)])
+            results = [
+                with_gradients(lambda x, *_, f=f: sum(f(x), ()), [x, model.w, model.b]) for f in (compiled, model)
+            ]
             torch.testing.assert_close(*results, **ANOTHER_ORDER)
     assert not any(calls_kernels(module) for module in recorder.fw_graphs + recorder.bw_graphs)
 
