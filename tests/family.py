@@ -93,10 +93,7 @@ MODULES = [
     for name in layernorm_ext.__all__
     if name.removesuffix("2d").endswith("Norm") and name != "LazyLayerNorm"
 ]
-
 family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
-
-every_module = pytest.mark.parametrize("cls", MODULES, ids=lambda cls: cls.__name__)
 
 
 def flags(module_class):

@@ -188,6 +188,7 @@ def check_backward(
     Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
     backward starts from.
     """
+    assert results[0] is None or results[0].shape == x.shape, context
     batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
     dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, results[0]))
     forward, w = Forward(exact(x), eps, rms), factor(weights, zero_centered_weight)

@@ -116,7 +116,7 @@ def check(
     With a residual, `x` is the sum, and `dtype` is that of the output.
     """
     batch = x.shape[:-1]
-    assert results[0].shape == x.shape and results[2].shape == (*batch, 1)
+    assert results[0].shape == x.shape and all(t is None or t.shape == (*batch, 1) for t in results[1:3])
     matrices = [broadcast_rows(t, batch) for t in (*results[:3], x, weight, bias)]
     check_forward(matrices[:3], *matrices[3:], eps, context, dtype=dtype, **variant)
     options = {"grad_sum": grad_sum, "xhat_error": xhat_error}

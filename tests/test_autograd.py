@@ -52,7 +52,7 @@ CASES = [
     if any(requires_grad)
 ]
 CASES += [
-    (batches, adds, [True] * (4 - batches.count(None) - (not adds)), {"rms": not adds, "zero_centered_weight": True})
+    (batches, adds, [True] * 4, {"rms": not adds, "zero_centered_weight": True})
     for batches, adds in itertools.product(GROUPS.values(), (False, True))
     if batches != GROUPS["many rows"]  # whose finite differences take seconds
 ]
@@ -65,16 +65,15 @@ def test_first_and_second_derivatives(backend, batches, adds, requires_grad, opt
     gradcheck differentiates the output and the sum one at a time.
     """
     x, residual, *parameters = arguments(batches, 4, (F64, F64), backend.device)
-    tensors = [t if t is None else t.unflatten(-1, (2, 2)) for t in (x, residual if adds else None, *parameters)]
-    leaves = iter(requires_grad)
-    tensors = [t if t is None else t.requires_grad_(next(leaves)) for t in tensors]
+    tensors = [x, residual if adds else None, *parameters]
+    present = [t.unflatten(-1, (2, 2)) for t in tensors if t is not None]
+    inputs = [t.requires_grad_(required) for t, required in zip(present, requires_grad, strict=False)]
 
-    def function(*present):
-        present = iter(present)
-        y, total, *_ = forward(backend, *(t if t is None else next(present) for t in tensors), EPS, (2, 2), **options)
+    def function(*inputs):
+        given = iter(inputs)
+        y, total, *_ = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
         return y if total is None else (y, total * 1.5)
 
-    inputs = [t for t in tensors if t is not None]
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)
 

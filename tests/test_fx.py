@@ -1,6 +1,7 @@
 """torch.fx with this package's modules; feature extraction from torchvision's and timm's models."""
 
 import copy
+import importlib
 import inspect
 import re
 
@@ -44,12 +45,8 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
 
 @pytest.fixture
 def torchvision(one_thread):
-    package = import_torchvision()
-    if package is None:
-        pytest.skip("torchvision is not installed")
-    from torchvision.models import feature_extraction  # noqa: F401
-
-    return package
+    import_torchvision()
+    return pytest.importorskip("torchvision")
 
 
 def convnext(models):
@@ -69,7 +66,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("way", ["convert the extractor", "leaf modules"])
 def test_torchvision_extracts_all_features_of_a_converted_model(torchvision, architecture, way):
     """docs/convert.md describes both ways. The features keep the names that they have before the conversion."""
-    features = torchvision.models.feature_extraction
+    features = importlib.import_module("torchvision.models.feature_extraction")
     model, x = ARCHITECTURES[architecture](torchvision.models).eval(), torch.randn(1, 3, 16, 16)
     nodes = features.get_graph_node_names(model)[1]
     names = [name for name, _ in model.named_modules() if any(f"{node}.".startswith(f"{name}.") for node in nodes)]

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from family import every_module, family, flags
+from family import MODULES, family, flags
 from reference import BF16, F16, F32, F64
 from shapes import assert_same_bits
 from torch.nn import functional as F
@@ -162,7 +162,7 @@ def test_subclass_without_override_is_kept():
 # Options
 
 
-@every_module
+@pytest.mark.parametrize("cls", MODULES, ids=lambda cls: cls.__name__)
 def test_flags(cls):
     """The repr names those that are set. A zero-centered weight is initially zero."""
     for flag in flags(cls):
