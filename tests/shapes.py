@@ -54,7 +54,7 @@ def random_args(backend, dtypes, rows, cols, offset=0):
 
 
 def random_images(backend, dtypes, shape, offset=0):
-    """Return the same for images [N, C, *]."""
+    """Return input, grad_output, weight and bias for images [N, C, *]."""
     x, dy = (randn(shape, dtypes[0], backend.device, mean) for mean in (offset, 0.5))
     return x, dy, *(randn(shape[1], dtypes[1], backend.device) for _ in range(2))
 

@@ -164,7 +164,7 @@ def test_subclass_without_override_is_kept():
 
 @pytest.mark.parametrize("cls", MODULES, ids=lambda cls: cls.__name__)
 def test_flags(cls):
-    """The repr names those that are set. A zero-centered weight is initially zero."""
+    """The repr names each flag that is set. A zero-centered weight is initially zero."""
     for flag in flags(cls):
         plain, module = cls(8), cls(8, **{flag: True})
         assert repr(module) == repr(plain)[:-1] + f", {flag}=True)"
