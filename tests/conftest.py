@@ -1,5 +1,6 @@
 """Backends under test, fixtures, and options."""
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def pytest_collection_modifyitems(items):
 
 
 def import_torchvision():
-    """Import torchvision, which timm and transformers import; return ``None`` if it is not installed.
+    """Import torchvision, which timm and transformers import, if it is installed.
 
     PyPI has it for GPUs only. Next to a torch for the CPU it lacks its operators, which no test calls, and its import
     fails because it describes them.
@@ -88,10 +89,8 @@ def import_torchvision():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.library, "register_fake", register_others)
-        try:
-            return importlib.import_module("torchvision")
-        except ModuleNotFoundError:
-            return None
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("torchvision")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""The public functions with their options, and their formulas in torch's operations."""
+"""The public functions and modules with their options, and the functions' formulas in torch's operations."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 
 import layernorm_ext
 
-EPS = 1e-3  # the default of no function
+EPS = 2.0**-10  # the default of no function, and exact in float32, which ONNX has
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,31 @@ class Member:
         tensors = [x, r, w] if self.adds else [x, w]
         tensors += [b] if self.has_bias else []
         if self.takes_images:
-            tensors = [t.movedim(-1, 1) if t.dim() > 1 else t for t in tensors]
+            tensors = [t.movedim(t.dim() - 1, 1) if t.dim() > 1 else t for t in tensors]
         else:
             tensors.insert(2 if self.adds else 1, (x.size(-1),))  # a strided nested tensor has no shape
         if "inplace" in self.options:
-            tensors[1] = tensors[1] * 1  # a leaf cannot change in place
+            tensors[1] = tensors[1].clone()  # a leaf cannot change in place
         results = self.function(*tensors, eps=EPS, **self.options)
         results = results if self.adds else (results,)
         if "inplace" in self.options:
             results = (results[0], tensors[1])
-        return tuple(y.movedim(1, -1) for y in results) if self.takes_images else results
+        return tuple(y.movedim(1, y.dim() - 1) for y in results) if self.takes_images else results
 
     def formula(self, x, r, w, b):
         total = x + r if self.adds else x
-        d = total if "rms" in self.name else total - total.mean(-1, keepdim=True)
-        y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
         w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))  # [N, C]
-        y = y * (w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w)
-        y = y + b if self.has_bias else y
+        w = w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w
+        y = formula(total, w, b if self.has_bias else None, rms="rms" in self.name)
         return (y, total) if self.adds else (y,)
+
+
+def formula(x, weight=None, bias=None, rms=False):
+    """Return the output in terms of operations that autograd differentiates to any order."""
+    d = x if rms else x - x.mean(-1, keepdim=True)
+    y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 OPTIONS = {
@@ -81,7 +88,17 @@ MEMBERS = [
     for name, choices in OPTIONS.items()
     for options in choices
 ]
+MODULES = [
+    getattr(layernorm_ext, name)
+    for name in layernorm_ext.__all__
+    if name.removesuffix("2d").endswith("Norm") and name != "LazyLayerNorm"
+]
 family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+
+
+def flags(module_class):
+    """Return the names of the keyword-only options, which torch's modules lack."""
+    return [p.name for p in inspect.signature(module_class).parameters.values() if p.kind == p.KEYWORD_ONLY]
 
 
 def with_gradients(function, tensors, grad_outputs=None, **options):

@@ -17,12 +17,11 @@ DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F
 DTYPES_16_BIT = DTYPES[2:]
 
 
-def dtype_id(dtype):
-    return NAMES[dtype]
-
-
-def dtypes_id(dtypes):
-    return "-".join(dict.fromkeys(NAMES[dtype] for dtype in dtypes))
+def dtypes_id(value):
+    """Return the id of a dtype or a tuple of dtypes, and of any other value its string."""
+    if not isinstance(value, tuple):
+        return NAMES.get(value, str(value))
+    return "-".join(dict.fromkeys(NAMES[dtype] for dtype in value))
 
 
 def statistics_dtype(dtype):
@@ -189,6 +188,7 @@ def check_backward(
     Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
     backward starts from.
     """
+    assert results[0] is None or results[0].shape == x.shape, context
     batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
     dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, results[0]))
     forward, w = Forward(exact(x), eps, rms), factor(weights, zero_centered_weight)

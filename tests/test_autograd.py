@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from family import EPS, formula
+from reference import F64
 from shapes import forward
+from test_family import GROUPS, arguments
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
-
-EPS = 1e-5
 
 
 @pytest.fixture(params=["rows", "images"])
@@ -37,42 +38,41 @@ def leaves(double):
     return [double(*shape).requires_grad_() for shape in ((3, 4, 5), (5,), (5,))]
 
 
-def formula(x, weight=None, bias=None):
-    """Return the output in terms of operations that autograd differentiates to any order."""
-    d = x - x.mean(-1, keepdim=True)
-    y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
-
-
 def assert_equal(actual, expected):
     """Allow for some hundred operations with a relative error of 1e-16 each."""
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# Residual, weight and bias present, and for each argument whether it requires a gradient.
+# Batch sizes as in test_family.py, with a residual or without, which of the tensors require a gradient, and options.
+SHARED = [((4,), *parameters) for parameters in itertools.product([(), None], repeat=2)]
 CASES = [
-    (present, requires_grad)
-    for present in [*itertools.product([False], [True, False], [True, False]), (True, True, False)]
-    for requires_grad in itertools.product([True, False], repeat=1 + sum(present))
+    (batches, adds, requires_grad, {})
+    for batches, adds in [*((batches, False) for batches in SHARED), (SHARED[1], True)]
+    for requires_grad in itertools.product([True, False], repeat=1 + adds + batches.count(()))
     if any(requires_grad)
+]
+CASES += [
+    (batches, adds, [True] * 4, {"rms": not adds, "zero_centered_weight": True})
+    for batches, adds in itertools.product(GROUPS.values(), (False, True))
+    if batches != GROUPS["many rows"]  # whose finite differences take seconds
 ]
 
 
-@pytest.mark.parametrize(("present", "requires_grad"), CASES)
-def test_first_and_second_derivatives(backend, double, present, requires_grad):
+@pytest.mark.parametrize(("batches", "adds", "requires_grad", "options"), CASES)
+def test_first_and_second_derivatives(backend, batches, adds, requires_grad, options):
     """In reverse and forward mode and batched; forward over reverse, and reverse over reverse.
 
     gradcheck differentiates the output and the sum one at a time.
     """
-    shapes = [shape for shape, is_present in zip(((4, 2, 3), (2, 3), (2, 3)), present, strict=True) if is_present]
-    inputs = [double(*s).requires_grad_(r) for s, r in zip([(4, 2, 3), *shapes], requires_grad, strict=True)]
+    x, residual, *parameters = arguments(batches, 4, (F64, F64), backend.device)
+    tensors = [x, residual if adds else None, *parameters]
+    present = [t.unflatten(-1, (2, 2)) for t in tensors if t is not None]
+    inputs = [t.requires_grad_(required) for t, required in zip(present, requires_grad, strict=False)]
 
-    def function(x, *others):
-        others = iter(others)
-        residual, w, b = (next(others) if is_present else None for is_present in present)
-        y, total, *_ = forward(backend, x, residual, w, b, EPS, (2, 3))
-        return y if total is None else (y, total)
+    def function(*inputs):
+        given = iter(inputs)
+        y, total, *_ = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
+        return y if total is None else (y, total * 1.5)
 
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)

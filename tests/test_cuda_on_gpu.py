@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import installed
 from reference import F32
-from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
+from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, random_images, run, run_images
 
 from layernorm_ext import LayerNorm, _build_info
 
@@ -26,11 +26,7 @@ all_shapes = pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
 
 def arguments_of(shape, dtypes=(F32, F32)):
     """Return input, grad_output, weight and bias for rows or images."""
-    if len(shape) == 2:
-        return random_args(CUDA, dtypes, *shape)
-    images, channels, pixels = shape
-    x, dy, w, b = random_args(CUDA, dtypes, images * pixels, channels)
-    return *(t.view(images, pixels, channels).movedim(-1, 1).contiguous() for t in (x, dy)), w, b
+    return random_args(CUDA, dtypes, *shape) if len(shape) == 2 else random_images(CUDA, dtypes, shape)
 
 
 def run_kernels(x, dy, w, b):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from family import MEMBERS
+from family import MEMBERS, with_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -134,16 +134,15 @@ def family_keeps_batch_and_sequence_sharded(mesh):
 
 @in_four_processes
 def parameters_per_sample_are_sharded_with_the_batch(mesh):
-    x = torch.randn(4, 8, 16)
-    own, same = torch.randn(4, 1, 16), torch.randn(16)
-    of_position = torch.randn(1, 8, 16)
+    x, shared = torch.randn(4, 8, 16), torch.randn(16)
+    per_sample, per_position = torch.randn(4, 1, 16), torch.randn(1, 8, 16)
     cases = [  # function, shard of the input, weight and bias, and whether they have the input's shard
-        (layer_norm, Shard(0), own, own.cos(), True, True),
-        (layer_norm, Shard(0), own, same, True, False),
-        (layer_norm, Shard(1), own, own.cos(), False, False),
-        (layer_norm, Shard(1), of_position, of_position.cos(), True, True),
-        (layer_norm, Shard(0), of_position, same, False, False),
-        (ada_rms_norm, Shard(0), own[:, 0], same, True, False),
+        (layer_norm, Shard(0), per_sample, per_sample.cos(), True, True),
+        (layer_norm, Shard(0), per_sample, shared, True, False),
+        (layer_norm, Shard(1), per_sample, per_sample.cos(), False, False),
+        (layer_norm, Shard(1), per_position, per_position.cos(), True, True),
+        (layer_norm, Shard(0), per_position, shared, False, False),
+        (ada_rms_norm, Shard(0), per_sample[:, 0], shared, True, False),
     ]
     for function, shard, weight, bias, *has_shard in cases:
         placements = [shard, *(shard if has_own else Replicate() for has_own in has_shard)]
@@ -214,11 +213,9 @@ def second_derivatives_match(mesh):
 def compiled_module_has_the_same_bits(mesh):
     module = distribute_module(LayerNorm(16), mesh)
     x = distribute_tensor(torch.randn(4, 8, 16), mesh, [Shard(1)]).requires_grad_()
-    results = []
-    for function in (torch.compile(module, fullgraph=True, backend="aot_eager"), module):
-        y = function(x)
-        results.append((y, *torch.autograd.grad(y.sin().sum(), (x, *module.parameters()))))
-    for actual, expected in zip(*results, strict=True):
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    results = [with_gradients(lambda x, *_, f=f: [f(x)], [x, *module.parameters()]) for f in (compiled, module)]
+    for actual, expected in zip(*((*outputs, *gradients) for outputs, gradients in results), strict=True):
         assert actual.placements == expected.placements
         assert torch.equal(actual.to_local(), expected.to_local())
 

@@ -222,6 +222,7 @@ def test_errors_of_residual_functions():
 # The public functions and modules
 
 ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)
+LAYER_NORM_2D = layernorm_ext.LayerNorm2d(4)  # torch.compile cannot create its parameters
 OF_ROWS = (
     "Expected {0} of shape [*batch, 8], where batch are the input's first batch sizes or 1, but got {0} of shape {1} "
 )
@@ -234,6 +235,15 @@ OF_BATCH = (
     "{1}, input of shape [3, 5, 8] and normalized_shape = [8]"
 )
 FUNCTION_ERRORS = {
+    "Given normalized_shape=[7], expected input with shape [*, 7], but got input of size[3, 5, 8": (
+        lambda: layer_norm(ROWS, (7,))
+    ),
+    "Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype Long": (
+        lambda: layernorm_ext.rms_norm(ROWS.long(), (8,))
+    ),
+    "Expected residual to be of the dtype of input, but got residual of dtype Double and input of dtype Float": (
+        lambda: layernorm_ext.add_rms_norm(ROWS, ROWS.double(), (8,))
+    ),
     OF_BATCH.format("weight", "[2, 5, 8]"): lambda: layer_norm(ROWS, (8,), torch.ones(2, 5, 8)),
     OF_BATCH.format("bias", "[3, 5, 7]"): lambda: layer_norm(ROWS, (8,), None, torch.ones(3, 5, 7)),
     "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and normalized_shape = "
@@ -262,7 +272,7 @@ FUNCTION_ERRORS = {
     "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape": (
         lambda: layernorm_ext.add_layer_norm_2d(IMAGES, IMAGES[:1])
     ),
-    "Expected input of shape [N, 4, *], but got input of size[2, 3, 4": lambda: layernorm_ext.LayerNorm2d(4)(IMAGES),
+    "Expected input of shape [N, 4, *], but got input of size[2, 3, 4": lambda: LAYER_NORM_2D(IMAGES),
     "Expected input of shape [N, 4, *], but got input of size": lambda: layernorm_ext.AdaRMSNorm2d(4)(IMAGES),
 }
 

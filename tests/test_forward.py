@@ -22,13 +22,13 @@ from reference import (
     assert_within,
     check_backward,
     check_forward,
-    dtype_id,
     dtypes_id,
     exact,
 )
 from shapes import (
     all_dtypes,
     amid_nans,
+    assert_same_bits,
     bits,
     check,
     columns,
@@ -80,7 +80,7 @@ def test_ties_round_to_even(backend, dtypes, cols):
     assert torch.equal(y.cpu(), (sign * w + b).to(dtype))  # torch rounds ties to even
 
 
-@pytest.mark.parametrize("dtype", [F64, F32], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F64, F32], ids=dtypes_id)
 def test_values_a_few_units_apart(backend, dtype):
     """The mean of values that differ in their last bits cannot be represented any better than the values."""
     for exponent in (0, 10, 20):
@@ -91,7 +91,7 @@ def test_values_a_few_units_apart(backend, dtype):
             check_forward(backend.forward(x, (cols,), None, None, 1e-12), x, eps=1e-12, context=(exponent, cols))
 
 
-@pytest.mark.parametrize("dtype", [F64, F32], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F64, F32], ids=dtypes_id)
 @pytest.mark.parametrize("cols", [64, 100, 1024, 4098, 8192])
 @pytest.mark.parametrize("outliers", [0, 1, 2, 8])
 def test_sums_that_round_in_one_direction(backend, dtype, cols, outliers):
@@ -189,17 +189,18 @@ def test_overlapping_rows(backend):
 
 
 @all_dtypes
-@pytest.mark.parametrize("odd", [0, 1], ids=["whole vectors", "odd columns"])
-def test_output_larger_than_the_caches(backend, dtypes, odd):
-    """An output of 64 MiB or more may be written past the caches. A call for 7 rows gives the expected bits."""
+@pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (17, 4112), (17, 16385)])
+def test_large_arrays(backend, dtypes, megabytes, cols):
+    """A CPU reads rows one by one and writes around the caches if arrays are large, with the same bits.
+
+    4112 columns are a multiple of 64 bytes, but not of the unit of the loops; rows of 16385 are not aligned.
+    """
     if backend.name == "emulated":
         pytest.skip("the CUDA kernels write outputs of all sizes alike")
-    cols = 32768 // dtypes[0].itemsize + odd
-    x, _, w, b = random_args(backend, dtypes, 7, cols, offset=10)
-    expected = backend.forward(x, (cols,), w, b, 1e-5)
-    results = backend.forward(x.repeat(300, 1), (cols,), w, b, 1e-5)
-    for result, right in zip(results, expected, strict=True):
-        assert torch.equal(result.view(300, 7, -1), right.expand(300, *right.shape))
+    x, dy, w, b = random_args(backend, dtypes, (megabytes << 20) // (cols * dtypes[0].itemsize) + 1, cols)
+    results = run(backend, x, dy, w, b)[:4]
+    for part in torch.arange(len(x)).chunk(16):
+        assert_same_bits(run(backend, x[part], dy[part], w, b)[:4], [result[part] for result in results])
 
 
 def test_nothing_is_written_outside_the_results(backend):
@@ -228,7 +229,7 @@ def run_all_tails():
     print("done")
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtypes_id)
 def test_every_float32_rounds_as_torch_rounds_it(backend, dtype):
     """A weight of zero makes the output the bias: random bits, halfway cases, subnormal numbers and overflow."""
     halfway = torch.arange(-(2**15), 2**15, 61, dtype=torch.int32) * 2**16 + 2**15  # between two bfloat16 numbers

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from family import MEMBERS, family, with_gradients
-from reference import BF16, F16, F32, F64, dtype_id
+from reference import BF16, F16, F32, F64, dtypes_id
 from shapes import assert_same_bits, randn
 from torch.nn import functional as F
 
@@ -18,7 +18,7 @@ FLOATS = [F64, F32, F16, BF16]
 # Input, residual, weight, bias: 16 bits, wider parameters, narrower ones, two parameter dtypes, float32 residuals.
 MIXED = [(F16, F16, F16, F16), (BF16, BF16, BF16, BF16), (F32, F32, F64, F64), (F32, F32, F16, F16)]
 MIXED += [(F64, F64, F32, BF16), (F16, F32, F16, F32), (BF16, F32, F64, F16)]
-mixed_dtypes = pytest.mark.parametrize("dtypes", MIXED, ids=lambda dtypes: "-".join(map(dtype_id, dtypes)))
+mixed_dtypes = pytest.mark.parametrize("dtypes", MIXED, ids=lambda dtypes: "-".join(map(dtypes_id, dtypes)))
 
 
 def contiguous(t):
@@ -84,7 +84,7 @@ def loss(outputs):
 def test_derivatives_with_mixed_dtypes(member, dtypes):
     """First and second derivatives, torch.func's gradient, vmap and forward mode agree with float64.
 
-    test_family.py compares with finite differences.
+    test_autograd.py compares with finite differences.
 
     Images are contiguous. The gradient of a float32 residual is rounded once to that of the input.
     """
@@ -123,7 +123,7 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
         assert torch.equal(actual[1], tensors[0] + tensors[1]) and torch.equal(dx, dresidual.to(dx.dtype))
     with torch.inference_mode():
         assert_same_bits(member(*(t.detach().clone() for t in tensors)), actual[: len(outputs)])
-    if "inplace" not in member.options:  # r * 1 has no tangent within vmap
+    if "inplace" not in member.options:  # r.clone() has no tangent within vmap
         result_dtypes = [dtypes[0], *dtypes[2:], *outputs, *outputs]
         assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
 

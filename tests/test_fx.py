@@ -1,13 +1,14 @@
 """torch.fx with this package's modules; feature extraction from torchvision's and timm's models."""
 
 import copy
+import importlib
 import inspect
 import re
 
 import pytest
 import torch
 from conftest import import_torchvision
-from test_script import MODULES, module_and_inputs
+from test_script import cases, module_and_inputs
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
@@ -16,18 +17,20 @@ from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_graph_of_a_module_calls_its_function(name):
-    """Its arguments are the module's parameters and options of the same names."""
-    module, inputs = module_and_inputs(name)
-    words = re.sub("(?<=[a-z])(?=[A-Z2])", "_", type(module).__name__.replace("RMS", "Rms"))
-    is_first = "first block" in name  # has no residual, which Sequential does not pass
-    words = words.removeprefix("Add_") if is_first else words
-    graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if is_first else module)
+@cases
+def test_graph_of_a_module_calls_its_function(cls, options, shapes):
+    """Its arguments are the module's inputs, parameters and options of the same names."""
+    module, inputs = module_and_inputs(cls, options, shapes)
+    is_alone = len(inputs) == 1  # Sequential passes the input alone
+    words = re.sub("(?<=[a-z])(?=[A-Z2])", "_", cls.__name__.replace("RMS", "Rms"))
+    words = words.removeprefix("Add_") if is_alone else words
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if is_alone else module)
     (call,) = (node for node in graph.graph.nodes if node.op == "call_function")
     assert call.target is getattr(layernorm_ext, words.lower())
     signature = inspect.signature(call.target)
     arguments = signature.bind(*call.args, **call.kwargs).arguments
+    for node in graph.graph.find_nodes(op="placeholder"):
+        assert arguments[node.target] is node
     for argument, parameter in signature.parameters.items():
         if hasattr(module, argument):
             value, expected = arguments.get(argument, parameter.default), getattr(module, argument)
@@ -42,34 +45,29 @@ def test_graph_of_a_module_calls_its_function(name):
 
 @pytest.fixture
 def torchvision(one_thread):
-    package = import_torchvision()
-    if package is None:
-        pytest.skip("torchvision is not installed")
-    from torchvision.models import feature_extraction  # noqa: F401
-
-    return package
+    import_torchvision()
+    return pytest.importorskip("torchvision")
 
 
-def convnext(torchvision):
-    blocks = torchvision.models.convnext.CNBlockConfig
-    return torchvision.models.ConvNeXt([blocks(8, 16, 1), blocks(16, None, 1)], num_classes=5)
+def convnext(models):
+    blocks = models.convnext.CNBlockConfig
+    return models.ConvNeXt([blocks(8, 16, 1), blocks(16, None, 1)], num_classes=5)
 
 
-def vit(torchvision):
-    return torchvision.models.VisionTransformer(16, 8, 1, 2, 16, 24)
-
-
-def swin(torchvision):
-    return torchvision.models.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [2, 2])
+ARCHITECTURES = {
+    "convnext": convnext,
+    "vit": lambda models: models.VisionTransformer(16, 8, 1, 2, 16, 24),
+    "swin": lambda models: models.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [2, 2]),
+}
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("architecture", [convnext, vit, swin])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("way", ["convert the extractor", "leaf modules"])
 def test_torchvision_extracts_all_features_of_a_converted_model(torchvision, architecture, way):
     """docs/convert.md describes both ways. The features keep the names that they have before the conversion."""
-    features = torchvision.models.feature_extraction
-    model, x = architecture(torchvision).eval(), torch.randn(1, 3, 16, 16)
+    features = importlib.import_module("torchvision.models.feature_extraction")
+    model, x = ARCHITECTURES[architecture](torchvision.models).eval(), torch.randn(1, 3, 16, 16)
     nodes = features.get_graph_node_names(model)[1]
     names = [name for name, _ in model.named_modules() if any(f"{node}.".startswith(f"{name}.") for node in nodes)]
     extractor = features.create_feature_extractor(model, names)

@@ -8,6 +8,7 @@ bits.json has a hash of the results of each function. A change that alters resul
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -68,43 +69,27 @@ def values(shape, dtype, seed):
     return torch.where(i % 97 == 0, numbers + 100, numbers).to(dtype).view(shape)
 
 
-def calls():
-    """Yield (name, function of (x, residual, weight, bias), shape, number of columns)."""
-    names = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
-    for name in names:
-        norm, adds, rms = getattr(layernorm_ext, name), "add" in name, "rms" in name
-
-        def call(x, residual, w, b, norm=norm, adds=adds, rms=rms, **options):
-            inputs = (x, residual) if adds else (x,)
-            return norm(*inputs, x.shape[1:], w, *(() if rms else (b,)), **options)
-
-        for shape in SHAPES:
-            yield name, call, shape, shape[1]
-    for shape in IMAGES:
-        yield "layer_norm_2d", lambda x, residual, w, b: layernorm_ext.layer_norm_2d(x, w, b), shape, shape[1]
-
-
 def digests():
     """Return a hash of the outputs and gradients of each function."""
     found = {}
-    for name, call, shape, cols in calls():
-        for dtype, parameter_dtype in DTYPES:
-            digest = found.setdefault(name, hashlib.sha256())
-            for with_weight, zero_centered in ((True, False), (True, True), (False, False)):
-                if zero_centered and name == "layer_norm_2d":
-                    continue
-                x, residual = (values(shape, dtype, seed).clone().requires_grad_() for seed in (1, 2))
-                w, b = (values((cols,), parameter_dtype, seed).clone().requires_grad_() for seed in (3, 4))
+    for name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_2d"):
+        norm, adds, images = getattr(layernorm_ext, name), "add" in name, "2d" in name
+        digest = hashlib.sha256()
+        for shape, (dtype, parameter_dtype) in itertools.product(IMAGES if images else SHAPES, DTYPES):
+            for with_weight, zero_centered in ((True, False), (True, True), (False, False))[:: 2 if images else 1]:
+                x, r = (values(shape, dtype, seed).clone().requires_grad_() for seed in (1, 2))
+                w, b = (values(shape[1:2], parameter_dtype, seed).clone().requires_grad_() for seed in (3, 4))
+                inputs = [x, r] if adds else [x]
+                parameters = ([w] if "rms" in name else [w, b]) if with_weight else []
+                sizes = [] if images else [shape[1:]]
                 options = {"zero_centered_weight": True} if zero_centered else {}
-                outputs = call(x, residual, *((w, b) if with_weight else (None, None)), **options)
-                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                inputs = [t for t in (x, residual, w, b) if t is not None]
-                gradients = torch.autograd.grad(
-                    outputs, inputs, [values(y.shape, y.dtype, 5 + i) for i, y in enumerate(outputs)], allow_unused=True
-                )
-                for tensor in (*outputs, *(g for g in gradients if g is not None)):
+                outputs = norm(*inputs, *sizes, *parameters, **options)
+                outputs = outputs if adds else (outputs,)
+                grad_outputs = [values(y.shape, y.dtype, 5 + i) for i, y in enumerate(outputs)]
+                for tensor in (*outputs, *torch.autograd.grad(outputs, [*inputs, *parameters], grad_outputs)):
                     digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
-    return {name: digest.hexdigest()[:16] for name, digest in found.items()}
+        found[name] = digest.hexdigest()[:16]
+    return found
 
 
 def test_results_have_the_recorded_bits():

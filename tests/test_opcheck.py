@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from reference import BF16, F16, F32, F64, dtypes_id
-from shapes import ALL, MASKS, forward, randn
-from test_family import GROUPS, VARIANTS, arguments
+from shapes import ALL, MASKS, forward
+from test_family import arguments, groups, variants
 from test_torch_tools import IMAGES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,12 +31,6 @@ def opcheck(backend, x, weight, bias, checks, normalized_shape=None, masks=(ALL,
         torch.library.opcheck(ops.backward.default, arguments, options, **checks)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
-def test_dtypes(backend, dtypes):
-    tensors = (randn(s, dtype, backend.device) for s, dtype in zip(((3, 2, 4), (2, 4), (2, 4)), dtypes, strict=True))
-    opcheck(backend, *tensors, SHAPE_FUNCTIONS, normalized_shape=(2, 4))
-
-
 @pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, True), (False, False)])
 def test_masks_and_missing_parameters(backend, has_weight, has_bias):
     x, w, b = (torch.randn(s, device=backend.device) for s in ((3, 2, 4), (2, 4), (2, 4)))
@@ -44,7 +38,7 @@ def test_masks_and_missing_parameters(backend, has_weight, has_bias):
     opcheck(backend, x, w if has_weight else None, b if has_bias else None, {}, normalized_shape=(2, 4), masks=masks)
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@variants
 def test_variants(backend, variant):
     """With parameters per sample."""
     x, residual, w = (torch.randn(s, device=backend.device) for s in ((3, 2, 5), (3, 2, 5), (3, 1, 5)))
@@ -52,9 +46,10 @@ def test_variants(backend, variant):
     torch.library.opcheck(backend.ops.forward_.residual, (x.requires_grad_(), residual, (5,), w, None), variant)
 
 
-@pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
-def test_groups(backend, batches):
-    x, _, w, b = arguments(batches, 6, (F32, F32), backend.device)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
+@groups
+def test_groups(backend, dtypes, batches):
+    x, _, w, b = arguments(batches, 6, dtypes, backend.device)
     opcheck(backend, x, w, b, SHAPE_FUNCTIONS)
 
 

@@ -6,44 +6,30 @@ import sys
 
 import pytest
 import torch
+from family import MODULES, flags, with_gradients
 
 import layernorm_ext
-from layernorm_ext import AddRMSNorm, LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm
+from layernorm_ext import LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
 
-# Module and shape of its input; a module with a residual takes two inputs.
-MODULES = {
-    "LayerNorm": (lambda: LayerNorm(8), ROWS),
-    "LayerNorm of two dimensions": (lambda: LayerNorm((5, 8), eps=0.1), ROWS),
-    "LayerNorm without parameters": (lambda: LayerNorm(8, elementwise_affine=False), ROWS),
-    "zero-centered LayerNorm": (lambda: LayerNorm(8, zero_centered_weight=True), ROWS),
-    "memory-efficient LayerNorm": (lambda: LayerNorm(8, memory_efficient=True), ROWS),
-    "RMSNorm": (lambda: layernorm_ext.RMSNorm(8), ROWS),
-    "float64 RMSNorm with another default eps": (lambda: layernorm_ext.RMSNorm(8, dtype=torch.float64), ROWS),
-    "RMSNorm with eps": (lambda: layernorm_ext.RMSNorm(8, eps=0.1), ROWS),
-    "RMSNorm without weight": (lambda: layernorm_ext.RMSNorm(8, elementwise_affine=False), ROWS),
-    "zero-centered RMSNorm": (lambda: layernorm_ext.RMSNorm(8, zero_centered_weight=True), ROWS),
-    "LayerNorm2d": (lambda: LayerNorm2d(8), IMAGES),
-    "LayerNorm2d without parameters": (lambda: LayerNorm2d(8, elementwise_affine=False), IMAGES),
-    "memory-efficient LayerNorm2d": (lambda: LayerNorm2d(8, memory_efficient=True), IMAGES),
-    "RMSNorm2d": (lambda: layernorm_ext.RMSNorm2d(8, zero_centered_weight=True), IMAGES),
-    "AddLayerNorm2d": (lambda: layernorm_ext.AddLayerNorm2d(8), IMAGES, IMAGES),
-    "AddLayerNorm2d of the first block": (lambda: layernorm_ext.AddLayerNorm2d(8), IMAGES),
-    "AddRMSNorm2d of the first block": (lambda: layernorm_ext.AddRMSNorm2d(8), IMAGES),
-    "AddRMSNorm2d in place": (lambda: layernorm_ext.AddRMSNorm2d(8, inplace=True), IMAGES, IMAGES),
-    "AdaLayerNorm2d": (lambda: layernorm_ext.AdaLayerNorm2d(8), IMAGES, (2, 8), (2, 8)),
-    "AdaRMSNorm2d without shift": (lambda: layernorm_ext.AdaRMSNorm2d(8), IMAGES, (2, 8, 1, 1)),
-    "AddLayerNorm": (lambda: layernorm_ext.AddLayerNorm(8), ROWS, ROWS),
-    "AddLayerNorm of the first block": (lambda: layernorm_ext.AddLayerNorm(8), ROWS),
-    "AddRMSNorm": (lambda: AddRMSNorm(8), ROWS, ROWS),
-    "AddRMSNorm in place": (lambda: AddRMSNorm(8, zero_centered_weight=True, inplace=True), ROWS, ROWS),
-    "AddRMSNorm of the first block": (lambda: AddRMSNorm(8), ROWS),
-    "AdaLayerNorm": (lambda: layernorm_ext.AdaLayerNorm(8), ROWS, (3, 8), (3, 8)),
-    "AdaRMSNorm": (lambda: layernorm_ext.AdaRMSNorm(8), ROWS, (8,), ROWS),
-}
+# Every module with each of its options: its class, the options, and the shapes of its inputs.
+CASES = [
+    (LayerNorm, {"normalized_shape": (5, 8)}, [ROWS]),
+    (layernorm_ext.AdaRMSNorm, {}, [ROWS, (8,), ROWS]),
+    (layernorm_ext.AdaRMSNorm2d, {}, [IMAGES, (2, 8, 1, 1)]),
+]
+for module_class in MODULES:
+    shape = IMAGES if module_class.__name__.endswith("2d") else ROWS
+    others = {"Add": [shape], "Ada": [(shape[0], 8)] * 2}.get(module_class.__name__[:3], [])
+    choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
+    choices += [] if "Ada" in module_class.__name__ else [{"elementwise_affine": False}, {"dtype": torch.float64}]
+    CASES += [(module_class, options, [shape, *others]) for options in choices]
+    if others:  # the residual, or scale and shift, may be absent; test_modules.py tests residual_in_fp32
+        CASES += [(module_class, options, [shape]) for options in choices if "residual_in_fp32" not in options]
+cases = pytest.mark.parametrize(("cls", "options", "shapes"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
 
 
 def save_and_load(scripted):
@@ -53,28 +39,25 @@ def save_and_load(scripted):
     return torch.jit.load(buffer)
 
 
-def module_and_inputs(name):
-    """Return a module with random parameters, and inputs of their dtype."""
-    make, *shapes = MODULES[name]
-    module = make()
+def module_and_inputs(cls, options, shapes):
+    """Return a module for 8 features with random parameters, and inputs of their dtype."""
+    module = cls(**options) if "normalized_shape" in options else cls(8, **options)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    dtype = options.get("dtype", torch.float32)
     return module, [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_scripted_modules_have_the_same_bits(name):
-    module, inputs = module_and_inputs(name)
+@cases
+def test_scripted_modules_have_the_same_bits(cls, options, shapes):
+    module, inputs = module_and_inputs(cls, options, shapes)
 
     def outputs_and_gradients(call):
         copies = [x * 1 for x in inputs]  # a leaf cannot change in place
         outputs = call(*copies)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        if getattr(module, "inplace", False):
-            assert outputs[1].data_ptr() == copies[1].data_ptr()
-        loss = sum(output.float().sin().sum() for output in outputs)
-        return *outputs, *torch.autograd.grad(loss, [*inputs, *call.parameters()])
+        assert "inplace" not in options or len(copies) == 1 or outputs[1].data_ptr() == copies[1].data_ptr()
+        return with_gradients(lambda *_: outputs, [*inputs, *call.parameters()])
 
     scripted = torch.jit.script(module)
     for each in (scripted, save_and_load(scripted)):
@@ -106,26 +89,12 @@ def test_scripted_converted_model_has_the_same_bits():
     assert type(model[1]) is LayerNorm  # scripting leaves the model as it was
 
 
-@pytest.mark.parametrize(
-    ("module", "x", "message"),
-    [
-        (LayerNorm2d(8, elementwise_affine=False), torch.randn(2, 7, 3, 3), r"Expected input of shape \[N, 8, \*\]"),
-        (LayerNorm2d(8), torch.randn(8), r"Expected input of shape \[N, C, \*\]"),
-    ],
-    ids=["channels", "dimensions"],
-)
-def test_scripted_modules_give_the_errors_of_eager_calls(module, x, message):
+@pytest.mark.parametrize(("shape", "channels"), [((2, 7, 3, 3), 8), ((8,), "C")], ids=str)
+def test_scripted_modules_give_the_errors_of_eager_calls(shape, channels):
+    module = LayerNorm2d(8)
     for each in (module, torch.jit.script(module)):
-        with pytest.raises((RuntimeError, NotImplementedError, torch.jit.Error), match=message):
-            each(x)
-
-
-def test_lazy_module_can_be_scripted_after_its_first_call():
-    lazy = layernorm_ext.LazyLayerNorm()
-    with pytest.raises(RuntimeError, match="uninitialized|Uninitialized|lazy|Lazy"):
-        torch.jit.script(lazy)
-    lazy(torch.randn(3, 8))
-    assert torch.jit.script(lazy)(torch.randn(3, 8)).shape == (3, 8)
+        with pytest.raises((RuntimeError, torch.jit.Error), match=rf"Expected input of shape \[N, {channels}, \*\]"):
+            each(torch.randn(shape))
 
 
 def test_saved_module_runs_only_with_this_package(tmp_path):
