@@ -149,8 +149,6 @@ class AddLayerNorm(LayerNorm):
     """
 
     __constants__ = [*LayerNorm.__constants__, "inplace", "residual_in_fp32"]
-    inplace = False
-    residual_in_fp32 = False
 
     def __init__(
         self,
@@ -236,8 +234,6 @@ class AddRMSNorm(RMSNorm):
     """
 
     __constants__ = [*RMSNorm.__constants__, "inplace", "residual_in_fp32"]
-    inplace = False
-    residual_in_fp32 = False
 
     def __init__(
         self,
