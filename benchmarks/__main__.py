@@ -10,12 +10,11 @@ from types import ModuleType
 import click
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
-from .runs import ROOT, Run, describe_machine
+from .runs import ROOT, Run, describe_machine, progress
 from .timing import Device, first_line, keep_pages
 
 OURS = ("ours", "kernel", "aten")  # the contenders that are this package
@@ -84,10 +83,6 @@ def open_device(name: str) -> Device:
         raise click.ClickException(str(error)) from None
 
 
-def progress(steps: Iterable, name: str, total: int) -> Iterable:
-    return track(steps, name, total, console=Console(stderr=True), transient=True)
-
-
 def finish(run: Run, folder: Path) -> None:
     """Save, draw and print a run; fail if this package's results are wrong or missing."""
     run.save(folder)
@@ -143,17 +138,10 @@ def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: c
 def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, seconds: float, out: Path) -> None:
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
     machine = describe_machine(open_device(device))
-    try:
-        builds = compare.build_both(base, ROOT / "build" / "compare")
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
-    run = Run("compare", machine | {"base": builds[compare.BASE].name})
-
-    def sample(cases: list) -> Iterable:
-        return progress(compare.sample(builds, cases, device, seconds), run.benchmark, compare.STARTS * len(cases))
-
+    builds = compare.build_both(base, ROOT / "build" / "compare")
     cases = [(*cell, which) for cell in KERNEL_CELLS(dtypes, device, shapes) for which in ("forward", "backward")]
-    run.records.extend(compare.measure(cases, sample))
+    run = Run("compare", machine | {"base": builds[compare.BASE].name})
+    run.records += compare.measure(builds, cases, device, seconds)
     finish(run, out)
     text, passed = compare.summary(run.records)
     click.echo(text)
