@@ -643,13 +643,9 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
   const auto gradient = [&](const GradientType& type) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
-  BackwardOutputs outputs;
-  if (args.output_mask[0]) {
-    outputs.grad_input = empty_like(input, input.scalar_type(), args.options.preserve_layout);
-  }
-  if (args.output_mask[1]) outputs.grad_weight = gradient(types.weight);
-  if (args.output_mask[2]) outputs.grad_bias = gradient(types.bias);
-  return outputs;
+  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
+  return {wants_input ? empty_like(input, input.scalar_type(), args.options.preserve_layout) : Tensor(),
+          wants_weight ? gradient(types.weight) : Tensor(), wants_bias ? gradient(types.bias) : Tensor()};
 }
 
 }  // namespace
@@ -691,10 +687,8 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
 BackwardOutputs call_backward(const BackwardArgs& args) {
   static const auto op = find<BackwardOperator<nullptr>>("backward", "");
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
-  auto [grad_input, grad_weight, grad_bias] =
-      op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
-              args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
-  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  return op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
+                 args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
 }
 
 // ---- registration ---------------------------------------------------------------------------------------------------
