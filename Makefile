@@ -37,13 +37,8 @@ VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU
 
 test-aarch64:
 	rm -rf build/aarch64 && mkdir -p build/aarch64
-	for compiler in g++ aarch64-linux-gnu-g++; do \
-		for source in $(VALUES); do \
-			echo $$compiler $(VALUES_FLAGS) -c $$source -o build/aarch64/$$compiler-$$(basename $$source).o; \
-		done; \
-	done | xargs -P 2 -I{} sh -c {}
-	g++ build/aarch64/g++-*.o -o build/aarch64/host
-	aarch64-linux-gnu-g++ -static build/aarch64/aarch64-*.o -o build/aarch64/target
+	g++ $(VALUES_FLAGS) $(VALUES) -o build/aarch64/host & \
+		aarch64-linux-gnu-g++ -static $(VALUES_FLAGS) $(VALUES) -o build/aarch64/target && wait $$!
 	build/aarch64/host >build/aarch64/host.txt
 	qemu-aarch64 build/aarch64/target >build/aarch64/target.txt
 	diff build/aarch64/host.txt build/aarch64/target.txt && wc -l build/aarch64/target.txt

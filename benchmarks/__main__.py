@@ -10,12 +10,11 @@ from types import ModuleType
 import click
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
-from .runs import ROOT, Run, describe_machine
+from .runs import ROOT, Run, describe_machine, progress
 from .timing import Device, first_line, keep_pages
 
 OURS = ("ours", "kernel", "aten")  # the contenders that are this package
@@ -28,14 +27,10 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
-def grid(cpu: str, cuda: str = "") -> Callable[[list, str, tuple], list[tuple[int, int, str]]]:
-    """Return a function that combines dtypes with shapes. The arguments are the default shapes of each device."""
-
-    def cells(dtypes: list[str], device: str, shapes: tuple[tuple[int, int], ...]) -> list[tuple[int, int, str]]:
-        default = cuda if cuda and device == "cuda" else cpu
-        return [(*shape, pair) for shape in shapes or map(parse_shape, default.split()) for pair in dtypes]
-
-    return cells
+def grid(defaults: dict[str, str], dtypes: list[str], device: str, shapes: tuple) -> list[tuple[int, int, str]]:
+    """Combine dtypes with shapes; `defaults` lists the default shapes of a device, or of all under "cpu"."""
+    default = defaults.get(device, defaults["cpu"])
+    return [(*shape, pair) for shape in shapes or map(parse_shape, default.split()) for pair in dtypes]
 
 
 def choices(name: str, names: Iterable[str], default: str | Callable, **settings: object) -> click.Option:
@@ -65,13 +60,15 @@ DEVICE = click.Option(["--device"], type=click.Choice(["cpu", "cuda"]), default=
 OUT = click.Option(["--out"], type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder.")
 IMPLEMENTATIONS = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
 SELECTED_PASSES = choices("--passes", PASSES, ",".join(PASSES))
-KERNEL_CELLS = grid(
-    "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 262144x32",
-    "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
+KERNEL_SHAPES = {
+    "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
+    "262144x32",
+    "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
-)
-MEMORY_CELLS = grid("4096x768 64x65536")
-ADALN_CELLS = grid("64x384 64x768 64x1152 256x384 256x768 256x1152")
+}
+KERNEL_CELLS = partial(grid, KERNEL_SHAPES)
+MEMORY_CELLS = partial(grid, {"cpu": "4096x768 64x65536"})
+ADALN_CELLS = partial(grid, {"cpu": "64x384 64x768 64x1152 256x384 256x768 256x1152"})
 
 
 def open_device(name: str) -> Device:
@@ -84,14 +81,11 @@ def open_device(name: str) -> Device:
         raise click.ClickException(str(error)) from None
 
 
-def progress(steps: Iterable, name: str, total: int) -> Iterable:
-    return track(steps, name, total, console=Console(stderr=True), transient=True)
-
-
 def finish(run: Run, folder: Path) -> None:
     """Save, draw and print a run; fail if this package's results are wrong or missing."""
     run.save(folder)
-    plots.save(run, folder)
+    if run.benchmark == "accuracy":
+        plots.save(run.records, folder)
     console = Console(width=None if sys.stdout.isatty() else 240)  # a log file should not wrap lines
     console.print(*(f"{name} {value}" for name, value in run.machine.items()), sep="; ", highlight=False)
     console.print(run.table())
@@ -142,17 +136,10 @@ def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: c
 def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, seconds: float, out: Path) -> None:
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
     machine = describe_machine(open_device(device))
-    try:
-        builds = compare.build_both(base, ROOT / "build" / "compare")
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
-    run = Run("compare", machine | {"base": builds[compare.BASE].name})
-
-    def sample(cases: list) -> Iterable:
-        return progress(compare.sample(builds, cases, device, seconds), run.benchmark, compare.STARTS * len(cases))
-
+    builds = compare.build_both(base, ROOT / "build" / "compare")
     cases = [(*cell, which) for cell in KERNEL_CELLS(dtypes, device, shapes) for which in ("forward", "backward")]
-    run.records.extend(compare.measure(cases, sample))
+    run = Run("compare", machine | {"base": builds[compare.BASE].name})
+    run.records += compare.measure(builds, cases, device, seconds)
     finish(run, out)
     text, passed = compare.summary(run.records)
     click.echo(text)

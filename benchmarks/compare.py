@@ -10,20 +10,21 @@ import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import torch
 
 import layernorm_ext
 
 from .contenders import bind_contenders
 from .kernels import make_cases
-from .runs import ROOT, output
+from .runs import ROOT, output, progress
 from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_rounds, summarize, verdict
 
 BASE, HEAD = "base", "head"
@@ -35,7 +36,7 @@ def build_both(base: str, folder: Path) -> dict[str, Path]:
     """Install the revision `base`, unless an earlier call did, and the working tree; return their folders."""
     name = output("git", "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}")
     if not name:
-        raise ValueError(f"Expected a revision of {ROOT}, but git knows no {base!r}")
+        raise click.ClickException(f"Expected a revision of {ROOT}, but git knows no {base!r}")
     builds = {BASE: folder.resolve() / name, HEAD: folder.resolve() / "working-tree"}
     if not builds[BASE].exists():
         install(f"git+{ROOT.as_uri()}@{name}", builds[BASE])
@@ -90,7 +91,7 @@ def take_sample() -> float:
 
 
 def sample(
-    builds: dict[str, Path], cells: Iterable[Cell], device: str, budget: float
+    builds: dict[str, Path], cells: list[Cell], device: str, budget: float
 ) -> Iterator[tuple[Cell, dict[str, list[float]]]]:
     """Yield each cell with its times by process, once for each start."""
     for _ in range(STARTS):
@@ -117,12 +118,13 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
     return found
 
 
-def measure(cells: list[Cell], sample: Callable[[list[Cell]], Iterable]) -> Iterator[dict]:
-    """Yield a record for each cell; time it again if it seems faster or slower. `sample` takes the cells to time."""
+def measure(builds: dict[str, Path], cells: list[Cell], device: str, budget: float) -> Iterator[dict]:
+    """Yield a record for each cell; time it again if it seems faster or slower."""
 
     def judged(cells: list[Cell]) -> dict[Cell, dict]:
         times = defaultdict(list)
-        for cell, result in sample(cells) if cells else ():
+        samples = sample(builds, cells, device, budget) if cells else ()
+        for cell, result in progress(samples, "compare", STARTS * len(cells)):
             times[cell].append(result)
         return {cell: judge(starts) for cell, starts in times.items()}
 

@@ -140,16 +140,14 @@ class Contender:
         self.calls: list[Calls] = []
         self.errors: dict[str, float] = {}  # quantity -> error, for the results that exist
         self.failed: dict[str, str] = {}  # pass -> message
+        results, untried = (), PASSES
         try:
             self.calls = bind()
             results = self.calls[0].forward()
-        except Exception as failure:  # other packages may raise anything
-            self.failed = dict.fromkeys(PASSES, first_line(failure))
-            return
-        try:
+            untried = PASSES[1:]
             results += self.calls[0].gradients(results)
-        except Exception as failure:
-            self.failed = dict.fromkeys(PASSES[1:], first_line(failure))
+        except Exception as failure:  # other packages may raise anything
+            self.failed = dict.fromkeys(untried, first_line(failure))
         for result, (quantity, exact) in zip(results, expected.items(), strict=False):
             self.errors[quantity] = error(result, exact)
 

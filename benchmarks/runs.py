@@ -8,11 +8,14 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import layernorm_ext
@@ -86,6 +89,10 @@ def figures(record: dict) -> str:
     if record["status"] != "ok":
         parts.append(record["status"].upper())
     return " · ".join(parts)
+
+
+def progress(steps: Iterable, name: str, total: int) -> Iterable:
+    return track(steps, name, total, console=Console(stderr=True), transient=True)
 
 
 def output(*command: str) -> str:

@@ -116,18 +116,18 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   const Terms t(args.grad_output, args.input, args.rstd, args.weight.value_or(Tensor()),
                 static_cast<int64_t>(args.normalized_shape.size()), /*differentiate_rstd=*/true, args.options);
   const ParameterTypes types(args.input, args.weight, args.bias);
-  BackwardOutputs outputs;
+  Tensor grad_input, grad_weight, grad_bias;
   if (wants_input) {
     Tensor dx = t.rstd * t.project(t.g);
     if (present(args.grad_sum)) dx = dx + args.grad_sum->to(dx.scalar_type());
-    outputs.grad_input = dx.to(args.input.scalar_type());
+    grad_input = dx.to(args.input.scalar_type());
   }
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
     return at::sum_to(gradient, type.sizes(args.normalized_shape)).to(type.dtype);
   };
-  if (wants_weight) outputs.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
-  if (wants_bias) outputs.grad_bias = sum_rows(t.dy, types.bias);
-  return outputs;
+  if (wants_weight) grad_weight = sum_rows(t.dy * t.xhat, types.weight);
+  if (wants_bias) grad_bias = sum_rows(t.dy, types.bias);
+  return {grad_input, grad_weight, grad_bias};
 }
 
 // ---- images ---------------------------------------------------------------------------------------------------------

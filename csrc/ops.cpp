@@ -24,9 +24,6 @@ namespace layernorm {
 
 namespace {
 
-// torch's name of a dtype.
-const char* name_of(at::ScalarType type) { return c10::toString(type); }
-
 // Whether sizes are equal. While torch.compile traces, a size may be known only at run time, for example one from a
 // numpy integer; then the compiled program checks it.
 bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
@@ -90,8 +87,8 @@ bool is_supported(at::ScalarType type) {
 
 void check_input_type(const Tensor& input) {
   if (is_supported(input.scalar_type())) return;
-  const auto message = c10::str("Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype ",
-                                name_of(input.scalar_type()));
+  const auto message =
+      c10::str("Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype ", input.scalar_type());
   // A NotImplementedError would tell a fake tensor that the operator has no meta function.
   TORCH_CHECK(!input.is_meta(), message);
   TORCH_CHECK_NOT_IMPLEMENTED(false, message);
@@ -105,8 +102,7 @@ void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
 void check_parameter_type(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
   if (!present(parameter)) return;
   TORCH_CHECK(is_supported(parameter->scalar_type()), "Expected ", name,
-              " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ",
-              name_of(parameter->scalar_type()));
+              " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ", parameter->scalar_type());
   check_device(name, *parameter, input);
 }
 
@@ -131,8 +127,8 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& input, boo
   TORCH_CHECK(tensor.sym_sizes().equals(input.sym_sizes()), "Expected ", name, " to be of the shape of input, but got ",
               name, " of shape ", tensor.sym_sizes(), " and input of shape ", input.sym_sizes());
   TORCH_CHECK(tensor.scalar_type() == input.scalar_type() || other_type, "Expected ", name,
-              " to be of the dtype of input, but got ", name, " of dtype ", name_of(tensor.scalar_type()),
-              " and input of dtype ", name_of(input.scalar_type()));
+              " to be of the dtype of input, but got ", name, " of dtype ", tensor.scalar_type(),
+              " and input of dtype ", input.scalar_type());
   check_device(name, tensor, input);
 }
 
@@ -145,8 +141,8 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
   TORCH_CHECK(statistic.sym_sizes().equals(shape), "Expected ", name, " of shape ", shape, ", but got ", name,
               " of shape ", statistic.sym_sizes());
   TORCH_CHECK(statistic.scalar_type() == accumulate_type(input), "Expected ", name, " of dtype ",
-              name_of(accumulate_type(input)), " for input of dtype ", name_of(input.scalar_type()), ", but got ", name,
-              " of dtype ", name_of(statistic.scalar_type()));
+              accumulate_type(input), " for input of dtype ", input.scalar_type(), ", but got ", name, " of dtype ",
+              statistic.scalar_type());
   check_device(name, statistic, input);
 }
 
@@ -261,7 +257,7 @@ Dtype dtype_of(at::ScalarType type) {
     case at::kBFloat16:
       return Dtype::kBFloat16;
     default:
-      TORCH_INTERNAL_ASSERT(false, "the checks have let through ", name_of(type));
+      TORCH_INTERNAL_ASSERT(false, "the checks have let through ", type);
   }
 }
 
@@ -647,13 +643,9 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
   const auto gradient = [&](const GradientType& type) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
-  BackwardOutputs outputs;
-  if (args.output_mask[0]) {
-    outputs.grad_input = empty_like(input, input.scalar_type(), args.options.preserve_layout);
-  }
-  if (args.output_mask[1]) outputs.grad_weight = gradient(types.weight);
-  if (args.output_mask[2]) outputs.grad_bias = gradient(types.bias);
-  return outputs;
+  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
+  return {wants_input ? empty_like(input, input.scalar_type(), args.options.preserve_layout) : Tensor(),
+          wants_weight ? gradient(types.weight) : Tensor(), wants_bias ? gradient(types.bias) : Tensor()};
 }
 
 }  // namespace
@@ -672,33 +664,31 @@ auto find(const char* name, const char* overload) {
 }  // namespace
 
 ForwardOutputs call_forward(const ForwardArgs& args) {
-  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
-  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = options;
-  if (in_place) {
+  const auto call = [&](const auto& op, const auto&... residual) {
+    const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
+    return op.call(args.input, residual..., args.normalized_shape, args.weight, args.bias, args.eps, rms,
+                   zero_centered_weight, memory_efficient, preserve_layout);
+  };
+  if (args.in_place) {
     static const auto op = find<ForwardOperator<nullptr, true, const Tensor&>>("forward_", "residual");
-    auto [output, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
-                                        zero_centered_weight, memory_efficient, preserve_layout);
-    return {std::move(output), *residual, std::move(mean), std::move(rstd)};
+    auto [output, mean, rstd] = call(op, *args.residual);
+    return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
   }
-  if (present(residual)) {
+  if (present(args.residual)) {
     static const auto op = find<ForwardOperator<nullptr, false, const Tensor&>>("forward", "residual");
-    auto [output, sum, mean, rstd] = op.call(input, *residual, normalized_shape, weight, bias, eps, rms,
-                                             zero_centered_weight, memory_efficient, preserve_layout);
+    auto [output, sum, mean, rstd] = call(op, *args.residual);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
   static const auto op = find<ForwardOperator<nullptr, false>>("forward", "");
-  auto [output, mean, rstd] =
-      op.call(input, normalized_shape, weight, bias, eps, rms, zero_centered_weight, memory_efficient, preserve_layout);
+  auto [output, mean, rstd] = call(op);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
   static const auto op = find<BackwardOperator<nullptr>>("backward", "");
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
-  auto [grad_input, grad_weight, grad_bias] =
-      op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
-              args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
-  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  return op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
+                 args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
 }
 
 // ---- registration ---------------------------------------------------------------------------------------------------

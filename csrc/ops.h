@@ -54,9 +54,7 @@ struct BackwardArgs {
   const optional<Tensor>& grad_sum;
   Options options;
 };
-struct BackwardOutputs {
-  Tensor grad_input, grad_weight, grad_bias;
-};
+using BackwardOutputs = std::tuple<Tensor, Tensor, Tensor>;  // grad_input, grad_weight, grad_bias
 
 // Call the operators through the dispatcher.
 ForwardOutputs call_forward(const ForwardArgs& args);
@@ -91,16 +89,13 @@ struct ForwardOperator {
 // The function of `backward` for a dispatch key.
 template <Backward kBackward>
 struct BackwardOperator {
-  static std::tuple<Tensor, Tensor, Tensor> call(const Tensor& grad_output, const Tensor& input,
-                                                 SymIntArrayRef normalized_shape, const optional<Tensor>& mean,
-                                                 const Tensor& rstd, const optional<Tensor>& weight,
-                                                 const optional<Tensor>& bias, std::array<bool, 3> output_mask,
-                                                 const optional<Tensor>& grad_sum, bool rms, bool zero_centered_weight,
-                                                 bool memory_efficient, bool preserve_layout) {
+  static BackwardOutputs call(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                              const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
+                              const optional<Tensor>& bias, std::array<bool, 3> output_mask,
+                              const optional<Tensor>& grad_sum, bool rms, bool zero_centered_weight,
+                              bool memory_efficient, bool preserve_layout) {
     const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
-    auto [grad_input, grad_weight, grad_bias] =
-        kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options});
-    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+    return kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options});
   }
 };
 

@@ -37,8 +37,9 @@ def layer_norm_2d(
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
 
     Mean and (biased) variance are taken over the dimension ``C``. The result equals :func:`layernorm_ext.layer_norm`
-    of ``input.movedim(1, -1)``, moved back. Sources: Ba, Kiros and Hinton, `Layer Normalization
-    <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
+    of ``input.movedim(1, -1)``, moved back. Errors, precision, determinism, derivatives and dtypes of gradients are
+    those of that function. The last bits also depend on the memory format. Sources: Ba, Kiros and Hinton, `Layer
+    Normalization <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
     <https://arxiv.org/abs/2201.03545>`_, 2022.
 
     Args:
@@ -55,15 +56,6 @@ def layer_norm_2d(
     Returns:
         A tensor of the shape, dtype and memory format of ``input``: it has the strides of :func:`torch.empty_like`,
         also for a slice of a ``channels_last`` tensor. So has the gradient of ``input``.
-
-    Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported. Or a second derivative is computed with
-            ``memory_efficient``.
-
-    Note:
-        Precision, determinism, derivatives and dtypes of gradients are those of :func:`layernorm_ext.layer_norm`. The
-        last bits also depend on the memory format.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4)

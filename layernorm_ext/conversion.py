@@ -58,10 +58,9 @@ def convert(model: Module) -> ConversionReport:
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it.
 
-    In inference, :class:`torch.nn.TransformerEncoderLayer` may call a single operator, which reads the parameters of
-    its normalization layers but never calls the layers. If a layer in it was replaced, this fast path is disabled by
-    ``activation_relu_or_gelu = 0``. :class:`torch.nn.TransformerEncoder` converts padded input to nested tensors for
-    the fast path, which ``use_nested_tensor = False`` disables; its outputs at padding are then no longer zeros.
+    The fast path of :class:`torch.nn.TransformerEncoderLayer` in inference never calls its normalization layers. It is
+    disabled if one was replaced, and so is the conversion of padded input to nested tensors in
+    :class:`torch.nn.TransformerEncoder`, so that outputs at padding are no longer zeros.
 
     Args:
         model: Any module; it may itself be a normalization layer.

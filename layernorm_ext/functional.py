@@ -142,8 +142,9 @@ def add_layer_norm(
     ``s`` is rounded to the dtype of ``residual`` before ``y`` is computed. Results and gradients equal those of
     ``s = input + residual; layer_norm(s, ...)`` and take two thirds of the memory traffic. With a float32 residual
     beside a float16 or bfloat16 input, the residual stream stays in float32 through all blocks: ``y`` is computed from
-    the unrounded sum and rounded once, and the gradient of the stream is float32 as well. Source: Ba, Kiros and Hinton,
-    `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+    the unrounded sum and rounded once, and the gradient of the stream is float32 as well. Precision, determinism and
+    derivatives are those of :func:`layer_norm`. Source: Ba, Kiros and Hinton, `Layer Normalization
+    <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Args:
         input: As in :func:`layer_norm`.
@@ -163,9 +164,6 @@ def add_layer_norm(
         RuntimeError: As :func:`layer_norm`. Or ``residual`` cannot be changed in place: it is a leaf that requires
             grad, a view while autograd records, or several of its elements share memory.
         NotImplementedError: The dtype of ``input`` is not supported.
-
-    Note:
-        Precision, determinism and derivatives are those of :func:`layer_norm`.
 
     Example:
         >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -226,7 +224,9 @@ def ada_layer_norm(
 
     This is the adaptive layer norm (adaLN) of diffusion transformers, in one pass over memory. ``1 + scale`` is not
     rounded to 16 bits, and the output is rounded once. Backward needs the input, ``scale`` and two numbers per row.
-    Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+    Precision, determinism and derivatives are those of :func:`layer_norm`. The gradients of ``scale`` and ``shift``
+    have their shapes and dtypes; those of one sample do not depend on the other samples. Source: Peebles and Xie,
+    `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
 
     Args:
         input: As in :func:`layer_norm`.
@@ -246,10 +246,6 @@ def ada_layer_norm(
         RuntimeError: As :func:`layer_norm`. With a nested input, ``scale`` and ``shift`` must have
             ``normalized_shape``.
         NotImplementedError: The dtype of ``input`` is not supported.
-
-    Note:
-        Precision, determinism and derivatives are those of :func:`layer_norm`. The gradients of ``scale`` and ``shift``
-        have their shapes and dtypes; those of one sample do not depend on the other samples.
 
     Example:
         >>> x, scale, shift = torch.randn(2, 3, 8), torch.randn(2, 8), torch.randn(2, 8)

@@ -149,8 +149,6 @@ class AddLayerNorm(LayerNorm):
     """
 
     __constants__ = [*LayerNorm.__constants__, "inplace", "residual_in_fp32"]
-    inplace = False
-    residual_in_fp32 = False
 
     def __init__(
         self,
@@ -236,8 +234,6 @@ class AddRMSNorm(RMSNorm):
     """
 
     __constants__ = [*RMSNorm.__constants__, "inplace", "residual_in_fp32"]
-    inplace = False
-    residual_in_fp32 = False
 
     def __init__(
         self,
@@ -277,7 +273,7 @@ class _AdaNorm(torch.nn.Module):
     __constants__ = ["eps", "normalized_shape"]
     normalized_shape: tuple[int, ...]
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float):
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
         """Keep the arguments."""
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -314,10 +310,6 @@ class AdaLayerNorm(_AdaNorm):
         torch.Size([2, 3, 8])
     """
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
-        """Keep the arguments."""
-        super().__init__(normalized_shape, eps)
-
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalize ``input``, multiply by ``1 + scale`` and add ``shift``."""
         return ada_layer_norm(input, self.normalized_shape, scale, shift, self.eps)
@@ -332,10 +324,6 @@ class AdaRMSNorm(_AdaNorm):
     :func:`layernorm_ext.ada_rms_norm` describes precision and errors. Arguments and shapes are those of
     :class:`AdaLayerNorm`. Sources: those of :class:`AdaLayerNorm` and :class:`RMSNorm`.
     """
-
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
-        """Keep the arguments."""
-        super().__init__(normalized_shape, eps)
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Divide ``input`` by its root mean square, multiply by ``1 + scale`` and add ``shift``."""
