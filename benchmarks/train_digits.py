@@ -17,7 +17,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from rich.progress import track
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.profiler import ProfilerActivity, profile
 
 import layernorm_ext
@@ -54,11 +54,15 @@ class Block(nn.Module):
         self.norm2 = norm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
+    def attend(self, x: Tensor) -> Tensor:
+        """Mix the tokens of x, (batch, tokens, width), by multi-head self-attention."""
+        # (batch, tokens, 3 * width) -> query, key and value: (batch, heads, tokens, width / heads) each
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
-        # (batch, tokens, 3 * width) -> query, key and value: (batch, heads, tokens, width / heads) each
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.attend(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
@@ -96,26 +100,41 @@ class VisionTransformer(nn.Module):
 class Run:
     """A model in training, with the losses and durations of its steps."""
 
-    def __init__(self, norm: type[nn.LayerNorm], steps: int, args: argparse.Namespace) -> None:
-        torch.manual_seed(args.seed)  # the same initial parameters
-        self.model = VisionTransformer(norm).to(args.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.05)
-        self.schedule = OneCycleLR(self.optimizer, 3e-3, total_steps=steps)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None) -> None:
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def step(self, images: Tensor, labels: Tensor) -> None:
+    def step(self, *batch: Tensor) -> None:
         """Take one training step; record its loss and its duration."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = self.model.loss(images, labels)
+        loss = self.model.loss(*batch)
         loss.backward()
         self.optimizer.step()
         if loss.is_cuda:
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(loss.item())
-        self.schedule.step()
+        if self.schedule:
+            self.schedule.step()
+
+
+def train_in_turn(reference: Run, ours: Run, batches: Iterable[tuple[Tensor, ...]], steps: int) -> None:
+    """Train two models on the same batches."""
+    for step, batch in enumerate(track(batches, "training both", steps)):
+        # The order alternates, because the second model finds the batch and the allocator's memory in the caches.
+        for run in (reference, ours) if step % 2 else (ours, reference):
+            run.step(*batch)
+
+
+def parse_args(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    return parser.parse_args()
 
 
 def load(device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -145,42 +164,38 @@ def count_ops(model: VisionTransformer, images: Tensor, labels: Tensor) -> Count
     return Counter(event.name for event in profiler.events())
 
 
-def print_comparison(reference: Run, ours: Run, accuracies: list[float]) -> None:
-    """Print the accuracies, the losses and the durations of both runs, and the ratio of the durations."""
-    runs = (reference, ours)
-    rows = {
-        "": ["torch", "layernorm_ext"],
-        "test accuracy": [f"{accuracy:.2%}" for accuracy in accuracies],
-        "loss, last 10 steps": [f"{np.mean(run.losses[-10:]):.4f}" for run in runs],
-        "median time per step": [f"{1e3 * np.median(run.seconds):.2f} ms" for run in runs],
-    }
-    for name, (theirs, our) in rows.items():
+def print_comparison(reference: Run, ours: Run, epoch: int, rows: dict[str, list[str]]) -> float:
+    """Print the values of `rows`, the durations and the losses; return the largest difference in the first epoch."""
+    rows["median time per step"] = [f"{1e3 * np.median(run.seconds):.2f} ms" for run in (reference, ours)]
+    for name, (theirs, our) in {"": ["torch", "layernorm_ext"], **rows}.items():
         print(f"{name:24}{theirs:>12}{our:>16}")
     low, ratio, high = np.quantile(np.divide(ours.seconds, reference.seconds), [0.25, 0.5, 0.75])
     print(f"time, ours / torch      {ratio:.3f} (middle half of all pairs: {low:.3f} to {high:.3f})")
+    difference = np.abs(np.subtract(ours.losses, reference.losses))
+    first = difference[:epoch].max()
+    print(f"losses                  differ by {first:.1e} at most in the first epoch, {difference.max():.1e} in all")
+    return first
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    args = parser.parse_args()
+    args = parse_args(__doc__)
     train, test = load(args.device)
-    epoch = len(train[0]) // args.batch_size  # its number of steps
-    steps = args.epochs * epoch
-    runs = [Run(norm, steps, args) for norm in (nn.LayerNorm, layernorm_ext.LayerNorm)]
-    for step, batch in enumerate(track(shifted_batches(*train, args), "training both", steps)):
-        # The order alternates, because the second model finds the batch and the allocator's memory in the caches.
-        for run in runs if step % 2 else reversed(runs):
-            run.step(*batch)
+    steps_per_epoch = len(train[0]) // args.batch_size
+    steps = args.epochs * steps_per_epoch
+    runs = []
+    for norm in (nn.LayerNorm, layernorm_ext.LayerNorm):
+        torch.manual_seed(args.seed)  # the same initial parameters
+        model = VisionTransformer(norm).to(args.device)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+        runs.append(Run(model, optimizer, OneCycleLR(optimizer, 3e-3, total_steps=steps)))
+    train_in_turn(*runs, shifted_batches(*train, args), steps)
 
     accuracies = [run.model.accuracy(*test) for run in runs]
-    print_comparison(*runs, accuracies)
-    differences = np.abs(np.subtract(*(run.losses for run in runs)))
-    first = differences[:epoch].max()
-    print(f"losses                  differ by {first:.1e} at most in the first epoch, {differences.max():.1e} in all")
+    rows = {
+        "test accuracy": [f"{accuracy:.2%}" for accuracy in accuracies],
+        "loss, last 10 steps": [f"{np.mean(run.losses[-10:]):.4f}" for run in runs],
+    }
+    difference = print_comparison(*runs, steps_per_epoch, rows)
 
     failures = []
     for name, accuracy in zip(("torch's layer norm", "layernorm_ext"), accuracies, strict=True):
@@ -188,9 +203,8 @@ def main() -> None:
             failures.append(f"the model with {name} reaches {accuracy:.2%}, less than {MIN_ACCURACY:.0%}")
     if abs(accuracies[1] - accuracies[0]) > MAX_ACCURACY_DIFFERENCE:
         failures.append(f"the accuracies differ by more than {100 * MAX_ACCURACY_DIFFERENCE} points")
-    if not first <= MAX_FIRST_EPOCH_DIFFERENCE:  # NaN fails too
-        failures.append(f"the losses differ by {first:.1e} within the first epoch")
-    model = runs[1].model
+    if not difference <= MAX_FIRST_EPOCH_DIFFERENCE:  # NaN fails too
+        failures.append(f"the losses differ by {difference:.1e} within the first epoch")
     layers = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
     ops = count_ops(model, *(t[: args.batch_size] for t in train))
     for op, expected in {**dict.fromkeys(OUR_OPS, layers), **dict.fromkeys(ATEN_OPS, 0)}.items():
