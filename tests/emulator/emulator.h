@@ -23,13 +23,9 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The order in which threads run. Each warp runs as far as it can before the next one, so that a missing barrier lets
-// one warp overtake another. kRandom draws the priorities of the warps, and redraws them now and then.
-enum class Order { kForward, kReverse, kRandom };
-
+// Each warp runs as far as it can before the next one, so that a missing barrier lets one warp overtake another.
 struct Options {
-  Order order = Order::kForward;
-  uint64_t seed = 0;
+  uint64_t seed = 0;               // of the warps' priorities, which are redrawn now and then; 0: threads run in order
   unsigned concurrent_blocks = 1;  // or the blocks of a cluster, if those are more
   int architecture = 90;           // compute capability
 };
