@@ -188,7 +188,7 @@ RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dt
 @rows_and_pixels
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
 def test_residuals_match_float64(library, dtypes, run, path):
-    """One row of the sum overflows."""
+    """One row of the sum overflows. An addition in place has the same bits."""
     for batch, cols in (((1, 7), 5), ((3, 8), 40), ((2, 3), block_columns(dtypes[0]))):
         x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
         residual, grad_sum = (randn(x.shape, dtypes[2]) for _ in range(2))
@@ -201,22 +201,13 @@ def test_residuals_match_float64(library, dtypes, run, path):
                 output, total, *others = run(
                     library, x, dy, weight, bias, residual=residual, grad_sum=of_sum, **options
                 )
+                if run is not run_pixels:
+                    in_place = residual.clone()
+                    results = library.ops.forward_.residual(x, in_place, (cols,), weight, bias, **options)
+                    assert_same_bits((in_place, *results), (total, output, *others[:2]))
             assert_same_bits([total], [x.to(dtypes[2]) + residual])
             options |= {"grad_sum": of_sum, "dtype": dtypes[0], "context": (batch, cols)}
             check((output, *others), total, dy, weight, bias, **options)
-
-
-@paths
-@all_dtypes
-def test_in_place_addition_has_the_same_bits(library, dtypes, path):
-    """Also in a row that is read again after the sum has overflowed."""
-    for rms, cols in itertools.product((False, True), (5, block_columns(dtypes[0]))):
-        x, residual, w, b = arguments(7, cols, dtypes)
-        residual[1] *= torch.finfo(dtypes[0]).max / 16
-        with library.schedule(cols, 2, **path):
-            output, total, *statistics = library.ops.forward.residual(x, residual, (cols,), w, b, rms=rms)
-            results = library.ops.forward_.residual(x, residual, (cols,), w, b, rms=rms)
-        assert_same_bits((residual, *results), (total, output, *statistics), cols)
 
 
 @rows_and_pixels
@@ -228,10 +219,8 @@ def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
         x, dy = (randn((3, rows, cols), dtypes[0]) for _ in range(2))
         w, b = (randn((3, 1, cols), dtypes[1]) for _ in range(2))
         w = torch.where(w.abs() < 0.1, 0.5, w) - centre
-        shared_w, shared_b = w[0, 0], b[0, 0]
-        for weight, bias, mask in (
-            *((w, b, ALL), (shared_w, shared_b, WEIGHT_ONLY), (shared_w, None, ALL), (None, shared_b, ALL)),
-        ):
+        parameters = ((w, b), (w[0, 0], b[0, 0]), (w[0, 0], None), (None, b[0, 0]))
+        for (weight, bias), mask in zip(parameters, (ALL, WEIGHT_ONLY, ALL, ALL), strict=True):
             with library.schedule(cols, 2, **path):
                 results = run(library, x, dy, weight, bias, mask=mask, memory_efficient=True, **options)
             error = xhat_error_from_output(*(broadcast_rows(t, x.shape[:-1]) for t in (x, weight, bias)), **options)
@@ -241,38 +230,39 @@ def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
 @paths
 @all_dtypes
 def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
-    moves = [(i, 0, 1) for i in range(6)] + [(0, 3, 0), (1, 3, 0)]  # tensor, gap, offset
-    for cols, adds, memory_efficient in itertools.product(
-        (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0])), (False, True), (False, True)
-    ):
-        tensors = [randn((2, cols), dtypes[0]) for _ in range(2)] + [randn((1, cols), dtypes[1]) for _ in range(2)]
-        tensors += [randn((2, cols), dtypes[0]) for _ in range(2 * adds)]
-
-        def results(x, dy, w, b, residual=None, grad_sum=None, efficient=memory_efficient):
-            options = {"residual": residual, "grad_sum": grad_sum, "memory_efficient": efficient}
-            return run(library, x, dy, w[0], b[0], **options)
-
+    sizes = (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0]))
+    for cols, adds, efficient in itertools.product(sizes, (False, True), (False, True)):
+        tensors = {
+            name: randn((2, cols), dtypes[0]) for name in ("x", "dy", *(["residual", "grad_sum"] if adds else []))
+        }
+        tensors |= {name: randn(cols, dtypes[1]) for name in ("weight", "bias")}
         with library.schedule(**path):
-            expected = results(*tensors)
-            for i, gap, offset in moves[: len(tensors)] + moves[6:]:
-                moved = [amid_nans(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
-                assert_same_bits(results(*moved), expected, cols, i, gap, offset)
+            expected = run(library, **tensors, memory_efficient=efficient)
+            for name, gap, offset in [*((name, 0, 1) for name in tensors), ("x", 3, 0), ("dy", 3, 0)]:
+                moved = tensors | {name: amid_nans(tensors[name], gap, offset)}
+                results = run(library, **moved, memory_efficient=efficient)
+                assert_same_bits(results, expected, cols, name, gap, offset)
 
 
-# Groups with parameters of their own, and strides of groups. Tensors are [groups, rows, cols].
+# Groups with parameters or strides of their own. Tensors are [groups, rows, cols].
 
 
 @rows_and_pixels
 @all_dtypes
-def test_groups_have_their_own_parameters(library, dtypes, run, path):
-    """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not."""
+def test_groups_match_float64(library, dtypes, run, path):
+    """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not.
+
+    There are gaps between groups, as between the queries of a fused projection, which are read in place.
+    """
     for (groups, rows), vectors in itertools.product([(3, 5), (70, 1), (2, 40), (1, 33)], (1, 9, 130)):
         cols = vectors * 16 // dtypes[0].itemsize - (3 if vectors == 9 else 0)
         if vectors == 130 and groups > 3:
             groups = 9
-        x, dy = (randn((groups, rows, cols), dtypes[0], offset=0.5) for _ in range(2))
         w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
-        for weight, bias in ((w, b), (w, b[0, 0]), (w[0, 0], b)):
+        shared = (w[0, 0], b[0, 0])
+        for (weight, bias), gap in (((w, b), 0), ((w, shared[1]), 1), ((shared[0], b), 0), (shared, vectors % 2)):
+            fused = [randn((groups, (rows + 1) * cols + gap), dtypes[0], offset=0.5) for _ in range(2)]
+            x, dy = (t[:, cols : (rows + 1) * cols].unflatten(1, (rows, cols)) for t in fused)
             options = {"rms": bias is not b, "zero_centered_weight": weight is w}
             with library.schedule(cols, 2, **path):
                 results = run(library, x, dy, weight, bias, **options)
@@ -288,20 +278,6 @@ def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
     with library.schedule(1, 2):
         for bias in (b, b[0, 0]):
             check(run(library, x, dy, w, bias), x, dy, w, bias)
-
-
-@paths
-@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
-def test_queries_inside_a_fused_projection_are_read_in_place(library, dtypes, path):
-    """Tokens are groups with shared parameters: [tokens, heads, cols] with strides (3 * heads * cols, cols, 1)."""
-    for (tokens, heads, vectors), gap in itertools.product(((7, 3, 4), (3, 5, 130)), (0, 1)):
-        cols = vectors * 16 // dtypes[0].itemsize
-        fused = [randn((tokens, 3 * heads * cols + gap), dtypes[0]) for _ in range(2)]
-        x, dy = (t[:, heads * cols : 2 * heads * cols].unflatten(1, (heads, cols)) for t in fused)
-        w, b = (randn(cols, dtypes[1]) for _ in range(2))
-        with library.schedule(cols, 2, **path):
-            results = run(library, x, dy, w, b, rms=bool(gap))
-        check(results, x, dy, w, b, context=(tokens, heads, cols, gap), rms=bool(gap))
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
