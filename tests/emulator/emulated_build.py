@@ -134,7 +134,7 @@ def _headers(folder):
 def _object(source, flags, csrc):
     # nvcc and torch compile C++17; the emulator itself needs std::source_location.
     command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-isystem{cuda_include()}"]
-    headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h", EMULATOR / "buffers.h"]
+    headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h"]
     if source.suffix != ".cu":
         headers = [path for path in headers if path.suffix != ".cuh"]
     return _make(".o", [*command, "-x", "c++", "-c", str(source)], [source, *headers], csrc)

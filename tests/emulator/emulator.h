@@ -13,8 +13,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "buffers.h"
-
 namespace emulator {
 
 using Place = std::source_location;
@@ -31,6 +29,18 @@ struct Options {
 };
 Options& options();
 size_t max_shared_memory();  // of a block
+
+// ---- global memory --------------------------------------------------------------------------------------------------
+
+enum class Contents {
+  kInput,   // initialized and read-only
+  kOutput,  // uninitialized
+  kInOut,   // initialized and writable
+};
+
+// Lets kernels access a buffer, which reports call `name`. A second registration of an address replaces the first.
+void register_buffer(const void* base, size_t bytes, const char* name, Contents contents);
+void clear_buffers();
 
 // ---- for device.h ---------------------------------------------------------------------------------------------------
 

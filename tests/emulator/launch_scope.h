@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "buffers.h"
+#include "emulator.h"
 
 namespace layernorm {
 
