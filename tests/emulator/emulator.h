@@ -23,9 +23,10 @@ struct Fault : std::runtime_error {
 
 // Each warp runs as far as it can before the next one, so that a missing barrier lets one warp overtake another.
 struct Options {
-  uint64_t seed = 0;               // of the warps' priorities, which are redrawn now and then; 0: threads run in order
-  unsigned concurrent_blocks = 1;  // or the blocks of a cluster, if those are more
-  int architecture = 90;           // compute capability
+  // Of the warps' priorities, which are redrawn now and then, and of the number of blocks or clusters that take turns,
+  // up to 4. If it is 0, blocks run one after another, and threads in order.
+  uint64_t seed = 0;
+  int architecture = 90;  // compute capability
 };
 Options& options();
 size_t max_shared_memory();  // of a block

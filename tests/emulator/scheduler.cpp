@@ -374,8 +374,7 @@ void run_grid(const Launch& launch, void (*body)(const void*), const void* call,
 
   const size_t clusters = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster;
   const std::vector<size_t> order = draw_order(clusters, r.random);
-  const size_t at_once =
-      std::min<size_t>(std::max(1u, current_options.concurrent_blocks / launch.cluster), order.size());
+  const size_t at_once = std::min<size_t>(1 + current_options.seed % 4, order.size());
   need_threads(at_once * launch.cluster * r.threads_per_block);
   while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
@@ -561,8 +560,8 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 extern "C" {
 
-void emulator_configure(uint64_t seed, unsigned concurrent_blocks, int architecture, int64_t path_limit) {
-  emulator::options() = {seed, concurrent_blocks, architecture};
+void emulator_configure(uint64_t seed, int architecture, int64_t path_limit) {
+  emulator::options() = {seed, architecture};
   layernorm::cuda::lower_launch_limits(path_limit);
 }
 
