@@ -13,7 +13,8 @@
 namespace {
 
 struct Kernel : gpu_models::Kernel {
-  std::string name;
+  std::string name;      // mangled
+  std::string function;  // the name without namespaces and template arguments
   uint64_t allowed = 0;  // bytes of dynamic shared memory, by cudaFuncSetAttribute on the current device
 };
 
@@ -21,7 +22,7 @@ const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
 int current_device = 0, queries = 0;
 std::string faults, launches;
 
-std::map<const void*, std::string>& stubs() {  // mangled names of the kernels
+std::map<const void*, std::string>& stubs() {  // the kernels' mangled names
   static std::map<const void*, std::string> names;
   return names;
 }
@@ -58,9 +59,9 @@ gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
 
 // Returns whether a launch of persistent blocks has more blocks than the GPU holds at once, so that some start only
 // after others end. One group of grid.x blocks, which share a row, is always allowed.
-bool has_second_wave(const std::string& name, const uint64_t (&grid)[3], uint64_t resident) {
-  if (name.find("channels_first_backward") != std::string::npos) return grid[0] > resident;
-  return name.find("backward_rows") != std::string::npos && grid[1] > std::max(resident / grid[0], uint64_t{1});
+bool has_second_wave(const Kernel& kernel, const uint64_t (&grid)[3], uint64_t resident) {
+  if (kernel.function == "channels_first_backward") return grid[0] > resident;
+  return kernel.function == "backward_rows" && grid[1] > std::max(resident / grid[0], uint64_t{1});
 }
 
 }  // namespace
@@ -69,14 +70,17 @@ extern "C" {
 
 // ---- for launch_audit.py --------------------------------------------------------------------------------------------
 
-// Chooses the GPU, and the architecture and the kernels of the code that it runs: "name registers static_shared ...".
+// Chooses the GPU, and the architecture and the kernels of the code that it runs: "name function registers
+// static_shared ...".
 void audit_gpu(const char* name, int architecture, const char* resources) {
   gpu = &gpu_models::find([&](const auto& model) { return std::string(model.name) == name; });
   kernels.clear();
   std::istringstream words(resources);
   Kernel kernel;
   kernel.architecture = architecture;
-  while (words >> kernel.name >> kernel.registers >> kernel.static_shared) kernels[kernel.name] = kernel;
+  while (words >> kernel.name >> kernel.function >> kernel.registers >> kernel.static_shared) {
+    kernels[kernel.name] = kernel;
+  }
 }
 
 // Starts a call: on a device with a new number, so that it does not depend on the opt-ins of earlier calls, or again.
@@ -181,12 +185,12 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
     const int per_multiprocessor = gpu_models::resident_blocks(*gpu, kernel, launch.threads, launch.dynamic_shared);
     const auto resident = static_cast<uint64_t>(per_multiprocessor * gpu->multiprocessors);
     const auto& [x, y, z] = launch.grid;
-    if (has_second_wave(kernel.name, launch.grid, resident)) {
+    if (has_second_wave(kernel, launch.grid, resident)) {
       record_fault(kernel.name, "more persistent blocks than are resident: " + std::to_string(x * y * z) + " of " +
                                     std::to_string(resident));
     }
     std::ostringstream line;
-    line << kernel.name << " grid " << x << "x" << y << "x" << z << ", " << launch.threads << " threads, cluster "
+    line << kernel.function << " grid " << x << "x" << y << "x" << z << ", " << launch.threads << " threads, cluster "
          << launch.cluster << ", " << launch.dynamic_shared << " bytes, " << per_multiprocessor << " resident\n";
     launches += line.str();
     return cudaSuccess;

@@ -23,6 +23,11 @@ class Kernel(NamedTuple):
     local: int  # bytes of stack and local memory
     opcodes: collections.Counter  # with modifiers
 
+    @property
+    def function(self):
+        """The name without namespaces and template arguments."""
+        return self.name.partition("<")[0].rpartition("::")[2]
+
     def count(self, *parts):
         """Count the instructions whose opcode and modifiers include all of these."""
         return sum(n for opcode, n in self.opcodes.items() if {*parts} <= {*opcode.split(".")})

@@ -22,7 +22,6 @@ EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
 
-ORDERS = ("forward", "reverse", "random")
 UNLIMITED = 2**63 - 1
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
@@ -135,7 +134,7 @@ def _headers(folder):
 def _object(source, flags, csrc):
     # nvcc and torch compile C++17; the emulator itself needs std::source_location.
     command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-isystem{cuda_include()}"]
-    headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h", EMULATOR / "buffers.h"]
+    headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h"]
     if source.suffix != ".cu":
         headers = [path for path in headers if path.suffix != ".cuh"]
     return _make(".o", [*command, "-x", "c++", "-c", str(source)], [source, *headers], csrc)
@@ -191,22 +190,22 @@ class Library:
         self.ops = getattr(torch.ops, f"layernorm_{mode}")
         emulator = ctypes.CDLL(str(path))
         self._configure = emulator.emulator_configure
-        self._configure.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_int64)
+        self._configure.argtypes = (ctypes.c_uint64, ctypes.c_int, ctypes.c_int64)
         self._launched = emulator.emulator_launched
         self._launched.restype = ctypes.c_char_p
 
     @contextlib.contextmanager
-    def schedule(self, order="forward", seed=0, concurrent_blocks=1, architecture=90, path_limit=UNLIMITED):
-        """Run threads in this order, on a GPU of this compute capability, within the `with` block.
+    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED):
+        """Run threads in order (seed 0) or at random, on a GPU of this compute capability, within the `with` block.
 
         `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
         launch_limits.h.
         """
-        self._configure(ORDERS.index(order), seed, concurrent_blocks, architecture, path_limit)
+        self._configure(seed, architecture, path_limit)
         try:
             yield
         finally:
-            self._configure(0, 0, 1, 90, UNLIMITED)
+            self._configure(0, 90, UNLIMITED)
 
     def launched(self):
         """Return {(kernel, blocks of a cluster): number of launches} since the last call."""

@@ -13,8 +13,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "buffers.h"
-
 namespace emulator {
 
 using Place = std::source_location;
@@ -23,18 +21,27 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The order in which threads run. Each warp runs as far as it can before the next one, so that a missing barrier lets
-// one warp overtake another. kRandom draws the priorities of the warps, and redraws them now and then.
-enum class Order { kForward, kReverse, kRandom };
-
+// Each warp runs as far as it can before the next one, so that a missing barrier lets one warp overtake another.
 struct Options {
-  Order order = Order::kForward;
+  // Of the warps' priorities, which are redrawn now and then, and of the number of blocks or clusters that take turns,
+  // up to 4. If it is 0, blocks run one after another, and threads in order.
   uint64_t seed = 0;
-  unsigned concurrent_blocks = 1;  // or the blocks of a cluster, if those are more
-  int architecture = 90;           // compute capability
+  int architecture = 90;  // compute capability
 };
 Options& options();
 size_t max_shared_memory();  // of a block
+
+// ---- global memory --------------------------------------------------------------------------------------------------
+
+enum class Contents {
+  kInput,   // initialized and read-only
+  kOutput,  // uninitialized
+  kInOut,   // initialized and writable
+};
+
+// Lets kernels access a buffer, which reports call `name`. A second registration of an address replaces the first.
+void register_buffer(const void* base, size_t bytes, const char* name, Contents contents);
+void clear_buffers();
 
 // ---- for device.h ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ constexpr unsigned kAllLanes = 0xffffffffu, kRowBytes = kN * sizeof(float);
 
 // The faults that a kernel can have.
 enum class Fault { kNone, kNoWait, kNoBarrier, kWrongPhase, kMisaligned, kTooEarly, kReadByOthers };
+enum class Misuse { kNone, kNoArrival, kTwoArrivals, kLateInit, kTwoExpects, kNextPhase, kMisaligned, kLocal, kGlobal };
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -34,6 +35,11 @@ __global__ void misaligned_shared(const float* in, float* out) {
   __syncthreads();
   const float4 v = *reinterpret_cast<const float4*>(&tile[threadIdx.x / 4 * 4]);  // fault
   out[threadIdx.x] = v.x;
+}
+__global__ void large_shared(const float*, float* out) {
+  __shared__ float tile[49 * 256];
+  tile[threadIdx.x] = 1.f;
+  out[threadIdx.x] = tile[threadIdx.x];
 }
 __global__ void index_overflow(const float*, float* out) {
   const int rows = blockDim.x << 8, offset = rows * (1 << 15);  // fault
@@ -139,6 +145,24 @@ __global__ void exchange(const float*, float* out) {
   }
   if (rank == 1) out[threadIdx.x] = sum;
 }
+// The blocks wait for each other and do nothing else.
+template <Misuse kMisuse>
+__global__ void meet(const float* in, float* out) {
+  __shared__ TransactionBarrier barrier;
+  __shared__ short values[2];
+  if (kMisuse == Misuse::kNoArrival) cluster_wait();  // fault
+  if (threadIdx.x == 0) barrier.init();
+  cluster_arrive();
+  if (kMisuse == Misuse::kTwoArrivals) cluster_arrive();  // fault
+  if (kMisuse == Misuse::kLateInit) barrier.init();       // fault
+  cluster_wait();
+  float local = 0.f;
+  if (kMisuse == Misuse::kTwoExpects) barrier.expect(4);                     // fault: one thread may do so
+  if (kMisuse == Misuse::kNextPhase) barrier.wait(1);                        // fault
+  if (kMisuse == Misuse::kMisaligned) barrier.store(values[1], short{}, 0);  // fault
+  if (kMisuse == Misuse::kLocal) barrier.store(local, local, 0);             // fault
+  if (kMisuse == Misuse::kGlobal) async_copy<16>(out, in);                   // fault
+}
 __global__ void return_between(const float*, float*) { cluster_arrive(); }
 
 // ---- overlapping launches -------------------------------------------------------------------------------------------
@@ -190,6 +214,7 @@ const std::vector<Case> kCases = {
     {"shuffle_of_half_a_warp", "fewer than all lanes", {{kOne, shuffle_of_half_a_warp}}},
     {"shuffle_from_absent_lane", "does not take part", {{{1, 48}, shuffle_from_absent_lane}}},
     {"too_much_shared", "0 of them static, are more than 232448", {{{1, kN, 300000}, copy}}},
+    {"too_much_static", "more than 48 KiB of static shared memory", {{kOne, large_shared}}},
     {"fetch", "", {{kWithRow, fetch<Fault::kNone>}}},
     {"fetch_without_wait", "which the asynchronous copy", {{kWithRow, fetch<Fault::kNoWait>}}},
     {"fetch_waits_for_older", "which the asynchronous copy", {{kWithRow, fetch<Fault::kWrongPhase>}}},
@@ -213,6 +238,15 @@ const std::vector<Case> kCases = {
     {"exchange_and_return",
      "can return before or the shared memory of a block that has returned",
      {{kPair, exchange<2, Fault::kTooEarly>}}},
+    {"meet", "", {{kPair, meet<Misuse::kNone>}}},
+    {"wait_before_arrival", "a wait at a cluster barrier without an arrival", {{kPair, meet<Misuse::kNoArrival>}}},
+    {"two_arrivals", "a second arrival at one cluster barrier", {{kPair, meet<Misuse::kTwoArrivals>}}},
+    {"late_init", "initialized after cluster_arrive", {{kPair, meet<Misuse::kLateInit>}}},
+    {"two_announcements", "a second announcement in one phase", {{kPair, meet<Misuse::kTwoExpects>}}},
+    {"wait_for_later_phase", "neither this nor the last", {{kPair, meet<Misuse::kNextPhase>}}},
+    {"misaligned_message", "a misaligned store to another block", {{kPair, meet<Misuse::kMisaligned>}}},
+    {"message_to_local", "the peer of an address outside", {{kPair, meet<Misuse::kLocal>}}},
+    {"copy_to_global", "outside the block's shared memory", {{kPair, meet<Misuse::kGlobal>}}},
     {"return_between", "returned between cluster_arrive and cluster_wait", {{kPair, return_between}}},
     {"overlap", "", {kFill, {kOverlapping, one_waits, kWorkspace}}},
     {"overlap_read_before_wait",
@@ -249,9 +283,7 @@ std::string outcome(const Case& c) {
 int main() {
   for (const Case& c : kCases) {
     for (unsigned schedule = 0; schedule < 8; ++schedule) {
-      using emulator::Order;
-      const Order order = schedule == 0 ? Order::kForward : schedule == 1 ? Order::kReverse : Order::kRandom;
-      emulator::options() = {order, schedule, order == Order::kRandom ? 4u : 1u};
+      emulator::options() = {schedule};
       std::string report = outcome(c);
       for (char& letter : report) letter = letter == '\n' ? '|' : letter;
       std::printf("%s\t%s\t%s\n", c.name, c.report, report.c_str());

@@ -161,13 +161,16 @@ def build_runtime():
 
 
 class Runtime:
-    """The preloaded CUDA runtime for a target, whose code has `kernels`: {name: (registers, static shared memory)}."""
+    """The preloaded CUDA runtime for a target, whose code has `kernels`.
+
+    `kernels` is {mangled name: (function, registers, static shared memory)}.
+    """
 
     def __init__(self, target, kernels):
         self.library = ctypes.CDLL(str(build_runtime()))
         for function in (self.library.audit_faults, self.library.audit_launches):
             function.restype = ctypes.c_char_p
-        resources = "".join(f"{name} {registers} {static} " for name, (registers, static) in kernels.items())
+        resources = " ".join(str(word) for name, words in kernels.items() for word in (name, *words))
         self.library.audit_gpu(target.gpu.encode(), target.code, resources.encode())
 
     def run(self, call):
@@ -198,17 +201,14 @@ class Runtime:
         call()
         if (queries := self.library.audit_queries()) != 1:
             faults.append(f"{queries} queries in a repeated call")
-        lines = [f"{text}: {line}" for line in (*faults, *self.library.audit_launches().decode().splitlines())]
-        # The name is without namespaces and types, but has the tile that the lanes of a warp or a block share.
-        name = r"_Z\S+\d((?:forward|backward|channels|add)_[a-z_]+?)I(?:\S+\d(\w+Tile))?\S*"
-        return [re.sub(name, lambda match: " ".join(filter(None, match.groups())), line) for line in lines]
+        return [f"{text}: {line}" for line in (*faults, *self.library.audit_launches().decode().splitlines())]
 
 
 def runtime_of(target):
     kernels = cuda_binary.kernels().get(target.code)
     if not kernels:
         raise SystemExit(f"{cuda_binary.library()} has no code for {target.code / 10}; build it with FORCE_CUDA=1")
-    return Runtime(target, {name: (kernel.registers, kernel.static_shared) for name, kernel in kernels.items()})
+    return Runtime(target, {name: (k.function, k.registers, k.static_shared) for name, k in kernels.items()})
 
 
 def audit(target):
@@ -223,11 +223,9 @@ def audit(target):
     return refused, "\n".join([*lines, f"{target}: {refused} of {total} calls refused"])
 
 
-def unknown_symbols():
-    """Return the functions of the CUDA runtime that the compiled module calls and audit_runtime.cpp lacks."""
-    wanted = subprocess.run(
-        ["nm", "-D", "--undefined-only", cuda_binary.library()], capture_output=True, text=True, check=True
-    )
+def unknown_symbols(library):
+    """Return the functions of the CUDA runtime that a compiled module calls and audit_runtime.cpp lacks."""
+    wanted = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
     answered = set(re.findall(r"\b(cuda\w+)\(", (emulated_build.EMULATOR / "audit_runtime.cpp").read_text()))
     # The first is a pure function. Code that nvcc generates for <<<>>> refers to the second, but nothing calls it.
     harmless = {"cudaGetErrorString", "cudaLaunchKernel"}
@@ -248,9 +246,9 @@ def main():
         runtime = runtime_of(targets[0])
         print(*(line for call in options.plan for line in runtime.plan(call)), sep="\n")
         return 0
-    failed = len(unknown_symbols())
-    for symbol in unknown_symbols():
-        print(f"audit_runtime.cpp lacks {symbol}")
+    unknown = unknown_symbols(cuda_binary.library())
+    print(*(f"audit_runtime.cpp lacks {symbol}\n" for symbol in unknown), sep="", end="")
+    failed = len(unknown)
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         for refused, text in pool.map(audit, targets):
             print(text, flush=True)

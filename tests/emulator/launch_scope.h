@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "buffers.h"
+#include "emulator.h"
 
 namespace layernorm {
 
@@ -14,19 +14,21 @@ class LaunchScope {
   LaunchScope(const LaunchScope&) = delete;
 
   const void* input(const at::Tensor& tensor, const char* name) const {
-    return tensor.defined() ? add(tensor.const_data_ptr(), tensor, name, emulator::Contents::kInput) : nullptr;
+    return add(tensor, name, emulator::Contents::kInput);
   }
   void* output(const at::Tensor& tensor, const char* name) const {
-    return tensor.defined() ? add(tensor.mutable_data_ptr(), tensor, name, emulator::Contents::kOutput) : nullptr;
+    return add(tensor, name, emulator::Contents::kOutput);
   }
   void* in_out(const at::Tensor& tensor, const char* name) const {
-    return tensor.defined() ? add(tensor.mutable_data_ptr(), tensor, name, emulator::Contents::kInOut) : nullptr;
+    return add(tensor, name, emulator::Contents::kInOut);
   }
   void* stream() const { return nullptr; }
 
  private:
-  template <class Data>
-  static Data* add(Data* data, const at::Tensor& tensor, const char* name, emulator::Contents contents) {
+  static void* add(const at::Tensor& tensor, const char* name, emulator::Contents contents) {
+    if (!tensor.defined()) return nullptr;
+    void* const data =
+        contents == emulator::Contents::kInput ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
     if (tensor.numel() == 0) return data;
     size_t elements = 1;  // up to the last one
     for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);

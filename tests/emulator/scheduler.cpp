@@ -85,24 +85,19 @@ void need_threads(size_t count) {
 std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
   std::vector<size_t> order(count);
   std::iota(order.begin(), order.end(), 0);
-  if (current_options.order == Order::kReverse) std::reverse(order.begin(), order.end());
-  if (current_options.order == Order::kRandom) std::shuffle(order.begin(), order.end(), random);
+  if (current_options.seed != 0) std::shuffle(order.begin(), order.end(), random);
   return order;
 }
 
 Thread* pick() {
   Running& r = *running;
-  const Order order = current_options.order;
-  if (order == Order::kRandom && (r.random() & 63) == 0) std::shuffle(r.order.begin(), r.order.end(), r.random);
+  const bool random = current_options.seed != 0;
+  if (random && (r.random() & 63) == 0) std::shuffle(r.order.begin(), r.order.end(), r.random);
   for (size_t index : r.order) {
     Warp& warp = r.warps[index];
     if (warp.runnable == 0) continue;
-    int lane = std::countr_zero(warp.runnable);
-    if (order == Order::kReverse) lane = kWarpSize - 1 - std::countl_zero(warp.runnable);
-    if (order == Order::kRandom) {
-      const int turn = static_cast<int>(r.random() % kWarpSize);
-      lane = (std::countr_zero(std::rotr(warp.runnable, turn)) + turn) % kWarpSize;
-    }
+    const int turn = random ? static_cast<int>(r.random() % kWarpSize) : 0;
+    const int lane = (std::countr_zero(std::rotr(warp.runnable, turn)) + turn) % kWarpSize;
     warp.runnable &= ~(1u << lane);
     return &warp.threads[lane];
   }
@@ -379,8 +374,7 @@ void run_grid(const Launch& launch, void (*body)(const void*), const void* call,
 
   const size_t clusters = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster;
   const std::vector<size_t> order = draw_order(clusters, r.random);
-  const size_t at_once =
-      std::min<size_t>(std::max(1u, current_options.concurrent_blocks / launch.cluster), order.size());
+  const size_t at_once = std::min<size_t>(1 + current_options.seed % 4, order.size());
   need_threads(at_once * launch.cluster * r.threads_per_block);
   while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
@@ -566,8 +560,8 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 extern "C" {
 
-void emulator_configure(int order, uint64_t seed, unsigned concurrent_blocks, int architecture, int64_t path_limit) {
-  emulator::options() = {static_cast<emulator::Order>(order), seed, concurrent_blocks, architecture};
+void emulator_configure(uint64_t seed, int architecture, int64_t path_limit) {
+  emulator::options() = {seed, architecture};
   layernorm::cuda::lower_launch_limits(path_limit);
 }
 

@@ -29,8 +29,6 @@ WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
 # The longest rows of 1 to 32 lanes, of a chunk and of a large chunk (geometry.h), in vectors of 16 bytes.
 LIMITS = (1, 8, 16, 32, 64, 128, 1024, 2048)
-# The order of the threads, its seed, and the number of blocks that take turns.
-SCHEDULES = [("forward", 0, 1), ("reverse", 0, 1), ("random", 1, 2), ("random", 2, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +77,15 @@ def block_columns(dtype, vectors=130):
 def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     """Rows of whole vectors are aligned; those with one element less or more are not."""
     vector = 16 // dtypes[0].itemsize
-    schedules = SCHEDULES if limit <= 128 else SCHEDULES[2:3]
+    seeds = range(4) if limit <= 128 else [2]
     for cols in {limit * vector - 1, limit * vector, limit * vector + 1} - {0}:
         x, dy, w, b = arguments(max(2, 150 // limit), cols, dtypes)  # blocks take up to 64 short rows
         expected = None
-        for schedule in schedules:
-            with library.schedule(*schedule):
+        for seed in seeds:
+            with library.schedule(seed):
                 results = run(library, x, dy, w, b)
             expected = expected or results
-            assert_same_bits(results, expected, cols, schedule)
+            assert_same_bits(results, expected, cols, seed)
         check(results, x, dy, w, b, context=(cols,))
 
 
@@ -103,12 +101,12 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
     for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (3, 130, 13), (1, 150, 40), (2, 5, 49)]:
         x, dy, w, b = images(shape, dtypes)
         expected = None
-        for schedule, place in zip(SCHEDULES, places, strict=True):
-            with library.schedule(*schedule, path_limit=path_limit):
+        for seed, place in enumerate(places):
+            with library.schedule(seed, path_limit=path_limit):
                 results = run_images(library, amid_nans(x, *place), amid_nans(dy, *place), w, b)
             expected = expected or results
-            check_images(results, x, dy, w, b, context=(shape, schedule))
-            assert_same_bits(results[:4], expected[:4], shape, schedule)
+            check_images(results, x, dy, w, b, context=(shape, seed))
+            assert_same_bits(results[:4], expected[:4], shape, seed)
 
 
 # Which kernels are launched
@@ -137,7 +135,7 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
         bits_of = {}
         for architecture in (89, 90):
             library.launched()
-            with library.schedule("random", chunks, 3, architecture=architecture, path_limit=limit):
+            with library.schedule(chunks, architecture=architecture, path_limit=limit):
                 forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
                 forward_launches = launches(library, "forward")
                 gradients = library.ops.backward(dy, x, x.shape[1:], *forward[1:], w, b, ALL)
@@ -161,7 +159,7 @@ def test_backward_fits_into_shared_memory(library, architecture, vectors):
     """With 99 KiB, a block takes 1024 unaligned vectors and those of a residual."""
     x, dy, w, b = arguments(1, vectors * 8 - 1, (BF16, BF16))
     for grad_sum in (randn(x.shape, BF16), None):
-        with library.schedule("random", 1, 2, architecture=architecture):
+        with library.schedule(1, architecture=architecture):
             check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
 
 
@@ -175,7 +173,7 @@ def test_absent_parameters_and_masks(library, dtypes, run, path):
     for (rows, cols), mask in itertools.product(((8, 40), (7, block_columns(dtypes[0]))), MASKS):
         x, dy, w, b = arguments(rows, cols, dtypes)
         for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
-            with library.schedule("reverse", **path):
+            with library.schedule(1, **path):
                 results = run(library, x, dy, weight, bias, mask=mask)
             assert [gradient is not None for gradient in results[3:]] == mask
             check(results, x, dy, weight, bias)
@@ -188,7 +186,7 @@ RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dt
 @rows_and_pixels
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
 def test_residuals_match_float64(library, dtypes, run, path):
-    """One row of the sum overflows."""
+    """One row of the sum overflows. An addition in place has the same bits."""
     for batch, cols in (((1, 7), 5), ((3, 8), 40), ((2, 3), block_columns(dtypes[0]))):
         x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
         residual, grad_sum = (randn(x.shape, dtypes[2]) for _ in range(2))
@@ -197,26 +195,17 @@ def test_residuals_match_float64(library, dtypes, run, path):
         every_case = itertools.product((False, True), ((w, b), (None, None), (w[0, 0], b[0, 0])), (grad_sum, None))
         for rms, (weight, bias), of_sum in every_case:
             options = {"rms": rms, "zero_centered_weight": weight is w}
-            with library.schedule("random", cols, 2, **path):
+            with library.schedule(cols, **path):
                 output, total, *others = run(
                     library, x, dy, weight, bias, residual=residual, grad_sum=of_sum, **options
                 )
+                if run is not run_pixels:
+                    in_place = residual.clone()
+                    results = library.ops.forward_.residual(x, in_place, (cols,), weight, bias, **options)
+                    assert_same_bits((in_place, *results), (total, output, *others[:2]))
             assert_same_bits([total], [x.to(dtypes[2]) + residual])
             options |= {"grad_sum": of_sum, "dtype": dtypes[0], "context": (batch, cols)}
             check((output, *others), total, dy, weight, bias, **options)
-
-
-@paths
-@all_dtypes
-def test_in_place_addition_has_the_same_bits(library, dtypes, path):
-    """Also in a row that is read again after the sum has overflowed."""
-    for rms, cols in itertools.product((False, True), (5, block_columns(dtypes[0]))):
-        x, residual, w, b = arguments(7, cols, dtypes)
-        residual[1] *= torch.finfo(dtypes[0]).max / 16
-        with library.schedule("random", cols, 2, **path):
-            output, total, *statistics = library.ops.forward.residual(x, residual, (cols,), w, b, rms=rms)
-            results = library.ops.forward_.residual(x, residual, (cols,), w, b, rms=rms)
-        assert_same_bits((residual, *results), (total, output, *statistics), cols)
 
 
 @rows_and_pixels
@@ -228,11 +217,9 @@ def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
         x, dy = (randn((3, rows, cols), dtypes[0]) for _ in range(2))
         w, b = (randn((3, 1, cols), dtypes[1]) for _ in range(2))
         w = torch.where(w.abs() < 0.1, 0.5, w) - centre
-        shared_w, shared_b = w[0, 0], b[0, 0]
-        for weight, bias, mask in (
-            *((w, b, ALL), (shared_w, shared_b, WEIGHT_ONLY), (shared_w, None, ALL), (None, shared_b, ALL)),
-        ):
-            with library.schedule("random", cols, 2, **path):
+        parameters = ((w, b), (w[0, 0], b[0, 0]), (w[0, 0], None), (None, b[0, 0]))
+        for (weight, bias), mask in zip(parameters, (ALL, WEIGHT_ONLY, ALL, ALL), strict=True):
+            with library.schedule(cols, **path):
                 results = run(library, x, dy, weight, bias, mask=mask, memory_efficient=True, **options)
             error = xhat_error_from_output(*(broadcast_rows(t, x.shape[:-1]) for t in (x, weight, bias)), **options)
             check(results, x, dy, weight, bias, context=(cols, mask), xhat_error=error, **options)
@@ -241,40 +228,41 @@ def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
 @paths
 @all_dtypes
 def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
-    moves = [(i, 0, 1) for i in range(6)] + [(0, 3, 0), (1, 3, 0)]  # tensor, gap, offset
-    for cols, adds, memory_efficient in itertools.product(
-        (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0])), (False, True), (False, True)
-    ):
-        tensors = [randn((2, cols), dtypes[0]) for _ in range(2)] + [randn((1, cols), dtypes[1]) for _ in range(2)]
-        tensors += [randn((2, cols), dtypes[0]) for _ in range(2 * adds)]
-
-        def results(x, dy, w, b, residual=None, grad_sum=None, efficient=memory_efficient):
-            options = {"residual": residual, "grad_sum": grad_sum, "memory_efficient": efficient}
-            return run(library, x, dy, w[0], b[0], **options)
-
+    sizes = (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0]))
+    for cols, adds, efficient in itertools.product(sizes, (False, True), (False, True)):
+        tensors = {
+            name: randn((2, cols), dtypes[0]) for name in ("x", "dy", *(["residual", "grad_sum"] if adds else []))
+        }
+        tensors |= {name: randn(cols, dtypes[1]) for name in ("weight", "bias")}
         with library.schedule(**path):
-            expected = results(*tensors)
-            for i, gap, offset in moves[: len(tensors)] + moves[6:]:
-                moved = [amid_nans(t, gap, offset) if i == k else t for k, t in enumerate(tensors)]
-                assert_same_bits(results(*moved), expected, cols, i, gap, offset)
+            expected = run(library, **tensors, memory_efficient=efficient)
+            for name, gap, offset in [*((name, 0, 1) for name in tensors), ("x", 3, 0), ("dy", 3, 0)]:
+                moved = tensors | {name: amid_nans(tensors[name], gap, offset)}
+                results = run(library, **moved, memory_efficient=efficient)
+                assert_same_bits(results, expected, cols, name, gap, offset)
 
 
-# Groups with parameters of their own, and strides of groups. Tensors are [groups, rows, cols].
+# Groups with parameters or strides of their own. Tensors are [groups, rows, cols].
 
 
 @rows_and_pixels
 @all_dtypes
-def test_groups_have_their_own_parameters(library, dtypes, run, path):
-    """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not."""
+def test_groups_match_float64(library, dtypes, run, path):
+    """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not.
+
+    There are gaps between groups, as between the queries of a fused projection, which are read in place.
+    """
     for (groups, rows), vectors in itertools.product([(3, 5), (70, 1), (2, 40), (1, 33)], (1, 9, 130)):
         cols = vectors * 16 // dtypes[0].itemsize - (3 if vectors == 9 else 0)
         if vectors == 130 and groups > 3:
             groups = 9
-        x, dy = (randn((groups, rows, cols), dtypes[0], offset=0.5) for _ in range(2))
         w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
-        for weight, bias in ((w, b), (w, b[0, 0]), (w[0, 0], b)):
+        shared = (w[0, 0], b[0, 0])
+        for (weight, bias), gap in (((w, b), 0), ((w, shared[1]), 1), ((shared[0], b), 0), (shared, vectors % 2)):
+            fused = [randn((groups, (rows + 1) * cols + gap), dtypes[0], offset=0.5) for _ in range(2)]
+            x, dy = (t[:, cols : (rows + 1) * cols].unflatten(1, (rows, cols)) for t in fused)
             options = {"rms": bias is not b, "zero_centered_weight": weight is w}
-            with library.schedule("random", cols, 2, **path):
+            with library.schedule(cols, **path):
                 results = run(library, x, dy, weight, bias, **options)
             check(results, x, dy, weight, bias, context=(groups, rows, cols), **options)
 
@@ -285,23 +273,9 @@ def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
     """The rows of a block share a segment. The 1024 rows of a group are exactly one segment."""
     x, dy = (randn((*groups_and_rows, 8), F32, offset=0.5) for _ in range(2))
     w, b = (randn((groups_and_rows[0], 1, 8), F32) for _ in range(2))
-    with library.schedule("random", 1, 2):
+    with library.schedule(1):
         for bias in (b, b[0, 0]):
             check(run(library, x, dy, w, bias), x, dy, w, bias)
-
-
-@paths
-@pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, F32)], ids=dtypes_id)
-def test_queries_inside_a_fused_projection_are_read_in_place(library, dtypes, path):
-    """Tokens are groups with shared parameters: [tokens, heads, cols] with strides (3 * heads * cols, cols, 1)."""
-    for (tokens, heads, vectors), gap in itertools.product(((7, 3, 4), (3, 5, 130)), (0, 1)):
-        cols = vectors * 16 // dtypes[0].itemsize
-        fused = [randn((tokens, 3 * heads * cols + gap), dtypes[0]) for _ in range(2)]
-        x, dy = (t[:, heads * cols : 2 * heads * cols].unflatten(1, (heads, cols)) for t in fused)
-        w, b = (randn(cols, dtypes[1]) for _ in range(2))
-        with library.schedule("random", cols, 2, **path):
-            results = run(library, x, dy, w, b, rms=bool(gap))
-        check(results, x, dy, w, b, context=(tokens, heads, cols, gap), rms=bool(gap))
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
@@ -337,7 +311,7 @@ def test_hard_values_match_float64(library, dtypes, run, path):
     for cols in (7, block_columns(dtypes[0], 300)):  # ten chunks, of which a block takes two
         x = hard_rows(dtypes[0], cols)
         dy, w, b = randn(x.shape, dtypes[0], offset=1), randn(cols, dtypes[1]), randn(cols, dtypes[1])
-        with library.schedule("random", cols, 2, **path):
+        with library.schedule(cols, **path):
             for mask in (ALL, WEIGHT_ONLY):
                 check(run(library, x, dy, w, b, mask=mask), x, dy, w, b, context=(cols, mask))
 
@@ -348,7 +322,7 @@ def test_nan_and_inf_stay_in_their_row(library, run, path):
         x, dy, w, b = arguments(9, cols, (F32, F32))
         x[1::2] *= 1e37  # read again after the sums have overflowed
         x[2, 3], x[4, 0] = torch.inf, torch.nan
-        with library.schedule("random", cols, 2, **path):
+        with library.schedule(cols, **path):
             output, _, _, dx, *_ = run(library, x, dy, w, b, mask=[True, False, False])
         wrong = torch.zeros(9, dtype=torch.bool)
         wrong[[2, 4]] = True
@@ -369,7 +343,7 @@ def test_constant_rows_have_no_deviation(library, dtype, run, path):
     huge = torch.tensor([0.9, -0.9, 0.01], dtype=F64) * torch.finfo(dtype).max
     for step, cols in ((1, 7), (3, 300), (13, 5000)):
         x = torch.cat([CONSTANTS[::step], huge]).to(dtype)[:, None].repeat(1, cols)
-        with library.schedule("random", cols, 2, **path):
+        with library.schedule(cols, **path):
             output, _, _, _, grad_weight, _ = run(library, x, torch.ones_like(x), mask=WEIGHT_ONLY)
             x = x[:-3]
             output_for_small_eps, *_ = run(library, x, x, eps=1e-30, mask=NONE)
