@@ -1,4 +1,6 @@
-"""Promises that need a GPU: every kernel, streams, CUDA graphs, several GPUs, autocast and torch.compile."""
+"""Promises that need a GPU: every kernel, streams, CUDA graphs, threads, several GPUs, autocast and torch.compile."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,6 +109,22 @@ def test_cuda_graph_of_a_training_step(shape):
         graph.replay()
         step(modules[1], optimizers[1])
         assert_same_bits(modules[0].parameters(), modules[1].parameters())
+
+
+def test_two_python_threads_on_two_streams():
+    calls = [arguments_of(shape) for shape in SHAPES[:2]]
+    expected = [run_kernels(*arguments) for arguments in calls]
+    torch.cuda.synchronize()
+
+    def work(arguments, expected):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                actual = run_kernels(*arguments)
+                torch.cuda.current_stream().synchronize()
+                assert_same_bits(actual, expected)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, calls, expected))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
