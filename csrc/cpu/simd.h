@@ -189,6 +189,17 @@ inline auto sum_each(const Vec<float> (&v)[4]) {
 }
 #endif
 
+// Whether a comparison of vectors is true in all lanes.
+template <class Mask>
+inline bool all(Mask mask) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(mask) == 32) return _mm256_movemask_pd(reinterpret_cast<__m256d>(mask)) == 0xf;
+#endif
+  bool result = true;
+  for (size_t i = 0; i < sizeof(mask) / sizeof(mask[0]); ++i) result &= mask[i] != 0;
+  return result;
+}
+
 // ---- setting elements outside the row to zero -----------------------------------------------------------------------
 
 template <bool even_odd, class Acc>
