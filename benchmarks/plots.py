@@ -13,13 +13,13 @@ COLORS = {name: f"C{i}" for i, name in enumerate(CONTENDERS)}
 
 @matplotlib.rc_context({"font.size": 7, "axes.grid": True, "grid.alpha": 0.3})
 def draw(records: list[dict], sweep: str, path: Path) -> None:
-    """Draw the errors in a sweep for each contender, with a panel for each quantity and each pair of dtypes."""
-    rows, cols = (list(dict.fromkeys(r[key] for r in records)) for key in ("quantity", "dtypes"))
+    """Draw the errors in a sweep for each contender, with a panel for each pair of dtypes and each quantity."""
+    rows, cols = (list(dict.fromkeys(r[key] for r in records)) for key in ("dtypes", "quantity"))
     figure = Figure(figsize=(0.5 + 1.9 * len(cols), 0.9 + 1.5 * len(rows)), dpi=110, layout="constrained")
     figure.suptitle(f"Largest error against float64, relative to the largest value, by {sweep}")
-    panels = figure.subplots(len(rows), len(cols), squeeze=False, sharex="col", sharey="col")
+    panels = figure.subplots(len(rows), len(cols), squeeze=False, sharex="col", sharey="row")
     lines = {}
-    for panel, (quantity, dtypes) in zip(panels.flat, product(rows, cols), strict=True):
+    for panel, (dtypes, quantity) in zip(panels.flat, product(rows, cols), strict=True):
         panel.set(title=f"{quantity}, {dtypes}", xscale="log", yscale="log")
         if sweep == "offset":
             panel.set_xscale("symlog", linthresh=1)  # leaves room between 0 and 1
