@@ -21,17 +21,13 @@ MIXED += [(F64, F64, F32, BF16), (F16, F32, F16, F32), (BF16, F32, F64, F16)]
 mixed_dtypes = pytest.mark.parametrize("dtypes", MIXED, ids=lambda dtypes: "-".join(map(dtypes_id, dtypes)))
 
 
-def contiguous(t):
-    return t.contiguous()
-
-
 def channels_first(t):
     """Return rows [N, *, C] with the memory layout of contiguous images [N, C, *]."""
     return t.movedim(-1, 1).contiguous().movedim(1, -1)
 
 
 def layouts(member):
-    return (contiguous, channels_first) if member.takes_images else (contiguous,)
+    return (torch.Tensor.contiguous, channels_first) if member.takes_images else (torch.Tensor.contiguous,)
 
 
 def parameter_shapes(member, shape):
@@ -214,7 +210,7 @@ def call_all(members):
     return call
 
 
-@pytest.mark.parametrize("layout", [contiguous, channels_first])
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_first])
 def test_compiled_calls_have_the_same_bits(layout):
     """Also the gradients, in the memory format of the input, and when the sizes change."""
     torch._dynamo.reset()

@@ -85,22 +85,14 @@ def test_eps_is_accepted_or_refused_like_torch(name, eps):
 # Quantization
 
 
-class Quantizable(torch.nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.quantize, self.dequantize = quantization.QuantStub(), quantization.DeQuantStub()
-        self.before, self.norm, self.after = torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.dequantize(self.after(self.norm(self.before(self.quantize(x)))))
+def between_linear_layers(norm):
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8))
 
 
 def quantize_eagerly(model, x):
-    model = copy.deepcopy(model).eval()
+    model = quantization.QuantWrapper(model)
     model.qconfig = quantization.get_default_qconfig("x86")
-    model = quantization.prepare(model)
-    model(x)
-    return quantization.convert(model)
+    return quantization.quantize(model, torch.nn.Module.__call__, [x])
 
 
 @pytest.fixture
@@ -111,15 +103,15 @@ def x86_engine(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero_centered"])
 def test_eager_quantization_uses_torchs_quantized_layer(x86_engine, bias, zero_centered):
-    ours = Quantizable(layernorm_ext.LayerNorm(8, bias=bias, zero_centered_weight=zero_centered))
-    ours.norm.weight.data.normal_()
+    ours = between_linear_layers(layernorm_ext.LayerNorm(8, bias=bias, zero_centered_weight=zero_centered))
+    ours[1].weight.data.normal_()
     theirs = copy.deepcopy(ours)
-    theirs.norm = torch.nn.LayerNorm(8, bias=bias)
-    theirs.norm.load_state_dict(ours.norm.state_dict())
-    theirs.norm.weight.data += zero_centered
+    theirs[1] = torch.nn.LayerNorm(8, bias=bias)
+    theirs.load_state_dict(ours.state_dict())
+    theirs[1].weight.data += zero_centered
     x = torch.randn(50, 8)
     quantized = quantize_eagerly(ours, x)
-    assert type(quantized.norm) is torch.ao.nn.quantized.LayerNorm
+    assert type(quantized.module[1]) is torch.ao.nn.quantized.LayerNorm
     # The observers of the two models see outputs that differ by roundings, which may change a result by one step.
     step = (quantized(x).max() - quantized(x).min()) / 127
     torch.testing.assert_close(quantized(x), quantize_eagerly(theirs, x)(x), rtol=0, atol=step.item())
@@ -127,12 +119,12 @@ def test_eager_quantization_uses_torchs_quantized_layer(x86_engine, bias, zero_c
 
 @pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm(8), layernorm_ext.RMSNorm(8)], ids=["layer", "rms"])
 def test_fx_quantization_keeps_our_layers_in_float(x86_engine, norm):
-    model, x = Quantizable(norm), torch.randn(50, 8)
+    model, x = between_linear_layers(norm), torch.randn(50, 8)
     mapping = quantization.get_default_qconfig_mapping("x86")
     prepared = quantize_fx.prepare_fx(copy.deepcopy(model).eval(), mapping, (x,))
     prepared(x)
     quantized = quantize_fx.convert_fx(prepared)
-    assert isinstance(quantized.before, torch.ao.nn.quantized.Linear)
+    assert isinstance(getattr(quantized, "0"), torch.ao.nn.quantized.Linear)
     assert layernorm_ext.AddLayerNorm not in quantization.get_default_static_quant_module_mappings()
     # Three layers quantize numbers up to 4 in steps of 2^-5.
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)

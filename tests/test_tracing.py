@@ -230,17 +230,14 @@ def test_batch_size_changes_recompile_once():
 def test_compiles_between_convolutions():
     """Inductor makes tensors near a convolution channels last, including statistics of four dimensions."""
 
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = torch.nn.Conv2d(3, 8, 3), LayerNorm(8), torch.nn.Conv2d(8, 4, 3)
+    layers = torch.nn.ModuleList([torch.nn.Conv2d(3, 8, 3), LayerNorm(8), torch.nn.Conv2d(8, 4, 3)])
+    first, norm, last = layers
 
-        def forward(self, x):
-            return self.last(self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+    def block(x):
+        return last(norm(first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
-    block, x = Block(), torch.randn(2, 3, 8, 8)
-    compiled = torch.compile(block, fullgraph=True)
-    gradients = [parameter_gradients(block, lambda f=f: f(x)) for f in (compiled, block)]
+    compiled, x = torch.compile(block, fullgraph=True), torch.randn(2, 3, 8, 8)
+    gradients = [parameter_gradients(layers, lambda f=f: f(x)) for f in (compiled, block)]
     torch.testing.assert_close(*gradients, **REORDERED_BY_INDUCTOR)
 
 
