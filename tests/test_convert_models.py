@@ -7,21 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import import_torchvision
 from test_convert import randomize
 
 from layernorm_ext import convert, revert
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.integration]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torchvision():
-    """Import torchvision, which timm, transformers and diffusers import."""
-    import_torchvision()
-
+pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
 
 # Whole models
 
