@@ -245,28 +245,3 @@ def test_inductor_fuses_neighbours():
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         with torch.inference_mode():
             torch.testing.assert_close(compiled(*tensors), actual[0], rtol=tolerance, atol=tolerance)
-
-
-def test_compiled_autograd():
-    """Compiled autograd gives the first and second derivatives of eager autograd, for any batch and parameters."""
-    torch._dynamo.reset()
-    names = ("add_rms_norm, zero_centered_weight", "layer_norm, zero_centered_weight", "layer_norm_2d")
-    members = {member.name: member for member in MEMBERS}
-    add_rms, layer, images = (members[name] for name in names)
-    for rows in (3, 4):
-        x, r, w, b = tensors = [torch.randn(s, requires_grad=True) for s in ((rows, 8), (rows, 8), (8,), (8,))]
-
-        def loss(x=x, r=r, w=w, b=b, tensors=tensors):
-            output, total = add_rms(*tensors)
-            y = layer(total * output, r, w, b)[0] * images(total, r, w, b)[0]
-            y = layer_norm(layer_norm(y, (8,), w), (8,), None, b) * layer_norm(y, (8,))
-            gradients = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
-            return members["layer_norm, memory_efficient"](y, r, w, b)[0].square().sum() + sum(
-                g.square().sum() for g in gradients
-            )
-
-        expected = torch.autograd.grad(loss(), tensors)
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-            loss().backward()
-        for tensor, gradient in zip(tensors, expected, strict=True):
-            torch.testing.assert_close(tensor.grad, gradient, rtol=1e-4, atol=1e-4)

@@ -254,6 +254,26 @@ def test_compiled_training_under_autocast_matches_eager():
         torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
 
 
+def test_compiled_autograd_matches_eager():
+    """First and, except with memory_efficient, second derivatives."""
+    once = Model("layer_norm, memory_efficient")
+    twice = Model("add_rms_norm, zero_centered_weight", "layer_norm_2d", "layer_norm without weight")
+    for batch in (3, 4):
+        tensors = [twice.input(batch).requires_grad_(), *twice.parameters(), *once.parameters()]
+
+        def loss(x=tensors[0], tensors=tensors):
+            losses = [sum(y.sin().sum() for y in sum(model(x), ())) for model in (once, twice)]
+            gradients = torch.autograd.grad(losses[1], tensors[:3], create_graph=True)
+            return losses[0] + sum(g.square().sum() for g in gradients)
+
+        expected = torch.autograd.grad(loss(), tensors)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            loss().backward()
+        for tensor, gradient in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(tensor.grad, gradient, **ANOTHER_ORDER)
+            tensor.grad = None
+
+
 def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
     class ForwardAndBackward(torch.nn.Module):
         def forward(self, dy, x, w, b):
