@@ -1,5 +1,6 @@
 """Promises that need a GPU: every kernel, streams, CUDA graphs, threads, several GPUs, autocast and torch.compile."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ from family import with_gradients
 from reference import F32
 from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
 
-from layernorm_ext import LayerNorm, _build_info, layer_norm, layer_norm_2d
+from layernorm_ext import LayerNorm, LayerNorm2d, _build_info
 
 pytestmark = pytest.mark.skipif(
     not (_build_info.with_cuda and torch.cuda.is_available()), reason="needs a GPU, and the package built with CUDA"
@@ -50,41 +51,21 @@ def test_every_path(dtypes):
         checked(run_kernels(x, dy, w, b), x, dy, w, b, context=shape)
 
 
-def capture(function, *args):
-    """Return a CUDA graph of a call, and the results that replays write."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        function(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        return graph, function(*args)
-
-
-def train(x, dy, *parameters):
-    """Return the output and the gradients that autograd computes, for rows or images."""
-
-    def norm(x, w, b):
-        return [layer_norm(x, w.shape, w, b) if x.dim() == 2 else layer_norm_2d(x, w, b)]
-
-    outputs, gradients = with_gradients(norm, [t.detach().requires_grad_() for t in (x, *parameters)], [dy])
-    return outputs[0].detach(), *gradients
-
-
 @all_shapes
-def test_cuda_graph(shape):
-    """A replay with other numbers gives the bits of eager calls.
+def test_cuda_graphs(shape):
+    """Replays of forward and backward with other numbers give the bits of eager calls.
 
     A capture records its own stream alone, so that all kernels must run on the current stream.
     """
-    arguments = arguments_of(shape)
-    graph, captured = capture(train, *arguments)
+    x, dy, w, b = arguments_of(shape)
+    module = (LayerNorm if x.dim() == 2 else LayerNorm2d)(shape[1], device="cuda")
+    module.load_state_dict({"weight": w, "bias": b})
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x.requires_grad_(),))
     for _ in range(2):
-        for tensor in arguments:
-            tensor.normal_()
-        for result in captured:
-            result.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(captured, train(*arguments))
+        x, dy = torch.randn_like(x).requires_grad_(), torch.randn_like(dy)
+        results = [with_gradients(lambda x, *_, f=f: [f(x)], [x, *f.parameters()], [dy]) for f in (graphed, module)]
+        for actual, expected in zip(*results, strict=True):
+            assert_same_bits(actual, expected)
 
 
 def test_two_python_threads_on_two_streams():

@@ -192,10 +192,6 @@ def test_setting_within_compiled_code_lets_inductor_fuse_the_norm():
 # Inductor and AOTInductor with the kernels
 
 
-def leaves(rows, cols):
-    return [torch.randn(size, requires_grad=True) for size in ((rows, cols), (cols,), (cols,))]
-
-
 def parameter_gradients(model, function):
     """Return the gradients of the model's parameters for the loss that the function computes."""
     return torch.autograd.grad(function().float().sin().sum(), list(model.parameters()))
@@ -214,7 +210,7 @@ def test_compiled_training_matches_eager(options):
 
     compiled = torch.compile(function, fullgraph=True, **options)
     for rows, cols in [(3, 8), (6, 16), (4, 8)]:
-        tensors = leaves(rows, cols)
+        tensors = [torch.randn(size, requires_grad=True) for size in ((rows, cols), (cols,), (cols,))]
         results = [with_gradients(f, tensors) for f in (compiled, function)]
         torch.testing.assert_close(*results, **REORDERED_BY_INDUCTOR)
 
@@ -280,9 +276,9 @@ def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
             output, mean, rstd = torch.ops.layernorm.forward(x, x.shape[-1:], w, b)
             return output, *torch.ops.layernorm.backward(dy, x, x.shape[-1:], mean, rstd, w, b, [True, True, True])
 
-    module, tensors = ForwardAndBackward(), (torch.randn(3, 8), *(t.detach() for t in leaves(3, 8)))
+    module, tensors = ForwardAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (8,), (8,))]
     package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(module, tensors), package_path=str(tmp_path / "module.pt2")
+        torch.export.export(module, tuple(tensors)), package_path=str(tmp_path / "module.pt2")
     )
     actual = torch._inductor.aoti_load_package(package)(*tensors)
     torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
