@@ -189,12 +189,8 @@ RMS = "RMSNorm((8,), eps=1e-06, elementwise_affine=True"
 NORM = "LayerNorm((8,), eps={}, elementwise_affine=True, bias={}"
 # Class -> the start of the replacement's repr.
 REPLACED = {
-    f"{HF}.mistral.modeling_mistral.MistralRMSNorm": f"{RMS})",
-    f"{HF}.qwen2.modeling_qwen2.Qwen2RMSNorm": f"{RMS})",
-    f"{HF}.gemma2.modeling_gemma2.Gemma2RMSNorm": f"{RMS}, zero_centered_weight=True)",
     f"{HF}.gemma3.modeling_gemma3.Gemma3RMSNorm": f"{RMS}, zero_centered_weight=True)",
     f"{HF}.olmo2.modeling_olmo2.Olmo2RMSNorm": f"{RMS})",
-    f"{HF}.mamba.modeling_mamba.MambaRMSNorm": f"{RMS})",
     f"{HF}.cohere.modeling_cohere.CohereLayerNorm": NORM.format(1e-5, False) + ")",
     f"{HF}.deberta.modeling_deberta.DebertaLayerNorm": NORM.format(1e-12, True) + ")",
     f"{HF}.nemotron.modeling_nemotron.NemotronLayerNorm1P": NORM.format(1e-5, True) + ", zero_centered_weight=True)",

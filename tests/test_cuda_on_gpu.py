@@ -26,10 +26,6 @@ IMAGES = [(3, 64, 300), (2, 500, 70), (2, 1000, 50)]
 all_shapes = pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
 
 
-def arguments_of(shape, dtypes=(F32, F32)):
-    return random_args(CUDA, dtypes, *shape)
-
-
 def run_kernels(x, dy, w, b):
     """Return the results and gradients of rows or images."""
     return (run if x.dim() == 2 else run_images)(CUDA, x, dy, w, b)
@@ -46,7 +42,7 @@ def test_every_path(dtypes):
     limits = (1, 8, 16, 32, 64, 128, 1024, 2048, 2049, 80 * 1024)
     rows = [(5, limit * vector + more) for limit in limits for more in (0, 1)]
     for shape in [*rows, (3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
-        x, dy, w, b = arguments_of(shape, dtypes)
+        x, dy, w, b = random_args(CUDA, dtypes, *shape)
         checked = check if len(shape) == 2 else check_images
         checked(run_kernels(x, dy, w, b), x, dy, w, b, context=shape)
 
@@ -57,7 +53,7 @@ def test_cuda_graphs(shape):
 
     A capture records its own stream alone, so that all kernels must run on the current stream.
     """
-    x, dy, w, b = arguments_of(shape)
+    x, dy, w, b = random_args(CUDA, (F32, F32), *shape)
     module = (LayerNorm if x.dim() == 2 else LayerNorm2d)(shape[1], device="cuda")
     module.load_state_dict({"weight": w, "bias": b})
     graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x.requires_grad_(),))
@@ -69,7 +65,7 @@ def test_cuda_graphs(shape):
 
 
 def test_two_python_threads_on_two_streams():
-    calls = [arguments_of(shape) for shape in SHAPES[:2]]
+    calls = [random_args(CUDA, (F32, F32), *shape) for shape in SHAPES[:2]]
     expected = [run_kernels(*arguments) for arguments in calls]
     torch.cuda.synchronize()
 
@@ -87,7 +83,7 @@ def test_two_python_threads_on_two_streams():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @all_shapes
 def test_tensors_on_another_gpu_than_the_current_one(shape):
-    arguments = arguments_of(shape)
+    arguments = random_args(CUDA, (F32, F32), *shape)
     expected = run_kernels(*arguments)
     actual = run_kernels(*(t.to("cuda:1") for t in arguments))
     assert torch.cuda.current_device() == 0 and {t.device for t in actual} == {torch.device("cuda:1")}
@@ -116,7 +112,7 @@ def test_compiled_module():
 
 
 def test_no_memory_is_kept():
-    arguments = arguments_of((300, 4096))
+    arguments = random_args(CUDA, (F32, F32), 300, 4096)
     run_kernels(*arguments)
     before = torch.cuda.memory_allocated()
     for _ in range(3):
