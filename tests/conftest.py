@@ -74,8 +74,9 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if applies(item)]
 
 
-def import_torchvision():
-    """Import torchvision, which timm and transformers import, if it is installed.
+@pytest.fixture(scope="session")
+def torchvision():
+    """Return torchvision, which timm, transformers and diffusers import, or None if it is not installed.
 
     PyPI has it for GPUs only. Next to a torch for the CPU it lacks its operators, which no test calls, and its import
     fails because it describes them.
@@ -87,10 +88,9 @@ def import_torchvision():
             return lambda function: function
         return register_fake(name, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ModuleNotFoundError):
         patch.setattr(torch.library, "register_fake", register_others)
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module("torchvision")
+        return importlib.import_module("torchvision")
 
 
 @pytest.fixture(scope="session")

@@ -39,10 +39,6 @@ class Member:
     def has_bias(self):
         return "rms" not in self.name or "ada" in self.name
 
-    @property
-    def differentiates_twice(self):
-        return "memory_efficient" not in self.options
-
     def __call__(self, x, r, w, b):
         tensors = [x, r, w] if self.adds else [x, w]
         tensors += [b] if self.has_bias else []

@@ -47,14 +47,11 @@ def randn(shape, dtype, device="cpu", offset=0):
     return (torch.randn(shape, dtype=F64) + offset).to(dtype).to(device)
 
 
-def random_args(backend, dtypes, rows, cols, offset=0):
-    """Return input, grad_output, weight and bias. A mean of 0.5 in grad_output makes all its sums count."""
-    x, dy = (randn((rows, cols), dtypes[0], backend.device, mean) for mean in (offset, 0.5))
-    return x, dy, *(randn(cols, dtypes[1], backend.device) for _ in range(2))
+def random_args(backend, dtypes, *shape, offset=0):
+    """Return input, grad_output, weight and bias for rows or images [N, C, *].
 
-
-def random_images(backend, dtypes, shape, offset=0):
-    """Return input, grad_output, weight and bias for images [N, C, *]."""
+    A mean of 0.5 in grad_output makes all its sums count.
+    """
     x, dy = (randn(shape, dtypes[0], backend.device, mean) for mean in (offset, 0.5))
     return x, dy, *(randn(shape[1], dtypes[1], backend.device) for _ in range(2))
 

@@ -20,7 +20,7 @@ from shapes import (
     misaligned,
     negative,
     randn,
-    random_images,
+    random_args,
     run_images,
     transposed,
     with_gaps,
@@ -53,7 +53,7 @@ SHAPES = {
 def test_results_match_float64(backend, dtypes, shapes):
     """All arguments are surrounded by NaN, which shows reads outside of them."""
     for shape in shapes:
-        x, dy, w, b = (amid_nans(t) for t in random_images(backend, dtypes, shape))
+        x, dy, w, b = (amid_nans(t) for t in random_args(backend, dtypes, *shape))
         before = bits(x), bits(dy)
         check_images(run_images(backend, x, dy, w, b), x, dy, w, b, context=shape)
         assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
@@ -76,7 +76,7 @@ def sliced_channels_last(images):
 )
 def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
     """Other dense layouts are kept, with the bits of rows. The statistics may have any layout too."""
-    x, dy, w, b = random_images(backend, (dtype, dtype), (2, 6, 4, 10))
+    x, dy, w, b = random_args(backend, (dtype, dtype), 2, 6, 4, 10)
     keeps_layout = layout in (transposed, transposed_pixels, sliced_channels_last)
     for views in ((layout(x), dy), (x, layout(dy))):
         as_rows = keeps_layout and views[1] is dy
@@ -107,7 +107,7 @@ def test_expanded_tensors(backend, dtype, shape):
 @all_dtypes
 def test_bits_of_a_pixel_depend_on_the_pixel_alone(backend, dtypes):
     """Other images and pixels, their order and the alignment change nothing."""
-    x, dy, w, b = random_images(backend, dtypes, (3, 37, 300), offset=10)
+    x, dy, w, b = random_args(backend, dtypes, 3, 37, 300, offset=10)
     expected = run_images(backend, x, dy, w, b)
     parts = [slice(0, 2), slice(1, 34), slice(37, 300), slice(290, 300), torch.randperm(300)]
     for images, pixels in itertools.product((slice(0, 1), slice(1, 3)), parts):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from test_classical import eps_beside_deviation
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.functional import layer_norm
 from torch.nn.utils import parametrize
@@ -178,10 +179,6 @@ def layer_with(forward, /, **attributes):
     return layer
 
 
-def centered(x):
-    return x - x.mean(-1, keepdim=True)
-
-
 def rounded_for(*dtypes):
     """Return a forward that rounds its output to integers for one pair of input and weight dtypes."""
 
@@ -204,7 +201,7 @@ NAME = "not LayerNorm((5,), eps=1e-05, elementwise_affine=True, bias=True): "
 OUTPUT = NAME + "output differs by "
 # Case -> the layer or its forward, the reason, and the function that builds the replacement, if not the default.
 SKIPPED = {
-    "std plus eps": (lambda self, x: centered(x) / (x.std(-1, correction=0, keepdim=True) + self.eps), OUTPUT),
+    "std plus eps": (lambda self, x: eps_beside_deviation(x, eps=self.eps), OUTPUT),
     "other eps": (lambda self, x: layer_norm(x, (5,), self.weight, self.bias, 1e-6), OUTPUT),
     "other gradient": (lambda self, x: torch_forward(self, x) + x - x.detach(), NAME + "gradient of input differs by "),
     "channels first": (channels_first_for_images, NAME + "RuntimeError for input of size[2, 3, 2, 5]: "),

@@ -1,14 +1,16 @@
 """Promises that need a GPU: every kernel, streams, CUDA graphs, threads, several GPUs, autocast and torch.compile."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import installed
+from family import with_gradients
 from reference import F32
-from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, random_images, run, run_images
+from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
 
-from layernorm_ext import LayerNorm, _build_info
+from layernorm_ext import LayerNorm, LayerNorm2d, _build_info
 
 pytestmark = pytest.mark.skipif(
     not (_build_info.with_cuda and torch.cuda.is_available()), reason="needs a GPU, and the package built with CUDA"
@@ -22,11 +24,6 @@ SHAPES = [(300, 64), (70, 4096), (9, 40000), (3, 400000), (20, 768)]
 # Images [N, C, P] whose channels fit into shared memory in both passes, in forward alone, and in neither.
 IMAGES = [(3, 64, 300), (2, 500, 70), (2, 1000, 50)]
 all_shapes = pytest.mark.parametrize("shape", [*SHAPES, *IMAGES], ids=str)
-
-
-def arguments_of(shape, dtypes=(F32, F32)):
-    """Return input, grad_output, weight and bias for rows or images."""
-    return random_args(CUDA, dtypes, *shape) if len(shape) == 2 else random_images(CUDA, dtypes, shape)
 
 
 def run_kernels(x, dy, w, b):
@@ -45,74 +42,30 @@ def test_every_path(dtypes):
     limits = (1, 8, 16, 32, 64, 128, 1024, 2048, 2049, 80 * 1024)
     rows = [(5, limit * vector + more) for limit in limits for more in (0, 1)]
     for shape in [*rows, (3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
-        x, dy, w, b = arguments_of(shape, dtypes)
+        x, dy, w, b = random_args(CUDA, dtypes, *shape)
         checked = check if len(shape) == 2 else check_images
         checked(run_kernels(x, dy, w, b), x, dy, w, b, context=shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_current_stream_is_used(shape):
-    """The arguments are written late on a stream. Kernels on another stream would read zeros."""
-    arguments = arguments_of(shape)
-    expected = run_kernels(*arguments)
-    late = [torch.zeros_like(t) for t in arguments]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms
-        for to, source in zip(late, arguments, strict=True):
-            to.copy_(source)
-        actual = run_kernels(*late)
-    torch.cuda.synchronize()
-    assert_same_bits(actual, expected)
-
-
-def capture(function, *args):
-    """Return a CUDA graph of a call, and the results that replays write."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        function(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        return graph, function(*args)
-
-
 @all_shapes
-def test_cuda_graph(shape):
-    """A replay with other numbers gives the bits of eager calls."""
-    arguments = arguments_of(shape)
-    graph, captured = capture(run_kernels, *arguments)
+def test_cuda_graphs(shape):
+    """Replays of forward and backward with other numbers give the bits of eager calls.
+
+    A capture records its own stream alone, so that all kernels must run on the current stream.
+    """
+    x, dy, w, b = random_args(CUDA, (F32, F32), *shape)
+    module = (LayerNorm if x.dim() == 2 else LayerNorm2d)(shape[1], device="cuda")
+    module.load_state_dict({"weight": w, "bias": b})
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x.requires_grad_(),))
     for _ in range(2):
-        for tensor in arguments:
-            tensor.normal_()
-        for result in captured:
-            result.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(captured, run_kernels(*arguments))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cuda_graph_of_a_training_step(shape):
-    """Forward, backward and the optimizer's step in one graph give the parameters of eager steps."""
-    x, dy, *_ = arguments_of(shape)
-    modules = [LayerNorm(shape[1], device="cuda") for _ in range(2)]
-    optimizers = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in modules]
-
-    def step(module, optimizer):
-        optimizer.zero_grad(set_to_none=False)
-        module(x).backward(dy)
-        optimizer.step()
-
-    graph, _ = capture(step, modules[0], optimizers[0])
-    step(modules[1], optimizers[1])  # like the step before the capture, which records but does not run the kernels
-    for _ in range(3):
-        x.normal_()
-        graph.replay()
-        step(modules[1], optimizers[1])
-        assert_same_bits(modules[0].parameters(), modules[1].parameters())
+        x, dy = torch.randn_like(x).requires_grad_(), torch.randn_like(dy)
+        results = [with_gradients(lambda x, *_, f=f: [f(x)], [x, *f.parameters()], [dy]) for f in (graphed, module)]
+        for actual, expected in zip(*results, strict=True):
+            assert_same_bits(actual, expected)
 
 
 def test_two_python_threads_on_two_streams():
-    calls = [arguments_of(shape) for shape in SHAPES[:2]]
+    calls = [random_args(CUDA, (F32, F32), *shape) for shape in SHAPES[:2]]
     expected = [run_kernels(*arguments) for arguments in calls]
     torch.cuda.synchronize()
 
@@ -130,7 +83,7 @@ def test_two_python_threads_on_two_streams():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @all_shapes
 def test_tensors_on_another_gpu_than_the_current_one(shape):
-    arguments = arguments_of(shape)
+    arguments = random_args(CUDA, (F32, F32), *shape)
     expected = run_kernels(*arguments)
     actual = run_kernels(*(t.to("cuda:1") for t in arguments))
     assert torch.cuda.current_device() == 0 and {t.device for t in actual} == {torch.device("cuda:1")}
@@ -153,16 +106,13 @@ def test_compiled_module():
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(5, 64, device="cuda")
     assert torch.equal(compiled(x), module(x))
-    gradients = []
-    for function in (module, compiled):
-        leaf = x.clone().requires_grad_()
-        function(leaf).sin().sum().backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    tensors = [x.requires_grad_(), *module.parameters()]
+    results = [with_gradients(lambda x, *_, f=f: [f(x)], tensors) for f in (compiled, module)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_no_memory_is_kept():
-    arguments = arguments_of((300, 4096))
+    arguments = random_args(CUDA, (F32, F32), 300, 4096)
     run_kernels(*arguments)
     before = torch.cuda.memory_allocated()
     for _ in range(3):

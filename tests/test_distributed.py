@@ -61,6 +61,7 @@ def run_checks(rank, folder):
 def test_four_processes_give_the_results_of_one(tmp_path):
     checkpoint.save(make_model().state_dict(), checkpoint_id=tmp_path / "of one process", no_dist=True)
     context = multiprocessing.get_context("forkserver")
+    # The processes import DTensor before layernorm_ext; the last test of this file has the other order.
     context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", DTENSOR])
     with ProcessPoolExecutor(PROCESSES, context) as pool:
         failures = list(filter(None, pool.map(run_checks, range(PROCESSES), [tmp_path] * PROCESSES)))

@@ -9,6 +9,7 @@ import torch
 from reference import BF16, F16, F32, F64
 from shapes import ALL
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import layernorm_ext
 from layernorm_ext import (
@@ -39,11 +40,9 @@ def raises(message, error=RuntimeError):
     return pytest.raises(error, match=f"^{re.escape(message)}")
 
 
-def to_device(value, device):
-    """Move a tensor, which keeps its strides; return anything else as it is."""
-    if not torch.is_tensor(value):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)
+def to_device(values, device):
+    """Return a collection of values with the tensors among them moved to a device."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(device), values)
 
 
 def outcome(function, *args):
@@ -72,20 +71,12 @@ SAME_ERROR_AS_TORCH = {  # (input, normalized_shape, weight, bias)
 )
 def test_errors_of_forward_are_those_of_torch(backend, context, arguments, expected):
     with raises(expected[1], expected[0]):
-        backend.forward(*(to_device(argument, backend.device) for argument in arguments), 1e-5)
+        backend.forward(*to_device(arguments, backend.device), 1e-5)
 
 
-UNSUPPORTED = {
-    "Long": torch.int64,
-    "Bool": torch.bool,
-    "Byte": torch.uint8,
-    "ComplexFloat": torch.complex64,
-    "ComplexHalf": torch.complex32,
-    "Float8_e4m3fn": torch.float8_e4m3fn,
-}
+UNSUPPORTED = {"Long": torch.int64, "ComplexFloat": torch.complex64, "Float8_e4m3fn": torch.float8_e4m3fn}
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", UNSUPPORTED)
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 def test_unsupported_dtype(backend, context, name, dtype):
@@ -126,14 +117,14 @@ BACKWARD = {  # what differs from a right call, and the message
 
 def call_backward(backend, changes):
     arguments = {"grad_output": X, "input": X, "mean": STATISTICS, "rstd": STATISTICS, "weight": None, "bias": None}
-    arguments = {name: to_device(value, backend.device) for name, value in arguments.items()}
-    backend.backward(**{"normalized_shape": [3], "output_mask": ALL, **arguments, **changes})
+    arguments = {"normalized_shape": [3], "output_mask": ALL} | to_device(arguments, backend.device) | changes
+    backend.backward(**arguments)
 
 
 @pytest.mark.parametrize(("message", "changes"), BACKWARD.items())
 def test_errors_of_backward(backend, context, message, changes):
     with raises(message):
-        call_backward(backend, {name: to_device(value, backend.device) for name, value in changes.items()})
+        call_backward(backend, to_device(changes, backend.device))
 
 
 def test_errors_of_residuals(backend, context):
@@ -281,11 +272,6 @@ FUNCTION_ERRORS = {
 def test_errors_of_functions_and_modules(context, message, call):
     with raises(message):
         call()
-
-
-def test_shift_on_another_device():
-    with raises("Expected shift to be on the device of input"):
-        ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
 
 
 # Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.

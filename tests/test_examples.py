@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import import_torchvision
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 # Example -> a pattern of its output: the loss falls, and differences from the original are at most 9e-6.
@@ -27,9 +26,9 @@ PROMISES = {
         for path in sorted(EXAMPLES.glob("*.py"))
     ],
 )
-def test_example_keeps_its_promise(name, one_thread, capsys):
+def test_example_keeps_its_promise(name, one_thread, capsys, request):
     if "transformers" in name:
-        import_torchvision()
+        request.getfixturevalue("torchvision")
         pytest.importorskip("transformers")
     script = EXAMPLES / f"{name}.py"
     if name == "fsdp2":  # its processes import the main module

@@ -1,13 +1,11 @@
 """torch.fx with this package's modules; feature extraction from torchvision's and timm's models."""
 
 import copy
-import importlib
 import inspect
 import re
 
 import pytest
 import torch
-from conftest import import_torchvision
 from test_script import cases, module_and_inputs
 
 import layernorm_ext
@@ -43,12 +41,6 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
 # Other packages
 
 
-@pytest.fixture
-def torchvision(one_thread):
-    import_torchvision()
-    return pytest.importorskip("torchvision")
-
-
 def convnext(models):
     blocks = models.convnext.CNBlockConfig
     return models.ConvNeXt([blocks(8, 16, 1), blocks(16, None, 1)], num_classes=5)
@@ -64,9 +56,9 @@ ARCHITECTURES = {
 @pytest.mark.integration
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("way", ["convert the extractor", "leaf modules"])
-def test_torchvision_extracts_all_features_of_a_converted_model(torchvision, architecture, way):
+def test_torchvision_extracts_all_features_of_a_converted_model(one_thread, torchvision, architecture, way):
     """docs/convert.md describes both ways. The features keep the names that they have before the conversion."""
-    features = importlib.import_module("torchvision.models.feature_extraction")
+    features = pytest.importorskip("torchvision.models.feature_extraction")
     model, x = ARCHITECTURES[architecture](torchvision.models).eval(), torch.randn(1, 3, 16, 16)
     nodes = features.get_graph_node_names(model)[1]
     names = [name for name, _ in model.named_modules() if any(f"{node}.".startswith(f"{name}.") for node in nodes)]
@@ -85,7 +77,7 @@ def test_torchvision_extracts_all_features_of_a_converted_model(torchvision, arc
 @pytest.mark.integration
 @pytest.mark.parametrize("feature_cls", [None, "fx"], ids=["hooks", "fx"])
 @pytest.mark.parametrize("architecture", ["convnext_tiny", "swin_tiny_patch4_window7_224"])
-def test_timm_extracts_features_of_a_converted_model(torchvision, architecture, feature_cls):
+def test_timm_extracts_features_of_a_converted_model(one_thread, torchvision, architecture, feature_cls):
     timm = pytest.importorskip("timm")
     sizes = {"dims": (8, 8, 16, 16)}
     if "swin" in architecture:
