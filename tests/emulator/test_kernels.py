@@ -19,6 +19,7 @@ from shapes import (
     assert_same_bits,
     check,
     check_images,
+    hard_rows,
     randn,
     random_args,
     random_images,
@@ -167,7 +168,7 @@ def in_fused_projection(tensor):
 @rows_and_pixels
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
 def test_options_match_float64(library, dtypes, run, path):
-    """Each test draws 40 combinations of sizes, options and layouts, always the same ones.
+    """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
 
     Groups have few or many rows, so that they have one segment or several, and a block's rows share a group or not.
     130 vectors take a block, or several chunks of 32. Images of 24 pixels are copied by 16 bytes. One row of the sum
@@ -176,8 +177,8 @@ def test_options_match_float64(library, dtypes, run, path):
     The layout of a tensor changes no bit of a row's results, nor does an addition in place.
     """
     draw = random.Random(f"{dtypes} {path}").choice
-    for case in range(40):
-        groups, rows = draw([(1, 33), (2, 24), (3, 5), (9, 1)])
+    for case in range(30):
+        groups, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
         cols = draw([1, 5, 9, 130]) * 16 // dtypes[0].itemsize + draw([0, 0, 3])
         adds, has_grad_sum, efficient = (draw([False, True]) for _ in range(3))
         sum_dtype = dtypes[2] if adds else dtypes[0]
@@ -230,30 +231,6 @@ def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
 
 
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
-
-
-def hard_rows(dtype, cols):
-    """Return rows of large means, of outliers, and of numbers whose sums, squares or differences overflow."""
-    huge, half = torch.finfo(dtype).max, cols // 2
-    x = torch.randn(17, cols, dtype=F64)
-    x[:3] += torch.tensor([1e2, 1e4, 1e6])[:, None]
-    x[3:7] = 1
-    x[3, 0] = x[4, -2:] = 1000
-    x[5] *= 0.1
-    x[6, ::2] = 0.7
-    x[7] = huge * x[7].sign()
-    x[8] = huge * x[8].abs().clamp(0.5, 1)
-    x[9] = huge * x[9].clamp(-1e-10, 1e-10)
-    x[10, :half] *= huge / 16  # only some chunks overflow
-    x[11, half:] *= huge / 16
-    x[12, :half] += huge / 4  # no chunk overflows, but the differences of their means do
-    x[12, half:] -= huge / 4
-    x[13, -1] = huge / 2
-    x[14] = x[14].sign() * huge / 1e4  # only the sum of squares overflows
-    chunk = 32 * 16 // dtype.itemsize
-    x[15] += huge / 1e4 * (1 - torch.arange(cols).double() // chunk % 2 * 2)
-    x[16] *= (huge / 256) ** 0.5
-    return x.to(dtype)
 
 
 @rows_and_pixels
