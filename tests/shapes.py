@@ -149,16 +149,34 @@ def amid_nans(tensor, gap=3, offset=1):
     return buffer.as_strided((rows, cols), (cols + gap, 1), margin).view(tensor.shape).copy_(tensor)
 
 
-def huge_rows(dtype, magnitude, cols, device):
-    """Return 9 rows of values up to `magnitude`. Row 3 holds ordinary values."""
-    x = torch.rand(9, cols, dtype=F64) * 2 - 1
-    x[0] = x[0].sign()
-    x[1] = 0.5 + 0.5 * x[1].abs()  # its sum overflows
-    x[2, 1:] = 0
-    x[4, ::2] = x[4, ::2].sign()
-    x *= torch.finfo(dtype).max if magnitude == "max" else magnitude
-    x[3] = torch.randn(cols, dtype=F64)
-    return x.to(dtype).to(device)
+def hard_rows(dtype, cols):
+    """Return rows of large means, of outliers, and of numbers whose sums, squares or differences overflow.
+
+    In emulated clusters of short rows, a chunk has 32 vectors.
+    """
+    huge, half = torch.finfo(dtype).max, cols // 2
+    x = torch.randn(19, cols, dtype=F64)
+    x[:3] += torch.tensor([1e2, 1e4, 1e6])[:, None]
+    x[3:7] = 1
+    x[3, 0] = x[4, -2:] = 1000
+    x[5] *= 0.1
+    x[6, ::2] = 0.7
+    x[7] = huge * x[7].sign()
+    x[8] = huge * x[8].abs().clamp(0.5, 1)
+    x[9] = huge * x[9].clamp(-1e-10, 1e-10)
+    x[10, :half] *= huge / 16  # only some chunks overflow
+    x[11, half:] *= huge / 16
+    x[12, :half] += huge / 4  # no chunk overflows, but the differences of their means do
+    x[12, half:] -= huge / 4
+    x[13, -1] = huge / 2
+    x[14] = x[14].sign() * huge / 1e4  # only the sum of squares overflows
+    chunk = 32 * 16 // dtype.itemsize
+    x[15] += huge / 1e4 * (1 - torch.arange(cols).double() // chunk % 2 * 2)
+    x[16] *= (huge / 256) ** 0.5
+    x[17, 1:] = 0
+    x[17, 0] = huge
+    x[18, ::2] = huge * x[18, ::2].sign()
+    return x.clamp(-huge, huge).to(dtype)  # float16 has no mean of 1e6
 
 
 def lazy_zeros(shape, device):

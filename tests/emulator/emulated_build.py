@@ -184,6 +184,8 @@ def operators(mode):
 class Library:
     """The operators of a mode (`ops`), and the schedule of their threads."""
 
+    device = "cpu"  # of the tensors
+
     def __init__(self, mode):
         path = operators(mode)
         torch.ops.load_library(path)

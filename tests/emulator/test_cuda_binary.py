@@ -6,9 +6,8 @@ import re
 import cuda_binary
 import emulated_build
 import pytest
-from reference import DTYPES, DTYPES_16_BIT
-from shapes import randn, run, run_images
-from test_kernels import arguments, images, run_pixels
+from shapes import random_args, run, run_pixels
+from test_kernels import RESIDUALS
 
 from layernorm_ext import _build_info
 
@@ -48,19 +47,10 @@ def test_emulated_calls_reach_every_kernel(kernels):
     """The compiled package has no other kernels than those that run in the emulator, and at most 120."""
     library = emulated_build.library(emulated_build.PLAIN)
     library.launched()
-    architecture = kernels[0].architecture
-    for dtypes, limit in itertools.product(DTYPES, (128, 129)):
-        x, dy, w, b = arguments(1, limit * 16 // dtypes[0].itemsize, dtypes)
-        with library.schedule(architecture=architecture):
-            run(library, x, dy, w, b)
-            run(library, x, dy, None, None)  # parameters of the input's dtype
-            run_images(library, *images((1, 2, 3), dtypes))
-    for dtypes, vectors in itertools.product(DTYPES_16_BIT, (128, 129)):
-        cols = vectors * 4
-        x, dy = (randn((1, 2, cols), dtypes[0]) for _ in range(2))  # images of one pixel are rows
-        w, b = (randn(cols, dtypes[1]) for _ in range(2))
-        with library.schedule(architecture=architecture):
-            for run_layout in (run, run_pixels):
-                run_layout(library, x, dy, w, b, residual=x.float())
+    for dtypes, vectors in itertools.product(RESIDUALS, (128, 129)):
+        x, dy, w, b = random_args(library, dtypes[:2], 2, vectors * 16 // dtypes[2].itemsize)
+        with library.schedule(architecture=kernels[0].architecture):
+            for run_layout, parameters in itertools.product((run, run_pixels), ((w, b), (None, None))):
+                run_layout(library, x, dy, *parameters, residual=x.to(dtypes[2]))
     assert {name for name, _ in library.launched()} == {kernel.name for kernel in kernels}
     assert len(kernels) <= 120

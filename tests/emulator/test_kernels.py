@@ -4,8 +4,8 @@ Sizes are few, and at the limits where one kernel takes over from another. The o
 many more inputs with float64, in a faster mode of the emulator: `--backends emulated`.
 """
 
-import itertools
 import math
+import random
 
 import emulated_build
 import pytest
@@ -19,7 +19,10 @@ from shapes import (
     assert_same_bits,
     check,
     check_images,
+    hard_rows,
     randn,
+    random_args,
+    random_images,
     run,
     run_images,
     run_pixels,
@@ -42,8 +45,7 @@ PATHS = {
     "read twice": {"path_limit": 0, "architecture": 80},
     "in registers": {},
 }
-paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-# path_limit for images: with 0, nothing fits into shared memory. Else images of 8 pixels are copied by 16 bytes.
+# path_limit for images: with 0, nothing fits into shared memory. Else images of 24 pixels are copied by 16 bytes.
 STAGED = [emulated_build.UNLIMITED, 0]
 staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
 rows_and_pixels = pytest.mark.parametrize(
@@ -51,17 +53,6 @@ rows_and_pixels = pytest.mark.parametrize(
     [*((run, path) for path in PATHS.values()), *((run_pixels, {"path_limit": limit}) for limit in STAGED)],
     ids=[*PATHS, "staged pixels", "pixels"],
 )
-
-
-def images(shape, dtypes):
-    """Return input, grad_output, weight and bias of images [N, C, P]."""
-    x, dy = (randn(shape, dtypes[0]) for _ in range(2))
-    return x, dy, randn(shape[1], dtypes[1]), randn(shape[1], dtypes[1])
-
-
-def arguments(rows, cols, dtypes):
-    """Return input, grad_output, weight and bias of rows."""
-    return images((rows, cols), dtypes)
 
 
 def block_columns(dtype, vectors=130):
@@ -79,7 +70,7 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     vector = 16 // dtypes[0].itemsize
     seeds = range(4) if limit <= 128 else [2]
     for cols in {limit * vector - 1, limit * vector, limit * vector + 1} - {0}:
-        x, dy, w, b = arguments(max(2, 150 // limit), cols, dtypes)  # blocks take up to 64 short rows
+        x, dy, w, b = random_args(library, dtypes, max(2, 150 // limit), cols)  # blocks take up to 64 short rows
         expected = None
         for seed in seeds:
             with library.schedule(seed):
@@ -99,7 +90,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
     """
     places = [(0, 0), (0, 1), (3, 0), (2, 5)]  # gap and offset
     for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (3, 130, 13), (1, 150, 40), (2, 5, 49)]:
-        x, dy, w, b = images(shape, dtypes)
+        x, dy, w, b = random_images(library, dtypes, shape)
         expected = None
         for seed, place in enumerate(places):
             with library.schedule(seed, path_limit=path_limit):
@@ -130,7 +121,7 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
     cases = [(32, 32 * chunks, missing) for chunks, missing in chunks_and_missing_elements]
     for limit, vectors, missing_elements in [*cases, (256, 7 * 256 + 1, 0), (256, 7 * 256 + 1, 1)]:
         chunks = math.ceil(vectors / limit)
-        x, dy, w, b = arguments(2 if chunks < 80 else 1, vectors * vector - missing_elements, dtypes)
+        x, dy, w, b = random_args(library, dtypes, 2 if chunks < 80 else 1, vectors * vector - missing_elements)
         x += 3  # a warp without columns must not count as zeros
         bits_of = {}
         for architecture in (89, 90):
@@ -157,7 +148,7 @@ def test_long_rows_have_the_same_bits_in_clusters_and_read_twice(library, dtypes
 @pytest.mark.parametrize("vectors", [1024, 1025, 2048])
 def test_backward_fits_into_shared_memory(library, architecture, vectors):
     """With 99 KiB, a block takes 1024 unaligned vectors and those of a residual."""
-    x, dy, w, b = arguments(1, vectors * 8 - 1, (BF16, BF16))
+    x, dy, w, b = random_args(library, (BF16, BF16), 1, vectors * 8 - 1)
     for grad_sum in (randn(x.shape, BF16), None):
         with library.schedule(1, architecture=architecture):
             check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
@@ -165,106 +156,68 @@ def test_backward_fits_into_shared_memory(library, architecture, vectors):
 
 # Options and layouts on every path
 
-
-@rows_and_pixels
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
-def test_absent_parameters_and_masks(library, dtypes, run, path):
-    """The memory of a gradient that is not requested does not exist, so that writing it fails."""
-    for (rows, cols), mask in itertools.product(((8, 40), (7, block_columns(dtypes[0]))), MASKS):
-        x, dy, w, b = arguments(rows, cols, dtypes)
-        for weight, bias in ((w, b), (w, None), (None, b), (None, None)):
-            with library.schedule(1, **path):
-                results = run(library, x, dy, weight, bias, mask=mask)
-            assert [gradient is not None for gradient in results[3:]] == mask
-            check(results, x, dy, weight, bias)
-
-
 # Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
 RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
 
 
+def in_fused_projection(tensor):
+    """Return a tensor with gaps between groups, like the queries of a fused projection, which are read in place."""
+    return torch.stack([tensor, tensor], 1)[:, 1]
+
+
 @rows_and_pixels
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
-def test_residuals_match_float64(library, dtypes, run, path):
-    """One row of the sum overflows. An addition in place has the same bits."""
-    for batch, cols in (((1, 7), 5), ((3, 8), 40), ((2, 3), block_columns(dtypes[0]))):
-        x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
-        residual, grad_sum = (randn(x.shape, dtypes[2]) for _ in range(2))
-        residual[0, 0] *= torch.finfo(dtypes[2]).max / 16
-        w, b = (randn((batch[0], 1, cols), dtypes[1]) for _ in range(2))
-        every_case = itertools.product((False, True), ((w, b), (None, None), (w[0, 0], b[0, 0])), (grad_sum, None))
-        for rms, (weight, bias), of_sum in every_case:
-            options = {"rms": rms, "zero_centered_weight": weight is w}
-            with library.schedule(cols, **path):
-                output, total, *others = run(
-                    library, x, dy, weight, bias, residual=residual, grad_sum=of_sum, **options
-                )
-                if run is not run_pixels:
-                    in_place = residual.clone()
-                    results = library.ops.forward_.residual(x, in_place, (cols,), weight, bias, **options)
-                    assert_same_bits((in_place, *results), (total, output, *others[:2]))
-            assert_same_bits([total], [x.to(dtypes[2]) + residual])
-            options |= {"grad_sum": of_sum, "dtype": dtypes[0], "context": (batch, cols)}
-            check((output, *others), total, dy, weight, bias, **options)
+def test_options_match_float64(library, dtypes, run, path):
+    """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
 
+    Groups have few or many rows, so that they have one segment or several, and a block's rows share a group or not.
+    130 vectors take a block, or several chunks of 32. Images of 24 pixels are copied by 16 bytes. One row of the sum
+    overflows. The memory of a gradient that is not requested does not exist, so that writing it fails.
 
-@rows_and_pixels
-@all_dtypes
-def test_gradients_from_the_output_match_float64(library, dtypes, run, path):
-    sizes = ((8, 5), (7, block_columns(dtypes[0])))
-    for (rows, cols), rms, centre in itertools.product(sizes, (False, True), (0, 1)):
-        options = {"rms": rms, "zero_centered_weight": bool(centre)}
-        x, dy = (randn((3, rows, cols), dtypes[0]) for _ in range(2))
-        w, b = (randn((3, 1, cols), dtypes[1]) for _ in range(2))
-        w = torch.where(w.abs() < 0.1, 0.5, w) - centre
-        parameters = ((w, b), (w[0, 0], b[0, 0]), (w[0, 0], None), (None, b[0, 0]))
-        for (weight, bias), mask in zip(parameters, (ALL, WEIGHT_ONLY, ALL, ALL), strict=True):
-            with library.schedule(cols, **path):
-                results = run(library, x, dy, weight, bias, mask=mask, memory_efficient=True, **options)
-            error = xhat_error_from_output(*(broadcast_rows(t, x.shape[:-1]) for t in (x, weight, bias)), **options)
-            check(results, x, dy, weight, bias, context=(cols, mask), xhat_error=error, **options)
-
-
-@paths
-@all_dtypes
-def test_alignment_of_each_tensor_changes_no_bits(library, dtypes, path):
-    sizes = (8 * 16 // dtypes[0].itemsize, block_columns(dtypes[0]))
-    for cols, adds, efficient in itertools.product(sizes, (False, True), (False, True)):
-        tensors = {
-            name: randn((2, cols), dtypes[0]) for name in ("x", "dy", *(["residual", "grad_sum"] if adds else []))
-        }
-        tensors |= {name: randn(cols, dtypes[1]) for name in ("weight", "bias")}
-        with library.schedule(**path):
-            expected = run(library, **tensors, memory_efficient=efficient)
-            for name, gap, offset in [*((name, 0, 1) for name in tensors), ("x", 3, 0), ("dy", 3, 0)]:
-                moved = tensors | {name: amid_nans(tensors[name], gap, offset)}
-                results = run(library, **moved, memory_efficient=efficient)
-                assert_same_bits(results, expected, cols, name, gap, offset)
-
-
-# Groups with parameters or strides of their own. Tensors are [groups, rows, cols].
-
-
-@rows_and_pixels
-@all_dtypes
-def test_groups_match_float64(library, dtypes, run, path):
-    """Few and many rows of a group, so that it has one segment or several, and a block's rows share it or not.
-
-    There are gaps between groups, as between the queries of a fused projection, which are read in place.
+    The layout of a tensor changes no bit of a row's results, nor does an addition in place.
     """
-    for (groups, rows), vectors in itertools.product([(3, 5), (70, 1), (2, 40), (1, 33)], (1, 9, 130)):
-        cols = vectors * 16 // dtypes[0].itemsize - (3 if vectors == 9 else 0)
-        if vectors == 130 and groups > 3:
-            groups = 9
-        w, b = (randn((groups, 1, cols), dtypes[1]) for _ in range(2))
-        shared = (w[0, 0], b[0, 0])
-        for (weight, bias), gap in (((w, b), 0), ((w, shared[1]), 1), ((shared[0], b), 0), (shared, vectors % 2)):
-            fused = [randn((groups, (rows + 1) * cols + gap), dtypes[0], offset=0.5) for _ in range(2)]
-            x, dy = (t[:, cols : (rows + 1) * cols].unflatten(1, (rows, cols)) for t in fused)
-            options = {"rms": bias is not b, "zero_centered_weight": weight is w}
-            with library.schedule(cols, **path):
-                results = run(library, x, dy, weight, bias, **options)
-            check(results, x, dy, weight, bias, context=(groups, rows, cols), **options)
+    draw = random.Random(f"{dtypes} {path}").choice
+    for case in range(30):
+        groups, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
+        cols = draw([1, 5, 9, 130]) * 16 // dtypes[0].itemsize + draw([0, 0, 3])
+        adds, has_grad_sum, efficient = (draw([False, True]) for _ in range(3))
+        sum_dtype = dtypes[2] if adds else dtypes[0]
+        variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}
+        # Backward from the output reads the output, which has the dtype of the input, in place of the sum.
+        options = {"mask": draw(MASKS), "memory_efficient": efficient and sum_dtype == dtypes[0], **variant}
+
+        tensors = {name: randn((groups, rows, cols), dtypes[0]) for name in ("x", "dy")}
+        if adds:
+            tensors["residual"] = randn((groups, rows, cols), sum_dtype)
+            tensors["residual"][0, 0] *= torch.finfo(sum_dtype).max / 16
+        if has_grad_sum:
+            tensors["grad_sum"] = randn((groups, rows, cols), sum_dtype)
+        for name in ("weight", "bias"):
+            if shape := draw([None, (cols,), (groups, 1, cols)]):
+                tensors[name] = randn(shape, dtypes[1])
+        if (w := tensors.get("weight")) is not None:
+            tensors["weight"] = torch.where(w.abs() < 0.1, 0.5, w) - int(variant["zero_centered_weight"])
+
+        with library.schedule(case, **path):
+            aligned = run(library, **tensors, **options)
+            tensors = {name: draw([in_fused_projection, amid_nans, torch.clone])(t) for name, t in tensors.items()}
+            results = run(library, **tensors, **options)
+            x, dy, w, b, residual = map(tensors.get, ("x", "dy", "weight", "bias", "residual"))
+            total = results[1] if adds else x
+            if adds and run is not run_pixels:
+                in_place = residual.clone()
+                others = library.ops.forward_.residual(x, in_place, (cols,), w, b, **variant)
+                assert_same_bits((others[0], in_place, *others[1:]), results[:4], case)
+        assert_same_bits(results[:-2], aligned[:-2], case)
+        if adds:
+            assert_same_bits([total], [x.to(sum_dtype) + residual], case)
+        more = {"grad_sum": tensors.get("grad_sum"), "dtype": dtypes[0], "context": (case,), **variant}
+        if options["memory_efficient"]:
+            rows_of = [broadcast_rows(t, x.shape[:-1]) for t in (total, w, b)]
+            more["xhat_error"] = xhat_error_from_output(*rows_of, **variant)
+        for output, *others in (aligned, results):
+            assert [gradient is not None for gradient in others[-3:]] == options["mask"], case
+            check((output, *others[-5:]), total, dy, w, b, **more)
 
 
 @pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "pixels"])
@@ -281,30 +234,6 @@ def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
 # Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
 
 
-def hard_rows(dtype, cols):
-    """Return rows of large means, of outliers, and of numbers whose sums, squares or differences overflow."""
-    huge, half = torch.finfo(dtype).max, cols // 2
-    x = torch.randn(17, cols, dtype=F64)
-    x[:3] += torch.tensor([1e2, 1e4, 1e6])[:, None]
-    x[3:7] = 1
-    x[3, 0] = x[4, -2:] = 1000
-    x[5] *= 0.1
-    x[6, ::2] = 0.7
-    x[7] = huge * x[7].sign()
-    x[8] = huge * x[8].abs().clamp(0.5, 1)
-    x[9] = huge * x[9].clamp(-1e-10, 1e-10)
-    x[10, :half] *= huge / 16  # only some chunks overflow
-    x[11, half:] *= huge / 16
-    x[12, :half] += huge / 4  # no chunk overflows, but the differences of their means do
-    x[12, half:] -= huge / 4
-    x[13, -1] = huge / 2
-    x[14] = x[14].sign() * huge / 1e4  # only the sum of squares overflows
-    chunk = 32 * 16 // dtype.itemsize
-    x[15] += huge / 1e4 * (1 - torch.arange(cols).double() // chunk % 2 * 2)
-    x[16] *= (huge / 256) ** 0.5
-    return x.to(dtype)
-
-
 @rows_and_pixels
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F64, F64)], ids=dtypes_id)
 def test_hard_values_match_float64(library, dtypes, run, path):
@@ -319,7 +248,7 @@ def test_hard_values_match_float64(library, dtypes, run, path):
 @rows_and_pixels
 def test_nan_and_inf_stay_in_their_row(library, run, path):
     for cols in (5, 40, block_columns(F32)):
-        x, dy, w, b = arguments(9, cols, (F32, F32))
+        x, dy, w, b = random_args(library, (F32, F32), 9, cols)
         x[1::2] *= 1e37  # read again after the sums have overflowed
         x[2, 3], x[4, 0] = torch.inf, torch.nan
         with library.schedule(cols, **path):
