@@ -1,16 +1,14 @@
 """Promises that need a GPU: every kernel, streams, CUDA graphs, threads, several GPUs, autocast and torch.compile."""
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import installed
-from family import with_gradients
 from reference import F32
 from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
 
-from layernorm_ext import LayerNorm, LayerNorm2d, _build_info
+from layernorm_ext import LayerNorm, _build_info
 
 pytestmark = pytest.mark.skipif(
     not (_build_info.with_cuda and torch.cuda.is_available()), reason="needs a GPU, and the package built with CUDA"
@@ -47,21 +45,65 @@ def test_every_path(dtypes):
         checked(run_kernels(x, dy, w, b), x, dy, w, b, context=shape)
 
 
-@all_shapes
-def test_cuda_graphs(shape):
-    """Replays of forward and backward with other numbers give the bits of eager calls.
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_current_stream_is_used(shape):
+    """The arguments are written late on a stream. Kernels on another stream would read zeros."""
+    arguments = random_args(CUDA, (F32, F32), *shape)
+    expected = run_kernels(*arguments)
+    late = [torch.zeros_like(t) for t in arguments]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms
+        for to, source in zip(late, arguments, strict=True):
+            to.copy_(source)
+        actual = run_kernels(*late)
+    torch.cuda.synchronize()
+    assert_same_bits(actual, expected)
 
-    A capture records its own stream alone, so that all kernels must run on the current stream.
-    """
-    x, dy, w, b = random_args(CUDA, (F32, F32), *shape)
-    module = (LayerNorm if x.dim() == 2 else LayerNorm2d)(shape[1], device="cuda")
-    module.load_state_dict({"weight": w, "bias": b})
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x.requires_grad_(),))
+
+def capture(function, *args):
+    """Return a CUDA graph of a call, and the results that replays write."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        function(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, function(*args)
+
+
+@all_shapes
+def test_cuda_graph(shape):
+    """A replay with other numbers gives the bits of eager calls."""
+    arguments = random_args(CUDA, (F32, F32), *shape)
+    graph, captured = capture(run_kernels, *arguments)
     for _ in range(2):
-        x, dy = torch.randn_like(x).requires_grad_(), torch.randn_like(dy)
-        results = [with_gradients(lambda x, *_, f=f: [f(x)], [x, *f.parameters()], [dy]) for f in (graphed, module)]
-        for actual, expected in zip(*results, strict=True):
-            assert_same_bits(actual, expected)
+        for tensor in arguments:
+            tensor.normal_()
+        for result in captured:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(captured, run_kernels(*arguments))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cuda_graph_of_a_training_step(shape):
+    """Forward, backward and the optimizer's step in one graph give the parameters of eager steps."""
+    x, dy, *_ = random_args(CUDA, (F32, F32), *shape)
+    modules = [LayerNorm(shape[1], device="cuda") for _ in range(2)]
+    optimizers = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in modules]
+
+    def step(module, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        module(x).backward(dy)
+        optimizer.step()
+
+    graph, _ = capture(step, modules[0], optimizers[0])
+    step(modules[1], optimizers[1])  # like the step before the capture, which records but does not run the kernels
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        step(modules[1], optimizers[1])
+        assert_same_bits(modules[0].parameters(), modules[1].parameters())
 
 
 def test_two_python_threads_on_two_streams():
@@ -106,9 +148,12 @@ def test_compiled_module():
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(5, 64, device="cuda")
     assert torch.equal(compiled(x), module(x))
-    tensors = [x.requires_grad_(), *module.parameters()]
-    results = [with_gradients(lambda x, *_, f=f: [f(x)], tensors) for f in (compiled, module)]
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    gradients = []
+    for function in (module, compiled):
+        leaf = x.clone().requires_grad_()
+        function(leaf).sin().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_no_memory_is_kept():

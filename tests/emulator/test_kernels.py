@@ -22,7 +22,6 @@ from shapes import (
     hard_rows,
     randn,
     random_args,
-    random_images,
     run,
     run_images,
     run_pixels,
@@ -90,7 +89,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
     """
     places = [(0, 0), (0, 1), (3, 0), (2, 5)]  # gap and offset
     for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (3, 130, 13), (1, 150, 40), (2, 5, 49)]:
-        x, dy, w, b = random_images(library, dtypes, shape)
+        x, dy, w, b = random_args(library, dtypes, *shape)
         expected = None
         for seed, place in enumerate(places):
             with library.schedule(seed, path_limit=path_limit):
