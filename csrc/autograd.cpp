@@ -357,17 +357,12 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     const bool wants_x = wanted[0] || wanted[3];
     if (grads[0].defined()) {
       const Tensor w = weight.unpack(*this), b = bias.unpack(*this);
-      const auto rows = [&](Tensor t) { return images ? channels_last(std::move(t), grads[0].dim()) : t; };
-      auto [grad_input, grad_weight, grad_bias] = call_backward({rows(grads[0]),
-                                                                 rows(input.unpack(*this)),
-                                                                 normalized_shape,
-                                                                 as_optional(mean.unpack(*this)),
-                                                                 rstd.unpack(*this),
-                                                                 as_optional(rows(w)),
-                                                                 as_optional(rows(b)),
-                                                                 {wants_x, wanted[1], wanted[2]},
-                                                                 as_optional(rows(grad_sum)),
-                                                                 options});
+      const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, grads[0].dim()) : t); };
+      const auto dy = rows(grads[0]), x = rows(input.unpack(*this)), dsum = rows(grad_sum);
+      const std::array<bool, 3> mask = {wants_x, wanted[1], wanted[2]};
+      auto [grad_input, grad_weight, grad_bias] =
+          call_backward({*dy, *x, normalized_shape, as_optional(mean.unpack(*this)), rstd.unpack(*this), rows(w),
+                         rows(b), mask, dsum, options});
       result = {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor()};
       if (images) {
         if (wants_x) result[0] = result[0].movedim(-1, 1);

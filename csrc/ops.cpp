@@ -34,16 +34,16 @@ bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
   return true;
 }
 
-// Whether a parameter has batch dimensions of its own, beside those of normalized_shape.
-bool has_batch_dims(const Tensor& parameter, const Tensor& input, SymIntArrayRef normalized_shape) {
-  return parameter.dim() == input.dim() && parameter.dim() > static_cast<int64_t>(normalized_shape.size());
+// Whether a parameter has the dimensions of the input, so that it may differ between rows.
+bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
+  return present(parameter) && parameter->dim() == input.dim();
 }
 
 void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
                            const optional<Tensor>& parameter) {
   if (!present(parameter) || are_equal(parameter->sym_sizes(), normalized_shape)) return;
   const bool may_have_batch_dims = parameter->dim() > static_cast<int64_t>(normalized_shape.size());
-  TORCH_CHECK(has_batch_dims(*parameter, input, normalized_shape), "Expected ", name,
+  TORCH_CHECK(may_have_batch_dims && has_all_dims(parameter, input), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
               " and normalized_shape = ", normalized_shape,
               may_have_batch_dims ? c10::str("; or to have the dimensions of input of shape ", input.sym_sizes()) : "");
@@ -162,8 +162,7 @@ void check_forward(const Tensor& input, const optional<Tensor>& residual, SymInt
   TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
               "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ",
               c10::Join(", ", normalized_shape), "], but got input of size", sizes);
-  const bool own_weight = present(weight) && has_batch_dims(*weight, input, normalized_shape);
-  const bool own_bias = present(bias) && has_batch_dims(*bias, input, normalized_shape);
+  const bool own_weight = has_all_dims(weight, input), own_bias = has_all_dims(bias, input);
   if (own_weight) check_batch_sizes("weight", input, normalized_shape, *weight);
   if (own_bias) check_batch_sizes("bias", input, normalized_shape, *bias);
   if (own_weight && own_bias) {
@@ -287,10 +286,6 @@ optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int6
   return stride;
 }
 
-bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
-  return present(parameter) && parameter->dim() == input.dim();
-}
-
 // A tensor of the caller or a copy. Borrowing takes a small call less time than counting a reference.
 using MaybeOwned = c10::MaybeOwned<Tensor>;
 
@@ -316,7 +311,7 @@ class Geometry {
       if (!has_all_dims(*parameter, input)) continue;
       for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] = is_group_[d] || (*parameter)->size(d) != 1;
     }
-    grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
+    const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
     channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
     if (!grouped && !divide([&] { return fits(output) && fits(input); })) divide([&] { return fits(output); });
     for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= sizes[d];
@@ -372,7 +367,6 @@ class Geometry {
   }
 
   int64_t groups = 1, rows = 1, cols = 1;
-  bool grouped = false;  // whether groups have parameters of their own
   bool channels_first = false;
 
  private:
@@ -482,7 +476,6 @@ MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, cons
   return MaybeOwned::owned(t->to(type).contiguous());
 }
 
-template <class Params>
 void set_common(Params& params, const Geometry& geometry, const Options& options, const Tensor& weight,
                 const Tensor& bias, const LaunchScope& on, Allocator& allocator) {
   params.groups = geometry.groups;
@@ -581,13 +574,11 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (wants_bias) grad_bias = parameter_gradient(types.bias);
   if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
 
-  const auto fit = [&](const optional<Tensor>& t, bool wanted) {
-    return wanted && present(t) ? geometry.fit(*t) : MaybeOwned();
-  };
   const auto statistic = [&](const Tensor& t) {
     return geometry.fits(t) ? MaybeOwned::borrowed(t) : MaybeOwned::owned(t.contiguous());
   };
-  const auto dy = geometry.fit(args.grad_output), x = geometry.fit(input), dsum = fit(args.grad_sum, wants_input);
+  const auto dy = geometry.fit(args.grad_output), x = geometry.fit(input);
+  const auto dsum = wants_input && present(args.grad_sum) ? geometry.fit(*args.grad_sum) : MaybeOwned();
   const auto weight = kernel_parameter(args.weight, types.kernel, geometry);
   const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, geometry) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
@@ -648,11 +639,7 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
           wants_weight ? gradient(types.weight) : Tensor(), wants_bias ? gradient(types.bias) : Tensor()};
 }
 
-}  // namespace
-
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
-
-namespace {
 
 // The handle of an operator, whose signature is that of Operator::call.
 template <class Operator>

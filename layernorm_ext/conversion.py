@@ -456,8 +456,7 @@ class _Change:
     old_cls: type[Module]
     new_cls: type[Module]
     old_attributes: dict[str, object]
-    added_attributes: list[str]
-    added_parameters: list[str]
+    added: list[str]  # attributes and parameters
 
 
 _CHANGE = "_before_conversion"  # an attribute of the changed module, so that copies of the module have it
@@ -484,7 +483,7 @@ def _change(module: Module, cls: type[Module], attributes: dict[str, object], pa
     old = {name: state[name] for name in attributes if name in state}
     added = [name for name in attributes if name not in state]
     state.update(attributes)
-    state[_CHANGE] = _Change(module.__class__, cls, old, added, parameters)
+    state[_CHANGE] = _Change(module.__class__, cls, old, [*added, *parameters])
     for name in parameters:
         module.register_parameter(name, None)
     module.__class__ = cls
@@ -500,14 +499,11 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
                 f"{_name(type(module))}; undo that change first"
             )
     for _, module in modules:
-        state = vars(module)
-        change = state.pop(_CHANGE)
+        change = vars(module).pop(_CHANGE)
         module.__class__ = change.old_cls
-        for name in change.added_attributes:
-            del state[name]
-        state.update(change.old_attributes)
-        for name in change.added_parameters:
-            del module._parameters[name]
+        for name in change.added:
+            delattr(module, name)
+        vars(module).update(change.old_attributes)
 
 
 def _calls_ours(layer: Module) -> bool:

@@ -137,19 +137,18 @@ def norm(
     dtype = accumulate_dtype if mixed else x.dtype
     x = _cast(x, dtype)
     weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
-    if apart:
-        output = norm(x, None, normalized_shape, None, None, eps, rms=rms)[0]
-        output = output if weight is None else output * weight
-        return _cast(output if bias is None else output + bias, input.dtype), total
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
+        apart = True
         dims = [-1 - d for d in range(len(normalized_shape))]
         wide = _cast(x, accumulate_dtype)
         output = wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)
-        output = output if weight is None else output * weight
     elif rms:
-        output = F.rms_norm(x, normalized_shape, weight, eps)
+        output = F.rms_norm(x, normalized_shape, None if apart else weight, eps)
     else:
-        output = F.layer_norm(x, normalized_shape, weight, bias, eps)
+        output = F.layer_norm(x, normalized_shape, *((None, None) if apart else (weight, bias)), eps)
+    if apart:
+        output = output if weight is None else output * weight
+        output = output if bias is None else output + bias
     return _cast(output, input.dtype), total  # under autocast, torch's functions may return float32
 
 

@@ -14,7 +14,6 @@
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <cmath>
-#include <limits>
 
 #include "../dtypes.h"
 #include "row.h"
@@ -113,14 +112,6 @@ struct RunSums {
   double lost[sizeof(Acc) == 8 ? kMaxBlockPixels : 1] = {};
 };
 
-// The average over channels; see ChunkGroups::mean.
-template <class Acc>
-struct Average {
-  explicit Average(int64_t channels) : channels(static_cast<double>(channels)), inverse(1 / this->channels) {}
-  double operator()(double sum) const { return sizeof(Acc) == 4 ? sum * inverse : sum / channels; }
-  double channels, inverse;
-};
-
 // Loads x and, if any pixel is scaled, multiplies it by the scales.
 template <bool scaled, class X, class Lanes>
 Pack<AccOf<X>> load_scaled(const X* x, const AccOf<X>* scale, Lanes lanes) {
@@ -159,66 +150,54 @@ void add_residual(const ForwardParams& p, const Place& place) {
   }
 }
 
-struct Moments {
-  bool finite;  // all variances are finite
-  bool far;     // a center was an estimate too far from the mean, and has been improved
-};
-
-// Sets correction and rstd for the given centers, and the scale of the pixels.
-template <bool scaled, class X>
-Moments find_moments(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels, bool is_estimate,
-                     Statistics<AccOf<X>>& stats) {
-  using Acc = AccOf<X>;
-  const Average<Acc> average(p.cols);
-  RunSums<Acc> deviations, squares;
-  for_each_run(p.cols, [&](int64_t c, int64_t n) {
-    for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
-      const auto center = read(stats.center + j, AllLanes{});
-      Pack<Acc> deviation = {}, square = {};
-      for (int64_t k = 0; k < n; ++k) {
-        const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - center;
-        deviation = deviation + d;
-        square = fma(d, d, square);
-      }
-      deviations.add(j, deviation);
-      squares.add(j, square);
-    });
-  });
-  Moments moments = {true, false};
-  for (int64_t j = 0; j < padded<Acc>(block_pixels); ++j) {
-    const double correction = p.rms ? 0 : average(deviations[j]);
-    double variance = average(squares[j]) - correction * correction;
-    variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
-    double deviation = std::sqrt(variance + p.eps);
-    // eps * kScale^2 may underflow; its root does not.
-    if (scaled && stats.scale[j] != 1) deviation = ::hypot(std::sqrt(variance), std::sqrt(p.eps) * kScale<Acc>);
-    stats.correction[j] = static_cast<Acc>(correction);
-    stats.rstd[j] = static_cast<Acc>(1 / deviation);
-    if (!scaled) stats.scale[j] = std::isfinite(variance) ? Acc(1) : kScale<Acc>;
-    moments.finite &= std::isfinite(variance);
-    const bool far = is_estimate && correction * correction > variance;
-    if (far) stats.center[j] = static_cast<Acc>(stats.center[j] + correction);
-    moments.far |= far;
-  }
-  return moments;
-}
-
-// Returns whether all variances are finite. The average of the first run of channels estimates the mean.
+// Sets all statistics but, if `scaled`, the scale. The average of the first run of channels estimates the mean; if it
+// is too far off in a pixel, the block is read again. Returns whether all variances are finite.
 template <bool scaled, class X>
 bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
                      Statistics<AccOf<X>>& stats) {
   using Acc = AccOf<X>;
-  const int64_t n = min(p.cols, kRun);
+  const ChunkGroups runs(p.cols, kRun);
+  const int64_t first_run = min(p.cols, kRun);
   for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
     Pack<Acc> sum = {};
-    for (int64_t k = 0; k < n && !p.rms; ++k) {
+    for (int64_t k = 0; k < first_run && !p.rms; ++k) {
       sum = sum + load_scaled<scaled>(x.channel(k) + j, stats.scale + j, lanes);
     }
-    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(n)), AllLanes{});
+    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(first_run)), AllLanes{});
   });
-  Moments moments = find_moments<scaled>(p, x, block_pixels, !p.rms, stats);
-  if (moments.far) moments = find_moments<scaled>(p, x, block_pixels, false, stats);
-  return moments.finite;
+  for (bool is_estimate = !p.rms;; is_estimate = false) {
+    RunSums<Acc> deviations, squares;
+    for_each_run(p.cols, [&](int64_t c, int64_t n) {
+      for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
+        const auto center = read(stats.center + j, AllLanes{});
+        Pack<Acc> deviation = {}, square = {};
+        for (int64_t k = 0; k < n; ++k) {
+          const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - center;
+          deviation = deviation + d;
+          square = fma(d, d, square);
+        }
+        deviations.add(j, deviation);
+        squares.add(j, square);
+      });
+    });
+    bool finite = true, is_far = false;
+    for (int64_t j = 0; j < padded<Acc>(block_pixels); ++j) {
+      const double correction = p.rms ? 0 : runs.mean<Acc>(deviations[j]);
+      double variance = runs.mean<Acc>(squares[j]) - correction * correction;
+      variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
+      double deviation = std::sqrt(variance + p.eps);
+      // eps * kScale^2 may underflow; its root does not.
+      if (scaled && stats.scale[j] != 1) deviation = ::hypot(std::sqrt(variance), std::sqrt(p.eps) * kScale<Acc>);
+      stats.correction[j] = static_cast<Acc>(correction);
+      stats.rstd[j] = static_cast<Acc>(1 / deviation);
+      if (!scaled) stats.scale[j] = std::isfinite(variance) ? Acc(1) : kScale<Acc>;
+      finite &= std::isfinite(variance);
+      if (!is_estimate || !(correction * correction > variance)) continue;
+      stats.center[j] = static_cast<Acc>(stats.center[j] + correction);
+      is_far = true;
+    }
+    if (!is_far) return finite;
+  }
 }
 
 template <bool scaled, class W, class T, class X>
@@ -284,41 +263,25 @@ struct Coefficients {
 };
 
 // The arrays of one block, with the parameters of its image.
-template <class T_, class X_, class W_>
+template <class T, class X_, class W_>
 struct BackwardBlock {
   using X = X_;
   using W = W_;
   using Acc = AccOf<X>;
-  static constexpr bool kMayHaveNan = !std::is_same_v<T_, W> || !std::is_same_v<T_, X>;
-
-  BackwardBlock(const BackwardParams& p, const Place& place)
-      : p(p),
-        pixels(place.pixels),
-        dy(place.of<const T_>(p.grad_output)),
-        x(place.of<const X>(p.input)),
-        dsum(place.of<const X>(p.grad_sum)),
-        dx(place.of<X>(p.grad_input)),
-        mean(place.of<const Acc>(p.mean).data),
-        rstd(place.of<const Acc>(p.rstd).data),
-        weight(p.weight.row<const W>(place.image, 0)),
-        bias(p.bias.row<const W>(place.image, 0)),
-        weight_offset(p.zero_centered_weight) {}
+  static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
   const BackwardParams& p;
-  int64_t pixels;
-  Block<const T_> dy;
-  Block<const X> x, dsum;
-  Block<X> dx;
-  const Acc *mean, *rstd;
-  const W *weight, *bias;
-  Acc weight_offset;
+  const Place place;
+  const Block<const T> dy = place.of<const T>(p.grad_output);
+  const Block<const X> x = place.of<const X>(p.input), dsum = place.of<const X>(p.grad_sum);
+  const Block<X> dx = place.of<X>(p.grad_input);
+  const Acc* const mean = place.of<const Acc>(p.mean).data;
+  const Acc* const rstd = place.of<const Acc>(p.rstd).data;
+  const W* const weight = p.weight.row<const W>(place.image, 0);
+  const W* const bias = p.bias.row<const W>(place.image, 0);
+  const Acc weight_offset = p.zero_centered_weight;
+  const int64_t pixels = place.pixels;
 };
-
-// The divisor of a backward from the output: the weight, or NaN if it is too small to divide by.
-template <class Acc>
-Acc divisor(Acc weight) {
-  return std::abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : weight;
-}
 
 // The loops over one run of channels, which share the parameters.
 template <bool special, class B>
@@ -337,7 +300,7 @@ struct Run {
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
     const X* const x = b.x.channel(c + k) + j;
-    if (special && b.p.from_output) return (load<X>(x, lanes) - bias[k]) / broadcast(divisor(weight[k]));
+    if (special && b.p.from_output) return (load<X>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
     return load_scaled<special>(x, coef.scale + j, lanes) - read(coef.mean + j, AllLanes{});
   }
 
@@ -350,7 +313,7 @@ struct Run {
 template <bool special, bool with_g, class B>
 void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
   using Acc = typename B::Acc;
-  const Average<Acc> average(b.p.cols);
+  const ChunkGroups runs(b.p.cols, kRun);
   RunSums<Acc> xhat_sums, g_sums, g_xhat_sums;
   for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
     const Run<special, B> run(b, coef, c, n, with_g || b.p.from_output);
@@ -371,9 +334,9 @@ void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
     });
   });
   for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-    const double shift = b.p.rms ? 0 : average(xhat_sums[j]), mean_g = b.p.rms ? 0 : average(g_sums[j]);
+    const double shift = b.p.rms ? 0 : runs.mean<Acc>(xhat_sums[j]), mean_g = b.p.rms ? 0 : runs.mean<Acc>(g_sums[j]);
     coef.minus_shift[j] = static_cast<Acc>(-shift);
-    coef.minus_c1[j] = static_cast<Acc>(-(average(g_xhat_sums[j]) - shift * mean_g));
+    coef.minus_c1[j] = static_cast<Acc>(-(runs.mean<Acc>(g_xhat_sums[j]) - shift * mean_g));
     coef.c2[j] = static_cast<Acc>(mean_g);
   }
 }
@@ -440,30 +403,6 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
       any_special, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
 
-// Adds the partial sums of all slots, or of each image's if the images have their own parameter. A row of partial sums
-// is [2, padded_cols].
-template <class X, class W>
-void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t slots, const View& gradient) {
-  using Acc = AccOf<X>;
-  if (!gradient.data) return;
-  const int64_t pitch = 2 * padded_cols(p);
-  const int64_t groups = gradient.group_stride ? p.groups : 1, count = slots / groups;
-  const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
-  parallel_for(groups * tiles, ceil_div(kGrain, count * kMaxPackSize), [&](int64_t task, int64_t end) {
-    for (; task < end; ++task) {
-      const int64_t group = task / tiles, begin = task % tiles * kMaxPackSize;
-      const Acc* const from = partials + group * count * pitch;
-      for_each_pack<Acc, 1>(begin, min(kMaxPackSize, p.cols - begin), [&](int, int64_t c, auto lanes) {
-        DoublePack<Acc> total = {};
-        for (int64_t slot = 0; slot < count; ++slot) add(total, read(from + slot * pitch + c, AllLanes{}));
-        auto sum = rounded<Acc>(total);
-        if constexpr (kEvenOdd<X>) sum = to_even_odd(sum);
-        store<X, true>(gradient.row<W>(group, 0) + c, sum, lanes);
-      });
-    }
-  });
-}
-
 }  // namespace
 
 void channels_first_forward(const ForwardParams& p) {
@@ -491,13 +430,13 @@ void channels_first_backward(const BackwardParams& p) {
       for (; slot < end; ++slot) {
         const int64_t first = slot * blocks.per_slot;
         for (int64_t block = first; block < min(blocks.count, first + blocks.per_slot); ++block) {
-          const BackwardBlock<typename decltype(types)::T, X, W> b(p, Place(p, blocks, block));
+          const BackwardBlock<typename decltype(types)::T, X, W> b = {p, Place(p, blocks, block)};
           backward_block(b, block == first, partials + 2 * slot * pitch, partials + (2 * slot + 1) * pitch);
         }
       }
     });
-    reduce_slots<X, W>(p, partials, blocks.slots, p.grad_weight);
-    reduce_slots<X, W>(p, partials + pitch, blocks.slots, p.grad_bias);
+    reduce_slots<Acc, W>(p, partials, blocks.slots, p.grad_weight);  // the channels are in memory order
+    reduce_slots<Acc, W>(p, partials + pitch, blocks.slots, p.grad_bias);
   });
 }
 

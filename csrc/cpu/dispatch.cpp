@@ -11,34 +11,23 @@ struct Kernels {
   const char* capability;
   void (*forward)(const ForwardParams&);
   void (*backward)(const BackwardParams&);
-  void (*channels_first_forward)(const ForwardParams&);
-  void (*channels_first_backward)(const BackwardParams&);
 };
-
-#define LAYERNORM_KERNELS(capability)                                                           \
-  Kernels {                                                                                     \
-    #capability, capability::forward, capability::backward, capability::channels_first_forward, \
-        capability::channels_first_backward                                                     \
-  }
 
 // torch's choice, so that ATEN_CPU_CAPABILITY=default|avx2 applies to these kernels, too.
 Kernels choose() {
 #if defined(LAYERNORM_X86)
   const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return LAYERNORM_KERNELS(AVX512);
-  if (capability == "AVX2") return LAYERNORM_KERNELS(AVX2);
+  if (capability == "AVX512") return {"AVX512", AVX512::forward, AVX512::backward};
+  if (capability == "AVX2") return {"AVX2", AVX2::forward, AVX2::backward};
 #endif
-  return LAYERNORM_KERNELS(DEFAULT);
+  return {"DEFAULT", DEFAULT::forward, DEFAULT::backward};
 }
 
-const Kernels& kernels() {
-  static const Kernels chosen = choose();
-  return chosen;
-}
+const Kernels kernels = choose();
 
 }  // namespace
 
-const char* capability() { return kernels().capability; }
+const char* capability() { return kernels.capability; }
 
 int num_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
@@ -50,9 +39,7 @@ void run_on_threads(int64_t n, int64_t grain, Task task, const void* context) {
   }
 }
 
-void forward(const ForwardParams& p) { (p.channels_first ? kernels().channels_first_forward : kernels().forward)(p); }
-void backward(const BackwardParams& p) {
-  (p.channels_first ? kernels().channels_first_backward : kernels().backward)(p);
-}
+void forward(const ForwardParams& p) { kernels.forward(p); }
+void backward(const BackwardParams& p) { kernels.backward(p); }
 
 }  // namespace layernorm::cpu

@@ -211,8 +211,8 @@ void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& v
 constexpr int kBlockRows = 16;
 constexpr int64_t kMaxBlockCols = 192;
 
-// Two rows of more than 16 KiB share the loads of weight and bias, which do not stay in the first-level cache: 4 x 100000
-// take 0.85 of the time, 256 x 16384 0.9 (Intel Xeon with AVX-512). Shorter rows take up to 1.1 of the time.
+// Two rows of more than 16 KiB share the loads of weight and bias, which do not stay in the first-level cache: 4 x
+// 100000 take 0.85 of the time, 256 x 16384 0.9 (Intel Xeon with AVX-512). Shorter rows take up to 1.1 of the time.
 template <class T>
 bool handles_pairs(int64_t cols) {
   return cols * static_cast<int64_t>(sizeof(T)) > 1 << 14;
@@ -236,6 +236,7 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
 }  // namespace
 
 void forward(const ForwardParams& p) {
+  if (p.channels_first) return channels_first_forward(p);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;

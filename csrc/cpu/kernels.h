@@ -107,12 +107,5 @@ struct Blocks {
 inline int64_t padded_cols(const Params& p) { return ceil_div(p.cols, kMaxPackSize) * kMaxPackSize; }
 inline bool wants_parameters(const BackwardParams& p) { return p.grad_weight.data || p.grad_bias.data; }
 
-// Backward's workspace holds partial sums [slots, 2, padded_cols] and kCoefficients values per row. For few short rows
-// it is on the stack, which saves a fifth of a microsecond per call.
-inline bool fits_stack(const BackwardParams& p) { return Slots(p).count == 1 && p.cols <= kStackCols; }
-inline int64_t workspace_elements(const BackwardParams& p) {
-  return 2 * Slots(p).areas * padded_cols(p) + kCoefficients * p.groups * p.rows;
-}
-
 }  // namespace
 }  // namespace layernorm::cpu

@@ -1,6 +1,8 @@
 // Loops over rows, shared by forward and backward.
 #pragma once
 
+#include <limits>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -269,6 +271,48 @@ template <class X, class W, class Lanes>
 inline Pack<AccOf<X>> load_weight(const W* weight, AccOf<X> weight_offset, int64_t j, Lanes lanes) {
   if (!weight) return broadcast(AccOf<X>(1));
   return load<X>(weight + j, lanes) + weight_offset;
+}
+
+// The divisor of a backward from the output: the weight, with NaN for values too small to divide by.
+template <class Acc>
+inline Pack<Acc> divisor(const Pack<Acc>& weight) {
+  constexpr Acc kLimit = kSmallestDivisor;
+  const Vec<Acc> nan = Vec<Acc>{} + std::numeric_limits<Acc>::quiet_NaN();
+  const auto checked = [&](Vec<Acc> w) { return (w > -kLimit) & (w < kLimit) ? nan : w; };
+  return {checked(weight.a), checked(weight.b)};
+}
+
+// ---- weight gradients -----------------------------------------------------------------------------------------------
+
+// Adds the partial sums [count, 2, padded_cols] of slots over columns [begin, end) of a parameter's gradient. Their
+// packs are in the lane order of X.
+template <class X, class W>
+void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t count, int64_t begin, int64_t end, W* gradient) {
+  using Acc = AccOf<X>;
+  const int64_t pitch = 2 * padded_cols(p);
+  for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
+    auto sum = read(partials + j, AllLanes{});
+    if (count > 1) {
+      DoublePack<Acc> total = {};
+      for (int64_t slot = 0; slot < count; ++slot) add(total, read(partials + slot * pitch + j, AllLanes{}));
+      sum = rounded<Acc>(total);
+    }
+    store<X, true>(gradient + j, sum, lanes);
+  });
+}
+
+// Adds the partial sums of all slots, or of each group's if the groups have their own parameter.
+template <class X, class W>
+void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t slots, const View& gradient) {
+  if (!gradient.data) return;
+  const int64_t groups = gradient.group_stride ? p.groups : 1, count = slots / groups;
+  const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
+  parallel_for(groups * tiles, ceil_div(kGrain, count * kMaxPackSize), [&](int64_t begin, int64_t end) {
+    for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
+      reduce_slots<X>(p, partials + 2 * group * count * padded_cols(p), count, tile * kMaxPackSize,
+                      min(p.cols, (tile + n) * kMaxPackSize), gradient.row<W>(group, 0));
+    });
+  });
 }
 
 }  // namespace

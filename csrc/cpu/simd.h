@@ -64,36 +64,23 @@ struct FirstLanes {
   int count;  // 1 <= count < kPackSize
 };
 
+// A pack, to which a scalar is broadcast. value - 0 keeps -0, value + 0 would not.
 template <class Acc>
-inline Vec<Acc> part_a(const Pack<Acc>& p) {
-  return p.a;
-}
-template <class Acc>
-inline Vec<Acc> part_b(const Pack<Acc>& p) {
-  return p.b;
-}
-// A scalar is broadcast to a pack. value - 0 keeps -0, value + 0 would not.
-template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
-inline Vec<Acc> part_a(Acc value) {
-  return value - Vec<Acc>{};
+inline const Pack<Acc>& broadcast(const Pack<Acc>& p) {
+  return p;
 }
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
-inline Vec<Acc> part_b(Acc value) {
-  return value - Vec<Acc>{};
-}
-
-template <class Acc>
 inline Pack<Acc> broadcast(Acc value) {
-  return {part_a(value), part_b(value)};
+  return {value - Vec<Acc>{}, value - Vec<Acc>{}};
 }
 
 template <class Acc, class Y>
 inline Pack<Acc> operator+(const Pack<Acc>& x, const Y& y) {
-  return {x.a + part_a(y), x.b + part_b(y)};
+  return {x.a + broadcast(y).a, x.b + broadcast(y).b};
 }
 template <class Acc, class Y>
 inline Pack<Acc> operator-(const Pack<Acc>& x, const Y& y) {
-  return {x.a - part_a(y), x.b - part_b(y)};
+  return {x.a - broadcast(y).a, x.b - broadcast(y).b};
 }
 template <class Acc>
 inline Pack<Acc> operator/(const Pack<Acc>& x, const Pack<Acc>& y) {
@@ -101,7 +88,7 @@ inline Pack<Acc> operator/(const Pack<Acc>& x, const Pack<Acc>& y) {
 }
 template <class Acc, class Y>
 inline Pack<Acc> operator*(const Pack<Acc>& x, const Y& y) {
-  return {x.a * part_a(y), x.b * part_b(y)};
+  return {x.a * broadcast(y).a, x.b * broadcast(y).b};
 }
 
 // x * y + z, with one rounding if the instruction set has fused multiply-adds.
@@ -119,7 +106,7 @@ inline V fma_vectors(V x, V y, V z) {
 #endif
 template <class Acc, class Y, class Z>
 inline Pack<Acc> fma(const Pack<Acc>& x, const Y& y, const Z& z) {
-  return {fma_vectors(x.a, part_a(y), part_a(z)), fma_vectors(x.b, part_b(y), part_b(z))};
+  return {fma_vectors(x.a, broadcast(y).a, broadcast(z).a), fma_vectors(x.b, broadcast(y).b, broadcast(z).b)};
 }
 
 // ---- sums over a pack -----------------------------------------------------------------------------------------------
@@ -436,14 +423,10 @@ inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
 }
 #else
 template <class T>
-struct Buffer {
-  T elements[kPackSize<AccOf<T>>];
-};
-template <class T>
 inline auto read(const T* p, FirstLanes lanes) {
-  Buffer<T> buffer = {};
-  std::memcpy(&buffer, p, lanes.count * sizeof(T));
-  return read(buffer.elements, AllLanes{});
+  T buffer[kPackSize<AccOf<T>>] = {};
+  std::memcpy(buffer, p, lanes.count * sizeof(T));
+  return read(buffer, AllLanes{});
 }
 inline Words read_words(const BFloat16* p, FirstLanes lanes) {
   Words words = {};
@@ -452,9 +435,9 @@ inline Words read_words(const BFloat16* p, FirstLanes lanes) {
 }
 template <class T>
 inline void write(T* p, const Pack<AccOf<T>>& pack, FirstLanes lanes) {
-  Buffer<T> buffer;
-  write(buffer.elements, pack, AllLanes{});
-  std::memcpy(p, &buffer, lanes.count * sizeof(T));
+  T buffer[kPackSize<AccOf<T>>];
+  write(buffer, pack, AllLanes{});
+  std::memcpy(p, buffer, lanes.count * sizeof(T));
 }
 inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
   std::memcpy(p, &words, lanes.count * sizeof(*p));
