@@ -273,7 +273,7 @@ class _AdaNorm(torch.nn.Module):
     __constants__ = ["eps", "normalized_shape"]
     normalized_shape: tuple[int, ...]
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float):
         """Keep the arguments."""
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -310,6 +310,10 @@ class AdaLayerNorm(_AdaNorm):
         torch.Size([2, 3, 8])
     """
 
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):  # for the API page
+        """Keep the arguments."""
+        super().__init__(normalized_shape, eps)
+
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalize ``input``, multiply by ``1 + scale`` and add ``shift``."""
         return ada_layer_norm(input, self.normalized_shape, scale, shift, self.eps)
@@ -324,6 +328,10 @@ class AdaRMSNorm(_AdaNorm):
     :func:`layernorm_ext.ada_rms_norm` describes precision and errors. Arguments and shapes are those of
     :class:`AdaLayerNorm`. Sources: those of :class:`AdaLayerNorm` and :class:`RMSNorm`.
     """
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):  # for the API page
+        """Keep the arguments."""
+        super().__init__(normalized_shape, eps)
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Divide ``input`` by its root mean square, multiply by ``1 + scale`` and add ``shift``."""

@@ -113,7 +113,7 @@ struct Backward {
   const Acc weight_offset = p.zero_centered_weight;
   const RowSteps<X> steps = {p.groups * p.rows, p.cols};
   // Whether dx is written with streaming stores.
-  const bool streaming = should_stream<X>(p.grad_input, p.groups* p.rows* p.cols, kMinBytesInMemory);
+  const bool streaming = should_stream<X>(p.grad_input, (p.groups * p.rows) * p.cols, kMinBytesInMemory);
   Acc* const partials;  // [areas, 2, padded_cols], packs in the order of X
   const Coefficients<Acc> coefficients = {partials + 2 * slots.areas * padded_cols, p.groups * p.rows};  // of all rows
 };
