@@ -189,11 +189,12 @@ def test_overlapping_rows(backend):
 
 
 @all_dtypes
-@pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (17, 4112), (17, 16385)])
+@pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (17, 4112), (17, 8224), (17, 16385)])
 def test_large_arrays(backend, dtypes, megabytes, cols):
-    """A CPU reads rows one by one and writes around the caches if arrays are large, with the same bits.
+    """A CPU reads rows one by one, or two at a time, and writes around the caches if arrays are large.
 
-    4112 columns are a multiple of 64 bytes, but not of the unit of the loops; rows of 16385 are not aligned.
+    The bits are the same. 4112 columns are a multiple of 64 bytes, but not of the unit of the loops; rows of 16385 are
+    not aligned.
     """
     if backend.name == "emulated":
         pytest.skip("the CUDA kernels write outputs of all sizes alike")
