@@ -23,8 +23,8 @@ struct Fault : std::runtime_error {
 
 // Each warp runs as far as it can before the next one, so that a missing barrier lets one warp overtake another.
 struct Options {
-  // Of the warps' priorities, which are redrawn now and then, and of the number of blocks or clusters that take turns,
-  // up to 4. If it is 0, blocks run one after another, and threads in order.
+  // The seed of the schedule: of the warps' priorities, which are redrawn now and then, and of the number of blocks or
+  // clusters that take turns, up to 4. If it is 0, blocks run one after another, and threads in order.
   uint64_t seed = 0;
   int architecture = 90;  // compute capability
 };
