@@ -4,13 +4,12 @@ The records have the peak, and the bytes that autograd keeps between the passes.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
 from .cases import Case
 from .contenders import Calls, bind_contenders
-from .timing import Device
+from .timing import Device, first_line
 
 # stage -> the call, and the pass that must work for it
 STAGES = {
@@ -25,7 +24,12 @@ def measure(device: Device, rows: int, cols: int, dtypes: str, contenders: list[
     case = Case(rows, cols, dtypes, device.name)
     for entry in bind_contenders(contenders, [case]):
         for stage, (call, pass_name) in STAGES.items():
-            works = pass_name not in entry.failed
-            peak, kept = device.memory(partial(call, entry.calls[0])) if works else (None, None)
-            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage} | entry.record(pass_name, {})
+            peak = kept = None
+            failed = {}
+            if pass_name not in entry.failed:
+                try:
+                    peak, kept = device.memory(lambda: call(entry.calls[0]))  # noqa: B023 (called immediately)
+                except Exception as error:  # other packages may raise anything
+                    failed[entry.name] = first_line(error)
+            record = {"rows": rows, "cols": cols, "dtypes": dtypes, "stage": stage} | entry.record(pass_name, failed)
             yield record | {"input_bytes": case.x.nbytes, "peak_bytes": peak, "kept_bytes": kept}

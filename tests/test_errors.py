@@ -41,8 +41,12 @@ def raises(message, error=RuntimeError):
 
 
 def to_device(values, device):
-    """Return a collection of values with the tensors among them moved to a device."""
-    return tree_map_only(torch.Tensor, lambda t: t.to(device), values)
+    """Return a collection of values with the tensors among them moved to a device. They keep their strides."""
+
+    def move(t):
+        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device).copy_(t)
+
+    return tree_map_only(torch.Tensor, move, values)
 
 
 def outcome(function, *args):
@@ -74,9 +78,17 @@ def test_errors_of_forward_are_those_of_torch(backend, context, arguments, expec
         backend.forward(*to_device(arguments, backend.device), 1e-5)
 
 
-UNSUPPORTED = {"Long": torch.int64, "ComplexFloat": torch.complex64, "Float8_e4m3fn": torch.float8_e4m3fn}
+UNSUPPORTED = {
+    "Long": torch.int64,
+    "Bool": torch.bool,
+    "Byte": torch.uint8,
+    "ComplexFloat": torch.complex64,
+    "ComplexHalf": torch.complex32,
+    "Float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", UNSUPPORTED)
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 def test_unsupported_dtype(backend, context, name, dtype):
@@ -272,6 +284,11 @@ FUNCTION_ERRORS = {
 def test_errors_of_functions_and_modules(context, message, call):
     with raises(message):
         call()
+
+
+def test_shift_on_another_device():
+    with raises("Expected shift to be on the device of input"):
+        ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
 
 
 # Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.
