@@ -15,7 +15,7 @@ left out. These places stay as they are:
 * hints: prefetches, __syncwarp, when the next grid may start, and how much work is worth a thread;
 * code that divides the work: host functions of csrc/cuda, and functions of csrc/cpu that return a size or a bool.
 
-Needs the packages tree-sitter and tree-sitter-cpp, and the installed package with its extra "test".
+Needs the dependency group "mutants", and the installed package with its extra "test".
 """
 
 import argparse
