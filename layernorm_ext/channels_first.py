@@ -15,11 +15,13 @@ from torch.overrides import has_torch_function_variadic
 from . import _script, tracing
 from ._ops import _C
 from .functional import _norm, override
-from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, to_fp32
 
 __all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "LayerNorm2d", "RMSNorm2d"]
 __all__ += ["ada_layer_norm_2d", "ada_rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "layer_norm_2d"]
 __all__ += ["rms_norm_2d"]
+
+torch.fx.wrap("to_fp32")
 
 
 def layer_norm_2d(
@@ -357,7 +359,7 @@ class AddLayerNorm2d(AddLayerNorm):
         _check_channels(input, self.normalized_shape[0])
         weight, bias, eps, zero_centered = self.weight, self.bias, self.eps, self.zero_centered_weight
         if residual is None:
-            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            total = to_fp32(input) if self.residual_in_fp32 else input
             return layer_norm_2d(input, weight, bias, eps, zero_centered_weight=zero_centered), total
         return add_layer_norm_2d(
             input, residual, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
@@ -402,7 +404,7 @@ class AddRMSNorm2d(AddRMSNorm):
         _check_channels(input, self.normalized_shape[0])
         weight, eps, zero_centered = self.weight, self.eps, self.zero_centered_weight
         if residual is None:
-            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            total = to_fp32(input) if self.residual_in_fp32 else input
             return rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered), total
         return add_rms_norm_2d(input, residual, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace)
 

@@ -18,6 +18,12 @@ __all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddLayerNorm", "AddRMSNorm", "LayerNor
 _ALIASES = {"weight": ("gamma", "gain"), "bias": ("beta",)}
 
 
+@torch.fx.wrap  # symbolic tracing knows no dtypes
+def to_fp32(input: Tensor) -> Tensor:
+    """Convert 16-bit numbers to float32."""
+    return input if input.dtype == torch.float64 else input.float()
+
+
 class _Options(torch.nn.Module):
     """The part of LayerNorm and RMSNorm that depends on the options that torch's layers lack."""
 
@@ -180,7 +186,7 @@ class AddLayerNorm(LayerNorm):
         shape, weight, bias, eps = self.normalized_shape, self.weight, self.bias, self.eps
         zero_centered = self.zero_centered_weight
         if residual is None:
-            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            total = to_fp32(input) if self.residual_in_fp32 else input
             return layer_norm(input, shape, weight, bias, eps, zero_centered_weight=zero_centered), total
         return add_layer_norm(
             input, residual, shape, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
@@ -260,31 +266,14 @@ class AddRMSNorm(RMSNorm):
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         shape, weight, eps, zero_centered = self.normalized_shape, self.weight, self.eps, self.zero_centered_weight
         if residual is None:
-            total = input.float() if self.residual_in_fp32 and input.dtype != torch.float64 else input
+            total = to_fp32(input) if self.residual_in_fp32 else input
             return rms_norm(input, shape, weight, eps, zero_centered_weight=zero_centered), total
         return add_rms_norm(
             input, residual, shape, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace
         )
 
 
-class _AdaNorm(torch.nn.Module):
-    """The base of the adaptive norms, which have no parameters."""
-
-    __constants__ = ["eps", "normalized_shape"]
-    normalized_shape: tuple[int, ...]
-
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float):
-        """Keep the arguments."""
-        super().__init__()
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.eps = eps
-
-    def extra_repr(self) -> str:
-        """Return the arguments of the constructor."""
-        return f"{self.normalized_shape}, eps={self.eps}"
-
-
-class AdaLayerNorm(_AdaNorm):
+class AdaLayerNorm(torch.nn.Module):
     r"""Layer normalization whose scale and shift are inputs, as in diffusion transformers (adaLN).
 
     .. math::
@@ -310,16 +299,25 @@ class AdaLayerNorm(_AdaNorm):
         torch.Size([2, 3, 8])
     """
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):  # for the API page
+    __constants__ = ["eps", "normalized_shape"]
+    normalized_shape: tuple[int, ...]
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
         """Keep the arguments."""
-        super().__init__(normalized_shape, eps)
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps = eps
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalize ``input``, multiply by ``1 + scale`` and add ``shift``."""
         return ada_layer_norm(input, self.normalized_shape, scale, shift, self.eps)
 
+    def extra_repr(self) -> str:
+        """Return the arguments of the constructor."""
+        return f"{self.normalized_shape}, eps={self.eps}"
 
-class AdaRMSNorm(_AdaNorm):
+
+class AdaRMSNorm(AdaLayerNorm):
     r"""Division by the root mean square, with scale and shift that are inputs.
 
     .. math::
@@ -328,10 +326,6 @@ class AdaRMSNorm(_AdaNorm):
     :func:`layernorm_ext.ada_rms_norm` describes precision and errors. Arguments and shapes are those of
     :class:`AdaLayerNorm`. Sources: those of :class:`AdaLayerNorm` and :class:`RMSNorm`.
     """
-
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):  # for the API page
-        """Keep the arguments."""
-        super().__init__(normalized_shape, eps)
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Divide ``input`` by its root mean square, multiply by ``1 + scale`` and add ``shift``."""

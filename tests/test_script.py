@@ -27,8 +27,8 @@ for module_class in MODULES:
     choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
     choices += [] if "Ada" in module_class.__name__ else [{"elementwise_affine": False}, {"dtype": torch.float64}]
     CASES += [(module_class, options, [shape, *others]) for options in choices]
-    if others:  # the residual, or scale and shift, may be absent; test_modules.py tests residual_in_fp32
-        CASES += [(module_class, options, [shape]) for options in choices if "residual_in_fp32" not in options]
+    if others:  # the residual, or scale and shift, may be absent
+        CASES += [(module_class, options, [shape]) for options in choices]
 cases = pytest.mark.parametrize(("cls", "options", "shapes"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
 
 
