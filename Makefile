@@ -1,3 +1,5 @@
+# CONTRIBUTING.md describes the targets.
+
 # A command that fails ends its recipe, also within a pipe or a loop.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,8 +12,6 @@ CPP := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o 
 install:
 	pip install '.[test,benchmarks]'
 
-# Builds the package with its CUDA kernels for the installed torch, which must be a CUDA build, and runs the tests that
-# need no GPU.
 cuda-build:
 	FORCE_CUDA=1 pip install '.[test]'
 	python -m layernorm_ext
@@ -20,18 +20,15 @@ cuda-build:
 test:
 	python -m pytest -n auto
 
-# Runs the tests against other packages.
 test-all:
 	pip install '.[test-all]'
 	python -m pytest -n auto -m integration
 
-# Tests the CUDA kernels without a GPU: in the emulator and, if the package was built with CUDA, their machine code.
 test-device:
 	python -m pytest -n auto --dist loadfile tests/emulator
 	python -m pytest -n auto --backends emulated -k emulated
 
-# Tests that the CPU kernels for aarch64, under qemu-aarch64, give the bits of the host's baseline kernels. It needs no
-# torch, but Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
+# It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
 VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tests/aarch64/values.cpp
 VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -Itests/aarch64
 
@@ -43,17 +40,14 @@ test-aarch64:
 	qemu-aarch64 build/aarch64/target >build/aarch64/target.txt
 	diff build/aarch64/host.txt build/aarch64/target.txt && wc -l build/aarch64/target.txt
 
-# Lists the launches that a GPU would refuse, for every GPU of tests/emulator/gpu_models.h. It needs a package that was
-# built with CUDA, but no GPU.
+# It needs a package that was built with CUDA, but no GPU.
 launch-audit:
 	python tests/emulator/launch_audit.py
 
-# Changes random places of the CUDA kernels, or with CPU=1 of the CPU kernels and the host code, and prints which changes
-# no test notices. N=all makes every change; SEED= repeats a sample.
+# N=all makes every change; SEED= repeats a sample.
 mutants:
 	python tests/mutants.py $(if $(CPU),cpu,cuda) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
 
-# The targets below run on a machine with a GPU and without a network. Logs and results go to OUT.
 OUT ?= build/gpu
 GPU_TESTS = python -m pytest --backends cuda
 # Each shape runs other kernels. The last one uses clusters, from compute capability 9.0 on.
@@ -69,8 +63,8 @@ gpu-build: | $(OUT)
 gpu-test: | $(OUT)
 	$(GPU_TESTS) -n 8 -k cuda --junitxml=$(OUT)/test.xml 2>&1 | tee $(OUT)/test.log
 
-# Runs every path of the kernels in each tool of compute-sanitizer. memcheck distinguishes tensors only if each is a
-# separate allocation. initcheck must also see torch's kernels, which write the inputs; the other tools check ours alone.
+# memcheck distinguishes tensors only if each is a separate allocation. initcheck must also see torch's kernels, which
+# write the inputs; the other tools check ours alone.
 gpu-sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 gpu-sanitize: | $(OUT)
 	for tool in "memcheck --kernel-name kns=layernorm" "racecheck --kernel-name kns=layernorm --racecheck-report all" \
@@ -82,7 +76,6 @@ gpu-sanitize: | $(OUT)
 gpu-bench: | $(OUT)
 	python -m benchmarks kernels --device cuda --out $(OUT) 2>&1 | tee $(OUT)/bench.log
 
-# Profiles one launch of each kernel and launch configuration.
 gpu-profile: | $(OUT)
 	ncu --set full --clock-control none --filter-mode per-launch-config --launch-count 1 --force-overwrite \
 		--kernel-name 'regex:^(forward|backward|add)_' --export $(OUT)/profile \
@@ -99,17 +92,15 @@ bench:
 		python -m benchmarks $$name --device $(DEVICE) --out $(BENCH_OUT); \
 	done
 
-# Builds the revision BASE and the working tree and fails if the working tree is slower.
 bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
 
-# Writes the API page to build/docs. It needs the dependency group "docs".
+# It needs the dependency group "docs".
 docs:
 	python docs/api.py
 
-# Builds a wheel for the installed torch, which its version names, as in 0.2.0+torch2.13.cpu; checks it with auditwheel,
-# which the dependency group "wheel" installs; and runs the self-check in a fresh environment. The build is
-# compiled again if a variable named FLAGS changes, so those of make are removed.
+# The wheel's version names its torch, as in 0.2.0+torch2.13.cpu. auditwheel comes from the dependency group "wheel". The
+# build is compiled again if a variable named FLAGS changes, so those of make are removed.
 WHEELS = build/wheels
 TORCH_LABEL = import torch; cuda = torch.version.cuda; \
 	print("torch" + ".".join(torch.__version__.split(".")[:2]), f"cu{cuda}".replace(".", "") if cuda else "cpu", sep=".")

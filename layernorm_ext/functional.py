@@ -285,13 +285,7 @@ for _function in (layer_norm, rms_norm, add_layer_norm, add_rms_norm, ada_layer_
 
 
 def _ada_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    *,
-    rms: bool,
+    input: Tensor, normalized_shape: Sequence[int], scale: Tensor | None, shift: Tensor | None, eps: float, *, rms: bool
 ) -> Tensor:
     if not torch.compiler.is_dynamo_compiling():
         output = _C.ada_norm(input, normalized_shape, scale, shift, eps, rms)

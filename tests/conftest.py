@@ -52,9 +52,7 @@ BACKENDS = {"cpu": lambda: installed("cpu"), "cuda": lambda: installed("cuda"), 
 def pytest_addoption(parser):
     default = "cpu cuda" if torch.cuda.is_available() and _build_info.with_cuda else "cpu"
     parser.addoption(
-        "--backends",
-        default=default,
-        help=f"which of {', '.join(BACKENDS)} to test, in quotes (default: {default})",
+        "--backends", default=default, help=f"which of {', '.join(BACKENDS)} to test, in quotes (default: {default})"
     )
 
 

@@ -57,10 +57,7 @@ class CompileError(Exception):
 def cuda_include():
     """Return the toolkit's headers: those of CUDA_HOME, or of the packages nvidia-cuda-{runtime,crt,cccl}."""
     site = pathlib.Path(sysconfig.get_path("purelib"))
-    folders = [
-        pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"),
-        *site.glob("nvidia/*/include"),
-    ]
+    folders = [pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"), *site.glob("nvidia/*/include")]
     for folder in folders:
         if (folder / "cuda_bf16.h").exists():
             return folder

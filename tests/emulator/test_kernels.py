@@ -39,11 +39,7 @@ def library():
 
 
 # Options of library.schedule() that choose the kernels for rows of any length.
-PATHS = {
-    "in a cluster": {"path_limit": 0},
-    "read twice": {"path_limit": 0, "architecture": 80},
-    "in registers": {},
-}
+PATHS = {"in a cluster": {"path_limit": 0}, "read twice": {"path_limit": 0, "architecture": 80}, "in registers": {}}
 # path_limit for images: with 0, nothing fits into shared memory. Else images of 24 pixels are copied by 16 bytes.
 STAGED = [emulated_build.UNLIMITED, 0]
 staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
