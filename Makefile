@@ -95,9 +95,9 @@ bench:
 bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
 
-# It needs the dependency group "docs".
+# It needs the dependency group "docs". Attributes without a docstring are arguments of the constructor.
 docs:
-	python docs/api.py
+	pdoc layernorm_ext --docformat google --math --no-include-undocumented --output-directory build/docs
 
 # The wheel's version names its torch, as in 0.2.0+torch2.13.cpu. auditwheel comes from the dependency group "wheel". The
 # build is compiled again if a variable named FLAGS changes, so those of make are removed.

@@ -73,9 +73,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         # The first convolution detects edges; there are too few images to learn that with attention alone.
         self.embed = nn.Sequential(
-            nn.Conv2d(1, 32, kernel_size=3, padding=1),
-            nn.GELU(),
-            nn.Conv2d(32, width, kernel_size=2, stride=2),
+            nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.GELU(), nn.Conv2d(32, width, kernel_size=2, stride=2)
         )
         self.position = nn.Parameter(0.5 * torch.randn(16, width))
         self.blocks = nn.Sequential(*(Block(width, heads, norm) for _ in range(depth)))

@@ -151,8 +151,7 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                    const optional<Tensor>& weight, const optional<Tensor>& bias) {
   TORCH_CHECK(!normalized_shape.empty(),
-              "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one "
-              "element, but got "
+              "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
               "normalized_shape = ",
               normalized_shape);
   check_parameter_shape("weight", input, normalized_shape, weight);

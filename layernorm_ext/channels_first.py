@@ -352,9 +352,7 @@ class AddLayerNorm2d(AddLayerNorm):
         }
         super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype, **options)
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         _check_channels(input, self.normalized_shape[0])
         weight, bias, eps, zero_centered = self.weight, self.bias, self.eps, self.zero_centered_weight
@@ -397,9 +395,7 @@ class AddRMSNorm2d(AddRMSNorm):
         }
         super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         _check_channels(input, self.normalized_shape[0])
         weight, eps, zero_centered = self.weight, self.eps, self.zero_centered_weight

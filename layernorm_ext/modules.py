@@ -176,9 +176,7 @@ class AddLayerNorm(LayerNorm):
             normalized_shape, eps, elementwise_affine, bias, device, dtype, zero_centered_weight=zero_centered_weight
         )
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
 
         It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
@@ -260,9 +258,7 @@ class AddRMSNorm(RMSNorm):
             normalized_shape, eps, elementwise_affine, device, dtype, zero_centered_weight=zero_centered_weight
         )
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         shape, weight, eps, zero_centered = self.normalized_shape, self.weight, self.eps, self.zero_centered_weight
         if residual is None:

@@ -19,13 +19,11 @@ PROMISES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=[pytest.mark.integration] if "transformers" in path.stem else [])
-        for path in sorted(EXAMPLES.glob("*.py"))
-    ],
-)
+def parameter(name):
+    return pytest.param(name, marks=[pytest.mark.integration] if "transformers" in name else [])
+
+
+@pytest.mark.parametrize("name", [parameter(path.stem) for path in sorted(EXAMPLES.glob("*.py"))])
 def test_example_keeps_its_promise(name, one_thread, capsys, request):
     if "transformers" in name:
         request.getfixturevalue("torchvision")

@@ -72,9 +72,10 @@ bool is_aligned(const Params& p, const Views&... views) {
 inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
 
 template <class T, class W>
-Flags common_flags(const Params& p) {
+Flags common_flags(const Params& p, bool is_aligned_data) {
   Flags flags;
-  flags.set(kAligned, (p.channels_first ? p.rows : p.cols) * static_cast<int64_t>(sizeof(T)) % 16 == 0);
+  const int64_t row_bytes = (p.channels_first ? p.rows : p.cols) * static_cast<int64_t>(sizeof(T));
+  flags.set(kAligned, is_aligned_data && row_bytes % 16 == 0);
   flags.set(kAlignedParameters, is_aligned<W>(p, p.weight, p.bias));
   flags.set(kHasGroups, p.groups > 1);
   flags.set(kRms, p.rms);
@@ -86,18 +87,15 @@ Flags common_flags(const Params& p) {
 
 template <class T, class X, class W>
 Flags make_flags(const ForwardParams& p) {
-  Flags flags = common_flags<T, W>(p);
-  flags.set(kAligned,
-            flags.has(kAligned) && is_aligned<T>(p, p.input, p.output) && is_aligned<X>(p, p.residual, p.sum));
+  Flags flags = common_flags<T, W>(p, is_aligned<T>(p, p.input, p.output) && is_aligned<X>(p, p.residual, p.sum));
   flags.set(kResidual, p.residual.data);
   return flags;
 }
 
 template <class T, class X, class W>
 Flags make_flags(const BackwardParams& p) {
-  Flags flags = common_flags<T, W>(p);
-  flags.set(kAligned, flags.has(kAligned) && is_aligned<T>(p, p.grad_output) &&
-                          is_aligned<X>(p, p.input, p.grad_input, p.grad_sum));
+  Flags flags =
+      common_flags<T, W>(p, is_aligned<T>(p, p.grad_output) && is_aligned<X>(p, p.input, p.grad_input, p.grad_sum));
   flags.set(kGradInput, p.grad_input.data);
   flags.set(kGradWeight, p.grad_weight.data);
   flags.set(kGradBias, p.grad_bias.data);
