@@ -85,7 +85,7 @@ def finish(run: Run, folder: Path) -> None:
     """Save, draw and print a run; fail if this package's results are wrong or missing."""
     run.save(folder)
     if run.benchmark == "accuracy":
-        plots.save(run.records, folder)
+        plots.save(run.records, folder / "error_by_offset.png")
     console = Console(width=None if sys.stdout.isatty() else 240)  # a log file should not wrap lines
     console.print(*(f"{name} {value}" for name, value in run.machine.items()), sep="; ", highlight=False)
     console.print(run.table())
