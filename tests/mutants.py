@@ -12,7 +12,8 @@ number grows by one only as an operand of arithmetic, `<` becomes `>=` and not `
 left out. These places stay as they are:
 
 * whatever the compiler must know: template arguments, array sizes, constexpr and static_assert;
-* hints: prefetches, __syncwarp, when the next grid may start, and how much work is worth a thread;
+* what no test can notice: prefetches, fences, __syncwarp, when the next grid may start, and how much work is worth a
+  thread;
 * code that divides the work: host functions of csrc/cuda, and functions of csrc/cpu that return a size or a bool.
 
 Needs the dependency group "mutants", and the installed package with its extra "test".
@@ -63,8 +64,8 @@ LEFT_ALONE = re.compile(
     "enumerator|template_(argument|parameter)_list|(abstract_)?array_declarator"
 )
 HINT = re.compile(
-    r"([\w:<>]+::)?(\w*prefetch\w*|fetch_(to|next)\w*|is_worth_fetching|let_next_grid_start|__syncwarp|"
-    r"finish_writes\w*|RowSteps)\b|ceil_div\(kGrain"
+    r"([\w:<>]+::)?(\w*prefetch\w*|let_next_grid_start|__syncwarp|streaming_fence|_mm_sfence|RowSteps)\b|"
+    r"ceil_div\(kGrain"
 )
 MACRO = re.compile(r"(?!TORCH_CHECK)[A-Z_0-9]+\(")
 CUDA_WORDS = re.compile(
