@@ -12,8 +12,7 @@ number grows by one only as an operand of arithmetic, `<` becomes `>=` and not `
 left out. These places stay as they are:
 
 * whatever the compiler must know: template arguments, array sizes, constexpr and static_assert;
-* what no test can notice: prefetches, fences, __syncwarp, when the next grid may start, and how much work is worth a
-  thread;
+* what no test can notice: prefetches, fences, __syncwarp, when the next grid starts, how much work is worth a thread;
 * code that divides the work: host functions of csrc/cuda, and functions of csrc/cpu that return a size or a bool.
 
 Needs the dependency group "mutants", and the installed package with its extra "test".
