@@ -42,19 +42,17 @@ struct RowSteps {
       prefetched = together == kRows ? 0 : rows_to_prefetch<T>(rows, cols, block);
       return;
     }
-    if (row_bytes <= (sizeof(T) == 2 ? 3072 : 2048)) {
-      together = kRows;
-    } else {
-      together = is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
-    }
+    const bool is_short = row_bytes <= (sizeof(T) == 2 ? 3072 : 2048);
+    const bool four = is_short || (is_long<T>(cols) && !in_memory && row_bytes % 4096 != 0);
+    together = four ? kRows : is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
     block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
     prefetched = rows_to_prefetch<T>(rows, cols, block);
   }
 
   // The rows that share the loads of the weight and the loads and stores of the partial sums: four short rows, whose
-  // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly (Intel
-  // Xeon with AVX-512), and four rows 4 KiB apart take the same places of the first-level cache (77 x 2048 bf16 take
-  // 1.3 times as long); and two very long rows, whose weight and partial sums do not stay in that cache.
+  // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly; and
+  // long rows, whose weight and sums leave the first-level cache: four (300 x 5120 bf16 take 0.9 of the time), unless
+  // they take the same places of it or are in memory (4000 x 5120 bf16 would take 1.2). All on an Intel Xeon.
   int64_t together;
   // The rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations of the
   // second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the time.
@@ -246,6 +244,9 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
   const X* const next_x = b.steps.prefetched ? x + b.steps.prefetched * x_stride : nullptr;
   const T* const next_dy = dy + b.steps.prefetched * dy_stride;
+  // A store would wait for its cache line. The next long rows of dx would evict x and dy from the caches: 4 x 100000
+  // take 0.8 of the time in bf16 and 0.9 in fp32 (Intel Xeon with AVX-512).
+  const int64_t ahead = is_long<X>(p.cols) ? kWriteAhead<X> : kCount * dx_stride;
   const Acc scale = *c.scale();  // used for special rows, which are handled one by one
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
@@ -272,8 +273,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, store_lanes<streaming>(lanes));
-          // The next rows of dx: a store to a line in memory would wait for it.
-          if (!streaming) prefetch_to_l2(dx + (k + kCount) * dx_stride + j);
+          if (!streaming) prefetch_for_write(dx + k * dx_stride + j + ahead);
         }
       }
     }

@@ -214,25 +214,24 @@ inline Vec<float> from_bits(Words v) { return reinterpret_cast<Vec<float>>(v); }
 // A word holds two bfloat16; the lower one is the even element.
 inline Pack<float> widen(Words pairs) { return {from_bits(pairs << 16), from_bits(pairs & 0xffff0000u)}; }
 
-// Rounds to the upper 16 bits, ties to even, in integer arithmetic, because AVX-512's conversion flushes subnormal
-// numbers to zero. A NaN stays NaN unless its lower bits carry into the sign; a NaN that was a bfloat16 has none set.
-inline Words round_to_upper(Vec<float> v) {
-  const Words bits = bits_of(v);
-#if defined(__AVX512F__)  // two instructions fewer
-  const __mmask16 is_odd = _mm512_test_epi32_mask(__m512i(bits), __m512i(Words{} + 0x10000u));
-  return Words(_mm512_mask_add_epi32(__m512i(bits + 0x7fffu), is_odd, __m512i(bits), __m512i(Words{} + 0x8000u)));
-#else
-  return bits + 0x7fffu + ((bits >> 16) & 1);
-#endif
-}
+// Rounds to bfloat16, ties to even, in integer arithmetic, because AVX-512's conversion flushes subnormal numbers to
+// zero. A NaN whose lower bits carry would become another number; one that was a bfloat16 has none set.
 template <bool may_have_nan>
 inline Words narrow(const Pack<float>& p) {
-  Words a = round_to_upper(p.a), b = round_to_upper(p.b);
+  Words a = bits_of(p.a), b = bits_of(p.b);
   if constexpr (may_have_nan) {
-    a = p.a == p.a ? a : bits_of(p.a) | 0x400000u;
-    b = p.b == p.b ? b : bits_of(p.b) | 0x400000u;
+    a = p.a == p.a ? a : (a & 0xffff0000u) | 0x400000u;
+    b = p.b == p.b ? b : (b & 0xffff0000u) | 0x400000u;
   }
-  return (a >> 16) | (b & 0xffff0000u);
+#if defined(__AVX512F__)  // both at once, with fewer instructions
+  using HalfWords = typename VectorOf<uint16_t>::type;
+  const auto upper = reinterpret_cast<HalfWords>((a >> 16) | (b & 0xffff0000u));
+  const auto lower = reinterpret_cast<HalfWords>((a & 0xffffu) | (b << 16));
+  return reinterpret_cast<Words>(((upper & 1) | lower) > 0x8000 ? upper + 1 : upper);
+#else
+  const auto round = [](Words bits) { return bits + 0x7fffu + ((bits >> 16) & 1); };
+  return (round(a) >> 16) | (round(b) & 0xffff0000u);
+#endif
 }
 
 // Convert half to float and back; kVectorBytes / 2 bytes at p.
