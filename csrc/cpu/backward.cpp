@@ -50,9 +50,10 @@ struct RowSteps {
   }
 
   // The rows that share the loads of the weight and the loads and stores of the partial sums: four short rows, whose
-  // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly; and
-  // long rows, whose weight and sums leave the first-level cache: four (300 x 5120 bf16 take 0.9 of the time), unless
-  // they take the same places of it or are in memory (4000 x 5120 bf16 would take 1.2). All on an Intel Xeon.
+  // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly (Intel
+  // Xeon); and long rows, whose weight and partial sums do not stay in the first-level cache: four (300 x 5120 bf16
+  // take 0.9 of the time, Intel Xeon), but two if the array is in memory, or if the rows are a multiple of 4 KiB apart
+  // and take the same places of that cache (four such rows, 77 x 2048 bf16, took 1.3 times as long).
   int64_t together;
   // The rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations of the
   // second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the time.
@@ -244,8 +245,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
   const X* const next_x = b.steps.prefetched ? x + b.steps.prefetched * x_stride : nullptr;
   const T* const next_dy = dy + b.steps.prefetched * dy_stride;
-  // A store would wait for its cache line. The next long rows of dx would evict x and dy from the caches: 4 x 100000
-  // take 0.8 of the time in bf16 and 0.9 in fp32 (Intel Xeon with AVX-512).
+  // How far ahead of a store dx is prefetched, so that it need not wait for its cache line: to the next rows, but only
+  // 1 KiB in long rows, because the next ones would evict x and dy (4 x 100000 bf16 take 0.8 of the time, Intel Xeon).
   const int64_t ahead = is_long<X>(p.cols) ? kWriteAhead<X> : kCount * dx_stride;
   const Acc scale = *c.scale();  // used for special rows, which are handled one by one
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.

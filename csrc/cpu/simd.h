@@ -215,7 +215,7 @@ inline Vec<float> from_bits(Words v) { return reinterpret_cast<Vec<float>>(v); }
 inline Pack<float> widen(Words pairs) { return {from_bits(pairs << 16), from_bits(pairs & 0xffff0000u)}; }
 
 // Rounds to bfloat16, ties to even, in integer arithmetic, because AVX-512's conversion flushes subnormal numbers to
-// zero. A NaN whose lower bits carry would become another number; one that was a bfloat16 has none set.
+// zero. A carry could make a NaN a number; a NaN that was a bfloat16 has no lower bits, so that none occurs.
 template <bool may_have_nan>
 inline Words narrow(const Pack<float>& p) {
   Words a = bits_of(p.a), b = bits_of(p.b);
