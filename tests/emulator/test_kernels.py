@@ -29,9 +29,6 @@ from shapes import (
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
-# The longest rows of 1 to 32 lanes, of a chunk and of a large chunk (geometry.h), in vectors of 16 bytes.
-LIMITS = (1, 8, 16, 32, 64, 128, 1024, 2048)
-
 
 @pytest.fixture(scope="module")
 def library():
@@ -55,8 +52,12 @@ def block_columns(dtype, vectors=130):
     return vectors * 16 // dtype.itemsize + 3
 
 
+# Schedules
+
+
+# The limits are the longest rows of 1 to 32 lanes, a chunk and a large chunk (geometry.h), in vectors of 16 bytes.
 @all_dtypes
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", [1, 8, 16, 32, 64, 128, 1024, 2048])
 def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     """Rows of whole vectors are aligned; those with one element less or more are not."""
     vector = 16 // dtypes[0].itemsize
@@ -70,7 +71,7 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
             expected = expected or results
             assert_same_bits(results, expected, cols, seed)
         check(results, x, dy, w, b, context=(cols,))
-        if cols == 1:  # g - mean(g) is 0, unless an inexact g is fused with the subtraction
+        if cols == 1:  # g - mean(g) is exactly 0, unless the product g is fused with the subtraction
             assert not results[3].any()
 
 
@@ -284,11 +285,10 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
     """
     dy = torch.ones(3, rows)  # each block takes successive rows
     dy[:, 0] = 2.0**24
-    dy[2, 255] = 2  # is not lost, but would be without the last row of a sum
+    dy[2, 255] = 2  # changes the result, so that the test notices a sum without its last row
     dy = dy.reshape(-1, 1).expand(-1, cols)
     x, rstd = torch.ones(len(dy), cols), torch.ones(len(dy), 1)
     with library.schedule(path_limit=path_limit):
         _, *sums = library.ops.backward(dy, x, (cols,), None, rstd, None, None, [False, True, True], rms=True)
     expected = torch.tensor([2.0**24, 2.0**24, 2.0**24 + 2]) + (rows - 256)
-    for gradient in sums:
-        assert gradient.eq(expected.sum(dtype=F64).float()).all()
+    assert all(gradient.eq(expected.sum(dtype=F64).float()).all() for gradient in sums)
