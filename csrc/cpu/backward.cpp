@@ -411,7 +411,7 @@ void backward(const B& b) {
   if (slots.share_columns) {
     backward_sharing_columns(b);
   } else {
-    parallel_for(slots.count, ceil_div(kGrain, slots.rows * p.cols), [&](int64_t slot, int64_t end) {
+    parallel_for(slots.count, max(1, kGrain / (slots.rows * p.cols)), [&](int64_t slot, int64_t end) {
       for (; slot < end; ++slot) backward_slot(b, slot, slot);
     });
   }
