@@ -31,9 +31,9 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_CAPABILITIES = {"DEFAULT": []}
 if IS_X86:
     CPU_CAPABILITIES["DEFAULT"] = ["-O2"]  # for CPUs without AVX2; a sixth smaller than with -O3
-    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
+    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c", "-mprfchw"]
     CPU_CAPABILITIES["AVX512"] = [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprfchw"),
         "-mprefer-vector-width=512",
     ]
 

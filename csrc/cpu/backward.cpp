@@ -356,6 +356,27 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
   });
 }
 
+// Prefetches a slot's partial sums before they are written, because another core may have read them in the last call:
+// 3136 x 192 bf16 take 0.93 of the time if the two cores share no cache (AMD EPYC).
+template <class B>
+void prefetch_area(const B& b, int64_t area) {
+  if (!wants_parameters(b.p)) return;
+  for (int64_t j = 0; j < 2 * b.padded_cols; j += kPackSize<typename B::Acc>) {
+    prefetch_for_write(b.dweight(area) + j);
+    asm volatile("");  // GCC removes a loop that only prefetches
+  }
+}
+
+// Stores the sums in an area, for columns [begin, end), as the gradients of a group.
+template <class B>
+void store_gradients(const B& b, int64_t group, int64_t area, int64_t begin, int64_t end) {
+  const auto store = [&](const typename B::Acc* sums, const View& gradient) {
+    if (gradient.data) reduce_slots<typename B::X>(b.p, sums, 1, begin, end, gradient.row<typename B::W>(group, 0));
+  };
+  store(b.dweight(area), b.p.grad_weight);
+  store(b.dbias(area), b.p.grad_bias);
+}
+
 // Handles few long rows: first the coefficients of all rows, then the threads share the columns.
 template <class B>
 void backward_sharing_columns(const B& b) {
@@ -383,6 +404,7 @@ void backward_sharing_columns(const B& b) {
                     min(kTile, p.cols - begin));
         first = false;
       });
+      if (b.slots.are_gradients) store_gradients(b, slot, slot, begin, min(begin + kTile, p.cols));
     }
   });
 }
@@ -393,28 +415,26 @@ void backward(const B& b) {
   using W = typename B::W;
   const BackwardParams& p = b.p;
   const Slots& slots = b.slots;
-  if (slots.are_gradients) {
-    const auto store = [&](const AccOf<X>* sums, const View& gradient, int64_t group) {
-      if (gradient.data) reduce_slots<X>(p, sums, 1, 0, p.cols, gradient.template row<W>(group, 0));
-    };
+  if (slots.share_columns) {
+    backward_sharing_columns(b);
+  } else if (slots.are_gradients) {
     parallel_for(slots.areas, 1, [&](int64_t area, int64_t end) {
       for (; area < end; ++area) {
         for (int64_t slot = area * slots.count / slots.areas; slot < (area + 1) * slots.count / slots.areas; ++slot) {
           backward_slot(b, slot, area);
-          store(b.dweight(area), p.grad_weight, slot);
-          store(b.dbias(area), p.grad_bias, slot);
+          store_gradients(b, slot, area, 0, p.cols);
         }
       }
     });
-    return;
-  }
-  if (slots.share_columns) {
-    backward_sharing_columns(b);
   } else {
     parallel_for(slots.count, max(1, kGrain / (slots.rows * p.cols)), [&](int64_t slot, int64_t end) {
-      for (; slot < end; ++slot) backward_slot(b, slot, slot);
+      for (; slot < end; ++slot) {
+        prefetch_area(b, slot);
+        backward_slot(b, slot, slot);
+      }
     });
   }
+  if (slots.are_gradients) return;
   reduce_slots<X, W>(p, b.dweight(0), slots.count, p.grad_weight);
   reduce_slots<X, W>(p, b.dbias(0), slots.count, p.grad_bias);
 }
