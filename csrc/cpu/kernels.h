@@ -74,7 +74,8 @@ struct Slots {
         count(groups * per_group),
         share_columns(count < num_threads() && p.cols > kTile),
         are_gradients(per_group == 1 && (groups == 1 || (is_grouped(p.grad_weight) && is_grouped(p.grad_bias)))),
-        areas(are_gradients && !share_columns ? min(num_threads(), ceil_div(count * rows * p.cols, kGrain)) : count) {}
+        areas(are_gradients && !share_columns ? min(min(count, num_threads()), ceil_div(count * rows * p.cols, kGrain))
+                                              : count) {}
 
   int64_t begin(int64_t slot) const { return slot / per_group * group_rows + slot % per_group * rows; }
   int64_t end(int64_t slot) const { return min(begin(slot) + rows, (slot / per_group + 1) * group_rows); }
