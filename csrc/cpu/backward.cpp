@@ -365,12 +365,10 @@ template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
   const int64_t rows = p.groups * p.rows;
-  const auto find = [&](auto threads, int64_t begin, int64_t end) {
-    for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
-      for (int64_t k = 0; k < count; ++k) {
-        coefficients<decltype(threads), 1, kWidePacks>(b, group, r + k, b.coefficients.from(group * p.rows + r + k));
-      }
-    });
+  const auto find = [&](auto threads, int64_t r, int64_t end) {
+    for (; r < end; ++r) {
+      coefficients<decltype(threads), 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
+    }
   };
   if (rows < num_threads()) {
     find(AllThreads{}, 0, rows);

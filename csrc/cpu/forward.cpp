@@ -296,11 +296,9 @@ void forward(const ForwardParams& p) {
         for (; r < end; ++r) forward_rows<OneThread, 1, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
       });
     } else if (rows < num_threads() && chunks.count > 1) {
-      for_each_group(p.rows, 0, rows, [&](int64_t group, int64_t r, int64_t count) {
-        for (int64_t k = 0; k < count; ++k) {
-          forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, group, r + k, chunks);
-        }
-      });
+      for (int64_t r = 0; r < rows; ++r) {
+        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, r / p.rows, r % p.rows, chunks);
+      }
     } else {
       const bool pairs = handles_pairs<X>(p.cols);
       for_rows([&](int64_t group, int64_t r, int64_t end) {
