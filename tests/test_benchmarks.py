@@ -54,9 +54,6 @@ def run(tmp_path):
     return invoke
 
 
-# Commands
-
-
 def test_kernels_records_times_errors_and_verdicts(run):
     _, records = run("kernels", "40x64", "--dtypes", "fp32,bf16-fp32", "--contenders", ALL, *QUICK)
     assert len(records) == 2 * 3 * 4  # dtypes, passes and contenders
@@ -103,9 +100,6 @@ def test_accuracy_shows_the_promised_errors(run):
     assert len(ours) == 8 and max(ours) < 5e-7 and max(torchs) > 1e-4
 
 
-# Contenders
-
-
 def not_importable(function, case):
     raise ImportError("built for another torch\nand a stack")
 
@@ -126,9 +120,6 @@ def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, name, bind,
     """Only wrong results of ours fail the command."""
     monkeypatch.setitem(contenders.CONTENDERS, name, ("apex", "torch.nn.functional:layer_norm", bind))
     assert message in run("memory", "4x64", "--dtypes", "fp32", "--contenders", f"torch,{name}", status=status)[0]
-
-
-# compare
 
 
 def test_compare_times_both_builds(run, monkeypatch):
