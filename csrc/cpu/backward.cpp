@@ -420,9 +420,7 @@ void backward(const B& b) {
       }
     });
   }
-  if (slots.are_gradients) return;
-  reduce_slots<X, W>(p, b.dweight(0), slots.count, p.grad_weight);
-  reduce_slots<X, W>(p, b.dbias(0), slots.count, p.grad_bias);
+  if (!slots.are_gradients) reduce_slots<X, W>(p, b.partials, slots.count);
 }
 
 }  // namespace

@@ -435,8 +435,7 @@ void channels_first_backward(const BackwardParams& p) {
         }
       }
     });
-    reduce_slots<Acc, W>(p, partials, blocks.slots, p.grad_weight);  // the channels are in memory order
-    reduce_slots<Acc, W>(p, partials + pitch, blocks.slots, p.grad_bias);
+    reduce_slots<Acc, W>(p, partials, blocks.slots);  // the channels are in memory order
   });
 }
 

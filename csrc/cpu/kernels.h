@@ -63,8 +63,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // are small beside the input: 3136 x 192 bf16 take 0.92 of the time that 64 slots take, and 0.8 if the two cores share
 // no cache (AMD EPYC). The number is even, so that two threads share the slots well.
 //
-// If each group has one slot, its sums are the gradients. The thread that has them stores them, because another core
-// would read them slowly, and reuses its area of the workspace.
+// If each group has one slot, its sums are the gradients. The thread that has them stores them, and reuses its area.
 struct Slots {
   explicit Slots(const BackwardParams& p)
       : groups(p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1),

@@ -302,16 +302,22 @@ void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t count, int6
   });
 }
 
-// Adds the partial sums of all slots, or of each group's if the groups have their own parameter.
+// Adds the partial sums of all slots, or of each group's for a gradient per group.
 template <class X, class W>
-void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t slots, const View& gradient) {
-  if (!gradient.data) return;
-  const int64_t groups = gradient.group_stride ? p.groups : 1, count = slots / groups;
+void reduce_slots(const BackwardParams& p, const AccOf<X>* partials, int64_t slots) {
+  if (!wants_parameters(p)) return;
+  const View* const gradients[] = {&p.grad_weight, &p.grad_bias};
+  const int64_t groups = p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1;
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
-  parallel_for(groups * tiles, ceil_div(kGrain, count * kMaxPackSize), [&](int64_t begin, int64_t end) {
+  parallel_for(groups * tiles, ceil_div(kGrain, 2 * slots / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
-      reduce_slots<X>(p, partials + 2 * group * count * padded_cols(p), count, tile * kMaxPackSize,
-                      min(p.cols, (tile + n) * kMaxPackSize), gradient.row<W>(group, 0));
+      for (const View* gradient : gradients) {
+        const int64_t count = gradient->group_stride ? slots / groups : slots;
+        if (!gradient->data || group * count >= slots) continue;
+        const auto* const sums = partials + (2 * group * count + (gradient == &p.grad_bias)) * padded_cols(p);
+        reduce_slots<X>(p, sums, count, tile * kMaxPackSize, min(p.cols, (tile + n) * kMaxPackSize),
+                        gradient->row<W>(group, 0));
+      }
     });
   });
 }
