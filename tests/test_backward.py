@@ -32,8 +32,7 @@ from shapes import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Parameter gradients are summed over slots of up to 256 rows, of wide rows up to 64. These are numbers of rows around
-# one, two and many slots, and around the limits at which slots get longer.
+# Parameter gradients are summed over slots. Around these numbers of rows, slots get more or longer.
 SLOT_ROWS = [15, 17, 31, 33, 47, 49, 63, 65, 96, 97, 255, 257, 511, 513, 1025, 2049, 4097, 16384, 16385, 65537]
 
 

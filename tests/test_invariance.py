@@ -127,6 +127,7 @@ WORK = {
     "one long row": (1, 300_001, run),
     "groups of chunks": (2, (1 << 20) + 5000, run),
     "groups": (512, 768, partial(run_groups, samples=8, positions=64)),
+    "groups of wide rows": (24, 3000, partial(run_groups, samples=2, positions=12)),
     "many images": (32 * 49, 40, partial(run_many, images=32)),
     "many pixels": (3000, 96, partial(run_many, images=3)),
     "images of few pixels": (70 * 9, 64, partial(run_many, images=70)),
