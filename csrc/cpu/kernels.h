@@ -68,7 +68,7 @@ struct Slots {
   explicit Slots(const BackwardParams& p)
       : groups(p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1),
         group_rows(p.groups * p.rows / groups),
-        rows(ceil_div(group_rows, number(group_rows, p.cols))),
+        rows(ceil_div(group_rows, slots_for(group_rows, p.cols))),
         per_group(ceil_div(group_rows, rows)),
         count(groups * per_group),
         share_columns(count < num_threads() && p.cols > kTile),
@@ -85,7 +85,7 @@ struct Slots {
   int64_t areas;  // of the workspace: one for each slot, or one for each thread
 
  private:
-  static int64_t number(int64_t rows, int64_t cols) {
+  static int64_t slots_for(int64_t rows, int64_t cols) {
     const int64_t useful = min(min(64, ceil_div(rows, 32)), (rows * cols + kGrain / 2) / kGrain);
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
     return n > 1 ? n + n % 2 : n;
