@@ -31,8 +31,7 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_CAPABILITIES = {"DEFAULT": []}
 if IS_X86:
     CPU_CAPABILITIES["DEFAULT"] = ["-O2"]  # for CPUs without AVX2; a sixth smaller than with -O3
-    # CPUs without the instruction of -mprfchw ignore it.
-    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c", "-mprfchw"]
+    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c", "-mprfchw"]  # older CPUs ignore the latter's instruction
     CPU_CAPABILITIES["AVX512"] = [
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprfchw"),
         "-mprefer-vector-width=512",

@@ -422,7 +422,7 @@ void channels_first_backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const Blocks blocks(p, sizeof(X), p.grad_weight.group_stride || p.grad_bias.group_stride);
+    const Blocks blocks(p, sizeof(X), has_gradient_per_group(p));
     const int64_t pitch = padded_cols(p), slot_elements = blocks.per_slot * min(blocks.pixels, p.rows) * p.cols;
     const auto bytes = 2 * blocks.slots * pitch * static_cast<int64_t>(sizeof(Acc));
     Acc* const partials = static_cast<Acc*>(wants_parameters(p) ? p.allocator->allocate(bytes) : nullptr);

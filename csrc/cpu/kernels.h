@@ -53,20 +53,22 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline bool has_gradient_per_group(const BackwardParams& p) {
+  return p.grad_weight.group_stride || p.grad_bias.group_stride;
+}
 
 // Weight gradients are summed over the rows of a slot in order, then over the slots in order and in double, so the
 // result does not depend on which thread takes which slot. A parameter that all groups share has slots of consecutive
 // rows of [groups * rows]; else each group has its own slots.
 //
-// A group has at most 64 slots, which is enough for many threads, or more of 256 rows, for the precision of fp32 sums.
-// Few rows have a slot for 32 rows and for kGrain elements, so that the partial sums, half of which another core reads,
-// are small beside the input: 3136 x 192 bf16 take 0.92 of the time that 64 slots take, and 0.8 if the two cores share
-// no cache (AMD EPYC). The number is even, so that two threads share the slots well.
+// A group has up to 64 slots, enough for many threads, or more of 256 rows, for the precision of fp32 sums. It has
+// fewer if they would have less than 32 rows or kGrain elements, because another core reads half of the partial sums:
+// 3136 x 192 bf16 take 0.92 of the time that 64 slots take, and 0.8 if the two cores share no cache (AMD EPYC).
 //
 // If each group has one slot, its sums are the gradients. The thread that has them stores them, and reuses its area.
 struct Slots {
   explicit Slots(const BackwardParams& p)
-      : groups(p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1),
+      : groups(has_gradient_per_group(p) ? p.groups : 1),
         group_rows(p.groups * p.rows / groups),
         rows(ceil_div(group_rows, slots_for(group_rows, p.cols))),
         per_group(ceil_div(group_rows, rows)),
@@ -88,7 +90,7 @@ struct Slots {
   static int64_t slots_for(int64_t rows, int64_t cols) {
     const int64_t useful = min(min(64, ceil_div(rows, 32)), (rows * cols + kGrain / 2) / kGrain);
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
-    return n > 1 ? n + n % 2 : n;
+    return n > 1 ? n + n % 2 : n;  // even, so that two threads share the slots well
   }
   static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };

@@ -307,7 +307,7 @@ template <class X, class W>
 void reduce_slots(const BackwardParams& p, const AccOf<X>* partials, int64_t slots) {
   if (!wants_parameters(p)) return;
   const View* const gradients[] = {&p.grad_weight, &p.grad_bias};
-  const int64_t groups = p.grad_weight.group_stride || p.grad_bias.group_stride ? p.groups : 1;
+  const int64_t groups = has_gradient_per_group(p) ? p.groups : 1;
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
   parallel_for(groups * tiles, ceil_div(kGrain, 2 * slots / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
