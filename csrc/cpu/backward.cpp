@@ -35,20 +35,20 @@ template <class T>
 struct RowSteps {
   RowSteps(int64_t rows, int64_t cols) {
     const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-    const bool in_memory = rows * row_bytes > kMinBytesInMemory;
-    if (sizeof(T) > 2 && in_memory && is_narrow<T>(cols)) {
-      // The hardware prefetches rows well that are read one by one: 16384 x 384 floats take 0.6 of the time.
-      together = block = row_bytes <= 256 ? kRows : 1;
-      prefetched = together == kRows ? 0 : rows_to_prefetch<T>(rows, cols, block);
-      return;
+    in_memory = rows * row_bytes > kMinBytesInMemory;
+    if (sizeof(T) > 2 && in_memory && row_bytes > 1024 && is_narrow<T>(cols)) {
+      together = block = 1;  // 32768 x 768 floats take 0.7 of the time
+    } else {
+      const bool is_short = row_bytes <= (sizeof(T) == 2 ? 3072 : 2048);
+      const bool four = is_short || (is_long<T>(cols) && !in_memory && row_bytes % 4096 != 0);
+      together = four ? kRows : is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
+      block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
     }
-    const bool is_short = row_bytes <= (sizeof(T) == 2 ? 3072 : 2048);
-    const bool four = is_short || (is_long<T>(cols) && !in_memory && row_bytes % 4096 != 0);
-    together = four ? kRows : is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
-    block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
-    prefetched = rows_to_prefetch<T>(rows, cols, block);
+    const bool fits_cache = row_bytes <= 3072;
+    prefetched = fits_cache ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
   }
 
+  bool in_memory;
   // The rows that share the loads of the weight and the loads and stores of the partial sums: four short rows, whose
   // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly (Intel
   // Xeon); and long rows, whose weight and partial sums do not stay in the first-level cache: four (300 x 5120 bf16
@@ -58,7 +58,10 @@ struct RowSteps {
   // The rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations of the
   // second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the time.
   int64_t block;
-  int64_t prefetched;  // the number of rows ahead that are prefetched, or 0
+  // How many rows ahead x and dy are prefetched, or 0. The next block of short rows fits into the first-level cache
+  // beside this one: 48 x 384 floats, which are in the second-level cache, take 0.88 of the time, and 200000 x 17 in
+  // memory half of it.
+  int64_t prefetched;
 };
 
 // The coefficients of rows for the second loop, of which each is an array: with d = x * scale - mean,
@@ -113,6 +116,9 @@ struct Backward {
   const RowSteps<X> steps = {p.groups * p.rows, p.cols};
   // Whether dx is written with streaming stores.
   const bool streaming = should_stream<X>(p.grad_input, (p.groups * p.rows) * p.cols, kMinBytesInMemory);
+  // Whether dx is prefetched before the sums of a row are computed, because stores would wait for lines in memory: 8192
+  // x 1000 floats take 0.7 of the time.
+  const bool prefetches_dx = steps.in_memory && !streaming && p.grad_input.data;
   Acc* const partials;  // [areas, 2, padded_cols], packs in the order of X
   const Coefficients<Acc> coefficients = {partials + 2 * slots.areas * padded_cols, p.groups * p.rows};  // of all rows
 };
@@ -186,25 +192,34 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
   store(c.minus_c1(), -mean_g_xhat), store(c.minus_c2(), -mean_g);
 }
 
+// Returns whether one of the rows is special.
 template <class Threads, int kCount, int kPacks, class B>
-void coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
+bool coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
   const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(group, r);
   bool any_special = false;
   for (int k = 0; k < kCount; ++k) any_special |= b.is_special(rstds[k * b.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
     if (any_special) {
       for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
-      return;
+      return true;
     }
   } else if (any_special) {
     first_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
-    return;
+    return true;
   }
   if (b.p.grad_input.data) {
     first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c);
   } else {
     first_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
   }
+  return false;
+}
+
+// Prefetches kCount packs.
+template <int kCount, class T>
+void prefetch_packs(const T* p) {
+  constexpr int kBytes = kCount * kPackSize<AccOf<T>> * static_cast<int>(sizeof(T));
+  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
 // v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing, except that
@@ -237,11 +252,13 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   Acc* const dbias = b.dbias(area);
   const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
-  const X* const next_x = b.steps.prefetched ? x + b.steps.prefetched * x_stride : nullptr;
-  const T* const next_dy = dy + b.steps.prefetched * dy_stride;
-  // How far ahead of a store dx is prefetched, so that it need not wait for its cache line: to the next rows, but only
-  // 1 KiB in long rows, because the next ones would evict x and dy (4 x 100000 bf16 take 0.8 of the time, Intel Xeon).
-  const int64_t ahead = is_long<X>(p.cols) ? kWriteAhead<X> : kCount * dx_stride;
+  // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
+  // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
+  const bool adjacent = x_stride == n && dy_stride == n;
+  const bool prefetches = b.steps.prefetched && (adjacent || n >= kCount * kPackSize<Acc>);
+  const X* next_x = x + b.steps.prefetched * x_stride + begin;
+  const T* next_dy = dy + b.steps.prefetched * dy_stride + begin;
+  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
   const Acc scale = *c.scale();  // used for special rows, which are handled one by one
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
@@ -268,27 +285,31 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
           if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, store_lanes<streaming>(lanes));
-          if (!streaming) prefetch_for_write(dx + k * dx_stride + j + ahead);
         }
       }
     }
     if (with_dweight) write(dweight + j, dw, AllLanes{});
     if (with_dbias) write(dbias + j, db, AllLanes{});
-    if (next_x) {
-      for (int k = 0; k < kCount; ++k) {
-        prefetch_to_l2(next_x + k * x_stride + j);
-        prefetch_to_l2(next_dy + k * dy_stride + j);
+    if (prefetches) {
+      if (kCount > 1 && j >= row_end) {
+        row_end += n / kCount;
+        next_x += x_stride - n, next_dy += dy_stride - n;
       }
+      prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
+      next_x += kCount * kPackSize<Acc>, next_dy += kCount * kPackSize<Acc>;
     }
   });
 }
 
+// Whether the second loop has to scale the values of a row.
+template <class B>
+bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
+  return b.p.from_output || c.scale()[row] != 1;
+}
+
 template <class B>
 void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
-                 const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
-  const auto is_special = [&](int64_t k) { return b.p.from_output || c.scale()[k] != 1; };
-  bool any_special = false;
-  for (int64_t k = 0; k < count; ++k) any_special |= is_special(k);
+                 const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
   const int64_t at_once = any_special || !B::kTogether ? 1 : b.steps.together;
   dispatch_flags(
       [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
@@ -304,7 +325,7 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
           while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
         }
         while (k < count) {
-          if (is_special(k)) {
+          if (any_special && is_scaled(b, c, k)) {
             loop(Constant<1>{}, std::true_type{});
           } else {
             loop(Constant<1>{}, std::false_type{});
@@ -312,6 +333,14 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
         }
       },
       b.p.grad_input.data != nullptr, b.streaming, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+}
+
+template <class T>
+void prefetch_row_for_write(T* row, int64_t cols) {
+  for (int64_t j = 0; j < cols; j += 64 / sizeof(T)) {
+    __builtin_prefetch(row + j, 1);
+    asm volatile("");  // GCC removes a loop that only prefetches
+  }
 }
 
 // Calls f(group, first row, rows) for the rows of a slot, at most `step` at a time. f may write dx.
@@ -333,19 +362,23 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
+    for (int64_t k = 0; b.prefetches_dx && k < count; ++k) {
+      prefetch_row_for_write(b.p.grad_input.template row<X>(group, r + k), cols);
+    }
     int64_t k = 0;
+    bool any_special = false;
     if (narrow) {
       if constexpr (B::kTogether) {
         for (; b.steps.together == kRows && k + kRows <= count; k += kRows)
-          coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c.from(k));
+          any_special |= coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c.from(k));
         for (; k + kFewRows <= count; k += kFewRows)
-          coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c.from(k));
+          any_special |= coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c.from(k));
       }
-      for (; k < count; ++k) coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c.from(k));
+      for (; k < count; ++k) any_special |= coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c.from(k));
     } else {
-      for (; k < count; ++k) coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c.from(k));
+      for (; k < count; ++k) any_special |= coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c.from(k));
     }
-    second_loop(b, area, group, r, count, first, c, 0, cols);
+    second_loop(b, area, group, r, count, first, c, any_special, 0, cols);
     first = false;
   });
 }
@@ -381,8 +414,10 @@ void backward_sharing_columns(const B& b) {
       const int64_t slot = task / tiles, begin = task % tiles * kTile;
       bool first = true;
       for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
-        second_loop(b, slot, group, r, count, first, b.coefficients.from(group * p.rows + r), begin,
-                    min(kTile, p.cols - begin));
+        const auto c = b.coefficients.from(group * p.rows + r);
+        bool any_special = false;
+        for (int64_t k = 0; k < count; ++k) any_special |= is_scaled(b, c, k);
+        second_loop(b, slot, group, r, count, first, c, any_special, begin, min(kTile, p.cols - begin));
         first = false;
       });
       if (b.slots.are_gradients) store_gradients(b, slot, slot, begin, min(begin + kTile, p.cols));
@@ -412,10 +447,7 @@ void backward(const B& b) {
       for (; slot < end; ++slot) {
         // Another core may have read these partial sums in the last call, so that stores would wait for it: 3136 x 192
         // bf16 take 0.93 of the time if two cores share no cache (AMD EPYC).
-        for (int64_t j = 0; j < (wants_parameters(p) ? 2 * b.padded_cols : 0); j += kPackSize<AccOf<X>>) {
-          prefetch_for_write(b.dweight(slot) + j);
-          asm volatile("");  // GCC removes a loop that only prefetches
-        }
+        if (wants_parameters(p)) prefetch_row_for_write(b.dweight(slot), 2 * b.padded_cols);
         backward_slot(b, slot, slot);
       }
     });
