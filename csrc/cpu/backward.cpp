@@ -44,8 +44,7 @@ struct RowSteps {
       together = four ? kRows : is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
       block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
     }
-    const bool fits_cache = row_bytes <= 3072;
-    prefetched = fits_cache ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
+    prefetched = row_bytes <= 3072 ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
   }
 
   bool in_memory;
@@ -207,11 +206,8 @@ bool coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typen
     first_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
     return true;
   }
-  if (b.p.grad_input.data) {
-    first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c);
-  } else {
-    first_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
-  }
+  b.p.grad_input.data ? first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
+                      : first_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
   return false;
 }
 
@@ -325,11 +321,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
           while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
         }
         while (k < count) {
-          if (any_special && is_scaled(b, c, k)) {
-            loop(Constant<1>{}, std::true_type{});
-          } else {
-            loop(Constant<1>{}, std::false_type{});
-          }
+          const bool scaled = any_special && is_scaled(b, c, k);
+          scaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
         }
       },
       b.p.grad_input.data != nullptr, b.streaming, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
@@ -367,17 +360,16 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
     }
     int64_t k = 0;
     bool any_special = false;
-    if (narrow) {
-      if constexpr (B::kTogether) {
-        for (; b.steps.together == kRows && k + kRows <= count; k += kRows)
-          any_special |= coefficients<OneThread, kRows, kNarrowPacks>(b, group, r + k, c.from(k));
-        for (; k + kFewRows <= count; k += kFewRows)
-          any_special |= coefficients<OneThread, kFewRows, kNarrowPacks>(b, group, r + k, c.from(k));
+    const auto find = [&](auto rows, auto packs) {
+      for (; k + rows <= count; k += rows) {
+        any_special |= coefficients<OneThread, rows, packs>(b, group, r + k, c.from(k));
       }
-      for (; k < count; ++k) any_special |= coefficients<OneThread, 1, kNarrowPacks>(b, group, r + k, c.from(k));
-    } else {
-      for (; k < count; ++k) any_special |= coefficients<OneThread, 1, kWidePacks>(b, group, r + k, c.from(k));
+    };
+    if constexpr (B::kTogether) {
+      if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
+      if (narrow) find(Constant<kFewRows>{}, Constant<kNarrowPacks>{});
     }
+    narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
     second_loop(b, area, group, r, count, first, c, any_special, 0, cols);
     first = false;
   });

@@ -172,12 +172,8 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
         if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead<T>);
       }
-      if (next_x) {
-        for (int k = 0; k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
-      }
-      if (next_y) {
-        for (int k = 0; k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
-      }
+      for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
+      for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
     });
     if (streaming) streaming_fence();
   });

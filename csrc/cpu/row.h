@@ -238,11 +238,10 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
 // prefetches better: those of less than 256 bytes, and those of up to 2 KiB of 32- or 64-bit elements one by one.
 template <class T>
 inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
-  constexpr int64_t kDistance = 4096;  // bytes
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
   const bool suits_hardware = row_bytes < 256 || (sizeof(T) > 2 && count == 1 && row_bytes <= 2048);
   if (suits_hardware || rows * row_bytes <= 1 << 21 || count * row_bytes > 1 << 15) return 0;
-  return max(count, ceil_div(kDistance, row_bytes));
+  return max(count, ceil_div(4096, row_bytes));
 }
 
 // Prefetches a pack.
