@@ -134,6 +134,17 @@ bool should_prefetch_output(int64_t cols, int count) {
   return cols * static_cast<int64_t>(sizeof(T)) > 256 && (count > 1 || sizeof(T) == 2 || is_long<T>(cols));
 }
 
+// How far ahead of its stores a long row is prefetched, because they would stall the loop. All of it at its beginning
+// would evict the input from the first-level cache (1.35 times the time, bf16, 1024 x 16384, Intel Xeon).
+template <class T>
+constexpr int64_t kWriteAhead = 1024 / sizeof(T);
+
+template <class T>
+void prefetch_for_write(T* p) {
+  __builtin_prefetch(p, 1);
+  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T), 1);
+}
+
 template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, class T, class X, class W>
 void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
                const Statistics<AccOf<X>, kCount>& stats, int64_t prefetched) {

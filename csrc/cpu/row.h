@@ -203,17 +203,6 @@ inline bool is_long(int64_t cols) {
   return cols * static_cast<int64_t>(sizeof(T)) >= 8192;
 }
 
-// How far ahead of its stores a long row is prefetched, because they would stall the loop. All of it at its beginning
-// would evict the input from the first-level cache (1.35 times the time in forward, bf16, 1024 x 16384, Intel Xeon).
-template <class T>
-constexpr int64_t kWriteAhead = 1024 / sizeof(T);
-
-template <class T>
-inline void prefetch_for_write(T* p) {
-  __builtin_prefetch(p, 1);
-  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T), 1);
-}
-
 // Whether to write an array of at least `min_bytes` with streaming stores, which do not read the cache lines that they
 // overwrite. The next reader of a smaller array would lose more than these stores gain.
 template <class T>
@@ -232,10 +221,10 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
   return lanes;
 }
 
-// How many rows ahead of its rows, of which it handles `count` at a time, a thread prefetches; 0 for none. This gains
-// if the rows are in memory: 1576 x 768 take 0.75 (forward) and 0.8 (backward) of the time in fp32, 0.9 and 0.75 in
-// bf16 (AMD EPYC with AVX-512). Rows in the second-level cache would lose, and so would rows that the hardware
-// prefetches better: those of less than 256 bytes, and those of up to 2 KiB of 32- or 64-bit elements one by one.
+// How many rows ahead forward prefetches that handles `count` together, and backward of rows over 3 KiB; 0 for none.
+// Rows in memory gain: forward of 8192 x 768 takes 0.6 of the time in fp32, 0.8 in bf16 (AMD EPYC with AVX-512). Rows
+// in the second-level cache would lose, and so would rows that the hardware prefetches better: those of less than 256
+// bytes, and those of up to 2 KiB of 32- or 64-bit elements one by one.
 template <class T>
 inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
