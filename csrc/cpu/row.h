@@ -57,8 +57,8 @@ constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
 constexpr int64_t kMaxGroups = 256;
 
 // The loops handle kRows narrow rows together. This hides the latency of additions and shares the loads of the
-// parameters: rows of 768 floats take 0.7 of the time. Wider rows are handled one by one with two packs in flight,
-// because several streams read memory more slowly.
+// parameters: rows of 768 floats take 0.7 of the time. Wider rows have two packs in flight, and are handled one or two
+// at a time, because more streams read memory more slowly.
 constexpr int kRows = 4;
 template <class T>
 inline bool is_narrow(int64_t cols) {
@@ -69,7 +69,7 @@ constexpr int kNarrowPacks = 1, kWidePacks = 2;
 // Larger arrays are taken to be in memory.
 constexpr int64_t kMinBytesInMemory = int64_t{1} << 23;
 
-// Whether forward handles narrow rows together; the results are the same either way. 16384 x 192 floats take 0.5 of the
+// Whether forward handles short rows together; the results are the same either way. 16384 x 192 floats take 0.5 of the
 // time, 1576 x 768 0.7 (AMD EPYC with AVX-512). Rows of 32- or 64-bit elements that exceed 2 KiB are faster one by one
 // if they are in memory: 8192 x 768 take 0.8.
 template <class T>
@@ -222,14 +222,16 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
 }
 
 // How many rows ahead forward prefetches that handles `count` together, and backward of rows over 3 KiB; 0 for none.
-// Rows in memory gain: forward of 8192 x 768 takes 0.6 of the time in fp32, 0.8 in bf16 (AMD EPYC with AVX-512). Rows
-// in the second-level cache would lose, and so would rows that the hardware prefetches better: those of less than 256
-// bytes, and those of up to 2 KiB of 32- or 64-bit elements one by one.
+// Rows in memory gain: forward of 8192 x 768 takes 0.6 of the time in fp32, 0.8 in bf16 (AMD EPYC with AVX-512). Single
+// rows gain beyond the second-level cache, too, but rows together lose (1576 x 768 floats take 1.1 of the time). So do
+// rows that the hardware prefetches better: those of less than 256 bytes, and single rows of up to 2 KiB of 32- or
+// 64-bit elements.
 template <class T>
 inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
   const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
+  const int64_t min_bytes = count > 1 ? kMinBytesInMemory : int64_t{1} << 21;
   const bool suits_hardware = row_bytes < 256 || (sizeof(T) > 2 && count == 1 && row_bytes <= 2048);
-  if (suits_hardware || rows * row_bytes <= 1 << 21 || count * row_bytes > 1 << 15) return 0;
+  if (suits_hardware || rows * row_bytes <= min_bytes || count * row_bytes > 1 << 15) return 0;
   return max(count, ceil_div(4096, row_bytes));
 }
 
