@@ -123,6 +123,7 @@ WORK = {
     "narrow rows, a few slots": (700, 200, run),
     "wide rows, many slots": (300, 1100, run),
     "fewer slots than threads: tiles of columns": (20, 5000, run),
+    "tiles of columns of narrow 16-bit rows": (20, 1536, run),
     "fewer rows than threads: chunks of a row": (5, 20001, run),
     "one long row": (1, 300_001, run),
     "groups of chunks": (2, (1 << 20) + 5000, run),

@@ -36,23 +36,22 @@ struct RowSteps {
   RowSteps(int64_t rows, int64_t cols) {
     const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
     in_memory = rows * row_bytes > kMinBytesInMemory;
-    if (sizeof(T) > 2 && in_memory && row_bytes > (kVectorBytes > 16 ? 1024 : 256) && is_narrow<T>(cols)) {
+    if (sizeof(T) > 2 && in_memory && row_bytes > (kVectorBytes > 16 ? 1024 : 256) && !is_long<T>(cols)) {
       together = block = 1;  // one stream is read faster: 32768 x 768 take 0.7 of the time
     } else {
-      const bool is_short = row_bytes <= (sizeof(T) == 2 ? 3072 : 2048);
-      const bool four = is_short || (is_long<T>(cols) && !in_memory && row_bytes % 4096 != 0);
-      together = four ? kRows : is_narrow<T>(cols) || is_long<T>(cols) ? kFewRows : 1;
+      const bool is_short = row_bytes <= (sizeof(T) == 2 ? 4095 : 2048);
+      const bool four = is_short || (!is_narrow<T>(cols) && !in_memory && row_bytes % 4096 != 0);
+      together = four ? kRows : kFewRows;
       block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
     }
     prefetched = row_bytes <= 3072 ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
   }
 
   bool in_memory;
-  // The rows that share the loads of the weight and the loads and stores of the partial sums: four short rows, whose
-  // sums all stay in registers; two longer narrow rows, because four streams of 768 floats are read more slowly (Intel
-  // Xeon); and long rows, whose weight and partial sums do not stay in the first-level cache: four (300 x 5120 bf16
-  // take 0.9 of the time, Intel Xeon), but two if the array is in memory, or if the rows are a multiple of 4 KiB apart
-  // and take the same places of that cache (four such rows, 77 x 2048 bf16, took 1.3 times as long).
+  // The rows that share the loads of the weight and the loads and stores of the partial sums: four (700 x 1600 floats
+  // take 0.75 of the time of single rows), but two if they are wide and in memory, if they are a multiple of 4 KiB
+  // apart and take the same places of the first-level cache (four of 77 x 2048 bf16 took 1.3 of the time), or if they
+  // are narrow and exceed 2 KiB of 32- or 64-bit elements, because four such streams are read more slowly (Intel Xeon).
   int64_t together;
   // The rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations of the
   // second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the time.
@@ -211,6 +210,24 @@ bool coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typen
   return false;
 }
 
+// The coefficients of rows r to r + count - 1 of a group. Returns whether one of the rows is special.
+template <class B>
+bool coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
+  const bool narrow = is_narrow<typename B::X>(b.p.cols);
+  bool any_special = false;
+  int64_t k = 0;
+  const auto find = [&](auto rows, auto packs) {
+    for (; k + rows <= count; k += rows)
+      any_special |= coefficients<OneThread, rows, packs>(b, group, r + k, c.from(k));
+  };
+  if constexpr (B::kTogether) {
+    if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
+    narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
+  }
+  narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
+  return any_special;
+}
+
 // Prefetches kCount packs.
 template <int kCount, class T>
 void prefetch_packs(const T* p) {
@@ -350,7 +367,6 @@ template <class B>
 void backward_slot(const B& b, int64_t slot, int64_t area) {
   using X = typename B::X;
   const int64_t cols = b.p.cols;
-  const bool narrow = is_narrow<X>(cols);
   bool first = true;
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
@@ -358,18 +374,7 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
     for (int64_t k = 0; b.prefetches_dx && k < count; ++k) {
       prefetch_row_for_write(b.p.grad_input.template row<X>(group, r + k), cols);
     }
-    int64_t k = 0;
-    bool any_special = false;
-    const auto find = [&](auto rows, auto packs) {
-      for (; k + rows <= count; k += rows) {
-        any_special |= coefficients<OneThread, rows, packs>(b, group, r + k, c.from(k));
-      }
-    };
-    if constexpr (B::kTogether) {
-      if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
-      if (narrow) find(Constant<kFewRows>{}, Constant<kNarrowPacks>{});
-    }
-    narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
+    const bool any_special = coefficients(b, group, r, count, c);
     second_loop(b, area, group, r, count, first, c, any_special, 0, cols);
     first = false;
   });
@@ -390,15 +395,16 @@ template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
   const int64_t rows = p.groups * p.rows;
-  const auto find = [&](auto threads, int64_t r, int64_t end) {
-    for (; r < end; ++r) {
-      coefficients<decltype(threads), 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
+  if (rows < num_threads() && !is_narrow<typename B::X>(p.cols)) {
+    for (int64_t r = 0; r < rows; ++r) {
+      coefficients<AllThreads, 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
     }
-  };
-  if (rows < num_threads()) {
-    find(AllThreads{}, 0, rows);
   } else {
-    parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t r, int64_t end) { find(OneThread{}, r, end); });
+    parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
+      for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
+        coefficients(b, group, r, count, b.coefficients.from(group * p.rows + r));
+      });
+    });
   }
   const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
   parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
