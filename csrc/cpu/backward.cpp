@@ -214,18 +214,17 @@ bool coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typen
 template <class B>
 bool coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
   const bool narrow = is_narrow<typename B::X>(b.p.cols);
-  bool any_special = false;
+  bool special = false;
   int64_t k = 0;
   const auto find = [&](auto rows, auto packs) {
-    for (; k + rows <= count; k += rows)
-      any_special |= coefficients<OneThread, rows, packs>(b, group, r + k, c.from(k));
+    for (; k + rows <= count; k += rows) special |= coefficients<OneThread, rows, packs>(b, group, r + k, c.from(k));
   };
   if constexpr (B::kTogether) {
     if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
     narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
   }
   narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
-  return any_special;
+  return special;
 }
 
 // Prefetches kCount packs.
@@ -365,17 +364,15 @@ void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
 // Handles all rows of a slot; its partial sums go to an area of the workspace.
 template <class B>
 void backward_slot(const B& b, int64_t slot, int64_t area) {
-  using X = typename B::X;
-  const int64_t cols = b.p.cols;
   bool first = true;
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
     for (int64_t k = 0; b.prefetches_dx && k < count; ++k) {
-      prefetch_row_for_write(b.p.grad_input.template row<X>(group, r + k), cols);
+      prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
     }
     const bool any_special = coefficients(b, group, r, count, c);
-    second_loop(b, area, group, r, count, first, c, any_special, 0, cols);
+    second_loop(b, area, group, r, count, first, c, any_special, 0, b.p.cols);
     first = false;
   });
 }
