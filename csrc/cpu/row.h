@@ -57,7 +57,7 @@ constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
 constexpr int64_t kMaxGroups = 256;
 
 // The loops handle kRows narrow rows together. This hides the latency of additions and shares the loads of the
-// parameters: rows of 768 floats take 0.7 of the time. Wider rows have two packs in flight, and are handled one or two
+// parameters: rows of 768 floats take 0.7 of the time. Wider rows have two packs in flight, and are summed one or two
 // at a time, because more streams read memory more slowly.
 constexpr int kRows = 4;
 template <class T>
