@@ -217,7 +217,8 @@ bool coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coe
   bool special = false;
   int64_t k = 0;
   const auto find = [&](auto rows, auto packs) {
-    for (; k + rows <= count; k += rows) special |= coefficients<OneThread, rows, packs>(b, group, r + k, c.from(k));
+    using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
+    for (; k + rows <= count; k += rows) special |= coefficients<Threads, rows, packs>(b, group, r + k, c.from(k));
   };
   if constexpr (B::kTogether) {
     if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
@@ -319,29 +320,36 @@ bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) 
   return b.p.from_output || c.scale()[row] != 1;
 }
 
-template <class B>
-void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
+// The second loop for columns [begin, begin + n) of rows r to r + count - 1 of a group.
+template <class B, bool with_dx, bool streaming, bool wants_dweight, bool with_dbias>
+void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
                  const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
+  constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
   const int64_t at_once = any_special || !B::kTogether ? 1 : b.steps.together;
-  dispatch_flags(
-      [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
-        constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
-        int64_t k = 0;
-        const auto loop = [&](auto rows, auto special) {
-          second_loop<rows, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
-              b, area, group, r + k, first && k == 0, c.from(k), begin, n);
-          k += rows;
-        };
-        if constexpr (B::kTogether) {
-          while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
-          while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
-        }
-        while (k < count) {
-          const bool scaled = any_special && is_scaled(b, c, k);
-          scaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
-        }
-      },
-      b.p.grad_input.data != nullptr, b.streaming, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+  int64_t k = 0;
+  const auto loop = [&](auto rows, auto special) {
+    second_loop<rows, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
+        b, area, group, r + k, first && k == 0, c.from(k), begin, n);
+    k += rows;
+  };
+  if constexpr (B::kTogether) {
+    while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
+    while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+  }
+  while (k < count) {
+    const bool scaled = any_special && is_scaled(b, c, k);
+    scaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
+  }
+}
+
+// Returns finish_rows() for the gradients that are wanted. A slot asks once, because asking for every block of rows
+// takes short rows a tenth of the time if GCC does not inline it.
+template <class B>
+auto choose_finish_rows(const B& b) {
+  auto* chosen = finish_rows<B, true, true, true, true>;
+  dispatch_flags([&](auto... flags) { chosen = finish_rows<B, flags...>; }, b.p.grad_input.data != nullptr, b.streaming,
+                 b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+  return chosen;
 }
 
 template <class T>
@@ -364,6 +372,7 @@ void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
 // Handles all rows of a slot; its partial sums go to an area of the workspace.
 template <class B>
 void backward_slot(const B& b, int64_t slot, int64_t area) {
+  const auto finish_rows = choose_finish_rows(b);
   bool first = true;
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
@@ -372,7 +381,7 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
       prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
     }
     const bool any_special = coefficients(b, group, r, count, c);
-    second_loop(b, area, group, r, count, first, c, any_special, 0, b.p.cols);
+    finish_rows(b, area, group, r, count, first, c, any_special, 0, b.p.cols);
     first = false;
   });
 }
@@ -403,6 +412,7 @@ void backward_sharing_columns(const B& b) {
       });
     });
   }
+  const auto finish_rows = choose_finish_rows(b);
   const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
   parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
@@ -412,7 +422,7 @@ void backward_sharing_columns(const B& b) {
         const auto c = b.coefficients.from(group * p.rows + r);
         bool any_special = false;
         for (int64_t k = 0; k < count; ++k) any_special |= is_scaled(b, c, k);
-        second_loop(b, slot, group, r, count, first, c, any_special, begin, min(kTile, p.cols - begin));
+        finish_rows(b, slot, group, r, count, first, c, any_special, begin, min(kTile, p.cols - begin));
         first = false;
       });
       if (b.slots.are_gradients) store_gradients(b, slot, slot, begin, min(begin + kTile, p.cols));

@@ -152,6 +152,9 @@ inline auto sum_each(const V (&v)[n]) {
   for (int i = 0; i < n; ++i) sums[i] = sum_lanes(v[i]);
   return sums;
 }
+#if defined(__AVX2__)
+inline VectorOf<double, 32>::type to_doubles(__m128 v) { return _mm256_cvtps_pd(v); }  // GCC would convert two halves
+#endif
 #if defined(__AVX512F__)
 // 13 shuffles and additions instead of 40, which would be a third of the work for narrow rows.
 inline auto sum_each(const Vec<float> (&v)[4]) {
@@ -164,7 +167,7 @@ inline auto sum_each(const Vec<float> (&v)[4]) {
   sum = sum + _mm512_maskz_permute_ps(0xffff, sum, 0xb1);
   const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
   const Vec<float> in_order = _mm512_maskz_permutexvar_ps(0xffff, firsts, sum);
-  return __builtin_convertvector(low_half(low_half(in_order)), VectorOf<double, 32>::type);
+  return to_doubles(_mm512_castps512_ps128(in_order));
 }
 #elif defined(__AVX2__)
 inline auto sum_each(const Vec<float> (&v)[4]) {
@@ -172,7 +175,7 @@ inline auto sum_each(const Vec<float> (&v)[4]) {
   __m128 half[4];
   for (int i = 0; i < 4; ++i) half[i] = low_half(v[i]) + high_half(v[i]);
   const __m128 sums = _mm_hadd_ps(add_halves(half[0], half[1]), add_halves(half[2], half[3]));
-  return __builtin_convertvector(sums, VectorOf<double, 32>::type);
+  return to_doubles(sums);
 }
 #endif
 
