@@ -28,6 +28,9 @@ namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
 constexpr int kFewRows = 2;
+// The rows that the second loop handles together at most. The coefficients of two fill the 16 registers of AVX2: 6272 x
+// 96 floats take 0.9 of the time of four.
+constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
 constexpr int64_t kMaxBlockRows = 16;
 
 // How many rows the loops handle at a time. The figures are for an AMD EPYC with AVX-512, unless they name another CPU.
@@ -325,7 +328,7 @@ template <class B, bool with_dx, bool streaming, bool wants_dweight, bool with_d
 void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
                  const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
   constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
-  const int64_t at_once = any_special || !B::kTogether ? 1 : b.steps.together;
+  const int64_t at_once = any_special || !B::kTogether ? 1 : min(b.steps.together, kMostRows);
   int64_t k = 0;
   const auto loop = [&](auto rows, auto special) {
     second_loop<rows, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
@@ -333,7 +336,7 @@ void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
     k += rows;
   };
   if constexpr (B::kTogether) {
-    while (at_once == kRows && k + kRows <= count) loop(Constant<kRows>{}, std::false_type{});
+    while (at_once == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
     while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
   }
   while (k < count) {

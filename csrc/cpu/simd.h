@@ -424,26 +424,55 @@ inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
   _mm512_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m512i>(words));
 }
 #else
+// memcpy of less than 64 bytes. The loops copy the same number for each row, so the processor predicts the branches.
+inline void copy_bytes(void* to, const void* from, int bytes) {
+  int done = 0;
+  const auto copy = [&](auto size) {
+    if (!(bytes & size)) return;
+    std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, size);
+    done += size;
+  };
+  copy(std::integral_constant<int, 32>{}), copy(std::integral_constant<int, 16>{});
+  copy(std::integral_constant<int, 8>{}), copy(std::integral_constant<int, 4>{});
+  copy(std::integral_constant<int, 2>{});
+}
+// Copies the bytes into vectors, the rest of which is zero.
+template <int n>
+inline void read_bytes(Words (&to)[n], const void* from, int bytes) {
+#if defined(__AVX2__)  // the copies would stall a load of the whole vector
+  const Words index = {0, 1, 2, 3, 4, 5, 6, 7};
+  for (int i = 0; i < n; ++i) {
+    const __m256i words = _mm256_set1_epi32(bytes / 4 - i * 8);
+    const __m256i inside = _mm256_cmpgt_epi32(words, reinterpret_cast<__m256i>(index));
+    to[i] = reinterpret_cast<Words>(_mm256_maskload_epi32(static_cast<const int*>(from) + i * 8, inside));
+  }
+  if (bytes & 2) {  // half a word, of the only vector
+    const uint32_t end = bytes / 4;
+    to[0] = index == end ? Words{} + static_cast<const uint16_t*>(from)[2 * end] : to[0];
+  }
+#else
+  for (Words& words : to) words = Words{};
+  copy_bytes(to, from, bytes);
+#endif
+}
 template <class T>
 inline auto read(const T* p, FirstLanes lanes) {
-  T buffer[kPackSize<AccOf<T>>] = {};
-  std::memcpy(buffer, p, lanes.count * sizeof(T));
-  return read(buffer, AllLanes{});
+  Words buffer[kPackSize<AccOf<T>> * sizeof(T) / kVectorBytes];
+  read_bytes(buffer, p, lanes.count * static_cast<int>(sizeof(T)));
+  return read(reinterpret_cast<const T*>(buffer), AllLanes{});
 }
 inline Words read_words(const BFloat16* p, FirstLanes lanes) {
-  Words words = {};
-  std::memcpy(&words, p, lanes.count * sizeof(*p));
-  return words;
+  Words words[1];
+  read_bytes(words, p, lanes.count * 2);
+  return words[0];
 }
 template <class T>
 inline void write(T* p, const Pack<AccOf<T>>& pack, FirstLanes lanes) {
   T buffer[kPackSize<AccOf<T>>];
   write(buffer, pack, AllLanes{});
-  std::memcpy(p, buffer, lanes.count * sizeof(T));
+  copy_bytes(p, buffer, lanes.count * static_cast<int>(sizeof(T)));
 }
-inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
-  std::memcpy(p, &words, lanes.count * sizeof(*p));
-}
+inline void write_words(BFloat16* p, Words words, FirstLanes lanes) { copy_bytes(p, &words, lanes.count * 2); }
 #endif
 
 // Loads a pack of any elements as Acc, in the lane order of X.
