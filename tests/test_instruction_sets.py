@@ -29,7 +29,8 @@ FILES = [__file__, *(str(TESTS / f"test_{name}.py") for name in ("forward", "bac
 # The instruction set changes the width of vectors, and so all tails; conversions; and the order of summation. These
 # dtypes cover each conversion. Tests of NaN and of rounding run with all dtypes.
 SELECTED = (
-    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded) and not (numbers_of_rows or large_means or mask)"
+    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded or outside)"
+    " and not (numbers_of_rows or large_means or mask)"
 )
 
 SETS = ["DEFAULT", "AVX2", "AVX512"]

@@ -207,9 +207,8 @@ bool coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typen
     first_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
     return true;
   }
-  constexpr bool kWide = kPacks == kWidePacks;  // with g even if there is no dx, which keeps the library small
-  kWide || b.p.grad_input.data ? first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
-                               : first_loop<Threads, kCount, kPacks, false, kWide>(b, group, r, c);
+  b.p.grad_input.data ? first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
+                      : first_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
   return false;
 }
 

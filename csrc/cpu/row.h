@@ -27,9 +27,6 @@ void for_each_group(int64_t rows, int64_t begin, int64_t end, const F& f) {
   }
 }
 
-template <int kValue>
-using Constant = std::integral_constant<int, kValue>;
-
 // Calls f with each of the flags as a std::bool_constant.
 template <class F>
 void dispatch_flags(const F& f) {

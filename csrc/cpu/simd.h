@@ -16,6 +16,9 @@
 namespace layernorm::cpu {
 namespace {
 
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
 struct Half {
   uint16_t bits;
 };
@@ -424,7 +427,7 @@ inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
   _mm512_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m512i>(words));
 }
 #else
-// memcpy of less than 64 bytes. The loops copy the same number for each row, so the processor predicts the branches.
+// memcpy of an even number of bytes below 64. It is the same for each row, so the processor predicts the branches.
 inline void copy_bytes(void* to, const void* from, int bytes) {
   int done = 0;
   const auto copy = [&](auto size) {
@@ -432,9 +435,7 @@ inline void copy_bytes(void* to, const void* from, int bytes) {
     std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, size);
     done += size;
   };
-  copy(std::integral_constant<int, 32>{}), copy(std::integral_constant<int, 16>{});
-  copy(std::integral_constant<int, 8>{}), copy(std::integral_constant<int, 4>{});
-  copy(std::integral_constant<int, 2>{});
+  copy(Constant<32>{}), copy(Constant<16>{}), copy(Constant<8>{}), copy(Constant<4>{}), copy(Constant<2>{});
 }
 // Copies the bytes into vectors, the rest of which is zero.
 template <int n>
