@@ -374,7 +374,7 @@ void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
 // Handles all rows of a slot; its partial sums go to an area of the workspace.
 template <class B>
 void backward_slot(const B& b, int64_t slot, int64_t area) {
-  const auto finish_rows = choose_finish_rows(b);
+  const auto finish = choose_finish_rows(b);
   bool first = true;
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
@@ -383,7 +383,7 @@ void backward_slot(const B& b, int64_t slot, int64_t area) {
       prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
     }
     const bool any_special = coefficients(b, group, r, count, c);
-    finish_rows(b, area, group, r, count, first, c, any_special, 0, b.p.cols);
+    finish(b, area, group, r, count, first, c, any_special, 0, b.p.cols);
     first = false;
   });
 }
@@ -414,7 +414,7 @@ void backward_sharing_columns(const B& b) {
       });
     });
   }
-  const auto finish_rows = choose_finish_rows(b);
+  const auto finish = choose_finish_rows(b);
   const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
   parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
@@ -424,7 +424,7 @@ void backward_sharing_columns(const B& b) {
         const auto c = b.coefficients.from(group * p.rows + r);
         bool any_special = false;
         for (int64_t k = 0; k < count; ++k) any_special |= is_scaled(b, c, k);
-        finish_rows(b, slot, group, r, count, first, c, any_special, begin, min(kTile, p.cols - begin));
+        finish(b, slot, group, r, count, first, c, any_special, begin, min(kTile, p.cols - begin));
         first = false;
       });
       if (b.slots.are_gradients) store_gradients(b, slot, slot, begin, min(begin + kTile, p.cols));
