@@ -31,7 +31,7 @@ namespace layernorm::cuda {
 struct BackwardPlan : GradientPlan, RowLayout {
   explicit BackwardPlan(const RowLayout& layout) : GradientPlan(), RowLayout(layout) {}
 
-  int stages;
+  int stages, tile_threads;
   int64_t pitch;  // elements from row to row of the workspace
   double reciprocal_cols;
 };
@@ -42,8 +42,8 @@ namespace {
 constexpr int kRoundsPerSum = 256;
 
 constexpr int kMaxStages = 2;
-// Threads of a block: many, so that few blocks store partial sums. With 128 registers per thread, two blocks fit on a
-// multiprocessor. Large chunks have up to 512 threads.
+// Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. Rows of more
+// than 512 vectors take a block of their own, with up to 512 threads.
 constexpr int kThreads = 256;
 
 // The sums over a row of d (see Statistics), g and g * d.
@@ -93,12 +93,12 @@ struct Round {
   RowIndex index = {0, 0};
 
   __device__ __forceinline__ Round(const BackwardParams& p, const BackwardPlan& plan, Flags flags,
-                                   unsigned char* shared, int round)
+                                   unsigned char* shared, int round, int tile_row)
       : p(p),
         plan(plan),
         flags(flags),
         shared(shared),
-        tile{{plan.log2_lanes, reload(static_cast<int>(threadIdx.x))}},
+        tile{plan.log2_threads, reload(static_cast<int>(threadIdx.x)), plan.tile_threads, tile_row},
         begin(Tile::kIsBlock ? int64_t{plan.chunk_cols} * blockIdx.x : 0),
         block_cols(static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}))),
         stage(round & (plan.stages - 1)),  // there are 1 or 2
@@ -241,30 +241,32 @@ template <class Tile, int kVec, class Acc, class F>
 __device__ __forceinline__ void reduce_block(const Acc (&sums)[kTileVectors][kVec], const Tile& tile, int cols,
                                              const F& store) {
   const int step = tile.threads() * kVec;  // columns that the threads of a row hold in one vector each
-  if constexpr (Tile::kIsBlock) {
+  __shared__ Acc thread_sums[kThreads][kVec];
 #pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      const int column = tile.vector_index(i) * kVec;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        if (column + e < cols) store(column + e, sums[i][e]);
-      }
-    }
-  } else {
-    __shared__ Acc thread_sums[kThreads][kVec];
-    const Acc* const row_sums = &thread_sums[0][0];
-#pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (i * step >= cols) break;
+  for (int i = 0; i < kTileVectors; ++i) {
+    if (i * step >= cols) break;
+    if (!Tile::kIsBlock || tile.rows_per_block() > 1) {
       __syncthreads();
 #pragma unroll
       for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x][e] = sums[i][e];
       __syncthreads();
+    }
+    if constexpr (Tile::kIsBlock) {  // the threads of the first row add those of the others
+      const int column = tile.vector_index(i) * kVec;
+      if (tile.row() > 0) continue;
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        Acc total = sums[i][e];
+#pragma unroll 1
+        for (int r = 1; r < tile.rows_per_block(); ++r) total += thread_sums[r * tile.threads() + tile.thread()][e];
+        if (column + e < cols) store(column + e, total);
+      }
+    } else {  // many short rows
 #pragma unroll 1
       for (int c = threadIdx.x; c < step && i * step + c < cols; c += blockDim.x) {
         Acc total = 0;
 #pragma unroll 4
-        for (int r = 0; r < tile.rows_per_block(); ++r) total += row_sums[r * step + c];
+        for (int r = 0; r < tile.rows_per_block(); ++r) total += (&thread_sums[0][0])[r * step + c];
         store(i * step + c, total);
       }
     }
@@ -389,7 +391,10 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
   const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
   const bool in_cluster = flags.has(kInCluster);
   extern __shared__ __align__(16) unsigned char shared[];
-  const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, reload(round)); };
+  // The shuffle tells the compiler that a warp has one row, whose addresses then need no registers of each thread.
+  const int tile_row =
+      Tile::kIsBlock ? __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) >> plan.log2_threads, 0) : 0;
+  const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, reload(round), tile_row); };
   const auto fetch = [&](int round) {
     if (has_round(plan, flags, round)) row_of(round).fetch();
     async_commit();
@@ -487,15 +492,14 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchCon
 
   // Rows of groups with few rows and gradients of their own have blocks of few threads.
   const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
-  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
   int64_t threads = kThreads;
-  if (plan.is_warp_tile) {
-    if (per_group) threads = std::min(threads, round_up(p.rows << plan.log2_lanes, kWarpSize));
-  } else {
-    const bool is_large = vectors > kThreads * kTileVectors;
-    threads = std::min<int64_t>(round_up(vectors, kWarpSize), is_large ? kMaxBlockThreads : kThreads);
+  if (plan.num_chunks > 1 || 2 << plan.log2_threads > kThreads) {
+    threads = plan.block_tile_threads;
+  } else if (per_group) {
+    threads = std::min(threads, round_up(p.rows << plan.log2_threads, kWarpSize));
   }
   const int rows_per_block = plan.rows_per_block(threads);
+  plan.tile_threads = static_cast<int>(threads) / rows_per_block;
   const auto bytes = [&](int arrays, int stages, bool aligned) {
     return Round<Types, Tile>::shared_bytes(static_cast<int>(threads) / rows_per_block, rows_per_block, arrays, stages,
                                             aligned);

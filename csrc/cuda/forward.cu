@@ -1,15 +1,15 @@
 // y = (x - mean) * rstd * weight + bias for every row of x [groups, rows, cols] on a GPU. RMSNorm's mean is 0.
 //
-// A block fetches its part of a row to shared memory, computes the moments of each chunk, merges them, and computes the
-// output from shared memory: 2 * groups * rows * cols * sizeof(T) bytes are moved. A block keeps up to four chunks.
-// From compute capability 9.0 on, the blocks of a cluster share a longer row and exchange the moments. Still longer
-// rows, and those on older GPUs, take two launches, the first of which stores the moments.
+// A block fetches its part of a row to shared memory, computes the moments of the part and then the output from there:
+// 2 * groups * rows * cols * sizeof(T) bytes are moved. A part has up to four chunks. From compute capability 9.0 on,
+// the blocks of a cluster share a longer row and exchange their moments. Still longer rows, and those on older GPUs,
+// take two launches, the first of which stores the moments of each chunk.
 //
-// The mean is rounded; the average of x - mean is its error, which enters the mean, the variance and the output. The
-// formula of Chan, Golub and LeVeque merges the moments of chunks.
+// The numerical method is that of cpu/forward.cpp: one sweep sums the differences from an estimate of the mean and
+// their squares. The formula of Chan, Golub and LeVeque merges the moments of parts.
 //
-// A residual is added when a chunk is loaded, and the chunk in shared memory becomes the sum. If the sum is float and
-// the input has 16 bits, a vector of the input and of the output has 8 bytes.
+// A residual is added first, and the sum replaces it in shared memory. If the sum is float and the input has 16 bits, a
+// vector of the input and of the output has 8 bytes.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
 // Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -20,9 +20,19 @@
 
 namespace layernorm::cuda {
 
-constexpr int kMaxBlockChunks = 4;                   // that a block keeps if no other block shares the row
+constexpr int kMaxBlockChunks = 4;                   // that a block keeps, so that three blocks fit on a multiprocessor
 constexpr int kMaxRowChunks = 10 * kMaxClusterSize;  // of a row that a cluster keeps
-constexpr int kForwardThreads = 256;
+template <class Tile>
+constexpr int kMaxThreads = Tile::kIsBlock ? 256 : 128;
+// As many as fit without spills: 40 warps of 48 registers per thread if a row takes a block, else 32 of 64.
+template <class X, class Tile>
+constexpr int kMinBlocksPerSM = sizeof(X) == 8   ? 512 / kMaxThreads<Tile>
+                                : Tile::kIsBlock ? 5
+                                                 : 8;
+
+// The flags of the most usual calls, and the flags that they may have besides. Their code is compiled separately.
+constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight;
+constexpr unsigned kFastPathOptions = kInCluster | kHasGroups | kRms | kBias;
 
 template <class Acc>
 struct ForwardPlan : RowLayout {
@@ -33,7 +43,7 @@ struct ForwardPlan : RowLayout {
   FastDivisor blocks_per_row;
   FastDivisor rows;  // of a group
   Acc eps;
-  Divisor<Acc> cols, chunk, last_chunk;
+  Divisor<Acc> cols, part, last_part;
   void* workspace = nullptr;
 };
 
@@ -41,54 +51,12 @@ namespace {
 
 // ---- moments --------------------------------------------------------------------------------------------------------
 
-// The moments of `count` numbers x * scale. Their mean is pivot + correction, where the correction is the rounding
-// error of the pivot. m2 is the sum of the squares of their differences from the mean; for RMSNorm the mean is 0.
+// The moments of `count` numbers x * scale. Their mean is pivot + correction; for RMSNorm it is 0. m2 is the sum of the
+// squares of their differences from the mean.
 template <class Acc>
 struct Moments {
   Acc pivot, correction, m2, count, scale;
 };
-
-// The moments of `cols` columns from this thread's vectors, which hold zeros after the end. If they overflow, they are
-// computed again with kScale. Columns that hold NaN or infinity still give NaN.
-template <bool kIsAligned, class Tile, class X, int kVec, class Acc>
-__device__ __forceinline__ Moments<Acc> reduce_moments(const Vector<X, kVec> (&v)[kTileVectors], const Tile& tile,
-                                                       int cols, const Divisor<Acc>& divisor, bool rms, int& buffer) {
-  Moments<Acc> result = {0, 0, 0, divisor.value, 1};
-  for (;;) {
-    if (!rms) {
-      Acc sums[2] = {};
-      tile.template for_each_vector<kVec>(cols, [&](int i) {
-        Acc x[kVec];
-        widen(x, v[i]);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) sums[e % 2] = fma(x[e], result.scale, sums[e % 2]);
-      });
-      Acc sum[1] = {sums[0] + sums[1]};
-      sum_tile(sum, tile, buffer ^= 1);
-      result.pivot = sum[0] * divisor.reciprocal;
-    }
-    Acc diffs[2] = {}, squares[2] = {};
-    tile.template for_each_vector<kVec>(cols, [&](int i) {
-      const int remaining = tile.template remaining<kVec>(i, cols);
-      Acc x[kVec];
-      widen(x, v[i]);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {  // the zeros after the end stay zeros
-        const Acc d = fma(x[e], result.scale, kIsAligned || e < remaining ? -result.pivot : 0);
-        diffs[e % 2] += d;
-        squares[e % 2] = fma(d, d, squares[e % 2]);
-      }
-    });
-    Acc sums[2] = {diffs[0] + diffs[1], squares[0] + squares[1]};
-    sum_tile(sums, tile, buffer ^= 1);
-    result.correction = rms ? 0 : divisor.divide(sums[0]);
-    result.m2 = fma(-result.count * result.correction, result.correction, sums[1]);
-    if (result.m2 < 0) result.m2 = 0;  // this comparison keeps NaN
-    const bool overflows = !(result.m2 < kInfinity<Acc>) && result.scale == 1;
-    if (!__any_sync(kAllLanes, overflows)) return result;
-    if (overflows) result.scale = kScale<Acc>;  // the warp's other rows are computed again with the same result
-  }
-}
 
 // The moments multiplied by `scale`. Moments that are scaled already are not finite without their scale.
 template <class Acc>
@@ -109,12 +77,12 @@ __device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& a, const Momen
           count, a.scale};
 }
 
-// Merges the moments of a row's chunks, in an order that depends only on their number. All lanes get the result.
+// Merges the moments of a row's parts, in an order that depends only on their number. All lanes get the result.
 template <class Acc>
-__device__ __forceinline__ Moments<Acc> merge_chunks(const Moments<Acc>* chunks, int num_chunks) {
+__device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* parts, int num_parts) {
   for (Acc scale = 1;; scale = kScale<Acc>) {
     Moments<Acc> own = {0, 0, 0, 0, scale};
-    for (int i = threadIdx.x % kWarpSize; i < num_chunks; i += kWarpSize) own = merge(own, rescale(chunks[i], scale));
+    for (int i = threadIdx.x % kWarpSize; i < num_parts; i += kWarpSize) own = merge(own, rescale(parts[i], scale));
     for (int offset = 1; offset < kWarpSize; offset *= 2) {  // only lane 0 gets the sum of all lanes
       const int other = threadIdx.x % kWarpSize + offset;
       const auto get = [&](Acc value) { return __shfl_sync(kAllLanes, value, other % kWarpSize); };
@@ -145,7 +113,6 @@ struct Chunk {
   using W = typename Types::W;
   using Acc = AccOf<X>;
   static constexpr int kVec = kVectorSize<X>;
-  using Vectors = Vector<X, kVec>[kTileVectors];
 
   const ForwardParams& p;
   const Flags flags;
@@ -155,158 +122,224 @@ struct Chunk {
   int cols;
   unsigned char* shared;
 
+  // An array in the shared memory of the chunk or, if the row is not aligned, `shift` chunks later.
   template <class E>
-  __device__ __forceinline__ StagedRow<E, kVec, Tile> staged(E* first) const {
-    return {shared, first + begin, cols, tile, flags.has(kAligned)};
+  __device__ __forceinline__ StagedRow<E, kVec, Tile> staged(E* first, bool shift) const {
+    const bool aligned = flags.has(kAligned);
+    const size_t bytes = shift && !aligned ? StagedRow<X, kVec, Tile>::bytes(tile.threads()) : 0;
+    return {shared + bytes, first + begin, cols, tile, aligned};
   }
-  // Before and after the residual is added.
-  __device__ __forceinline__ StagedRow<X, kVec, Tile> fetched_x() const {
-    return staged(flags.has(kResidual) ? address<X>(p.residual, row) : address<X>(p.input, row));
+  // What is fetched, x, and the output.
+  __device__ __forceinline__ StagedRow<X, kVec, Tile> fetched() const {
+    return staged(address<X>(flags.has(kResidual) ? p.residual : p.input, row), true);
   }
-  __device__ __forceinline__ StagedRow<X, kVec, Tile> loaded_x() const {
-    return staged(flags.has(kResidual) ? address<X>(p.sum, row) : address<X>(p.input, row));
+  __device__ __forceinline__ StagedRow<X, kVec, Tile> x() const {
+    return staged(address<X>(flags.has(kResidual) ? p.sum : p.input, row), !flags.has(kResidual));
+  }
+  __device__ __forceinline__ StagedRow<T, kVec, Tile> output() const {
+    return staged(address<T>(p.output, row), flags.has(kResidual));
   }
 
-  // Waits for x, adds the residual and stores the sum.
-  __device__ __forceinline__ void load(Vectors& v) const {
-    const bool aligned = flags.has(kAligned);
-    Vector<T, kVec> input[kTileVectors];
-    if (flags.has(kResidual)) {
-      const T* const src = address<const T>(p.input, row) + begin;
-      tile.template for_each_vector<kVec>(cols, [&](int i) {
-        load_or(input[i], src + tile.vector_index(i) * kVec, true, tile.template remaining<kVec>(i, cols), aligned,
-                T(0.0f));
-      });
-    }
-    async_wait<0>();
-    if (!aligned) tile.sync();
-    const auto x = fetched_x();
-    tile.template for_each_vector<kVec>(cols, [&](int i) { v[i] = x.read(i); });
-    if (!flags.has(kResidual)) return;
-    if (!aligned) tile.sync();
-    const auto sum = loaded_x();
+  // Adds the input to the fetched residual, and stores the sum, x.
+  __device__ __forceinline__ void add_residual() const {
+    const T* const input = address<const T>(p.input, row) + begin;
+    const auto residual = fetched(), sum = x();
     tile.template for_each_vector<kVec>(cols, [&](int i) {
+      Vector<T, kVec> input_vector;
+      load_or(input_vector, input + tile.vector_index(i) * kVec, true, tile.template remaining<kVec>(i, cols),
+              flags.has(kAligned), T(0.0f));
       Acc a[kVec], b[kVec];
-      widen(a, input[i]);
-      widen(b, v[i]);
+      widen(a, input_vector);
+      widen(b, residual.read(i));
 #pragma unroll
       for (int e = 0; e < kVec; ++e) a[e] += b[e];
-      v[i] = round_to<X>(a);
-      sum.store(i, v[i]);
-      if (aligned) sum.write(i, v[i]);
+      const auto v = round_to<X>(a);
+      sum.store(i, v);
+      if (flags.has(kAligned)) sum.write(i, v);
     });
     sum.end_of_store();
+  }
+
+  // The average of the first vector of x, an estimate of the mean.
+  __device__ __forceinline__ Acc estimate_mean() const {
+    if (cols == 0) return 0;
+    const int count = min(cols, kVec);
+    Acc v[kVec], mean = 0;
+    widen(v, x().read_from(0));
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
+    return count == kVec ? mean : mean * (Acc(kVec) / static_cast<Acc>(count));
+  }
+
+  // Adds this thread's d = x * scale - pivot and their squares to the sums.
+  __device__ __forceinline__ void add_to_sums(Acc (&sums)[2], const Moments<Acc>& moments) const {
+    const auto staged_x = x();
+    Acc diffs[2] = {}, squares[2] = {};
+    tile.template for_each_vector<kVec>(cols, [&](int i) {
+      Acc v[kVec];
+      widen(v, staged_x.read(i));
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {  // the zeros after the end stay zeros
+        const bool exists = flags.has(kAligned) || e < tile.template remaining<kVec>(i, cols);
+        const Acc d = fma(v[e], moments.scale, exists ? -moments.pivot : 0);
+        diffs[e % 2] += d;
+        squares[e % 2] = fma(d, d, squares[e % 2]);
+      }
+    });
+    sums[0] += diffs[0] + diffs[1];
+    sums[1] += squares[0] + squares[1];
   }
 
   // Computes the output from x in shared memory. The correction is subtracted before any multiplication, so that the
   // difference is exactly 0 for a constant row.
   __device__ __forceinline__ void normalize_and_store(const Moments<Acc>& moments, Acc rstd) const {
-    const W* const weight = address<const W>(p.weight, {row.group, 0}) + begin;
-    const W* const bias = address<const W>(p.bias, {row.group, 0}) + begin;
-    const Acc weight_offset = flags.has(kZeroCentered) ? 1 : 0;
-    const auto x = loaded_x();
-    Vector<T, kVec> y[kTileVectors];
+    const auto staged_x = x();
+    const auto y = output();
     tile.template for_each_vector<kVec>(cols, [&](int i) {
-      const int column = tile.vector_index(i) * kVec, remaining = cols - column;
-      Vector<W, kVec> w, b;
-      load_or(w, weight + column, flags.has(kWeight), remaining, flags.has(kAlignedParameters), W(1.0f));
-      load_or(b, bias + column, flags.has(kBias), remaining, flags.has(kAlignedParameters), W(0.0f));
       Acc v[kVec], wide_w[kVec], wide_b[kVec];
-      widen(v, x.read(i));
-      widen(wide_w, w);
-      widen(wide_b, b);
+      Vector<W, kVec> parameter;
+      load_parameter(parameter, p.weight, kWeight, i, W(1.0f));
+      widen(wide_w, parameter);
+      load_parameter(parameter, p.bias, kBias, i, W(0.0f));
+      widen(wide_b, parameter);
+      widen(v, staged_x.read(i));
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const Acc xhat = (fma(v[e], moments.scale, -moments.pivot) - moments.correction) * rstd;
-        v[e] = fma(xhat, wide_w[e] + weight_offset, wide_b[e]);
+        v[e] = fma(xhat, flags.has(kZeroCentered) ? wide_w[e] + 1 : wide_w[e], wide_b[e]);
       }
-      y[i] = round_to<T>(v);
+      y.store(i, round_to<T>(v));
     });
-    if (!flags.has(kAligned)) tile.sync();
-    const auto output = staged(address<T>(p.output, row));
-    tile.template for_each_vector<kVec>(cols, [&](int i) { output.store(i, y[i]); });
-    output.end_of_store();
+    y.end_of_store();
+  }
+
+ private:
+  // Loads the columns of vector i of the weight or the bias. Aligned rows have no partial vectors.
+  __device__ __forceinline__ void load_parameter(Vector<W, kVec>& v, const View& view, Flag exists, int i,
+                                                 W default_value) const {
+    const int remaining = flags.has(kAligned) ? kVec : tile.template remaining<kVec>(i, cols);
+    const W* const parameter = address<const W>(view, {row.group, 0}) + begin;
+    load_or(v, parameter + tile.vector_index(i) * kVec, flags.has(exists), remaining, flags.has(kAlignedParameters),
+            default_value);
   }
 };
 
+// The moments of this block's part of a row, or of this thread's row. A pivot that is too far from the mean is replaced
+// by the mean, see cpu/forward.cpp; and if the sums overflow, they are computed again with kScale. Columns that hold
+// NaN or infinity still give NaN.
+template <class Acc, class Tile, class F>
+__device__ __forceinline__ Moments<Acc> reduce_moments(const Tile& tile, const Divisor<Acc>& cols, bool rms, Acc pivot,
+                                                       const F& add_to_sums) {
+  Moments<Acc> result = {pivot, 0, 0, cols.value, 1};
+  bool is_estimate = !rms;
+  for (int buffer = 0;; buffer ^= 1) {
+    Acc sums[2] = {};
+    add_to_sums(sums, result);
+    sum_tile(sums, tile, buffer);
+    result.correction = rms ? 0 : cols.divide(sums[0]);
+    const Acc correction_squared = result.count * result.correction * result.correction;
+    result.m2 = sums[1] - correction_squared;
+    if (result.m2 < 0) result.m2 = 0;  // this comparison keeps NaN
+    const bool overflows = !(result.m2 < kInfinity<Acc>) && result.scale == 1;
+    const bool is_far = is_estimate && correction_squared > result.m2;
+    if (!__any_sync(kAllLanes, overflows || is_far)) return result;
+    if (overflows) {
+      result.scale = kScale<Acc>, result.pivot *= kScale<Acc>;
+    } else if (is_far) {
+      result.pivot += result.correction, is_estimate = false;
+    }  // else the warp's other rows are computed again, with the same result
+  }
+}
+
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Types is that of dtypes.h. Two launches that read a row need the workspace [groups * rows, num_chunks] of Moments.
-// With registers for three blocks per multiprocessor, the kernel for double would spill.
-template <class Types, class Tile>
-__global__ void __launch_bounds__(kForwardThreads, sizeof(typename Types::X) == 8 ? 2 : 3)
-    forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan) {
-  using Acc = AccOf<typename Types::X>;
-  using BlockChunk = Chunk<Types, Tile>;
-  const Tile tile{{plan.log2_lanes, static_cast<int>(threadIdx.x)}};
-  const Flags flags = plan.flags;
+template <bool kIsFastPath, class Types, class Tile>
+__device__ __forceinline__ void process_rows(const ForwardParams& p,
+                                             const ForwardPlan<AccOf<typename Types::X>>& plan) {
+  using X = typename Types::X;
+  using Acc = AccOf<X>;
+  // Only rows of block tiles have parts.
+  const unsigned bits = Tile::kIsBlock ? plan.flags.bits : plan.flags.bits & ~(kInCluster | kStoresSums | kLoadsSums);
+  const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kFastPathOptions) : bits};
+  const Tile tile{Tile::kIsBlock ? kWholeBlock : plan.log2_threads, static_cast<int>(threadIdx.x),
+                  static_cast<int>(blockDim.x), 0};
   int64_t block_row = blockIdx.x;
-  int first_chunk = 0;
-  if constexpr (Tile::kIsBlock) {
+  int part = 0;
+  const bool has_parts = flags.has(kInCluster | kStoresSums | kLoadsSums);
+  if (has_parts) {
     const auto [quotient, remainder] = plan.blocks_per_row.divide(block_row);
-    block_row = quotient, first_chunk = static_cast<int>(remainder) * plan.chunks_per_block;
+    block_row = quotient, part = static_cast<int>(remainder);
   }
   // The last block may have rows that do not exist. They have no columns, and their vectors are zeros.
   const int64_t row_number = block_row * tile.rows_per_block() + tile.row();
   const bool exists = Tile::kIsBlock || row_number < p.groups * p.rows;
   const RowIndex row = find_group(exists ? row_number : 0, flags.has(kHasGroups), plan.rows);
+  const int first_chunk = part * plan.chunks_per_block;
+  const int num_chunks = Tile::kIsBlock ? min(plan.chunks_per_block, plan.num_chunks - first_chunk) : 1;
   extern __shared__ __align__(16) unsigned char shared[];
   const auto chunk_at = [&](int k) {
     const int64_t begin = int64_t{plan.chunk_cols} * (first_chunk + k);
     const int cols = static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}));
-    unsigned char* const chunk_shared =
-        shared + (k + tile.row()) * StagedRow<typename Types::X, BlockChunk::kVec, Tile>::bytes(tile.threads());
-    return BlockChunk{p, flags, tile, row, begin, exists ? cols : 0, chunk_shared};
+    const int place = k + tile.row() * (flags.has(kAligned) ? 1 : 2);
+    unsigned char* const chunk_shared = shared + place * StagedRow<X, kVectorSize<X>, Tile>::bytes(tile.threads());
+    return Chunk<Types, Tile>{p, flags, tile, row, begin, exists ? cols : 0, chunk_shared};
   };
-  const int num_chunks = Tile::kIsBlock ? min(plan.chunks_per_block, plan.num_chunks - first_chunk) : 1;
-  const bool in_cluster = Tile::kIsBlock && flags.has(kInCluster);
-  __shared__ Moments<Acc> row_moments[Tile::kIsBlock ? kMaxRowChunks : 1];
+  __shared__ Moments<Acc> part_moments[kMaxClusterSize];
   __shared__ TransactionBarrier barrier;  // for the moments of all blocks of a cluster
-  if (in_cluster) {
-    if (threadIdx.x == 0) barrier.init(), barrier.expect(plan.num_chunks * sizeof(Moments<Acc>));
+  if (flags.has(kInCluster)) {
+    if (threadIdx.x == 0) barrier.init(), barrier.expect(plan.blocks_per_row.divisor() * sizeof(Moments<Acc>));
     cluster_arrive();
   }
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
-  for (int k = 0; k < num_chunks; ++k) chunk_at(k).fetched_x().fetch();
+#pragma unroll 1
+  for (int k = 0; k < num_chunks; ++k) chunk_at(k).fetched().fetch();
   async_commit();
+  async_wait<0>();
+  if (flags.has(kResidual)) {
+    if (!flags.has(kAligned)) tile.sync();
+#pragma unroll 1
+    for (int k = 0; k < num_chunks; ++k) chunk_at(k).add_residual();
+  }
+  tile.sync();
 
-  auto* const stored_moments = static_cast<Moments<Acc>*>(plan.workspace) + row_number * plan.num_chunks;
   Moments<Acc> moments;
+  auto* const stored_moments = static_cast<Moments<Acc>*>(plan.workspace) + row_number * plan.blocks_per_row.divisor();
+  const int num_parts = has_parts ? static_cast<int>(plan.blocks_per_row.divisor()) : 1;
   if (!flags.has(kLoadsSums)) {
-    int buffer = 0;
-    for (int k = 0; k < num_chunks; ++k) {
-      const BlockChunk chunk = chunk_at(k);
-      const int index = first_chunk + k;
-      typename BlockChunk::Vectors v;
-      chunk.load(v);
-      const bool is_last = index + 1 == plan.num_chunks, rms = flags.has(kRms);
-      const Divisor<Acc> divisor(is_last ? plan.last_chunk.value : plan.chunk.value,
-                                 is_last ? plan.last_chunk.reciprocal : plan.chunk.reciprocal);
-      moments = flags.has(kAligned) ? reduce_moments<true>(v, tile, chunk.cols, divisor, rms, buffer)
-                                    : reduce_moments<false>(v, tile, chunk.cols, divisor, rms, buffer);
-      if (!Tile::kIsBlock || plan.num_chunks == 1) break;
-      if (in_cluster) {
-        if (k == 0) cluster_wait();  // all blocks have started
-        if (threadIdx.x < plan.blocks_per_row.divisor()) barrier.store(row_moments[index], moments, threadIdx.x);
-      } else if (threadIdx.x == 0) {
-        (flags.has(kStoresSums) ? stored_moments : row_moments)[index] = moments;
-      }
-    }
-    if (flags.has(kStoresSums)) return let_next_grid_start();
+    const bool is_last = part + 1 == num_parts, rms = flags.has(kRms);
+    const Divisor<Acc> cols(is_last ? plan.last_part.value : plan.part.value,
+                            is_last ? plan.last_part.reciprocal : plan.part.reciprocal);
+    moments = reduce_moments(tile, cols, rms, rms ? 0 : chunk_at(0).estimate_mean(), [&](auto& sums, const auto& from) {
+#pragma unroll 1
+      for (int k = 0; k < num_chunks; ++k) chunk_at(k).add_to_sums(sums, from);
+    });
   }
-  if (Tile::kIsBlock && plan.num_chunks > 1) {
-    async_wait<0>();
-    if (in_cluster) {
-      barrier.wait(0);
-    } else {
-      __syncthreads();
-    }
-    moments = merge_chunks(flags.has(kLoadsSums) ? stored_moments : row_moments, plan.num_chunks);
+  if (flags.has(kStoresSums)) {
+    if (threadIdx.x == 0) stored_moments[part] = moments;
+    return let_next_grid_start();
   }
+  if (flags.has(kInCluster)) {
+    cluster_wait();  // all blocks have started
+    if (static_cast<int>(threadIdx.x) < num_parts) barrier.store(part_moments[part], moments, threadIdx.x);
+    barrier.wait(0);
+  }
+  if (has_parts) moments = merge_parts(flags.has(kLoadsSums) ? stored_moments : part_moments, num_parts);
 
   const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
-  if (first_chunk == 0 && tile.thread() == 0 && exists) store_statistics(p, row, moments, rstd);
-  for (int k = 0; k < num_chunks; ++k) chunk_at(k).normalize_and_store(moments, rstd);
+  if (part == 0 && tile.thread() == 0 && exists) store_statistics(p, row, moments, rstd);
+#pragma unroll 1
+  for (int k = 0; k < num_chunks; ++k) {
+    chunk_at(flags.has(kResidual) ? num_chunks - 1 - k : k).normalize_and_store(moments, rstd);
+  }
+}
+
+// Types is that of dtypes.h. Two launches that read a row need the workspace [groups * rows, blocks_per_row] of
+// Moments.
+template <class Types, class Tile>
+__global__ void __launch_bounds__(kMaxThreads<Tile>, kMinBlocksPerSM<typename Types::X, Tile>)
+    forward_rows(const ForwardParams p, const ForwardPlan<AccOf<typename Types::X>> plan) {
+  if ((plan.flags.bits & ~kFastPathOptions) == kFastPathFlags) return process_rows<true, Types, Tile>(p, plan);
+  process_rows<false, Types, Tile>(p, plan);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
@@ -322,37 +355,38 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   plan.rows = FastDivisor(p.rows);
   plan.eps = static_cast<Acc>(p.eps);
   plan.cols = Divisor<Acc>(p.cols);
-  plan.chunk = Divisor<Acc>(plan.chunk_cols);
-  plan.last_chunk = Divisor<Acc>(p.cols - int64_t{plan.chunk_cols} * (plan.num_chunks - 1));
 
-  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
-  const int64_t threads = plan.is_warp_tile ? 128 : round_up(ceil_div(vectors, kTileVectors), kWarpSize);
+  const int64_t threads = plan.is_warp_tile ? 128 : plan.block_tile_threads;
   const int rows = plan.rows_per_block(threads);
-  const auto bytes = [&](int64_t chunks) {
-    return rows * chunks * StagedRow<X, kVectorSize<X>, Tile>::bytes(static_cast<int>(threads) / rows);
+  const auto bytes = [&](int64_t chunks, bool aligned) {
+    return rows * (chunks + !aligned) * StagedRow<X, kVectorSize<X>, Tile>::bytes(static_cast<int>(threads) / rows);
   };
   constexpr size_t kStaticBytes =
-      kMaxRowChunks * sizeof(Moments<Acc>) + 6 * kMaxBlockThreads / kWarpSize * sizeof(Acc);  // sum_tile()
-  const auto in_cluster = static_cast<int>(ceil_div(plan.num_chunks, kMaxClusterSize));       // chunks of a block
+      kMaxClusterSize * sizeof(Moments<Acc>) + 4 * kMaxBlockThreads / kWarpSize * sizeof(Acc);  // sum_tile()
+  // The chunks of a block of a cluster: many, so that clusters are small.
+  const int in_cluster = std::max(static_cast<int>(ceil_div(plan.num_chunks, kMaxClusterSize)), kMaxBlockChunks);
   plan.chunks_per_block = plan.num_chunks;
   bool reads_twice = false;
   if (plan.num_chunks > kMaxBlockChunks) {
-    reads_twice = plan.num_chunks > kMaxRowChunks || bytes(in_cluster) + kStaticBytes > max_shared_memory(config) ||
-                  !has_clusters(config, kernel);
+    reads_twice = plan.num_chunks > kMaxRowChunks ||
+                  bytes(in_cluster, false) + kStaticBytes > max_shared_memory(config) || !has_clusters(config, kernel);
     plan.chunks_per_block = reads_twice ? 1 : in_cluster;
   }
   const int64_t blocks_per_row = ceil_div(plan.num_chunks, plan.chunks_per_block);
   plan.flags.set(kInCluster, !reads_twice && blocks_per_row > 1);
   plan.blocks_per_row = FastDivisor(blocks_per_row);
+  const int64_t part_cols = int64_t{plan.chunk_cols} * plan.chunks_per_block;
+  plan.part = Divisor<Acc>(part_cols);
+  plan.last_part = Divisor<Acc>(p.cols - part_cols * (blocks_per_row - 1));
 
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, rows) * blocks_per_row);
   config.block = static_cast<unsigned>(threads);
-  config.shared_bytes = bytes(plan.chunks_per_block);
+  config.shared_bytes = bytes(plan.chunks_per_block, plan.flags.has(kAligned));
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = reads_twice ? 1 : static_cast<unsigned>(blocks_per_row);
   if (!reads_twice) return launch(config, kernel, p, plan);
 
-  const auto bytes_per_row = plan.num_chunks * static_cast<int64_t>(sizeof(Moments<Acc>));
+  const auto bytes_per_row = blocks_per_row * static_cast<int64_t>(sizeof(Moments<Acc>));
   plan.workspace = p.allocator->allocate(p.groups * p.rows * bytes_per_row);
   plan.flags.set(kStoresSums, true);
   launch(config, kernel, p, plan);

@@ -1,8 +1,8 @@
 // The mapping of rows to threads, blocks and clusters, for the host code of both passes and for the kernels.
 //
 // A row of up to kMaxWarpVectors vectors is a tile of some lanes of a warp. A longer row is divided into chunks, and a
-// chunk is a tile of a whole block. A thread holds up to kTileVectors vectors of a tile. The division of a row depends
-// only on the GPU, the dtypes and the number of columns, and so does the order of summation.
+// chunk is a tile of several warps of a block. A thread holds up to kTileVectors vectors of a tile. The division of a
+// row depends only on the GPU, the dtypes and the number of columns, and so does the order of summation.
 #pragma once
 
 #include <algorithm>
@@ -188,22 +188,25 @@ struct GradientPlan {
 
 // The division of a row among threads, the same for all rows of a call.
 struct RowLayout {
-  bool is_warp_tile;  // else a chunk is a tile of a block
-  int log2_lanes;     // of a warp tile: the number of lanes that share a row, as a logarithm
+  bool is_warp_tile;
+  int log2_threads;        // of a tile, rounded up to a power of two, as a logarithm
+  int block_tile_threads;  // of a tile that takes a whole block
   int chunk_cols, num_chunks;
 
-  // kVec is the number of elements of a vector.
+  // `vec` is the number of elements of a vector.
   RowLayout(int64_t cols, int64_t vec, int64_t max_chunk) {
     const int64_t vectors = ceil_div(cols, vec);
     is_warp_tile = vectors <= kMaxWarpVectors;
-    log2_lanes = vectors > 1 ? 1 : 0;  // only rows of one vector have one lane
-    while (is_warp_tile && kTileVectors << log2_lanes < vectors) ++log2_lanes;
     const int64_t chunks = ceil_div(vectors, is_warp_tile ? vectors : max_chunk);
     const int64_t chunk = chunks == 1 ? vectors : round_up(ceil_div(vectors, chunks), kWarpSize);
     chunk_cols = static_cast<int>(std::min(chunk * vec, cols));
     num_chunks = static_cast<int>(ceil_div(cols, chunk_cols));
+    const int64_t threads = ceil_div(std::min(chunk, vectors), kTileVectors);
+    block_tile_threads = static_cast<int>(round_up(threads, kWarpSize));
+    log2_threads = vectors > 1 ? 1 : 0;  // only rows of one vector have one lane
+    while (1 << log2_threads < (is_warp_tile ? threads : block_tile_threads)) ++log2_threads;
   }
-  int rows_per_block(int64_t threads) const { return is_warp_tile ? static_cast<int>(threads) >> log2_lanes : 1; }
+  int rows_per_block(int64_t threads) const { return std::max(static_cast<int>(threads) >> log2_threads, 1); }
 };
 
 }  // namespace layernorm::cuda

@@ -8,6 +8,7 @@ namespace layernorm::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxBlockThreads = 512;
+constexpr int kWholeBlock = 30;  // log2_threads of a tile that always takes a whole block
 
 // Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
 template <int kLanes, class Acc>
@@ -19,20 +20,21 @@ __device__ __forceinline__ Acc sum_lanes(Acc value) {
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// This thread's position in its tile. Neighbouring threads hold neighbouring vectors.
+// This thread's position in its tile: of some lanes of a warp, or of whole warps of a block. Neighbouring threads hold
+// neighbouring vectors.
 template <bool kIsBlock_>
-struct TileBase {
+struct TileOf {
   static constexpr bool kIsBlock = kIsBlock_;
-  int log2_lanes, thread_in_block;
+  int log2_threads, thread_in_block;
+  int block_tile_threads, block_tile_row;  // if kIsBlock: known without arithmetic, and the same in all lanes of a warp
 
-  __device__ __forceinline__ int threads() const { return kIsBlock ? blockDim.x : 1 << log2_lanes; }  // of a row
-  __device__ __forceinline__ int thread() const {
-    return kIsBlock ? thread_in_block : thread_in_block & (threads() - 1);
-  }
-  __device__ __forceinline__ int row() const { return kIsBlock ? 0 : thread_in_block >> log2_lanes; }  // in the block
-  __device__ __forceinline__ int rows_per_block() const { return kIsBlock ? 1 : blockDim.x >> log2_lanes; }
+  // The threads of a row: a power of two unless the row takes a whole block.
+  __device__ __forceinline__ int threads() const { return kIsBlock ? block_tile_threads : 1 << log2_threads; }
+  __device__ __forceinline__ int thread() const { return thread_in_block & ((1 << log2_threads) - 1); }
+  __device__ __forceinline__ int row() const { return kIsBlock ? block_tile_row : thread_in_block >> log2_threads; }
+  __device__ __forceinline__ int rows_per_block() const { return max(static_cast<int>(blockDim.x) >> log2_threads, 1); }
 
-  // Synchronizes at least the threads of the row.
+  // Synchronizes at least the threads of the row. The rows of a block take each step together.
   __device__ __forceinline__ static void sync() {
     if constexpr (kIsBlock) {
       __syncthreads();
@@ -58,8 +60,8 @@ struct TileBase {
   }
 };
 
-struct WarpTile : TileBase<false> {};
-struct BlockTile : TileBase<true> {};
+using WarpTile = TileOf<false>;
+using BlockTile = TileOf<true>;
 
 // Returns to all threads of a row the sums over them. Successive calls alternate `buffer` between 0 and 1, so that one
 // barrier per call suffices.
@@ -83,10 +85,10 @@ __device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, 
       for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][warp] = sums[k];
     }
     __syncthreads();
-    const int other = lane % kMaxWarps;  // may be beyond the block
+    const int other = lane % kMaxWarps, first_warp = warp - tile.thread() / kWarpSize;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      sums[k] = sum_lanes<kMaxWarps>(other * kWarpSize < tile.threads() ? warp_sums[buffer][k][other] : 0);
+      sums[k] = sum_lanes<kMaxWarps>(other * kWarpSize < tile.threads() ? warp_sums[buffer][k][first_warp + other] : 0);
     }
   }
 }
@@ -99,9 +101,10 @@ __device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, 
 template <class T, int kVec, class Tile>
 class StagedRow {
  public:
-  // The shared memory of a tile. There is one more vector for the row's offset.
+  // The shared memory of a tile. There is one more vector for the row's offset; or several, so that the rows of lanes
+  // that read together are in different banks.
   __host__ __device__ static constexpr size_t bytes(int threads) {
-    return (threads * kTileVectors + 1) * sizeof(Vector<T, kVec>);
+    return (threads * kTileVectors + (threads < 8 ? threads : 1)) * sizeof(Vector<T, kVec>);
   }
 
   __device__ __forceinline__ StagedRow(void* shared, T* row, int cols, const Tile& tile, bool aligned)
@@ -121,14 +124,15 @@ class StagedRow {
     }
   }
 
-  // Reads this thread's vector i of a fetched or written row, with zeros after its end.
-  __device__ __forceinline__ Vector<T, kVec> read(int i) const {
-    if (aligned_) return vector(shared_, column(i));
+  // Reads a vector of a fetched or written row, with zeros after its end: from a column on, or this thread's vector i.
+  __device__ __forceinline__ Vector<T, kVec> read_from(int column) const {
+    if (aligned_) return vector(shared_, column);
     Vector<T, kVec> v;
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v.values[e] = e < remaining(i) ? shared_[column(i) + e] : T(0.0f);
+    for (int e = 0; e < kVec; ++e) v.values[e] = e < cols_ - column ? shared_[column + e] : T(0.0f);
     return v;
   }
+  __device__ __forceinline__ Vector<T, kVec> read(int i) const { return read_from(column(i)); }
   __device__ __forceinline__ void write(int i, const Vector<T, kVec>& v) const {
     if (aligned_) {
       vector(shared_, column(i)) = v;
