@@ -85,7 +85,9 @@ def finish(run: Run, folder: Path) -> None:
     """Save, draw and print a run; fail if this package's results are wrong or missing."""
     run.save(folder)
     if run.benchmark == "accuracy":
-        plots.save(run.records, folder / "error_by_offset.png")
+        plots.save_errors(run.records, folder / "error_by_offset.png")
+    if run.benchmark == "kernels":
+        plots.save_speeds(run.records, folder / "speed_by_columns.png")
     console = Console(width=None if sys.stdout.isatty() else 240)  # a log file should not wrap lines
     console.print(*(f"{name} {value}" for name, value in run.machine.items()), sep="; ", highlight=False)
     console.print(run.table())

@@ -47,7 +47,7 @@ class Forward:
             correction = deviation.mean(1, keepdims=True)
             self.mean = rounded_mean + correction
             deviation = deviation - correction
-        self.rstd = 1 / np.sqrt((deviation**2).mean(1, keepdims=True) + eps)
+        self.rstd = ((deviation**2).mean(1, keepdims=True) + eps) ** -0.5
         self.xhat = deviation * self.rstd
 
     def output(self, weight, bias):

@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, compare, compiled, contenders, timing  # noqa: E402
+from benchmarks import accuracy, cases, compare, compiled, contenders, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 ALL = "ours,torch,torch.compile"
@@ -79,6 +79,12 @@ def test_every_case_and_contender_is_recorded(run, arguments, cases):
     _, records = run(*arguments, "--dtypes", "fp32", *QUICK)
     assert [tuple(r[key] for key in cases) for r in records] == list(product(*cases.values()))
     assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
+
+
+def test_exact_results_are_computed_on_the_device():
+    """numpy refuses tensors on a GPU, and those without memory."""
+    results = cases.exact_results(cases.Case(3, 5, "bf16", device="meta"))
+    assert {tensor.device.type for tensor in results.values()} == {"meta"}
 
 
 def test_memory_counts_outputs_and_saved_tensors(run):
