@@ -94,15 +94,6 @@ __device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* parts, i
   }
 }
 
-template <class Acc>
-__device__ __forceinline__ void store_statistics(const ForwardParams& p, const RowIndex& row,
-                                                 const Moments<Acc>& moments, Acc rstd) {
-  if (!p.rms) {
-    *address<Acc>(p.mean, row) = (moments.pivot + moments.correction) * (moments.scale == 1 ? 1 : 1 / kScale<Acc>);
-  }
-  *address<Acc>(p.rstd, row) = rstd * moments.scale;
-}
-
 // ---- chunks ---------------------------------------------------------------------------------------------------------
 
 // Columns [begin, begin + cols) of a row, and their shared memory. Without a residual, x is the input.
@@ -113,6 +104,8 @@ struct Chunk {
   using W = typename Types::W;
   using Acc = AccOf<X>;
   static constexpr int kVec = kVectorSize<X>;
+  template <class E>
+  using Row = StagedRow<E, kVec, Tile>;
 
   const ForwardParams& p;
   const Flags flags;
@@ -122,23 +115,19 @@ struct Chunk {
   int cols;
   unsigned char* shared;
 
-  // An array in the shared memory of the chunk or, if the row is not aligned, `shift` chunks later.
+  // An array in the shared memory of the chunk, or of the next chunk if `shift` is true and the row is not aligned.
   template <class E>
-  __device__ __forceinline__ StagedRow<E, kVec, Tile> staged(E* first, bool shift) const {
+  __device__ __forceinline__ Row<E> staged(E* first, bool shift) const {
     const bool aligned = flags.has(kAligned);
-    const size_t bytes = shift && !aligned ? StagedRow<X, kVec, Tile>::bytes(tile.threads()) : 0;
+    const size_t bytes = shift && !aligned ? Row<X>::bytes(tile.threads()) : 0;
     return {shared + bytes, first + begin, cols, tile, aligned};
   }
-  // What is fetched, x, and the output.
-  __device__ __forceinline__ StagedRow<X, kVec, Tile> fetched() const {
-    return staged(address<X>(flags.has(kResidual) ? p.residual : p.input, row), true);
+  __device__ __forceinline__ bool adds() const { return flags.has(kResidual); }
+  __device__ __forceinline__ Row<X> fetched() const {
+    return staged(address<X>(adds() ? p.residual : p.input, row), true);
   }
-  __device__ __forceinline__ StagedRow<X, kVec, Tile> x() const {
-    return staged(address<X>(flags.has(kResidual) ? p.sum : p.input, row), !flags.has(kResidual));
-  }
-  __device__ __forceinline__ StagedRow<T, kVec, Tile> output() const {
-    return staged(address<T>(p.output, row), flags.has(kResidual));
-  }
+  __device__ __forceinline__ Row<X> x() const { return staged(address<X>(adds() ? p.sum : p.input, row), !adds()); }
+  __device__ __forceinline__ Row<T> output() const { return staged(address<T>(p.output, row), adds()); }
 
   // Adds the input to the fetched residual, and stores the sum, x.
   __device__ __forceinline__ void add_residual() const {
@@ -326,7 +315,12 @@ __device__ __forceinline__ void process_rows(const ForwardParams& p,
   if (has_parts) moments = merge_parts(flags.has(kLoadsSums) ? stored_moments : part_moments, num_parts);
 
   const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
-  if (part == 0 && tile.thread() == 0 && exists) store_statistics(p, row, moments, rstd);
+  if (part == 0 && tile.thread() == 0 && exists) {
+    if (!p.rms) {
+      *address<Acc>(p.mean, row) = (moments.pivot + moments.correction) * (moments.scale == 1 ? 1 : 1 / kScale<Acc>);
+    }
+    *address<Acc>(p.rstd, row) = rstd * moments.scale;
+  }
 #pragma unroll 1
   for (int k = 0; k < num_chunks; ++k) {
     chunk_at(flags.has(kResidual) ? num_chunks - 1 - k : k).normalize_and_store(moments, rstd);
@@ -361,15 +355,15 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   const auto bytes = [&](int64_t chunks, bool aligned) {
     return rows * (chunks + !aligned) * StagedRow<X, kVectorSize<X>, Tile>::bytes(static_cast<int>(threads) / rows);
   };
-  constexpr size_t kStaticBytes =
-      kMaxClusterSize * sizeof(Moments<Acc>) + 4 * kMaxBlockThreads / kWarpSize * sizeof(Acc);  // sum_tile()
+  constexpr size_t kMaxStaticShared = 1024;
   // The chunks of a block of a cluster: many, so that clusters are small.
   const int in_cluster = std::max(static_cast<int>(ceil_div(plan.num_chunks, kMaxClusterSize)), kMaxBlockChunks);
   plan.chunks_per_block = plan.num_chunks;
   bool reads_twice = false;
   if (plan.num_chunks > kMaxBlockChunks) {
     reads_twice = plan.num_chunks > kMaxRowChunks ||
-                  bytes(in_cluster, false) + kStaticBytes > max_shared_memory(config) || !has_clusters(config, kernel);
+                  bytes(in_cluster, false) + kMaxStaticShared > max_shared_memory(config) ||
+                  !has_clusters(config, kernel);
     plan.chunks_per_block = reads_twice ? 1 : in_cluster;
   }
   const int64_t blocks_per_row = ceil_div(plan.num_chunks, plan.chunks_per_block);
