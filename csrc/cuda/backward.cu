@@ -492,9 +492,10 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchCon
 
   // Rows of groups with few rows and gradients of their own have blocks of few threads.
   const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
+  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
   int64_t threads = kThreads;
   if (plan.num_chunks > 1 || 2 << plan.log2_threads > kThreads) {
-    threads = plan.block_tile_threads;
+    threads = std::min<int64_t>(round_up(vectors, kWarpSize), 1 << plan.log2_threads);
   } else if (per_group) {
     threads = std::min(threads, round_up(p.rows << plan.log2_threads, kWarpSize));
   }

@@ -24,10 +24,16 @@ constexpr int kMaxBlockChunks = 4;                   // that a block keeps, so t
 constexpr int kMaxRowChunks = 10 * kMaxClusterSize;  // of a row that a cluster keeps
 template <class Tile>
 constexpr int kMaxThreads = Tile::kIsBlock ? 256 : 128;
-// As many as fit without spills: 40 warps of 48 registers per thread if a row takes a block, else 32 of 64.
+// As many as fit without spills: if a row takes a block, 40 warps of 48 registers per thread, and 24 in code for 8.0;
+// else 32 warps of 64 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kRowBlocksPerSM = 3;
+#else
+constexpr int kRowBlocksPerSM = 5;
+#endif
 template <class X, class Tile>
 constexpr int kMinBlocksPerSM = sizeof(X) == 8   ? 512 / kMaxThreads<Tile>
-                                : Tile::kIsBlock ? 5
+                                : Tile::kIsBlock ? kRowBlocksPerSM
                                                  : 8;
 
 // The flags of the most usual calls, and the flags that they may have besides. Their code is compiled separately.
