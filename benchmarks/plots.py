@@ -22,15 +22,8 @@ def save_speeds(records: list[dict], path: Path) -> None:
     """Draw the speed of each contender by columns, in graphs if there are any, with a panel for each pass."""
     mode = "graph" if any(r["mode"] == "graph" for r in records) else "eager"
     records = [r for r in records if r["mode"] == mode and r["of_copy"] and r["contender"] in COLORS]
-    save(
-        sorted(records, key=lambda r: r["cols"]),
-        path,
-        "Speed by columns, copy = 1",
-        "pass",
-        "cols",
-        "of_copy",
-        "linear",
-    )
+    records.sort(key=lambda r: r["cols"])
+    save(records, path, "Speed by columns, copy = 1", "pass", "cols", "of_copy", "linear")
 
 
 @matplotlib.rc_context({"font.size": 7, "axes.grid": True, "grid.alpha": 0.3})

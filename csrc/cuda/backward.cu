@@ -490,7 +490,8 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchCon
   plan.flags.set(kInCluster, in_cluster);
   const bool reads_twice = plan.num_chunks > 1 && !in_cluster;
 
-  // Rows of groups with few rows and gradients of their own have blocks of few threads.
+  // A row of more than half as many threads takes a whole block. Rows of groups with few rows and gradients of their
+  // own have blocks of few threads.
   const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
   const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
   int64_t threads = kThreads;
@@ -502,8 +503,7 @@ void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchCon
   const int rows_per_block = plan.rows_per_block(threads);
   plan.tile_threads = static_cast<int>(threads) / rows_per_block;
   const auto bytes = [&](int arrays, int stages, bool aligned) {
-    return Round<Types, Tile>::shared_bytes(static_cast<int>(threads) / rows_per_block, rows_per_block, arrays, stages,
-                                            aligned);
+    return Round<Types, Tile>::shared_bytes(plan.tile_threads, rows_per_block, arrays, stages, aligned);
   };
   // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
   // nor on which gradients are wanted. Rows that are not aligned also need memory for dx, and have a second stage only

@@ -48,7 +48,7 @@ rows_and_pixels = pytest.mark.parametrize(
 
 
 def block_columns(dtype, vectors=260):
-    """Return the columns of an unaligned row that takes a whole block, or several chunks of 32 vectors."""
+    """Return the columns of an unaligned row that takes several warps, or several chunks of 32 vectors."""
     return vectors * 16 // dtype.itemsize + 3
 
 
@@ -119,7 +119,7 @@ def test_long_rows_in_clusters_and_read_twice(library, dtypes):
         chunks = math.ceil(vectors / limit)
         x, dy, w, b = random_args(library, dtypes, 2 if chunks < 80 else 1, vectors * vector - missing_elements)
         x += 3  # a warp without columns must not count as zeros
-        saved, grad_input = {}, {}
+        saved, grad_input = None, {}
         for architecture in (89, 90):
             library.launched()
             with library.schedule(chunks, architecture=architecture, path_limit=limit):
@@ -167,8 +167,8 @@ def test_options_match_float64(library, dtypes, run, path):
     """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
 
     Groups have few or many rows, so that they have one segment or several, and a block's rows share a group or not.
-    260 vectors take a block, or several chunks. Images of 24 pixels are copied by 16 bytes. One row of the sum
-    overflows. The memory of a gradient that is not requested does not exist, so that writing it fails.
+    260 vectors take several warps, or several chunks of 32. Images of 24 pixels are copied by 16 bytes. One row of the
+    sum overflows. The memory of a gradient that is not requested does not exist, so that writing it fails.
 
     The layout of a tensor changes no bit of a row's results, nor does an addition in place.
     """
