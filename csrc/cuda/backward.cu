@@ -17,8 +17,7 @@
 // older GPUs, take two launches, the first of which stores the sums of each chunk.
 //
 // The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
-// is subtracted. The division of a row depends only on the device, the dtypes and the number of columns, and so does
-// dx.
+// is subtracted.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <algorithm>
@@ -98,7 +97,7 @@ struct Round {
         plan(plan),
         flags(flags),
         shared(shared),
-        tile{plan.log2_threads, reload(static_cast<int>(threadIdx.x)), plan.tile_threads, tile_row},
+        tile{plan.log2_threads, static_cast<int>(threadIdx.x), plan.tile_threads, tile_row},
         begin(Tile::kIsBlock ? int64_t{plan.chunk_cols} * blockIdx.x : 0),
         block_cols(static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}))),
         stage(round & (plan.stages - 1)),  // there are 1 or 2
@@ -148,25 +147,24 @@ struct Round {
             flags.has(kAlignedParameters), default_value);
   }
 
-  template <int kSub>
-  __device__ __forceinline__ void widen_weight(Acc (&w)[kSub], const Vector<W, kSub>& weight) const {
-    widen(w, weight);
+  // This function and the next compute elements [k, k + kSub) of a vector.
+  __device__ __forceinline__ void widen_weight(Acc (&w)[kSub], const Vector<W, kVec>& weight, int k) const {
+    widen(w, weight, k);
 #pragma unroll
     for (int e = 0; e < kSub; ++e) w[e] = flags.has(kZeroCentered) ? w[e] + 1 : w[e];
   }
 
-  // Computes d (see Statistics) from columns of x, or of the output. If kMask is true, d is 0 after the end.
-  template <bool kMask, int kSub>
-  __device__ __forceinline__ void subtract_mean(Acc (&d)[kSub], const Vector<X, kSub>& x, const Acc (&w)[kSub],
-                                                const Statistics<Acc>& statistics, int column) const {
-    widen(d, x);
+  // Computes d (see Statistics) from x, or from the output.
+  __device__ __forceinline__ void subtract_mean(Acc (&d)[kSub], const Vector<X, kVec>& x, const Acc (&w)[kSub],
+                                                const Statistics<Acc>& statistics, int first_column, int k) const {
+    const int column = first_column + k;
+    widen(d, x, k);
     Vector<W, kSub> b;
     if (flags.has(kFromOutput)) load_parameter(b, p.bias, kBias, column, W(0.0f));
 #pragma unroll
     for (int e = 0; e < kSub; ++e) {
       d[e] = flags.has(kFromOutput) ? recover_xhat(d[e], w[e], static_cast<Acc>(b.values[e]))
                                     : fma(d[e], statistics.scale, -statistics.mean);
-      if (kMask && !flags.has(kAligned) && column + e >= cols) d[e] = 0;
     }
   }
 
@@ -204,26 +202,6 @@ __device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const RowSums<
   for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
-// The sums that the blocks of a cluster exchange, once per row. Two buffers take turns. No block overwrites sums that
-// another one still reads: a block sends the sums of the next row after it has received those of this row from all
-// blocks, and their threads had read the last row's sums before.
-template <class Acc>
-struct ClusterSums {
-  RowSums<Acc> block_sums[2][kMaxClusterSize];
-  TransactionBarrier barriers[2];
-
-  // Returns to all threads the sums over the blocks of the cluster, all of which must have started.
-  __device__ __forceinline__ void reduce(RowSums<Acc>& sums, int blocks, int round) {
-    const int buffer = round % 2;
-    if (threadIdx.x == 0) barriers[buffer].expect(blocks * sizeof(RowSums<Acc>));
-    if (static_cast<int>(threadIdx.x) < blocks) {
-      barriers[buffer].store(block_sums[buffer][cluster_rank()], sums, threadIdx.x);
-    }
-    barriers[buffer].wait(round / 2);
-    reduce_chunks(sums, block_sums[buffer], blocks);
-  }
-};
-
 template <class Acc>
 __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, const BackwardParams& p,
                                                        const BackwardPlan& plan, bool rms, Acc rstd) {
@@ -232,45 +210,6 @@ __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums,
   if (!rms) means.xhat = cols.divide(sums[0]) * rstd, means.g = cols.divide(sums[1]);
   means.g_xhat = cols.divide(sums[2]) * rstd - means.xhat * means.g;
   return means;
-}
-
-// ---- dweight and dbias ----------------------------------------------------------------------------------------------
-
-// Calls store(column, sum) for the sums over all rows of the block.
-template <class Tile, int kVec, class Acc, class F>
-__device__ __forceinline__ void reduce_block(const Acc (&sums)[kTileVectors][kVec], const Tile& tile, int cols,
-                                             const F& store) {
-  const int step = tile.threads() * kVec;  // columns that the threads of a row hold in one vector each
-  __shared__ Acc thread_sums[kThreads][kVec];
-#pragma unroll
-  for (int i = 0; i < kTileVectors; ++i) {
-    if (i * step >= cols) break;
-    if (!Tile::kIsBlock || tile.rows_per_block() > 1) {
-      __syncthreads();
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x][e] = sums[i][e];
-      __syncthreads();
-    }
-    if constexpr (Tile::kIsBlock) {  // the threads of the first row add those of the others
-      const int column = tile.vector_index(i) * kVec;
-      if (tile.row() > 0) continue;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        Acc total = sums[i][e];
-#pragma unroll 1
-        for (int r = 1; r < tile.rows_per_block(); ++r) total += thread_sums[r * tile.threads() + tile.thread()][e];
-        if (column + e < cols) store(column + e, total);
-      }
-    } else {  // many short rows
-#pragma unroll 1
-      for (int c = threadIdx.x; c < step && i * step + c < cols; c += blockDim.x) {
-        Acc total = 0;
-#pragma unroll 4
-        for (int r = 0; r < tile.rows_per_block(); ++r) total += (&thread_sums[0][0])[r * step + c];
-        store(i * step + c, total);
-      }
-    }
-  }
 }
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
@@ -292,12 +231,15 @@ __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Type
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
       Acc w[kSub], d[kSub], dy_values[kSub];
-      row.widen_weight(w, sub_vector<kSub>(weight, k));
-      row.template subtract_mean<true>(d, sub_vector<kSub>(x_vector, k), w, statistics, first_column + k);
+      row.widen_weight(w, weight, k);
+      row.subtract_mean(d, x_vector, w, statistics, first_column, k);
 #pragma unroll
-      for (int e = 0; e < kSub; ++e) sums[0] += d[e];
+      for (int e = 0; e < kSub; ++e) {
+        if (!row.flags.has(kAligned) && first_column + k + e >= row.cols) d[e] = 0;
+        sums[0] += d[e];
+      }
       if (!row.flags.has(kGradInput)) continue;
-      widen(dy_values, sub_vector<kSub>(dy_vector, k));
+      widen(dy_values, dy_vector, k);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) {
         const Acc g = dy_values[e] * w[e];
@@ -333,12 +275,12 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
 #pragma unroll
     for (int k = 0; k < kVec; k += kSub) {
       Acc w[kSub], xhat[kSub], dy_values[kSub], dx_values[kSub];
-      widen(dy_values, sub_vector<kSub>(dy_vector, k));
+      widen(dy_values, dy_vector, k);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) db[i][k + e] += dy_values[e];
       if (!row.needs_x()) continue;
-      row.widen_weight(w, sub_vector<kSub>(weight, k));
-      row.template subtract_mean<false>(xhat, sub_vector<kSub>(x_vector, k), w, statistics, first_column + k);
+      row.widen_weight(w, weight, k);
+      row.subtract_mean(xhat, x_vector, w, statistics, first_column, k);
 #pragma unroll
       for (int e = 0; e < kSub; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
@@ -348,37 +290,67 @@ __device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], 
       }
       if (flags.has(kGradSum)) {
         Acc dsum[kSub];
-        widen(dsum, sub_vector<kSub>(row.grad_sum().read(i), k));
+        widen(dsum, row.grad_sum().read(i), k);
 #pragma unroll
         for (int e = 0; e < kSub; ++e) dx_values[e] += dsum[e];
       }
-      const auto rounded = round_to<X>(dx_values);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) dx_vector.values[k + e] = rounded.values[e];
+      reinterpret_cast<Vector<X, kSub>&>(dx_vector.values[k]) = round_to<X>(dx_values);
     }
     if (flags.has(kGradInput)) dx.store(i, dx_vector);
   });
   if (flags.has(kGradInput)) dx.end_of_store();
 }
 
-// Stores the sums of the block's rows for a gradient, from the block's first column on: in the workspace, or in the
-// gradient if its group has one segment. `adds` says to add to what the workspace holds.
+// Adds up a gradient's sums over the rows of the block. Stores them from the block's first column on: in the workspace,
+// whose sums of earlier rounds are added, or in the gradient if its group has one segment.
 template <class Types, class Tile, int kVec, class Acc>
 __device__ __forceinline__ void store_sums(const Acc (&sums)[kTileVectors][kVec], const Round<Types, Tile>& row,
                                            const View& gradient, Flag per_group, int64_t first_partial) {
   using W = typename Types::W;
-  const bool adds = row.round_in_segment >= kRoundsPerSum;
+  const Tile& tile = row.tile;
+  const int rows = tile.rows_per_block(), cols = row.block_cols;
+  const int step = tile.threads() * kVec;  // columns that the threads of a row hold in one vector each
   const bool is_gradient = row.plan.stores_gradient(per_group) && row.flags.has(per_group);
   const int64_t partial = first_partial + row.segment;
   Acc* const to_workspace = static_cast<Acc*>(row.plan.workspace) + partial * row.plan.pitch + row.begin;
   W* const to_gradient = address<W>(gradient, {row.segment, 0}) + row.begin;
-  reduce_block(sums, row.tile, row.block_cols, [&](int column, Acc sum) {
+  const auto store = [&](int column, Acc sum) {
     if (is_gradient) {
       to_gradient[column] = W(sum);
     } else {
-      to_workspace[column] = adds ? to_workspace[column] + sum : sum;
+      to_workspace[column] = row.round_in_segment < kRoundsPerSum ? sum : to_workspace[column] + sum;
     }
-  });
+  };
+  __shared__ Acc thread_sums[kThreads][kVec];
+#pragma unroll
+  for (int i = 0; i < kTileVectors; ++i) {
+    if (i * step >= cols) break;
+    if (!Tile::kIsBlock || rows > 1) {
+      __syncthreads();
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x][e] = sums[i][e];
+      __syncthreads();
+    }
+    if constexpr (Tile::kIsBlock) {  // the threads of the first row add those of the others
+      if (tile.row() > 0) continue;
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int column = tile.vector_index(i) * kVec + e;
+        Acc total = sums[i][e];
+#pragma unroll 1
+        for (int r = 1; r < rows; ++r) total += thread_sums[r * tile.threads() + tile.thread()][e];
+        if (column < cols) store(column, total);
+      }
+    } else {  // many short rows
+#pragma unroll 1
+      for (int c = threadIdx.x; c < step && i * step + c < cols; c += blockDim.x) {
+        Acc total = 0;
+#pragma unroll 4
+        for (int r = 0; r < rows; ++r) total += (&thread_sums[0][0])[r * step + c];
+        store(i * step + c, total);
+      }
+    }
+  }
 }
 
 template <bool kIsFastPath, class Types, class Tile>
@@ -394,16 +366,16 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
   // The shuffle tells the compiler that a warp has one row, whose addresses then need no registers of each thread.
   const int tile_row =
       Tile::kIsBlock ? __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) >> plan.log2_threads, 0) : 0;
-  const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, reload(round), tile_row); };
+  const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, round, tile_row); };
   const auto fetch = [&](int round) {
     if (has_round(plan, flags, round)) row_of(round).fetch();
     async_commit();
   };
 #pragma unroll 1
   for (int round = 0; round < plan.stages; ++round) fetch(round);
-  __shared__ ClusterSums<Acc> cluster_sums;
+  __shared__ ClusterExchange<RowSums<Acc>> exchange;
   if (in_cluster) {
-    if (threadIdx.x == 0) cluster_sums.barriers[0].init(), cluster_sums.barriers[1].init();
+    if (threadIdx.x == 0) exchange.init();
     cluster_arrive(), cluster_wait();
   }
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
@@ -434,7 +406,7 @@ __device__ __forceinline__ void process_rows(const BackwardParams& p, const Back
     } else if (needs_sums) {
       add_to_sums(sums, row, statistics);
       sum_tile(sums, row.tile, round % 2);
-      if (in_cluster) cluster_sums.reduce(sums, plan.num_chunks, round);
+      if (in_cluster) reduce_chunks(sums, exchange.gather(sums, plan.num_chunks, round), plan.num_chunks);
     }
     if (flags.has(kStoresSums)) {
       if (row.cols > 0 && row.tile.thread() == 0) {

@@ -16,7 +16,7 @@
 namespace layernorm::cuda {
 
 struct ChannelsFirstPlan : GradientPlan {  // forward uses `flags` and `rows` alone
-  double reciprocal_channels;
+  Divisor<double> channels;
   bool staged;  // the channels fit into shared memory
 };
 
@@ -32,12 +32,6 @@ constexpr int kMinBlocksPerSM =
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
-
-// See ChunkGroups::mean of cpu/row.h. A division of doubles is a function call, around which registers spill.
-template <class Acc>
-__device__ __forceinline__ double mean_over_channels(double sum, int64_t channels, double reciprocal_channels) {
-  return sizeof(Acc) == 4 ? sum * reciprocal_channels : sum / static_cast<double>(channels);
-}
 
 // The channels of a pixel.
 template <class E>
@@ -68,9 +62,13 @@ struct ChannelParameter {
 // thousands of equal values exceeds the promised error.
 constexpr int kRunLength = 16;
 
+struct DoNothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // Calls f(c) for this warp's channels, and end_of_run() after each kRunLength of them. kUnroll loads are in flight.
-template <class F, class G>
-__device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, const G& end_of_run) {
+template <class F, class G = DoNothing>
+__device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, const G& end_of_run = {}) {
   for (int64_t first = threadIdx.x / kWarpSize; first < channels; first += kRunLength * kWarps) {
     const int run_length = static_cast<int>(min(ceil_div(channels - first, kWarps), int64_t{kRunLength}));
 #pragma unroll kUnroll
@@ -129,8 +127,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
   const Channels<X> global_x(has_residual ? p.sum : p.input, pixel);
   const Channels<X> x = plan.staged ? staged_x : global_x;
-  const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
-  const auto nothing = [] {};
 
   const Channels<const T> input(p.input, pixel);
   const Channels<const X> residual(p.residual, pixel);
@@ -145,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     async_wait<0>();
     __syncthreads();
   } else if (has_residual || plan.staged) {
-    for_each_channel(channels, fetch, nothing);
+    for_each_channel(channels, fetch);
   }
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
@@ -157,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
       Acc sum = 0;
       for_each_channel(channels, [&](int64_t c) { sum = fma(load(c), scale, sum); }, [&] { sums[0] += sum, sum = 0; });
       sum_warps(sums);
-      mean = static_cast<Acc>(mean_of(sums[0]));
+      mean = static_cast<Acc>(plan.channels.divide(sums[0]));
     }
     double moments[2] = {};
     Acc diff = 0, square = 0;
@@ -170,8 +166,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
         },
         [&] { moments[0] += diff, moments[1] += square, diff = square = 0; });
     sum_warps(moments);
-    if (!p.rms) correction = mean_of(moments[0]);
-    variance = mean_of(moments[1]) - correction * correction;
+    if (!p.rms) correction = plan.channels.divide(moments[0]);
+    variance = moments[1] * plan.channels.reciprocal - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
     // A sum has overflowed, or the pixel holds NaN or infinity and gives NaN again. The other pixels do not change.
     const bool overflows = !(variance < kInfinity<Acc>);
@@ -189,13 +185,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
   const Channels<T> staged_y(reinterpret_cast<T*>(shared) + lane, kWarpSize), global_y(p.output, pixel);
   const Channels<T> y = aligned ? staged_y : global_y;
-  for_each_channel(
-      channels,
-      [&](int64_t c) {
-        const Acc d = fma(load(c), scale, -mean) - rounded_correction;
-        y[c] = static_cast<T>(fma(d * rstd, weight[c] + weight_offset, bias[c]));
-      },
-      nothing);
+  for_each_channel(channels, [&](int64_t c) {
+    const Acc d = fma(load(c), scale, -mean) - rounded_correction;
+    y[c] = static_cast<T>(fma(d * rstd, weight[c] + weight_offset, bias[c]));
+  });
   if (!aligned) return;
   __syncthreads();
   for_each_vector<T>(shared, p.output, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
@@ -219,8 +212,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const bool grad_bias = plan.flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
   const bool aligned = plan.flags.has(kAligned) && needs_x;
-  const auto mean_of = [&](double sum) { return mean_over_channels<Acc>(sum, p.cols, plan.reciprocal_channels); };
-  const auto nothing = [] {};
 
   // Adds the gradients of a tile to the workspace: of pixels from `first` to `end`. Other lanes add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
@@ -250,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
         async_wait<0>();
         __syncthreads();
       } else if (staged && exists) {
-        for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; }, nothing);
+        for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; });
       }
       Acc run_sums[3] = {};
       double sums[3] = {};
@@ -268,36 +259,34 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
             for (int k = 0; k < 3; ++k) sums[k] += run_sums[k], run_sums[k] = 0;
           });
       sum_warps(sums);
+      const auto mean_of = [&](double sum) { return plan.channels.divide(sum); };
       const double xhat_mean = p.rms ? 0 : mean_of(sums[0]) * statistics.rstd, g_mean = p.rms ? 0 : mean_of(sums[1]);
       means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
                static_cast<Acc>(mean_of(sums[2]) * statistics.rstd - xhat_mean * g_mean)};
     }
-    for_each_channel(
-        p.cols,
-        [&](int64_t c) {
-          const Acc v = load_dy(c);
-          Acc dw = 0;
-          if (needs_x) {
-            const Acc xhat = fma(find_d(c), statistics.rstd, -means.xhat);
-            dw = v * xhat;
-            if (grad_input && exists) {
-              const Acc g = v * load_weight(c);
-              const Acc result = means.grad_input(g - means.g, xhat, statistics);
-              dx[c] = static_cast<X>(plan.flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
-            }
-          }
-          if (!grad_weight && !grad_bias) return;
-          // Both sums over the lanes at once: dweight in the lower half of the warp, dbias in the upper half.
-          const bool is_upper = lane >= kWarpSize / 2;
-          Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
-          sum = sum_lanes<kWarpSize / 2>(sum);
-          if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
-            const int64_t partial = segment + (is_upper ? plan.weight_partials : 0);
-            double& total = static_cast<double*>(plan.workspace)[partial * p.cols + c];
-            total = is_first ? sum : total + sum;
-          }
-        },
-        nothing);
+    for_each_channel(p.cols, [&](int64_t c) {
+      const Acc v = load_dy(c);
+      Acc dw = 0;
+      if (needs_x) {
+        const Acc xhat = fma(find_d(c), statistics.rstd, -means.xhat);
+        dw = v * xhat;
+        if (grad_input && exists) {
+          const Acc g = v * load_weight(c);
+          const Acc result = means.grad_input(g - means.g, xhat, statistics);
+          dx[c] = static_cast<X>(plan.flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
+        }
+      }
+      if (!grad_weight && !grad_bias) return;
+      // Both sums over the lanes at once: dweight in the lower half of the warp, dbias in the upper half.
+      const bool is_upper = lane >= kWarpSize / 2;
+      Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
+      sum = sum_lanes<kWarpSize / 2>(sum);
+      if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
+        const int64_t partial = segment + (is_upper ? plan.weight_partials : 0);
+        double& total = static_cast<double*>(plan.workspace)[partial * p.cols + c];
+        total = is_first ? sum : total + sum;
+      }
+    });
     if (!aligned || !grad_input) return;
     __syncthreads();
     for_each_vector<X>(shared, p.grad_input, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
@@ -319,7 +308,7 @@ template <class Types, class P>
 ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};
   plan.rows = FastDivisor(p.rows);
-  plan.reciprocal_channels = 1.0 / static_cast<double>(p.cols);
+  plan.channels = Divisor<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);

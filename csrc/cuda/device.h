@@ -183,13 +183,6 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Returns the value, but hides from the compiler that it is the same. What is computed from the result does not occupy
-// registers before.
-__device__ __forceinline__ int reload(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // Returns a pointer to global memory, which the compiler then does not compute again for each use.
 template <class T>
 __device__ __forceinline__ T* compute_once(T* global) {

@@ -46,8 +46,7 @@ struct ForwardPlan : RowLayout {
 
   Flags flags;
   int chunks_per_block;
-  FastDivisor blocks_per_row;
-  FastDivisor rows;  // of a group
+  FastDivisor blocks_per_row, rows;  // rows of a group
   Acc eps;
   Divisor<Acc> cols, part, last_part;
   void* workspace = nullptr;
@@ -279,10 +278,9 @@ __device__ __forceinline__ void process_rows(const ForwardParams& p,
     unsigned char* const chunk_shared = shared + place * StagedRow<X, kVectorSize<X>, Tile>::bytes(tile.threads());
     return Chunk<Types, Tile>{p, flags, tile, row, begin, exists ? cols : 0, chunk_shared};
   };
-  __shared__ Moments<Acc> part_moments[kMaxClusterSize];
-  __shared__ TransactionBarrier barrier;  // for the moments of all blocks of a cluster
+  __shared__ ClusterExchange<Moments<Acc>> exchange;
   if (flags.has(kInCluster)) {
-    if (threadIdx.x == 0) barrier.init(), barrier.expect(plan.blocks_per_row.divisor() * sizeof(Moments<Acc>));
+    if (threadIdx.x == 0) exchange.init();
     cluster_arrive();
   }
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
@@ -301,9 +299,8 @@ __device__ __forceinline__ void process_rows(const ForwardParams& p,
   auto* const stored_moments = static_cast<Moments<Acc>*>(plan.workspace) + row_number * plan.blocks_per_row.divisor();
   const int num_parts = has_parts ? static_cast<int>(plan.blocks_per_row.divisor()) : 1;
   if (!flags.has(kLoadsSums)) {
-    const bool is_last = part + 1 == num_parts, rms = flags.has(kRms);
-    const Divisor<Acc> cols(is_last ? plan.last_part.value : plan.part.value,
-                            is_last ? plan.last_part.reciprocal : plan.part.reciprocal);
+    const bool rms = flags.has(kRms);
+    const Divisor<Acc> cols = part + 1 == num_parts ? plan.last_part : plan.part;
     moments = reduce_moments(tile, cols, rms, rms ? 0 : chunk_at(0).estimate_mean(), [&](auto& sums, const auto& from) {
 #pragma unroll 1
       for (int k = 0; k < num_chunks; ++k) chunk_at(k).add_to_sums(sums, from);
@@ -313,12 +310,12 @@ __device__ __forceinline__ void process_rows(const ForwardParams& p,
     if (threadIdx.x == 0) stored_moments[part] = moments;
     return let_next_grid_start();
   }
+  const Moments<Acc>* parts = stored_moments;
   if (flags.has(kInCluster)) {
     cluster_wait();  // all blocks have started
-    if (static_cast<int>(threadIdx.x) < num_parts) barrier.store(part_moments[part], moments, threadIdx.x);
-    barrier.wait(0);
+    parts = exchange.gather(moments, num_parts, 0);
   }
-  if (has_parts) moments = merge_parts(flags.has(kLoadsSums) ? stored_moments : part_moments, num_parts);
+  if (has_parts) moments = merge_parts(parts, num_parts);
 
   const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
   if (part == 0 && tile.thread() == 0 && exists) {
@@ -364,14 +361,10 @@ void launch_forward(const ForwardParams& p, const RowLayout& layout) {
   constexpr size_t kMaxStaticShared = 1024;
   // The chunks of a block of a cluster: many, so that clusters are small.
   const int in_cluster = std::max(static_cast<int>(ceil_div(plan.num_chunks, kMaxClusterSize)), kMaxBlockChunks);
-  plan.chunks_per_block = plan.num_chunks;
-  bool reads_twice = false;
-  if (plan.num_chunks > kMaxBlockChunks) {
-    reads_twice = plan.num_chunks > kMaxRowChunks ||
-                  bytes(in_cluster, false) + kMaxStaticShared > max_shared_memory(config) ||
-                  !has_clusters(config, kernel);
-    plan.chunks_per_block = reads_twice ? 1 : in_cluster;
-  }
+  const bool fits_block = plan.num_chunks <= kMaxBlockChunks;
+  const bool reads_twice = !fits_block && (plan.num_chunks > kMaxRowChunks || !has_clusters(config, kernel) ||
+                                           bytes(in_cluster, false) + kMaxStaticShared > max_shared_memory(config));
+  plan.chunks_per_block = fits_block ? plan.num_chunks : reads_twice ? 1 : in_cluster;
   const int64_t blocks_per_row = ceil_div(plan.num_chunks, plan.chunks_per_block);
   plan.flags.set(kInCluster, !reads_twice && blocks_per_row > 1);
   plan.blocks_per_row = FastDivisor(blocks_per_row);

@@ -60,10 +60,10 @@ struct Flags {
 // Whether every row, or every channel of an image, starts at a multiple of 16 bytes. An absent array is aligned.
 template <class E, class... Views>
 bool is_aligned(const Params& p, const Views&... views) {
-  const auto is_multiple = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(E)) % 16 == 0; };
   const auto check = [&](const View& view) {
-    return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && is_multiple(view.group_stride) &&
-                          is_multiple(p.channels_first ? view.col_stride : view.row_stride));
+    const int64_t stride = p.channels_first ? view.col_stride : view.row_stride, vector = 16 / sizeof(E);
+    const auto address = reinterpret_cast<uintptr_t>(view.data);
+    return !view.data || (address % 16 == 0 && view.group_stride % vector == 0 && stride % vector == 0);
   };
   return (check(views) && ...);
 }

@@ -49,22 +49,21 @@ __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
 template <class Acc, class W>
 void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch, LaunchConfig config) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
-    const int64_t groups = is_per_group ? p.groups : 1;
-    return Partials<Acc, W>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups, rows / groups,
+    const int64_t groups = rows == 0 ? 0 : is_per_group ? p.groups : 1, count = rows == 0 ? 0 : rows / groups;
+    return Partials<Acc, W>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups, count,
                             static_cast<W*>(gradient.data), gradient.group_stride};
   };
   const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
   const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
-  const bool has_weight = plan.weight_partials > 0, has_bias = plan.bias_partials > 0;
-  if (!has_weight && !has_bias) return;
-  const int64_t groups = std::max(has_weight ? weight.groups : 0, has_bias ? bias.groups : 0);
+  const int64_t groups = std::max(weight.groups, bias.groups);
+  if (groups == 0) return;
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
-                     static_cast<unsigned>(std::min(groups, kMaxGridY)), has_weight && has_bias ? 2 : 1);
+                     static_cast<unsigned>(std::min(groups, kMaxGridY)), weight.groups > 0 && bias.groups > 0 ? 2 : 1);
   config.block = kThreadsPerColumn * kWarpSize;
   config.shared_bytes = 0;
   config.cluster = 1;
   config.overlaps_previous = true;
-  launch(config, add_partials<Acc, W>, has_weight ? weight : bias, bias, pitch, p.cols);
+  launch(config, add_partials<Acc, W>, weight.groups > 0 ? weight : bias, bias, pitch, p.cols);
 }
 
 }  // namespace

@@ -93,6 +93,29 @@ __device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, 
   }
 }
 
+// Values that the blocks of a cluster exchange once per round. Two buffers take turns. No block overwrites values that
+// another one still reads: a block sends those of the next round after it has received those of this round from all
+// blocks, and their threads had read the last round's before.
+template <class Value>
+struct ClusterExchange {
+  Value values[2][kMaxClusterSize];
+  TransactionBarrier barriers[2];
+
+  // One thread calls this before its cluster_arrive().
+  __device__ __forceinline__ void init() { barriers[0].init(), barriers[1].init(); }
+
+  // Returns to all threads the values of the cluster's blocks, all of which must have started.
+  __device__ __forceinline__ const Value* gather(const Value& value, int blocks, int round) {
+    const int buffer = round % 2;
+    if (threadIdx.x == 0) barriers[buffer].expect(blocks * sizeof(Value));
+    if (static_cast<int>(threadIdx.x) < blocks) {
+      barriers[buffer].store(values[buffer][cluster_rank()], value, threadIdx.x);
+    }
+    barriers[buffer].wait(round / 2);
+    return values[buffer];
+  }
+};
+
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
 // A tile of an array in shared memory, in vectors of kVec elements: 16 bytes, or 8 if only x has 32 bits. In shared
@@ -194,13 +217,8 @@ constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 template <class Acc>
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
-// 1 / sqrt(x) with an error of at most two roundings. For float, one Newton step takes half as many instructions as a
-// square root and a division; it is skipped for 0 and infinity, where it would give NaN.
 __device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
-__device__ __forceinline__ float reciprocal_sqrt(float x) {
-  const float root = rsqrtf(x), residual = fma(-x * root, root, 1.0f);
-  return residual == residual ? fma(root / 2, residual, root) : root;
-}
+__device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
 
 // 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not.
 template <class Acc>

@@ -27,15 +27,6 @@ struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 
-// Elements [begin, begin + kSubSize) of v.
-template <int kSubSize, class E, int kSize>
-__device__ __forceinline__ Vector<E, kSubSize> sub_vector(const Vector<E, kSize>& v, int begin) {
-  Vector<E, kSubSize> result;
-#pragma unroll
-  for (int e = 0; e < kSubSize; ++e) result.values[e] = v.values[begin + e];
-  return result;
-}
-
 // Sets all elements; those of 16 bits by words, since each would take an instruction of its own.
 template <class E, int kSize>
 __device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
@@ -85,25 +76,26 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   return result;
 }
 
-// Converts to Acc with one instruction per element. The bits of a bfloat16 are the upper half of a float's.
-template <class E, class Acc, int kSize>
-__device__ __forceinline__ void widen(Acc (&result)[kSize], const Vector<E, kSize>& v) {
+// Converts `v` from element `begin` on to Acc, with one instruction per element. The bits of a bfloat16 are the upper
+// half of a float's.
+template <class E, class Acc, int kCount, int kSize>
+__device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSize>& v, int begin = 0) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
 #pragma unroll
-    for (int e = 0; e < kSize; e += 2) {
-      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.values[e]);
+    for (int e = 0; e < kCount; e += 2) {
+      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.values[begin + e]);
       result[e] = __uint_as_float(pair << 16);
       result[e + 1] = __uint_as_float(pair & 0xffff0000u);
     }
   } else if constexpr (std::is_same_v<E, __half>) {
 #pragma unroll
-    for (int e = 0; e < kSize; e += 2) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[e]));
+    for (int e = 0; e < kCount; e += 2) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[begin + e]));
       result[e] = pair.x, result[e + 1] = pair.y;
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) result[e] = static_cast<Acc>(v.values[e]);
+    for (int e = 0; e < kCount; ++e) result[e] = static_cast<Acc>(v.values[begin + e]);
   }
 }
 

@@ -62,8 +62,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place =
 // ---- arithmetic that the C++ library lacks --------------------------------------------------------------------------
 
 using std::abs, std::fma, std::hypot, std::sqrt;
-// The error of 2^-13 exceeds what CUDA allows, so that tests notice code that does not refine the result.
-inline float rsqrtf(float x) { return (1 + 0x1p-13f) / std::sqrt(x); }
+inline float __frsqrt_rn(float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
@@ -108,7 +107,6 @@ int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
 using emulator::async_commit, emulator::wait_for_previous_grid;
 using emulator::cluster_arrive, emulator::cluster_rank, emulator::cluster_wait;
 
-inline int reload(int value) { return value; }
 template <class T>
 T* compute_once(T* global) {
   return global;
