@@ -153,11 +153,12 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
   const Acc weight_offset = b.weight_offset;
   const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
   Acc mean[kCount];
-  PerRow<double, kCount> rstd_scaled;
+  PerRow<Acc, kCount> rstd;
   for (int k = 0; k < kCount; ++k) {
     mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
-    rstd_scaled[k] = special && b.p.from_output ? Acc(1) : rstds[k * rstd_stride] / scale;
+    rstd[k] = special && b.p.from_output ? Acc(1) : rstds[k * rstd_stride] / scale;
   }
+  const auto rstd_scaled = to_doubles(rstd);
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {

@@ -155,9 +155,14 @@ inline auto sum_each(const V (&v)[n]) {
   for (int i = 0; i < n; ++i) sums[i] = sum_lanes(v[i]);
   return sums;
 }
-#if defined(__AVX2__)
-inline VectorOf<double, 32>::type to_doubles(__m128 v) { return _mm256_cvtps_pd(v); }  // GCC would convert two halves
+template <class V>
+inline auto to_doubles(V v) {
+  using Doubles = typename VectorOf<double, sizeof(v) / sizeof(v[0]) * 8>::type;
+#if defined(__AVX2__)  // GCC would convert two halves, and may join them in memory
+  if constexpr (sizeof(v) == 16 && sizeof(v[0]) == 4) return Doubles(_mm256_cvtps_pd(v));
 #endif
+  return __builtin_convertvector(v, Doubles);
+}
 #if defined(__AVX512F__)
 // 13 shuffles and additions instead of 40, which would be a third of the work for narrow rows.
 inline auto sum_each(const Vec<float> (&v)[4]) {
