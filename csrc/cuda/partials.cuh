@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kThreadsPerColumn* kWarpSize)
 template <class Acc, class W>
 void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch, LaunchConfig config) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
-    const int64_t groups = rows == 0 ? 0 : is_per_group ? p.groups : 1, count = rows == 0 ? 0 : rows / groups;
-    return Partials<Acc, W>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups, count,
-                            static_cast<W*>(gradient.data), gradient.group_stride};
+    const int64_t groups = std::min(is_per_group ? p.groups : 1, rows);  // 0 without partial sums
+    return Partials<Acc, W>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups,
+                            rows / std::max(groups, int64_t{1}), static_cast<W*>(gradient.data), gradient.group_stride};
   };
   const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
   const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
