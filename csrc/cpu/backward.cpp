@@ -28,16 +28,23 @@ namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
 constexpr int kFewRows = 2;
-// The rows that the second loop handles together at most. The coefficients of two fill the 16 registers of AVX2: 6272 x
-// 96 floats take 0.9 of the time of four.
+// The rows that the second loop handles together at most. The coefficients of two fill the 16 registers of AVX2: 1576 x
+// 384 floats take 0.9 of the time of four.
 constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
-constexpr int64_t kMaxBlockRows = 16;
+constexpr int64_t kMaxBlockRows = 64;
+// Short rows give the second loop few iterations each. It therefore takes kColumnPacks packs of columns at a time, for
+// all rows of a block, whose partial sums stay in registers: 16384 x 64 take 0.9 of the time, 20000 x 17 0.72 to 0.86,
+// and both 0.75 to 0.85 with AVX2.
+constexpr int64_t kShortRowBytes = 512;
+constexpr int kByColumns = 0;  // in place of a number of rows
+constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
 
 // How many rows the loops handle at a time. The figures are for an AMD EPYC with AVX-512, unless they name another CPU.
 template <class T>
 struct RowSteps {
   RowSteps(int64_t rows, int64_t cols) {
     const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
+    by_columns = row_bytes <= kShortRowBytes;
     in_memory = rows * row_bytes > kMinBytesInMemory;
     if (sizeof(T) > 2 && in_memory && row_bytes > (kVectorBytes > 16 ? 1024 : 256) && !is_long<T>(cols)) {
       together = block = 1;  // one stream is read faster: 32768 x 768 take 0.7 of the time
@@ -45,19 +52,18 @@ struct RowSteps {
       const bool is_short = row_bytes <= (sizeof(T) == 2 ? 4095 : 2048);
       const bool four = is_short || (!is_narrow<T>(cols) && !in_memory && row_bytes % 4096 != 0);
       together = four ? kRows : kFewRows;
-      block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
+      block = by_columns ? min(kMaxBlockRows, 16 * kShortRowBytes / row_bytes / kRows * kRows) : together;
     }
     prefetched = row_bytes <= 3072 ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
   }
 
-  bool in_memory;
+  bool by_columns, in_memory;
   // The rows that share the loads of the weight and the loads and stores of the partial sums: four (700 x 1600 floats
   // take 0.75 of the time of single rows), but two if they are wide and in memory, if they are a multiple of 4 KiB
   // apart and take the same places of the first-level cache (four of 77 x 2048 bf16 took 1.3 of the time), or if they
   // are narrow and exceed 2 KiB of 32- or 64-bit elements, because four such streams are read more slowly (Intel Xeon).
   int64_t together;
-  // The rows whose sums are computed before the second loop starts. Rows of up to 2 KiB have several iterations of the
-  // second loop, which then do not wait for each other's coefficients: 6272 rows of 96 floats take 0.93 of the time.
+  // The rows whose sums are computed before the second loop starts: of short rows, as many as 8 KiB hold.
   int64_t block;
   // How many rows ahead x and dy are prefetched, or 0. The next block of short rows fits into the first-level cache
   // beside this one: 48 x 384 floats in the second-level cache take 0.88 of the time, 200000 x 17 in memory 0.5.
@@ -135,6 +141,14 @@ Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::
   return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
 }
 
+// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing, except that
+// a zero-centered weight, which is weight + 1 here, rounds once less.
+template <class T, class W, class Acc>
+Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& c) {
+  if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, c);
+  return v * w + c;
+}
+
 // The first loop, for rows r to r + kCount - 1 of a group. Its operands are local variables, which a store cannot
 // alias.
 template <class Threads, int kCount, int kPacks, bool special, bool with_g, class B>
@@ -170,9 +184,9 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
             deviation<special>(b, x + k * x_stride, scale, mean[k], weight, bias, j, lanes), lanes);
         s.values[kD][k][pack] = s.values[kD][k][pack] + d;
         if constexpr (with_g) {
-          const auto g = load<X>(dy + k * dy_stride + j, lanes) * w;
-          s.values[kG][k][pack] = s.values[kG][k][pack] + g;
-          s.values[kGD][k][pack] = fma(g, d, s.values[kGD][k][pack]);
+          const auto v = load<X>(dy + k * dy_stride + j, lanes);
+          s.values[kG][k][pack] = multiply_add<typename B::T, typename B::W>(v, w, s.values[kG][k][pack]);
+          s.values[kGD][k][pack] = fma(v * w, d, s.values[kGD][k][pack]);
         }
       }
     });
@@ -238,24 +252,18 @@ void prefetch_packs(const T* p) {
   for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing, except that
-// a zero-centered weight, which is weight + 1 here, rounds once less.
-template <class T, class W, class Acc>
-Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& c) {
-  if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, c);
-  return v * w + c;
-}
-
-// The second loop, for columns [begin, begin + n) of rows r to r + kCount - 1 of a group. `first` says that they are
-// the first of their slot. The flags for the gradients are template parameters because testing them in the loop costs a
-// third of the speed.
+// The second loop, for columns [begin, begin + n) of kCount rows from row r of a group on, or of `count` rows column by
+// column. `first` says that they are the first of their slot. The flags for the gradients are template parameters
+// because testing them in the loop costs a third of the speed. All calls have to be inlined, which GCC does not do by
+// itself.
 template <int kCount, bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias, class B>
-void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first, const Coefficients<typename B::Acc>& c,
-                 int64_t begin, int64_t n) {
+[[gnu::flatten]] void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
+                                  const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
   using W = typename B::W;
   using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
   const BackwardParams& p = b.p;
   const X* const x = p.input.row<const X>(group, r);
   const T* const dy = p.grad_output.row<const T>(group, r);
@@ -268,53 +276,94 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, bool first,
   Acc* const dbias = b.dbias(area);
   const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
   const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
-  // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
-  // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
-  const bool adjacent = x_stride == n && dy_stride == n;
-  const bool prefetches = b.steps.prefetched && (adjacent || n >= kCount * kPackSize<Acc>);
-  const X* next_x = x + b.steps.prefetched * x_stride + begin;
-  const T* next_dy = dy + b.steps.prefetched * dy_stride + begin;
-  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
   const Acc scale = *c.scale();  // used for special rows, which are handled one by one
+
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
-  Pack<Acc> mean[kCount], rstd_scaled[kCount], rstd[kCount], minus_shift[kCount], minus_c1[kCount], minus_c2[kCount];
-  for (int k = 0; k < kCount; ++k) {
-    mean[k] = broadcast(c.mean()[k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[k]);
-    rstd[k] = special ? rstd_scaled[k] * c.scale()[k] : rstd_scaled[k];
-    minus_shift[k] = broadcast(c.minus_shift()[k]), minus_c1[k] = broadcast(c.minus_c1()[k]);
-    minus_c2[k] = broadcast(c.minus_c2()[k]);
-  }
-  for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-    Pack<Acc> w, dw = {}, db = {};
+  constexpr int kAtOnce = kCount == kByColumns ? 1 : kCount;
+  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce], rstd[kAtOnce];
+  Pack<Acc> minus_shift[kAtOnce], minus_c1[kAtOnce], minus_c2[kAtOnce];
+  const auto load_coefficients = [&](int64_t row) {
+    for (int k = 0; k < kAtOnce; ++k) {
+      mean[k] = broadcast(c.mean()[row + k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[row + k]);
+      rstd[k] = special ? rstd_scaled[k] * scale : rstd_scaled[k];
+      minus_shift[k] = broadcast(c.minus_shift()[row + k]), minus_c1[k] = broadcast(c.minus_c1()[row + k]);
+      minus_c2[k] = broadcast(c.minus_c2()[row + k]);
+    }
+  };
+  const auto load_columns = [&](int64_t j, auto lanes, Pack<Acc>& w, Pack<Acc>& dw, Pack<Acc>& db) {
     if (with_dx) w = load_weight<X>(weight, weight_offset, j, lanes);
-    if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
-    if (with_dbias && !first) db = read(dbias + j, AllLanes{});
-    for (int k = 0; k < kCount; ++k) {
-      auto v = load<X>(dy + k * dy_stride + j, lanes);
+    if (with_dweight) dw = first ? Pack<Acc>{} : read(dweight + j, AllLanes{});
+    if (with_dbias) db = first ? Pack<Acc>{} : read(dbias + j, AllLanes{});
+  };
+  const auto store_sums = [&](int64_t j, const Pack<Acc>& dw, const Pack<Acc>& db) {
+    if (with_dweight) write(dweight + j, dw, AllLanes{});
+    if (with_dbias) write(dbias + j, db, AllLanes{});
+  };
+  // One pack of the rows whose coefficients are loaded.
+  const auto add_rows = [&](int64_t row, int64_t j, auto lanes, const Pack<Acc>& w, Pack<Acc>& dw, Pack<Acc>& db) {
+    for (int k = 0; k < kAtOnce; ++k) {
+      auto v = load<X>(dy + (row + k) * dy_stride + j, lanes);
       if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
       if constexpr (with_dbias) db = db + v;
       if constexpr (with_dx || with_dweight) {
-        const auto d = deviation<special>(b, x + k * x_stride, scale, mean[k], weight, bias, j, lanes);
+        const auto d = deviation<special>(b, x + (row + k) * x_stride, scale, mean[k], weight, bias, j, lanes);
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
           auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
-          if (dsum) result = result + load<X>(dsum + k * dsum_stride + j, lanes);
-          store<X, B::kMayHaveNan>(dx + k * dx_stride + j, result, store_lanes<streaming>(lanes));
+          if (dsum) result = result + load<X>(dsum + (row + k) * dsum_stride + j, lanes);
+          store<X, B::kMayHaveNan>(dx + (row + k) * dx_stride + j, result, store_lanes<streaming>(lanes));
         }
       }
     }
-    if (with_dweight) write(dweight + j, dw, AllLanes{});
-    if (with_dbias) write(dbias + j, db, AllLanes{});
-    if (prefetches) {
-      if (kCount > 1 && j >= row_end) {
-        row_end += n / kCount;
-        next_x += x_stride - n, next_dy += dy_stride - n;
+  };
+
+  if constexpr (kCount == kByColumns) {
+    const int64_t ahead_x = b.steps.prefetched * x_stride, ahead_dy = b.steps.prefetched * dy_stride;
+    const auto handle_columns = [&](auto packs, int64_t j, auto lanes) {
+      Pack<Acc> w[packs], dw[packs], db[packs];
+      for (int i = 0; i < packs; ++i) load_columns(j + i * kStep, lanes, w[i], dw[i], db[i]);
+      for (int64_t row = 0; row < count; ++row) {
+        load_coefficients(row);
+        for (int i = 0; i < packs; ++i) add_rows(row, j + i * kStep, lanes, w[i], dw[i], db[i]);
+        prefetch_packs<packs>(x + row * x_stride + ahead_x + j);
+        prefetch_packs<packs>(dy + row * dy_stride + ahead_dy + j);
       }
-      prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
-      next_x += kCount * kPackSize<Acc>, next_dy += kCount * kPackSize<Acc>;
+      for (int i = 0; i < packs; ++i) store_sums(j + i * kStep, dw[i], db[i]);
+    };
+    const int64_t end = begin + n;
+    int64_t j = begin;
+    for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
+      handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
     }
-  });
+    if (kColumnPacks > 1 && j + kStep <= end) {
+      handle_columns(Constant<1>{}, j, AllLanes{});
+      j += kStep;
+    }
+    if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
+  } else {
+    // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
+    // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
+    const bool prefetches = b.steps.prefetched;
+    const X* next_x = x + b.steps.prefetched * x_stride + begin;
+    const T* next_dy = dy + b.steps.prefetched * dy_stride + begin;
+    int64_t row_end = begin + n / kCount;
+    load_coefficients(0);
+    for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+      Pack<Acc> w, dw, db;
+      load_columns(j, lanes, w, dw, db);
+      add_rows(0, j, lanes, w, dw, db);
+      store_sums(j, dw, db);
+      if (prefetches) {
+        if (kCount > 1 && j >= row_end) {
+          row_end += n / kCount;
+          next_x += x_stride - n, next_dy += dy_stride - n;
+        }
+        prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
+        next_x += kCount * kStep, next_dy += kCount * kStep;
+      }
+    });
+  }
 }
 
 // Whether the second loop has to scale the values of a row.
@@ -328,14 +377,16 @@ template <class B, bool with_dx, bool streaming, bool wants_dweight, bool with_d
 void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
                  const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
   constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
-  const int64_t at_once = any_special || !B::kTogether ? 1 : min(b.steps.together, kMostRows);
   int64_t k = 0;
-  const auto loop = [&](auto rows, auto special) {
-    second_loop<rows, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
-        b, area, group, r + k, first && k == 0, c.from(k), begin, n);
+  const auto loop = [&](auto at_once, auto special) {
+    const int64_t rows = at_once == kByColumns ? count : at_once;
+    second_loop<at_once, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
+        b, area, group, r + k, rows, first && k == 0, c.from(k), begin, n);
     k += rows;
   };
+  if (b.steps.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
   if constexpr (B::kTogether) {
+    const int64_t at_once = any_special ? 1 : min(b.steps.together, kMostRows);
     while (at_once == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
     while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
   }
