@@ -32,10 +32,6 @@ constexpr int kFewRows = 2;
 // 384 floats take 0.9 of the time of four.
 constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
 constexpr int64_t kMaxBlockRows = 64;
-// Short rows give the second loop few iterations each. It therefore takes kColumnPacks packs of columns at a time, for
-// all rows of a block, whose partial sums stay in registers: 16384 x 64 take 0.9 of the time, 20000 x 17 0.72 to 0.86,
-// and both 0.75 to 0.85 with AVX2.
-constexpr int64_t kShortRowBytes = 512;
 constexpr int kByColumns = 0;  // in place of a number of rows
 constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
 
@@ -44,7 +40,6 @@ template <class T>
 struct RowSteps {
   RowSteps(int64_t rows, int64_t cols) {
     const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-    by_columns = row_bytes <= kShortRowBytes;
     in_memory = rows * row_bytes > kMinBytesInMemory;
     if (sizeof(T) > 2 && in_memory && row_bytes > (kVectorBytes > 16 ? 1024 : 256) && !is_long<T>(cols)) {
       together = block = 1;  // one stream is read faster: 32768 x 768 take 0.7 of the time
@@ -52,18 +47,24 @@ struct RowSteps {
       const bool is_short = row_bytes <= (sizeof(T) == 2 ? 4095 : 2048);
       const bool four = is_short || (!is_narrow<T>(cols) && !in_memory && row_bytes % 4096 != 0);
       together = four ? kRows : kFewRows;
-      block = by_columns ? min(kMaxBlockRows, 16 * kShortRowBytes / row_bytes / kRows * kRows) : together;
+      block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
     }
+    by_columns = (in_memory ? row_bytes : cols) <= 256 && block > 1;
     prefetched = row_bytes <= 3072 ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
   }
 
-  bool by_columns, in_memory;
+  bool in_memory;
+  // Whether the second loop takes kColumnPacks packs of columns at a time, for all rows of a block, whose partial sums
+  // then stay in registers. Row by row, it has few iterations in short rows: 16384 x 64 take 0.9 of the time, 20000 x
+  // 17 0.76 to 0.88, and both 0.73 to 0.84 with AVX2. More streams read longer rows in memory more slowly.
+  bool by_columns;
   // The rows that share the loads of the weight and the loads and stores of the partial sums: four (700 x 1600 floats
   // take 0.75 of the time of single rows), but two if they are wide and in memory, if they are a multiple of 4 KiB
   // apart and take the same places of the first-level cache (four of 77 x 2048 bf16 took 1.3 of the time), or if they
   // are narrow and exceed 2 KiB of 32- or 64-bit elements, because four such streams are read more slowly (Intel Xeon).
   int64_t together;
-  // The rows whose sums are computed before the second loop starts: of short rows, as many as 8 KiB hold.
+  // The rows whose sums are computed before the second loop starts, so that it does not wait for the coefficients of
+  // each row: of short rows, as many as 8 KiB hold.
   int64_t block;
   // How many rows ahead x and dy are prefetched, or 0. The next block of short rows fits into the first-level cache
   // beside this one: 48 x 384 floats in the second-level cache take 0.88 of the time, 200000 x 17 in memory 0.5.
@@ -292,8 +293,9 @@ template <int kCount, bool special, bool with_dx, bool streaming, bool with_dwei
   };
   const auto load_columns = [&](int64_t j, auto lanes, Pack<Acc>& w, Pack<Acc>& dw, Pack<Acc>& db) {
     if (with_dx) w = load_weight<X>(weight, weight_offset, j, lanes);
-    if (with_dweight) dw = first ? Pack<Acc>{} : read(dweight + j, AllLanes{});
-    if (with_dbias) db = first ? Pack<Acc>{} : read(dbias + j, AllLanes{});
+    dw = Pack<Acc>{}, db = Pack<Acc>{};
+    if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
+    if (with_dbias && !first) db = read(dbias + j, AllLanes{});
   };
   const auto store_sums = [&](int64_t j, const Pack<Acc>& dw, const Pack<Acc>& db) {
     if (with_dweight) write(dweight + j, dw, AllLanes{});
@@ -344,10 +346,11 @@ template <int kCount, bool special, bool with_dx, bool streaming, bool with_dwei
   } else {
     // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
     // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
-    const bool prefetches = b.steps.prefetched;
+    const bool adjacent = x_stride == n && dy_stride == n;
+    const bool prefetches = b.steps.prefetched && (adjacent || n >= kCount * kStep);
     const X* next_x = x + b.steps.prefetched * x_stride + begin;
     const T* next_dy = dy + b.steps.prefetched * dy_stride + begin;
-    int64_t row_end = begin + n / kCount;
+    int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
     load_coefficients(0);
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, dw, db;
