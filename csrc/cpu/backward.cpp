@@ -255,11 +255,10 @@ void prefetch_packs(const T* p) {
 
 // The second loop, for columns [begin, begin + n) of kCount rows from row r of a group on, or of `count` rows column by
 // column. `first` says that they are the first of their slot. The flags for the gradients are template parameters
-// because testing them in the loop costs a third of the speed. All calls have to be inlined, which GCC does not do by
-// itself.
+// because testing them in the loop costs a third of the speed. GCC would not inline all of the lambdas.
 template <int kCount, bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias, class B>
-[[gnu::flatten]] void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
-                                  const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
+                 const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
   using W = typename B::W;
@@ -302,7 +301,8 @@ template <int kCount, bool special, bool with_dx, bool streaming, bool with_dwei
     if (with_dbias) write(dbias + j, db, AllLanes{});
   };
   // One pack of the rows whose coefficients are loaded.
-  const auto add_rows = [&](int64_t row, int64_t j, auto lanes, const Pack<Acc>& w, Pack<Acc>& dw, Pack<Acc>& db) {
+  const auto add_rows = [&](int64_t row, int64_t j, auto lanes, const Pack<Acc>& w, Pack<Acc>& dw,
+                            Pack<Acc>& db) __attribute__((always_inline)) {
     for (int k = 0; k < kAtOnce; ++k) {
       auto v = load<X>(dy + (row + k) * dy_stride + j, lanes);
       if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
@@ -322,7 +322,7 @@ template <int kCount, bool special, bool with_dx, bool streaming, bool with_dwei
 
   if constexpr (kCount == kByColumns) {
     const int64_t ahead_x = b.steps.prefetched * x_stride, ahead_dy = b.steps.prefetched * dy_stride;
-    const auto handle_columns = [&](auto packs, int64_t j, auto lanes) {
+    const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
       Pack<Acc> w[packs], dw[packs], db[packs];
       for (int i = 0; i < packs; ++i) load_columns(j + i * kStep, lanes, w[i], dw[i], db[i]);
       for (int64_t row = 0; row < count; ++row) {
@@ -387,7 +387,9 @@ void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
         b, area, group, r + k, rows, first && k == 0, c.from(k), begin, n);
     k += rows;
   };
-  if (b.steps.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
+  if constexpr (B::kTogether && with_dx && kWithDweight && kVectorBytes > 16) {  // others keep the library small
+    if (b.steps.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
+  }
   if constexpr (B::kTogether) {
     const int64_t at_once = any_special ? 1 : min(b.steps.together, kMostRows);
     while (at_once == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
