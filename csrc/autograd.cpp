@@ -62,6 +62,8 @@ Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
   const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
   check_forward(input, residual, normalized_shape, weight, bias);
+  check_allocated(args);
+  if (in_place) check_in_place(args);
   const auto count = static_cast<int64_t>(normalized_shape.size());
   const auto acc = accumulate_type(input);
   Tensor sum, mean;
@@ -111,6 +113,7 @@ constexpr const char* kNoDerivative =
 
 BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_backward(args);
+  check_allocated(args);
   TORCH_CHECK_NOT_IMPLEMENTED(!args.options.memory_efficient, kNoDerivative);
   const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
   const Terms t(args.grad_output, args.input, args.rstd, args.weight.value_or(Tensor()),
@@ -352,13 +355,14 @@ struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
 // The derivative of forward.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
-    const Tensor grad_sum = has_residual ? grads[1] : Tensor();
+    const Tensor grad_sum = has_residual ? grads[0] : Tensor();
+    const Tensor& grad_output = grads.back();
     variable_list result(4);  // of input, weight, bias, residual
     const bool wants_x = wanted[0] || wanted[3];
-    if (grads[0].defined()) {
+    if (grad_output.defined()) {
       const Tensor w = weight.unpack(*this), b = bias.unpack(*this);
-      const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, grads[0].dim()) : t); };
-      const auto dy = rows(grads[0]), x = rows(input.unpack(*this)), dsum = rows(grad_sum);
+      const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, grad_output.dim()) : t); };
+      const auto dy = rows(grad_output), x = rows(input.unpack(*this)), dsum = rows(grad_sum);
       const std::array<bool, 3> mask = {wants_x, wanted[1], wanted[2]};
       auto [grad_input, grad_weight, grad_bias] =
           call_backward({*dy, *x, normalized_shape, as_optional(mean.unpack(*this)), rstd.unpack(*this), rows(w),
@@ -367,10 +371,12 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
       if (images) {
         if (wants_x) result[0] = result[0].movedim(-1, 1);
         const Tensor& like_bias = b.defined() ? b : w;  // see is_unlike()
-        if (wanted[1] && w.dim() > 1) result[1] = result[1].movedim(-1, 1).reshape_symint(w.sym_sizes());
-        if (wanted[2] && like_bias.dim() > 1) {
-          result[2] = result[2].movedim(-1, 1).reshape_symint(like_bias.sym_sizes());
-        }
+        // Flattened first, because a reshape to the same sizes would keep the strides of dimensions of size 1.
+        const auto to_images = [](const Tensor& gradient, const Tensor& parameter) {
+          return gradient.movedim(-1, 1).flatten().reshape_symint(parameter.sym_sizes());
+        };
+        if (wanted[1] && w.dim() > 1) result[1] = to_images(result[1], w);
+        if (wanted[2] && like_bias.dim() > 1) result[2] = to_images(result[2], like_bias);
       }
     } else if (wants_x) {
       result[0] = grad_sum;
@@ -401,10 +407,15 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   Options options;
 };
 
-// Whether backward needs the bias for the dtype and the shape of its gradient.
+// Whether backward needs the bias for the dtype and the shape of its gradient. A size that is known only at run time
+// may differ.
 bool is_unlike(const Tensor& bias, const Tensor& weight) {
-  return bias.defined() && !(weight.defined() && weight.scalar_type() == bias.scalar_type() &&
-                             weight.sym_sizes().equals(bias.sym_sizes()));
+  if (!bias.defined()) return false;
+  if (!weight.defined() || weight.scalar_type() != bias.scalar_type() || weight.dim() != bias.dim()) return true;
+  for (int64_t d = 0; d < bias.dim(); ++d) {
+    if (!TORCH_GUARD_OR_FALSE(weight.sym_size(d).sym_eq(bias.sym_size(d)))) return true;
+  }
+  return false;
 }
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
@@ -429,7 +440,7 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       outputs = images ? call_forward_on_images(below) : call_forward(below);
     }
-    if (args.in_place && !args.residual->is_inference()) torch::autograd::increment_version(*args.residual);
+    if (args.in_place) torch::autograd::increment_version(*args.residual);
     return outputs;
   };
   if (!records) return call();
@@ -444,12 +455,13 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   node->images = images;
   ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
+  // The sum is the first output, as hooks of a residual that is overwritten require.
   if (in_place) {
-    torch::autograd::rebase_history({output, sum}, node);
-  } else {
-    torch::autograd::set_history(output, node);
-    if (sum.defined()) torch::autograd::set_history(sum, node);
+    torch::autograd::rebase_history(sum, node);
+  } else if (node->has_residual) {
+    torch::autograd::set_history(sum, node);
   }
+  torch::autograd::set_history(output, node);
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
   node->input = Saved(x, /*is_output=*/!x.is_same(input));
   node->weight = Saved(w);

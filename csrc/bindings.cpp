@@ -148,7 +148,8 @@ PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   const optional<Tensor> residual = a.optionalTensor(1), weight = a.optionalTensor(2), bias = a.optionalTensor(3);
   layernorm::check_images(input, residual, weight, bias, /*adaptive=*/a.toBool(9));
   const bool rms = a.toBool(5), in_place = a.toBool(8);
-  const double eps = rms ? rms_eps(a.toDoubleOptional(4), input) : a.toDouble(4);
+  TORCH_CHECK_TYPE(rms || !a.isNone(4), "layer_norm_2d(): argument 'eps' must be float, not NoneType");
+  const double eps = rms_eps(a.toDoubleOptional(4), input);
   const layernorm::Options options = {rms, a.toBool(6), a.toBool(7), /*preserve_layout=*/true};
   return call(layernorm::forward_images, {input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});
   END_HANDLE_TH_ERRORS

@@ -11,6 +11,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/empty_strided_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -34,6 +35,18 @@ bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
   return true;
 }
 
+// Whether a size is 1, or equal to another. A size that is known only at run time counts as such only if it is the same
+// symbol, so that tracing needs no guard.
+bool is_one(const c10::SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
+bool is_same(const c10::SymInt& a, const c10::SymInt& b) { return TORCH_GUARD_OR_FALSE(a.sym_eq(b)); }
+
+// Whether a batch size of a parameter is 1 or the input's.
+bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
+  return is_one(size) || is_same(size, input_size) || size.sym_eq(input_size).expect_true(__FILE__, __LINE__);
+}
+
+bool all_one(SymIntArrayRef sizes) { return std::all_of(sizes.begin(), sizes.end(), is_one); }
+
 // Whether a parameter has the dimensions of the input, so that it may differ between rows.
 bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
   return present(parameter) && parameter->dim() == input.dim();
@@ -54,7 +67,7 @@ void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef nor
   const auto sizes = parameter.sym_sizes();
   const size_t batch_dims = sizes.size() - normalized_shape.size();
   bool fits = are_equal(sizes.slice(batch_dims), normalized_shape);
-  for (size_t d = 0; d < batch_dims; ++d) fits = fits && (sizes[d] == 1 || sizes[d] == input.sym_size(d));
+  for (size_t d = 0; d < batch_dims; ++d) fits = fits && broadcasts_to(sizes[d], input.sym_size(d));
   TORCH_CHECK(fits, "Expected ", name, " to be of the shape of input, with each batch size equal to the input's or 1, ",
               "but got ", name, " of shape ", sizes, ", input of shape ", input.sym_sizes(),
               " and normalized_shape = ", normalized_shape);
@@ -68,17 +81,18 @@ constexpr Names kNames = {"weight", "bias"};
 template <class F>
 void check_groups(const Tensor& input, const Tensor& weight, const Tensor& bias, const F& is_batch_dim,
                   const Names& names = kNames) {
-  const auto size = [](const Tensor& t, int64_t d) { return d < t.dim() ? t.sym_size(d) : c10::SymInt(1); };
-  bool equal = true, weight_is_shared = true, bias_is_shared = true;
-  for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
-    if (!is_batch_dim(d)) continue;
-    equal = equal && size(weight, d) == size(bias, d);
-    weight_is_shared = weight_is_shared && size(weight, d) == 1;
-    bias_is_shared = bias_is_shared && size(bias, d) == 1;
-  }
-  TORCH_CHECK(equal || weight_is_shared || bias_is_shared, "Expected ", names.first, " and ", names.second,
-              " to have the same batch sizes, but got ", names.first, " of shape ", weight.sym_sizes(), ", ",
-              names.second, " of shape ", bias.sym_sizes(), " and input of shape ", input.sym_sizes());
+  const auto batch_sizes = [&](const Tensor& t) {
+    c10::SymDimVector sizes;
+    for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
+      if (is_batch_dim(d)) sizes.push_back(d < t.dim() ? t.sym_size(d) : c10::SymInt(1));
+    }
+    return sizes;
+  };
+  const auto weight_sizes = batch_sizes(weight), bias_sizes = batch_sizes(bias);
+  TORCH_CHECK(all_one(weight_sizes) || all_one(bias_sizes) || are_equal(weight_sizes, bias_sizes), "Expected ",
+              names.first, " and ", names.second, " to have the same batch sizes, but got ", names.first, " of shape ",
+              weight.sym_sizes(), ", ", names.second, " of shape ", bias.sym_sizes(), " and input of shape ",
+              input.sym_sizes());
 }
 
 bool is_supported(at::ScalarType type) {
@@ -124,8 +138,9 @@ bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kB
 
 // Requires the shape, dtype and device of the input. `other_type` is allowed as well.
 void check_like(const char* name, const Tensor& tensor, const Tensor& input, bool other_type = false) {
-  TORCH_CHECK(tensor.sym_sizes().equals(input.sym_sizes()), "Expected ", name, " to be of the shape of input, but got ",
-              name, " of shape ", tensor.sym_sizes(), " and input of shape ", input.sym_sizes());
+  TORCH_CHECK(are_equal(tensor.sym_sizes(), input.sym_sizes()), "Expected ", name,
+              " to be of the shape of input, but got ", name, " of shape ", tensor.sym_sizes(), " and input of shape ",
+              input.sym_sizes());
   TORCH_CHECK(tensor.scalar_type() == input.scalar_type() || other_type, "Expected ", name,
               " to be of the dtype of input, but got ", name, " of dtype ", tensor.scalar_type(),
               " and input of dtype ", input.scalar_type());
@@ -138,7 +153,7 @@ void check_residual(const optional<Tensor>& residual, const Tensor& input) {
 }
 
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
-  TORCH_CHECK(statistic.sym_sizes().equals(shape), "Expected ", name, " of shape ", shape, ", but got ", name,
+  TORCH_CHECK(are_equal(statistic.sym_sizes(), shape), "Expected ", name, " of shape ", shape, ", but got ", name,
               " of shape ", statistic.sym_sizes());
   TORCH_CHECK(statistic.scalar_type() == accumulate_type(input), "Expected ", name, " of dtype ",
               accumulate_type(input), " for input of dtype ", input.scalar_type(), ", but got ", name, " of dtype ",
@@ -198,7 +213,7 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
     bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
     for (size_t d = 0; fits && d < shape.size(); ++d) {
       const bool is_channels = d == 1 || shape.size() == 1;
-      fits = is_channels ? shape[d] == sizes[1] : shape[d] == 1 || shape[d] == sizes[d];
+      fits = is_channels ? are_equal({shape[d]}, {sizes[1]}) : broadcasts_to(shape[d], sizes[d]);
     }
     TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, *], with C = ", sizes[1],
                 " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,
@@ -221,13 +236,13 @@ void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, cons
     const auto sizes = (*parameter)->sym_sizes();
     const auto own_dims = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(normalized_shape.size());
     bool fits = own_dims >= 0 && own_dims <= batch_dims && are_equal(sizes.slice(own_dims), normalized_shape);
-    for (int64_t d = 0; fits && d < own_dims; ++d) fits = sizes[d] == 1 || sizes[d] == input.sym_size(d);
+    for (int64_t d = 0; fits && d < own_dims; ++d) fits = broadcasts_to(sizes[d], input.sym_size(d));
     TORCH_CHECK(fits, "Expected ", name, " of shape [*batch, ", c10::Join(", ", normalized_shape),
                 "], where batch are the input's ", "first batch sizes or 1, but got ", name, " of shape ", sizes,
                 " and input of shape ", input.sym_sizes());
     check_parameter_type(name, input, *parameter);
     auto own = sizes.slice(0, own_dims);
-    while (!own.empty() && own.back() == 1) own = own.slice(0, own.size() - 1);
+    while (!own.empty() && is_one(own.back())) own = own.slice(0, own.size() - 1);
     TORCH_CHECK(groups.empty() || own.empty() || are_equal(groups, own),
                 "Expected scale and shift to have the same batch sizes, but got scale of shape ", scale->sym_sizes(),
                 ", shift of shape ", sizes, " and input of shape ", input.sym_sizes());
@@ -242,6 +257,60 @@ optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, const Tens
   Tensor result = *parameter;
   while (result.dim() < input.dim()) result = result.unsqueeze(-1 - count);
   return result;
+}
+
+namespace {
+
+// Whether a tensor has memory that its sizes and strides describe; wrappers of torch.func and symbolic sizes do not.
+bool has_memory(const Tensor& t) {
+  return t.has_storage() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+}
+
+void check_allocated(const char* name, const Tensor& tensor) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet without_data = {DispatchKey::Meta, DispatchKey::Python, DispatchKey::Functionalize};
+  if (!has_memory(tensor) || tensor.key_set().has_any(without_data)) return;
+  TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
+              "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
+              tensor.sizes(), " has a freed storage");
+}
+void check_allocated(const char* name, const optional<Tensor>& tensor) {
+  if (present(tensor)) check_allocated(name, *tensor);
+}
+
+}  // namespace
+
+void check_in_place(const ForwardArgs& args) {
+  const Tensor& residual = *args.residual;
+  TORCH_CHECK(!residual.is_inference() || c10::InferenceMode::is_enabled(),
+              "Inplace update to inference tensor outside InferenceMode is not allowed: residual of shape ",
+              residual.sym_sizes(), " is an inference tensor. Clone it to get a normal tensor");
+  if (!has_memory(residual)) return;
+  at::assert_no_internal_overlap(residual);
+  const auto check = [&](const Tensor& t) {
+    if (has_memory(t)) at::assert_no_overlap(residual, t);
+  };
+  check(args.input);
+  if (present(args.weight)) check(*args.weight);
+  if (present(args.bias)) check(*args.bias);
+}
+
+void check_allocated(const ForwardArgs& args) {
+  check_allocated("input", args.input);
+  check_allocated("residual", args.residual);
+  check_allocated("weight", args.weight);
+  check_allocated("bias", args.bias);
+}
+
+void check_allocated(const BackwardArgs& args) {
+  check_allocated("grad_output", args.grad_output);
+  check_allocated("input", args.input);
+  check_allocated("mean", args.mean);
+  check_allocated("rstd", args.rstd);
+  check_allocated("weight", args.weight);
+  if (args.options.memory_efficient) check_allocated("bias", args.bias);  // else only its shape and dtype count
+  check_allocated("grad_sum", args.grad_sum);
 }
 
 Dtype dtype_of(at::ScalarType type) {
@@ -468,6 +537,25 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
   return {grad_input, sum_rows(grad_weight, types.weight), sum_rows(grad_bias, types.bias)};
 }
 
+// Whether a tensor may share elements with a residual that is overwritten, where torch's check cannot tell.
+bool may_overlap(const Tensor& residual, const Tensor& t) {
+  return t.is_alias_of(residual) && at::get_overlap_status(residual, t) == at::MemOverlapStatus::TooHard;
+}
+bool may_overlap(const ForwardArgs& args) {
+  const auto overlaps = [&](const optional<Tensor>& t) { return present(t) && may_overlap(*args.residual, *t); };
+  return may_overlap(*args.residual, args.input) || overlaps(args.weight) || overlaps(args.bias);
+}
+
+// Forward with copies of the tensors that may share elements with a residual that is overwritten.
+template <Forward kForward>
+ForwardOutputs forward_apart(const ForwardArgs& args) {
+  const auto apart = [&](const optional<Tensor>& t) {
+    return present(t) && may_overlap(*args.residual, *t) ? t->clone() : t;
+  };
+  return kForward({*apart(args.input), args.residual, args.normalized_shape, apart(args.weight), apart(args.bias),
+                   args.eps, args.options, args.in_place});
+}
+
 // A parameter as the kernels read it; undefined if absent.
 MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Geometry& geometry) {
   if (!present(t)) return MaybeOwned();
@@ -494,9 +582,10 @@ ForwardOutputs forward(const ForwardArgs& args) {
   check_forward(args.input, args.residual, args.normalized_shape, args.weight, args.bias);
   const Tensor& input = args.input;
   const auto& residual = args.residual;
+  check_allocated(args);
   if (args.in_place) {
-    at::assert_no_internal_overlap(*residual);
-    at::assert_no_overlap(*residual, input);
+    check_in_place(args);
+    if (may_overlap(args)) return forward_apart<forward<kernel>>(args);
   }
   const LaunchScope on(input);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
@@ -549,14 +638,17 @@ ForwardOutputs forward(const ForwardArgs& args) {
 template <void (*kernel)(const BackwardParams&)>
 BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
+  check_allocated(args);
   const Tensor& input = args.input;
   const LaunchScope on(input);
   const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const ParameterTypes types(args.input, args.weight, args.bias);
-  // Has the layout of grad_input; the input itself may serve if that is not wanted.
-  const bool allocates = wants_input || !(args.options.preserve_layout || input.is_contiguous());
+  // Has the layout of grad_input; the input itself may serve if that is not wanted. Elements of the input may share
+  // memory, but copies with this layout are written.
+  const bool allocates =
+      wants_input || !(args.options.preserve_layout ? input.is_non_overlapping_and_dense() : input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
   const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
   const bool empty = input.numel() == 0;
@@ -612,6 +704,7 @@ Tensor empty_like(const Tensor& input, at::ScalarType type, bool preserve_layout
 
 ForwardOutputs forward_meta(const ForwardArgs& args) {
   check_forward(args.input, args.residual, args.normalized_shape, args.weight, args.bias);
+  if (args.in_place) check_in_place(args);
   const Tensor& input = args.input;
   const auto options = input.options().dtype(accumulate_type(input));
   const auto shape = statistics_shape(input, args.normalized_shape);
@@ -636,6 +729,19 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
   const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
   return {wants_input ? empty_like(input, input.scalar_type(), args.options.preserve_layout) : Tensor(),
           wants_weight ? gradient(types.weight) : Tensor(), wants_bias ? gradient(types.bias) : Tensor()};
+}
+
+// ---- tensors with the negative bit ----------------------------------------------------------------------------------
+
+// torch's own fallback requires that an operator returns the tensor that it changes.
+ForwardOutputs forward_negative(const ForwardArgs& args) {
+  const auto resolve = [](const optional<Tensor>& t) { return present(t) ? t->resolve_neg() : t; };
+  const auto residual = resolve(args.residual);
+  ForwardOutputs outputs =
+      call_forward({args.input.resolve_neg(), residual, args.normalized_shape, resolve(args.weight), resolve(args.bias),
+                    args.eps, args.options, args.in_place});
+  if (args.in_place && !residual->is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
+  return outputs;
 }
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
@@ -715,6 +821,12 @@ void Operators::implement_cuda(torch::Library& m) { implement<forward<cuda::forw
 #endif
 
 void Operators::implement_meta(torch::Library& m) { implement<forward_meta, backward_meta>(m); }
+
+// The other operators have torch's fallback.
+void Operators::implement_negative(torch::Library& m) {
+  using Operator = ForwardOperator<forward_negative, true, const Tensor&>;
+  m.impl("forward_.residual", TORCH_FN(Operator::call));
+}
 
 void Operators::implement_composite(torch::Library& m) {
   m.impl("check_forward", TORCH_FN(check_forward));

@@ -221,7 +221,7 @@ def _norm_2d(
         rows.shape[-1:],
         _script.channels_last(weight, last + 1),
         _script.channels_last(bias, last + 1),
-        _script.rms_eps(input, eps),
+        _script.rms_eps(input, eps) if rms else eps,
         rms=rms,
         zero_centered_weight=zero_centered_weight,
         memory_efficient=memory_efficient,

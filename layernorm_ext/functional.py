@@ -320,6 +320,10 @@ def _norm(
     inplace: bool = False,
 ) -> tracing.Results:
     """Compute any member of the family by operators that a tracer can record."""
+    if eps is None:
+        raise TypeError("layer_norm(): argument 'eps' must be float, not NoneType")
+    if eps == 0:  # if eps is known only at run time, torch.compile breaks its graph at this test
+        eps = 0.0
     options = {"rms": rms, "zero_centered_weight": zero_centered_weight}
     if input.is_nested:
         options |= {"memory_efficient": memory_efficient, "inplace": inplace}

@@ -222,6 +222,43 @@ def test_errors_of_residual_functions():
         layernorm_ext.add_rms_norm(X, X, 3)
 
 
+IMAGE_NORMS = {
+    "layer_norm_2d": lambda x, eps: layer_norm_2d(x, eps=eps),
+    "add_layer_norm_2d": lambda x, eps: layernorm_ext.add_layer_norm_2d(x, x, eps=eps),
+    "ada_layer_norm_2d": lambda x, eps: ada_layer_norm_2d(x, eps=eps),
+    "LayerNorm2d": lambda x, eps: layernorm_ext.LayerNorm2d(4, eps=eps)(x),
+    "AddLayerNorm2d": lambda x, eps: layernorm_ext.AddLayerNorm2d(4, eps=eps)(x, x),
+    "AdaLayerNorm2d": lambda x, eps: layernorm_ext.AdaLayerNorm2d(4, eps=eps)(x),
+}
+ROW_NORMS = {
+    "layer_norm": lambda x, eps: layer_norm(x, (4,), eps=eps),
+    "add_layer_norm": lambda x, eps: layernorm_ext.add_layer_norm(x, x, (4,), eps=eps),
+    "ada_layer_norm": lambda x, eps: ada_layer_norm(x, (4,), eps=eps),
+    "ada_rms_norm": lambda x, eps: ada_rms_norm(x, (4,), eps=eps),
+    "LayerNorm": lambda x, eps: layernorm_ext.LayerNorm(4, eps=eps)(x),
+    "AdaRMSNorm": lambda x, eps: layernorm_ext.AdaRMSNorm(4, eps=eps)(x),
+}
+
+
+@pytest.mark.parametrize("norm", [*IMAGE_NORMS.values(), *ROW_NORMS.values()], ids=[*IMAGE_NORMS, *ROW_NORMS])
+def test_eps_without_a_default_must_be_a_number(norm):
+    """In every mode; the number that was read instead was not even the same in each."""
+    message = r"argument 'eps'.* must be float, not NoneType$"
+    x = torch.randn(2, 4, 4)
+    modes = [
+        norm,
+        torch.compile(norm, backend="eager"),
+        lambda *args: torch.vmap(lambda x: norm(x[None], *args[1:]))(x),
+    ]
+    for mode in modes:
+        with pytest.raises(TypeError, match=message):
+            mode(x, None)
+    with torch.inference_mode(), pytest.raises(TypeError, match=message):
+        norm(x, None)
+    with fake_tensors(), pytest.raises(TypeError, match=message):
+        norm(torch.randn(2, 4, 4), None)
+
+
 # The public functions and modules
 
 ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)

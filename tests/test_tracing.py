@@ -360,6 +360,106 @@ def test_adaptive_output_is_rounded_once(cls, dtypes):
     assert (actual != expected).double().mean() < 0.02  # two roundings would differ in a tenth of the elements
 
 
+# Sizes and numbers that are known only at run time
+
+
+def select(parameter, rows):
+    return parameter[rows] if parameter.dim() > 1 and len(parameter) == len(rows) else parameter
+
+
+DATA_DEPENDENT = {
+    "layer_norm": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), 2 * select(w, rows)),
+    "weight alone": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows)),
+    "shared bias": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(8)),
+    "bias of one sample": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(1, 1, 8)),
+    "add_layer_norm": lambda x, w, rows: layernorm_ext.add_layer_norm(x[rows], x[rows], (8,), select(w, rows))[0],
+    "in place": lambda x, w, rows: layernorm_ext.add_rms_norm(
+        x[rows], 2 * x[rows], (8,), select(w, rows), inplace=True
+    )[0],
+    "ada_layer_norm": lambda x, w, rows: layernorm_ext.ada_layer_norm(x[rows], (8,), select(w, rows), select(w, rows)),
+    "ada_rms_norm": lambda x, w, rows: layernorm_ext.ada_rms_norm(x[rows], (8,), select(w, rows)),
+    "item": lambda x, w, rows: layernorm_ext.ada_layer_norm(
+        x[:1].expand(rows.sum().item(), *x.shape[1:]), (8,), w[:1].expand(rows.sum().item(), *w.shape[1:])
+    ),
+    "images": lambda x, w, rows: layer_norm_2d(
+        x[rows].movedim(-1, 1), select(w, rows).movedim(-1, 1), select(w, rows).movedim(-1, 1)
+    ),
+    "adaptive images": lambda x, w, rows: ada_rms_norm_2d(
+        x[rows].movedim(-1, 1), select(w, rows).movedim(-1, 1), select(w, rows).movedim(-1, 1)
+    ),
+}
+PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
+
+
+@pytest.mark.parametrize("shape", PARAMETER_SHAPES, ids=str)
+@pytest.mark.parametrize("call", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
+def test_numbers_of_samples_that_depend_on_data(call, shape):
+    """Parameters per sample, row or position compile without a graph break, as torch's functions do."""
+    rows = torch.tensor([True, False, True, True])
+    leaves = [t.requires_grad_() for t in (torch.randn(4, 5, 8), torch.randn(shape))]
+    options = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(options):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for some in (rows, ~rows | rows):
+            expected = with_gradients(lambda *t, some=some: (call(*t, some),), leaves)
+            actual = with_gradients(lambda *t, some=some: (compiled(*t, some),), leaves)
+            for a, e in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
+                torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR)
+    with torch.no_grad(), torch._dynamo.config.patch(options):
+        assert torch.equal(torch.compile(call, fullgraph=True)(*leaves, rows), call(*leaves, rows))
+
+
+def test_rows_per_sample_that_depend_on_data():
+    """A scale per position, of the positions that a mask selects."""
+
+    def call(x, w, positions):
+        return layer_norm(x[:, positions], (8,), w[:, positions], w[:, positions])
+
+    x, w = torch.randn(3, 6, 8), torch.randn(1, 6, 8)
+    positions = torch.tensor([True, False, True, True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for weight in (w, w.expand(3, 6, 8)):
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x, weight, positions), call(x, weight, positions))
+
+
+def test_sizes_that_differ_at_run_time_are_refused():
+    """The compiled program checks sizes that the tracer could not compare."""
+
+    def call(x, w, rows, others):
+        return layer_norm(x[rows], (8,), w[others])
+
+    x, w, rows = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, w, rows, rows), call(x, w, rows, rows))
+        with pytest.raises(RuntimeError):
+            compiled(x, w, rows, torch.tensor([True, True, False, False]))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, eps: layer_norm(x, (8,), eps=eps),
+        lambda x, eps: rms_norm(x, (8,), eps=eps),
+        lambda x, eps: layernorm_ext.add_layer_norm(x, x, (8,), eps=eps)[0],
+        lambda x, eps: layernorm_ext.ada_layer_norm(x, (8,), eps=eps),
+        lambda x, eps: layer_norm_2d(x, eps=eps),
+        lambda x, eps: ada_rms_norm_2d(x, eps=eps),
+    ],
+)
+@pytest.mark.parametrize("setting", ["kernel", "aten"])
+def test_eps_from_a_tensor_breaks_the_graph(norm, setting):
+    """As in torch's functions: operators take numbers that are known when they are recorded."""
+    x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
+    with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(lambda x, eps: norm(x, eps.item()), backend="aot_eager")
+        torch.testing.assert_close(compiled(x, eps), norm(x, 0.5), **REORDERED_BY_INDUCTOR)
+        as_float = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        for number in (0.5, 0.25, 0.0, 1):
+            torch.testing.assert_close(as_float(x, number), norm(x, number), **REORDERED_BY_INDUCTOR)
+
+
 # Errors
 
 

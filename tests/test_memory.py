@@ -1,0 +1,312 @@
+"""Tensors whose memory is unusual: freed storages, elements that share memory, and residuals changed in place."""
+
+import itertools
+
+import pytest
+import torch
+from family import MEMBERS, with_gradients
+from reference import F32
+from shapes import ALL, MASKS, assert_same_bits, check, check_images, randn, run, run_images
+
+import layernorm_ext
+from layernorm_ext import add_layer_norm, add_layer_norm_2d, add_rms_norm, add_rms_norm_2d, layer_norm_2d
+
+NOT_ALLOCATED = "^The tensor has a non-zero number of elements, but its data is not allocated yet: "
+
+
+def freed(t, view=False):
+    """Return a copy of a tensor without memory, as FSDP and offloading leave behind, or a view with an offset of it."""
+    storage = torch.cat([t, t]) if view else t.clone()
+    result = storage[len(t) :] if view else storage
+    storage.untyped_storage().resize_(0)
+    return result
+
+
+def arguments_of(member):
+    return ["input", *["residual"] * member.adds, "weight", *["bias"] * member.has_bias]
+
+
+# Freed storages
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize("operator", ["forward", "forward.residual", "forward_.residual", "backward"])
+@pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
+def test_operators_refuse_freed_tensors(backend, operator, images, view):
+    """A kernel would take the null pointer of a parameter for an absent parameter, and read the input from it."""
+    x, residual, dy, grad_sum = (randn((3, 5, 8), F32, backend.device) for _ in range(4))
+    if images:
+        x, residual, dy, grad_sum = (t.mT.contiguous().mT for t in (x, residual, dy, grad_sum))
+    w, b = (randn(8, F32, backend.device) for _ in range(2))
+    options = {"preserve_layout": images}
+    if operator == "backward":
+        _, mean, rstd = backend.forward(x, (8,), w, b, **options)
+        names = ["grad_output", "input", "mean", "rstd", "weight", "bias", "grad_sum"]
+        tensors = dict(zip(names, (dy, x, mean, rstd, w, b, grad_sum), strict=True))
+        options |= {"output_mask": ALL, "memory_efficient": True}  # which reads the bias as well
+    else:
+        tensors = {"input": x, "weight": w, "bias": b} | ({"residual": residual} if "residual" in operator else {})
+    name, _, overload = operator.partition(".")
+    function = getattr(getattr(backend.ops, name), overload or "default")
+    function(**tensors, normalized_shape=(8,), **options)
+    for name, tensor in tensors.items():
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED + name):
+            function(**tensors | {name: freed(tensor, view)}, normalized_shape=(8,), **options)
+
+
+@pytest.mark.parametrize(
+    ("member", "name"),
+    [(member, name) for member in MEMBERS for name in arguments_of(member)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_functions_refuse_freed_tensors(member, name):
+    """Eager, recorded, without autograd, and as compositions of aten operations."""
+    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
+    tensors = {"input": torch.randn(shape), "residual": torch.randn(shape) if member.adds else None}
+    tensors |= {"weight": torch.randn(8), "bias": torch.randn(8) if member.has_bias else None}
+    tensors[name] = freed(tensors[name])
+
+    def call(x):
+        inputs = [x] if tensors["residual"] is None else [x, tensors["residual"]]
+        shape = [] if member.takes_images else [(8,)]
+        parameters = [t for t in (tensors["weight"], tensors["bias"]) if t is not None]
+        return member.function(*inputs, *shape, *parameters, **member.options)
+
+    x = tensors["input"]
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context(), pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            call(x)
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        call(x.requires_grad_())
+    if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            torch.vmap(call)(torch.randn(2, *shape))
+
+
+def test_backward_refuses_saved_tensors_that_were_freed():
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    for saved in (x, w):
+        loss = layernorm_ext.layer_norm(x, (8,), w).sum()
+        size = saved.untyped_storage().nbytes()
+        saved.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            loss.backward()
+        saved.untyped_storage().resize_(size)
+
+
+def test_empty_tensors_need_no_memory():
+    x = torch.randn(0, 8, requires_grad=True)
+    assert x.untyped_storage().data_ptr() == 0
+    assert layernorm_ext.layer_norm(x, (8,), torch.randn(8)).shape == (0, 8)
+
+
+# Elements that share memory
+
+
+def unfolded(shape, device):
+    """Return a view like that of a signal's overlapping frames: some dimensions have steps smaller than their sizes."""
+    strides = [5, 3, 1, 2][: len(shape)]
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return torch.randn(size, device=device).as_strided(shape, strides)
+
+
+def expanded(shape, device):
+    return torch.randn((1, *shape[1:]), device=device).expand(shape)
+
+
+OVERLAPPING = {"unfolded": unfolded, "expanded": expanded}
+overlapping = pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+
+
+@overlapping
+@pytest.mark.parametrize("preserve_layout", [False, True], ids=["contiguous", "preserve_layout"])
+@pytest.mark.parametrize("options", [{}, {"rms": True}], ids=["layer", "rms"])
+def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, options):
+    """Copies must not have the strides of such a tensor, into which nothing can be written."""
+    for shape in ((4, 8), (3, 4, 8), (2, 3, 4, 8)):
+        x, residual = make(shape, backend.device), make(shape, backend.device)
+        w, b = (randn(8, F32, backend.device) for _ in range(2))
+        options = options | {"preserve_layout": preserve_layout}
+        for dy in (randn(shape, F32, backend.device), randn(shape, F32, backend.device).transpose(0, 1).contiguous()):
+            dy = dy if dy.shape == shape else dy.transpose(0, 1)
+            results = run(backend, x, dy, w, b, **options)
+            contiguous = [results[i].contiguous() for i in range(4) if results[i] is not None]
+            names = [*contiguous[:1], *([None] if options.get("rms") else []), *contiguous[1:], *results[4:]]
+            check(names, x.contiguous(), dy.contiguous(), w, b, rms="rms" in options)
+            for mask in MASKS:
+                gradients = run(backend, x, dy, w, b, mask=mask, **options)[3:]
+                assert_same_bits(gradients, [g if m else None for g, m in zip(results[3:], mask, strict=True)], mask)
+            added = run(backend, x, dy, w, b, residual=residual, grad_sum=make(shape, backend.device), **options)
+            assert torch.equal(added[1], x + residual)
+
+
+@overlapping
+def test_overlapping_images_with_every_mask(backend, make):
+    x = make((3, 6, 4, 5), backend.device)
+    dy = randn(x.shape, F32, backend.device)
+    w, b = (randn(6, F32, backend.device) for _ in range(2))
+    results = run_images(backend, x, dy, w, b)
+    check_images(results, x, dy, w, b)
+    for mask in MASKS:
+        gradients = run_images(backend, x, dy, w, b, 1e-5, None, mask)[3:]
+        assert_same_bits(gradients, [g if m else None for g, m in zip(results[3:], mask, strict=True)], mask)
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if "inplace" not in m.options], ids=lambda member: member.name)
+@overlapping
+def test_functions_of_overlapping_tensors_with_every_mask(member, make):
+    """Gradients have the bits of those for a copy, whichever tensors require one."""
+    tensors = [make((3, 4, 8), "cpu"), make((3, 4, 8), "cpu"), torch.randn(8), torch.randn(8)]
+    used = [True, member.adds, True, member.has_bias]
+    for mask in itertools.product([False, True], repeat=4):
+        if not any(m and u for m, u in zip(mask, used, strict=True)):
+            continue
+        gradients = []
+        for copy in (False, True):
+            arguments = [t.contiguous() if copy else t for t in tensors]
+            arguments = [t.detach().requires_grad_(m and u) for t, m, u in zip(arguments, mask, used, strict=True)]
+            wanted = [t for t in arguments if t.requires_grad]
+            outputs = member(*arguments)
+            outputs = [y for y in outputs if y.requires_grad]
+            gradients.append(torch.autograd.grad(outputs, wanted, [y.detach().sin() for y in outputs]))
+        for actual, expected in zip(*gradients, strict=True):
+            # Copies of images may be laid out in another way, so that sums are added in another order.
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_frames_of_a_signal_as_images():
+    """The weight's gradient was off by more than its size."""
+    x = torch.randn(2, 3, 40).unfold(-1, 8, 3).movedim(1, -1)
+    w, b = (torch.randn(x.shape[1], dtype=torch.float64) for _ in range(2))
+
+    def loss(x, w, b):
+        return (layer_norm_2d(x, w, b).sin(),)
+
+    x, w, b = x.float(), w.float().requires_grad_(), b.float().requires_grad_()
+    _, actual = with_gradients(lambda w, b: loss(x, w, b), (w, b))
+    _, expected = with_gradients(lambda w, b: loss(x.double(), w, b), (w, b))
+    for a, e in zip(actual, expected, strict=True):
+        # 48 pixels a channel: each term is off by a few 2^-24 of values below 4.
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6), (2, 6, 4, 1), (1, 6, 4, 5)], ids=str)
+def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter):
+    """DistributedDataParallel warns if the strides differ, also those of dimensions of size 1."""
+    x = torch.randn(2, 6, 4, 5, requires_grad=True)
+    w, b = (torch.randn(parameter, requires_grad=True) for _ in range(2))
+    for gradient in torch.autograd.grad(layer_norm_2d(x, w, b).sum(), (w, b)):
+        assert gradient.stride() == w.stride()
+
+
+# Residuals changed in place
+
+ADDITIONS = {
+    "add_layer_norm": lambda x, r, w=None: add_layer_norm(x, r, (8,), w, inplace=True),
+    "add_rms_norm": lambda x, r, w=None: add_rms_norm(x, r, (8,), w, inplace=True),
+    "add_layer_norm_2d": lambda x, r, w=None: add_layer_norm_2d(x, r, w, inplace=True),
+    "add_rms_norm_2d": lambda x, r, w=None: add_rms_norm_2d(x, r, w, inplace=True),
+    "AddLayerNorm": layernorm_ext.AddLayerNorm(8, inplace=True),
+    "AddRMSNorm": layernorm_ext.AddRMSNorm(8, inplace=True),
+    "AddLayerNorm2d": layernorm_ext.AddLayerNorm2d(8, inplace=True),
+    "AddRMSNorm2d": layernorm_ext.AddRMSNorm2d(8, inplace=True),
+}
+additions = pytest.mark.parametrize("add", ADDITIONS.values(), ids=ADDITIONS)
+functions = pytest.mark.parametrize("add", [*ADDITIONS.values()][:4], ids=[*ADDITIONS][:4])
+SHAPE = (3, 8, 8)  # rows and images of eight columns
+
+
+def not_in_place(add, x, r):
+    return add(x, r.clone())
+
+
+@additions
+def test_retained_gradient_and_hooks_of_a_changed_residual(add):
+    """They see the gradient that reaches the sum from where it is used later, as those of a sum that is returned."""
+    x, leaf = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
+    residual = leaf * 2
+    residual.retain_grad()
+    seen = []
+    output, total = add(x, residual)
+    residual.register_hook(seen.append)
+    (output.sin().sum() + total.cos().sum()).backward()
+    assert total is residual and len(seen) == 1
+
+    for gradient in (residual.grad, seen[0]):
+        torch.testing.assert_close(gradient, -total.detach().sin(), rtol=0, atol=1e-6)  # one float32 function
+
+    total = (x.detach() + leaf.detach() * 2).requires_grad_()
+    output = not_in_place(add, torch.zeros(SHAPE), total)[0]
+    (output.sin().sum() + total.cos().sum()).backward()
+    for gradient in (x.grad, leaf.grad / 2):
+        torch.testing.assert_close(gradient, total.grad, rtol=0, atol=1e-6)  # the sum of two gradients below 4
+
+
+@functions
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_negative_residual(add, requires_grad):
+    """A tensor may be the negative of what its memory holds."""
+    x, z = torch.randn(SHAPE), torch.complex(torch.randn(SHAPE), torch.randn(SHAPE))
+    residual, imaginary = z.conj().imag, z.imag.clone()
+    assert residual.is_neg()
+    expected = not_in_place(add, x, -imaginary)
+    with torch.no_grad():
+        results = add(x.requires_grad_(requires_grad), residual)
+    assert results[1] is residual and torch.equal(z.imag, -(x.detach() - imaginary))
+    assert_same_bits(results, expected)
+    assert_same_bits(not_in_place(add, torch._neg_view(-x), -imaginary), expected)
+
+
+@additions
+def test_inference_tensor_outside_inference_mode(add):
+    with torch.inference_mode():
+        residual = torch.randn(SHAPE)
+        before = residual.clone()
+        add(torch.randn(SHAPE), residual.clone())  # within the mode
+    for requires_grad in (False, True):
+        with pytest.raises(RuntimeError, match="^Inplace update to inference tensor outside InferenceMode"):
+            add(torch.randn(SHAPE, requires_grad=requires_grad), residual)
+    assert torch.equal(residual, before)
+
+
+@functions
+def test_parameter_that_is_a_view_of_the_changed_residual(add):
+    """It would be read after it was overwritten."""
+    for recorded in (False, True):
+        residual = torch.randn(SHAPE)
+        before = residual.clone()
+        with pytest.raises(RuntimeError, match="single memory location"):
+            add(torch.randn(SHAPE, requires_grad=recorded), residual, residual[1, 1])
+        assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_arguments_beside_the_changed_residual(backend, name):
+    """Slices of one projection share a storage, and torch cannot tell whether they overlap. These two do not."""
+    projection = randn((3, 5, 2 * 64), F32, backend.device)
+    residual, other = projection.chunk(2, dim=-1)
+    tensors = {"input": randn((3, 5, 64), F32, backend.device), "weight": None, "bias": None}
+    tensors[name] = other if name == "input" else other[:, :1]
+    expected = backend.ops.forward.residual(tensors["input"], residual, (64,), tensors["weight"], tensors["bias"])
+    before = other.clone()
+    results = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
+    assert_same_bits((results[0], residual, *results[1:]), expected)
+    assert torch.equal(other, before)
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_slices_that_overlap_the_changed_residual(backend, name):
+    """torch cannot tell that they do, so they are copied."""
+    projection = randn((3, 5, 80), F32, backend.device)
+    residual, other = projection[..., 16:], projection[..., :64]
+    tensors = {"input": randn((3, 5, 64), F32, backend.device), "weight": None, "bias": None}
+    tensors[name] = other if name == "input" else other[:, :1]
+    expected = backend.ops.forward.residual(tensors["input"], residual, (64,), tensors["weight"], tensors["bias"])
+    results = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
+    assert_same_bits((results[0], residual, *results[1:]), expected)
+
+
+def test_members_in_place_are_listed():
+    """The tests above call every function and module that can work in place."""
+    names = {member.function.__name__ for member in MEMBERS if member.adds}
+    assert names | {name for name in layernorm_ext.__all__ if name.startswith("Add")} == {*ADDITIONS}
