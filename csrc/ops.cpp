@@ -269,7 +269,7 @@ bool has_memory(const Tensor& t) {
 
 void check_allocated(const char* name, const Tensor& tensor) {
   using c10::DispatchKey;
-  constexpr c10::DispatchKeySet without_data = {DispatchKey::Meta, DispatchKey::Python, DispatchKey::Functionalize};
+  constexpr c10::DispatchKeySet without_data({DispatchKey::Meta, DispatchKey::Python, DispatchKey::Functionalize});
   if (!has_memory(tensor) || tensor.key_set().has_any(without_data)) return;
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
