@@ -1,4 +1,4 @@
-// The combinations of dtypes that have kernels. ops.cpp converts the parameters of other combinations.
+// The combinations of dtypes that have kernels. host.cpp converts the parameters of other combinations.
 #pragma once
 
 #include "layer_norm.h"

@@ -1,4 +1,4 @@
-// The interface between the host code (ops.cpp) and the kernels (cpu/, cuda/). It has no torch types.
+// The interface between the host code (host.cpp) and the kernels (cpu/, cuda/). It has no torch types.
 //
 //   mean[r] = sum_j x[r, j] / cols          var[r] = sum_j (x[r, j] - mean[r])^2 / cols
 //   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias

@@ -164,7 +164,7 @@ def test_unchanged_build_is_reused(monkeypatch, tmp_path):
     library = tmp_path / "lib" / "_C.so"
     command = SimpleNamespace(build_temp=str(tmp_path), get_ext_fullpath=lambda name: str(library))
     (tmp_path / "csrc").mkdir()
-    source = tmp_path / "csrc" / "ops.cpp"
+    source = tmp_path / "csrc" / "host.cpp"
     source.write_text("int x;")
     monkeypatch.chdir(tmp_path)
     fingerprint = extension.fingerprint(plan)

@@ -169,7 +169,7 @@ def operators(mode):
         [
             *((path, ["-O2"], csrc) for path in RUNTIME),
             *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
-            *((path, host_flags, csrc) for path in (csrc / "ops.cpp", csrc / "autograd.cpp")),
+            *((path, host_flags, csrc) for path in (csrc / "host.cpp", csrc / "autograd.cpp")),
             (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="layernorm_{mode}"'], csrc),
         ]
     )
