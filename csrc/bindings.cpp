@@ -14,8 +14,10 @@
 
 #include <limits>
 
+#include "checks.h"
 #include "cpu/kernels.h"
 #include "ops.h"
+#include "views.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// The operators as C++ functions, and what their host code, derivatives and bindings share.
+// The operators as C++ functions: their arguments, calls and registration.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -126,66 +126,9 @@ struct Operators {
 // The namespace under which the operators are registered.
 extern const char* const kOperatorNamespace;
 
-// Throw an error that names the argument and both values if the kernels cannot use these arguments.
-void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                   const optional<Tensor>& weight, const optional<Tensor>& bias);
-void check_backward(const BackwardArgs& args);
-// Throws torch's errors if the residual cannot be overwritten.
-void check_in_place(const ForwardArgs& args);
-// Throw torch's error for a tensor whose storage was freed, as FSDP and offloading do. A kernel would take its null
-// pointer for an absent tensor.
-void check_allocated(const ForwardArgs& args);
-void check_allocated(const BackwardArgs& args);
-// The same as check_forward() for a forward pass over the channels of images [N, C, *], before the channels are moved
-// last. An adaptive norm calls its parameters scale and shift.
-void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias, bool adaptive);
-// The same for scale and shift of ada_layer_norm: [*batch, *normalized_shape], see insert_batch_dims().
-void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
-                      const optional<Tensor>& shift);
-// Inserts the batch dimensions that a scale or shift lacks after those that it has: [B, N] becomes [B, 1, N] for an
-// input [B, S, N]. One that all rows share stays as it is.
-optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, const Tensor& input,
-                                   SymIntArrayRef normalized_shape);
-
 inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
-
-inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
-inline bool has_tangent(const optional<Tensor>& t) { return t && has_tangent(*t); }
 
 // Whether backward needs the means of the rows.
 inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
-
-// The dtype of statistics and sums: double for double input, else float.
-inline at::ScalarType accumulate_type(const Tensor& input) {
-  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// The shape and dtype of the gradient of a parameter: those of `model`, which is the parameter or, if it is absent, the
-// other one. Without parameters they are normalized_shape and the dtype of the input.
-struct GradientType {
-  GradientType(const Tensor& input, const optional<Tensor>& parameter, const optional<Tensor>& other)
-      : model(present(parameter) ? parameter : other), dtype((present(model) ? *model : input).scalar_type()) {}
-  SymIntArrayRef sizes(SymIntArrayRef normalized_shape) const {
-    return present(model) ? model->sym_sizes() : normalized_shape;
-  }
-
-  const optional<Tensor>& model;
-  at::ScalarType dtype;
-};
-
-// The types of the gradients of the parameters, for the input or, with a residual, its sum. Kernels exist for
-// parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
-// converted to the accumulation type, and their gradients back to their own dtype.
-struct ParameterTypes {
-  ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_)
-      : weight(input, weight_, bias_),
-        bias(input, bias_, weight_),
-        kernel(weight.dtype == bias.dtype && weight.dtype == input.scalar_type() ? weight.dtype
-                                                                                 : accumulate_type(input)) {}
-
-  GradientType weight, bias;
-  at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
-};
 
 }  // namespace layernorm

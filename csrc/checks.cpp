@@ -1,0 +1,284 @@
+#include "checks.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+#include "types.h"
+
+namespace layernorm {
+
+namespace {
+
+// Whether sizes are equal. While torch.compile traces, a size may be known only at run time, for example one from a
+// numpy integer; then the compiled program checks it.
+bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!a[i].sym_eq(b[i]).expect_true(__FILE__, __LINE__)) return false;
+  }
+  return true;
+}
+
+// Whether a size is 1, or equal to another. A size that is known only at run time counts as such only if it is the same
+// symbol, so that tracing needs no guard.
+bool is_one(const c10::SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
+bool is_same(const c10::SymInt& a, const c10::SymInt& b) { return TORCH_GUARD_OR_FALSE(a.sym_eq(b)); }
+
+// Whether a batch size of a parameter is 1 or the input's.
+bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
+  return is_one(size) || is_same(size, input_size) || size.sym_eq(input_size).expect_true(__FILE__, __LINE__);
+}
+
+bool all_one(SymIntArrayRef sizes) { return std::all_of(sizes.begin(), sizes.end(), is_one); }
+
+void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
+                           const optional<Tensor>& parameter) {
+  if (!present(parameter) || are_equal(parameter->sym_sizes(), normalized_shape)) return;
+  const bool may_have_batch_dims = parameter->dim() > static_cast<int64_t>(normalized_shape.size());
+  TORCH_CHECK(may_have_batch_dims && has_all_dims(parameter, input), "Expected ", name,
+              " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
+              " and normalized_shape = ", normalized_shape,
+              may_have_batch_dims ? c10::str("; or to have the dimensions of input of shape ", input.sym_sizes()) : "");
+}
+
+void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
+                       const Tensor& parameter) {
+  const auto sizes = parameter.sym_sizes();
+  const size_t batch_dims = sizes.size() - normalized_shape.size();
+  bool fits = are_equal(sizes.slice(batch_dims), normalized_shape);
+  for (size_t d = 0; d < batch_dims; ++d) fits = fits && broadcasts_to(sizes[d], input.sym_size(d));
+  TORCH_CHECK(fits, "Expected ", name, " to be of the shape of input, with each batch size equal to the input's or 1, ",
+              "but got ", name, " of shape ", sizes, ", input of shape ", input.sym_sizes(),
+              " and normalized_shape = ", normalized_shape);
+}
+
+// The names of weight and bias in error messages.
+using Names = std::pair<const char*, const char*>;
+constexpr Names kNames = {"weight", "bias"};
+
+// Weight and bias must have the same sizes in the batch dimensions, or one of them must be shared by all rows.
+template <class F>
+void check_groups(const Tensor& input, const Tensor& weight, const Tensor& bias, const F& is_batch_dim,
+                  const Names& names = kNames) {
+  const auto batch_sizes = [&](const Tensor& t) {
+    c10::SymDimVector sizes;
+    for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
+      if (is_batch_dim(d)) sizes.push_back(d < t.dim() ? t.sym_size(d) : c10::SymInt(1));
+    }
+    return sizes;
+  };
+  const auto weight_sizes = batch_sizes(weight), bias_sizes = batch_sizes(bias);
+  TORCH_CHECK(all_one(weight_sizes) || all_one(bias_sizes) || are_equal(weight_sizes, bias_sizes), "Expected ",
+              names.first, " and ", names.second, " to have the same batch sizes, but got ", names.first, " of shape ",
+              weight.sym_sizes(), ", ", names.second, " of shape ", bias.sym_sizes(), " and input of shape ",
+              input.sym_sizes());
+}
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
+
+void check_input_type(const Tensor& input) {
+  if (is_supported(input.scalar_type())) return;
+  const auto message =
+      c10::str("Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype ", input.scalar_type());
+  // A NotImplementedError would tell a fake tensor that the operator has no meta function.
+  TORCH_CHECK(!input.is_meta(), message);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, message);
+}
+
+void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
+  TORCH_CHECK(tensor.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
+              " on ", tensor.device(), " and input on ", input.device());
+}
+
+void check_parameter_type(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
+  if (!present(parameter)) return;
+  TORCH_CHECK(is_supported(parameter->scalar_type()), "Expected ", name,
+              " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ", parameter->scalar_type());
+  check_device(name, *parameter, input);
+}
+
+void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                 const Names& names = kNames) {
+  check_input_type(input);
+  check_parameter_type(names.first, input, weight);
+  check_parameter_type(names.second, input, bias);
+}
+
+bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+// Requires the shape, dtype and device of the input. `other_type` is allowed as well.
+void check_like(const char* name, const Tensor& tensor, const Tensor& input, bool other_type = false) {
+  TORCH_CHECK(are_equal(tensor.sym_sizes(), input.sym_sizes()), "Expected ", name,
+              " to be of the shape of input, but got ", name, " of shape ", tensor.sym_sizes(), " and input of shape ",
+              input.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == input.scalar_type() || other_type, "Expected ", name,
+              " to be of the dtype of input, but got ", name, " of dtype ", tensor.scalar_type(),
+              " and input of dtype ", input.scalar_type());
+  check_device(name, tensor, input);
+}
+
+void check_residual(const optional<Tensor>& residual, const Tensor& input) {
+  if (!present(residual)) return;
+  check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
+}
+
+void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
+  TORCH_CHECK(are_equal(statistic.sym_sizes(), shape), "Expected ", name, " of shape ", shape, ", but got ", name,
+              " of shape ", statistic.sym_sizes());
+  TORCH_CHECK(statistic.scalar_type() == accumulate_type(input), "Expected ", name, " of dtype ",
+              accumulate_type(input), " for input of dtype ", input.scalar_type(), ", but got ", name, " of dtype ",
+              statistic.scalar_type());
+  check_device(name, statistic, input);
+}
+
+}  // namespace
+
+void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                   const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  TORCH_CHECK(!normalized_shape.empty(),
+              "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
+              "normalized_shape = ",
+              normalized_shape);
+  check_parameter_shape("weight", input, normalized_shape, weight);
+  check_parameter_shape("bias", input, normalized_shape, bias);
+  const auto sizes = input.sym_sizes();
+  const size_t count = normalized_shape.size();
+  TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
+              "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ",
+              c10::Join(", ", normalized_shape), "], but got input of size", sizes);
+  const bool own_weight = has_all_dims(weight, input), own_bias = has_all_dims(bias, input);
+  if (own_weight) check_batch_sizes("weight", input, normalized_shape, *weight);
+  if (own_bias) check_batch_sizes("bias", input, normalized_shape, *bias);
+  if (own_weight && own_bias) {
+    check_groups(input, *weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
+  }
+  check_types(input, weight, bias);
+  check_residual(residual, input);
+}
+
+void check_backward(const BackwardArgs& args) {
+  const Tensor& input = args.input;
+  check_forward(input, {}, args.normalized_shape, args.weight, args.bias);
+  check_like("grad_output", args.grad_output, input,
+             input.scalar_type() == at::kFloat && is_16_bit(args.grad_output.scalar_type()));
+  if (present(args.grad_sum)) check_like("grad_sum", *args.grad_sum, input);
+  const auto shape = statistics_shape(input, args.normalized_shape);
+  if (needs_mean(args.options)) {
+    TORCH_CHECK(present(args.mean),
+                "Expected mean to be a tensor, but got None; only RMSNorm has none, and a backward from "
+                "the output");
+    check_statistic("mean", *args.mean, input, shape);
+  }
+  check_statistic("rstd", args.rstd, input, shape);
+}
+
+void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias, bool adaptive) {
+  const auto sizes = input.sym_sizes();
+  TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
+  const Names names = adaptive ? Names("scale", "shift") : kNames;
+  for (const auto& [name, parameter] : {std::pair(names.first, &weight), std::pair(names.second, &bias)}) {
+    if (!present(*parameter)) continue;
+    const auto shape = (*parameter)->sym_sizes();
+    bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
+    for (size_t d = 0; fits && d < shape.size(); ++d) {
+      const bool is_channels = d == 1 || shape.size() == 1;
+      fits = is_channels ? are_equal({shape[d]}, {sizes[1]}) : broadcasts_to(shape[d], sizes[d]);
+    }
+    TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, *], with C = ", sizes[1],
+                " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,
+                " and input of shape ", sizes);
+  }
+  if (present(weight) && present(bias) && weight->dim() > 1 && bias->dim() > 1) {
+    check_groups(input, *weight, *bias, [](int64_t d) { return d != 1; }, names);
+  }
+  check_types(input, weight, bias, names);
+  check_residual(residual, input);
+}
+
+void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                      const optional<Tensor>& shift) {
+  check_forward(input, {}, normalized_shape, {}, {});
+  const auto batch_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
+  SymIntArrayRef groups;  // the batch sizes of the scale, without ones at the end
+  for (const auto& [name, parameter] : {std::pair("scale", &scale), std::pair("shift", &shift)}) {
+    if (!present(*parameter)) continue;
+    const auto sizes = (*parameter)->sym_sizes();
+    const auto own_dims = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(normalized_shape.size());
+    bool fits = own_dims >= 0 && own_dims <= batch_dims && are_equal(sizes.slice(own_dims), normalized_shape);
+    for (int64_t d = 0; fits && d < own_dims; ++d) fits = broadcasts_to(sizes[d], input.sym_size(d));
+    TORCH_CHECK(fits, "Expected ", name, " of shape [*batch, ", c10::Join(", ", normalized_shape),
+                "], where batch are the input's ", "first batch sizes or 1, but got ", name, " of shape ", sizes,
+                " and input of shape ", input.sym_sizes());
+    check_parameter_type(name, input, *parameter);
+    auto own = sizes.slice(0, own_dims);
+    while (!own.empty() && is_one(own.back())) own = own.slice(0, own.size() - 1);
+    TORCH_CHECK(groups.empty() || own.empty() || are_equal(groups, own),
+                "Expected scale and shift to have the same batch sizes, but got scale of shape ", scale->sym_sizes(),
+                ", shift of shape ", sizes, " and input of shape ", input.sym_sizes());
+    groups = own;
+  }
+}
+
+namespace {
+
+// Whether a tensor has memory that its sizes and strides describe; wrappers of torch.func and symbolic sizes do not.
+bool has_memory(const Tensor& t) {
+  return t.has_storage() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+}
+
+void check_allocated(const char* name, const Tensor& tensor) {
+  using c10::DispatchKey;
+  const auto keys = tensor.key_set();
+  if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
+      keys.has(DispatchKey::Functionalize)) {
+    return;  // it has no data
+  }
+  TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
+              "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
+              tensor.sizes(), " has a freed storage");
+}
+void check_allocated(const char* name, const optional<Tensor>& tensor) {
+  if (present(tensor)) check_allocated(name, *tensor);
+}
+
+}  // namespace
+
+void check_in_place(const ForwardArgs& args) {
+  const Tensor& residual = *args.residual;
+  TORCH_CHECK(!residual.is_inference() || c10::InferenceMode::is_enabled(),
+              "Inplace update to inference tensor outside InferenceMode is not allowed: residual of shape ",
+              residual.sym_sizes(), " is an inference tensor. Clone it to get a normal tensor");
+  if (!has_memory(residual)) return;
+  at::assert_no_internal_overlap(residual);
+  const auto check = [&](const Tensor& t) {
+    if (has_memory(t)) at::assert_no_overlap(residual, t);
+  };
+  check(args.input);
+  if (present(args.weight)) check(*args.weight);
+  if (present(args.bias)) check(*args.bias);
+}
+
+void check_allocated(const ForwardArgs& args) {
+  check_allocated("input", args.input);
+  check_allocated("residual", args.residual);
+  check_allocated("weight", args.weight);
+  check_allocated("bias", args.bias);
+}
+
+void check_allocated(const BackwardArgs& args) {
+  check_allocated("grad_output", args.grad_output);
+  check_allocated("input", args.input);
+  check_allocated("mean", args.mean);
+  check_allocated("rstd", args.rstd);
+  check_allocated("weight", args.weight);
+  if (args.options.memory_efficient) check_allocated("bias", args.bias);  // else only its shape and dtype count
+  check_allocated("grad_sum", args.grad_sum);
+}
+
+}  // namespace layernorm

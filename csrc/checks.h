@@ -1,0 +1,26 @@
+// The checks of the arguments. Each names the argument and both values.
+#pragma once
+
+#include "ops.h"
+
+namespace layernorm {
+
+// Throw an error that names the argument and both values if the kernels cannot use these arguments.
+void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                   const optional<Tensor>& weight, const optional<Tensor>& bias);
+void check_backward(const BackwardArgs& args);
+// Throws torch's errors if the residual cannot be overwritten.
+void check_in_place(const ForwardArgs& args);
+// Throw torch's error for a tensor whose storage was freed, as FSDP and offloading do. A kernel would take its null
+// pointer for an absent tensor.
+void check_allocated(const ForwardArgs& args);
+void check_allocated(const BackwardArgs& args);
+// The same as check_forward() for a forward pass over the channels of images [N, C, *], before the channels are moved
+// last. An adaptive norm calls its parameters scale and shift.
+void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias, bool adaptive);
+// The same for scale and shift of ada_layer_norm: [*batch, *normalized_shape], see insert_batch_dims().
+void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                      const optional<Tensor>& shift);
+
+}  // namespace layernorm

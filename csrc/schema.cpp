@@ -1,0 +1,116 @@
+// The schemas of the operators, their calls through the dispatcher, and the registrations that no backend owns.
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "checks.h"
+#include "ops.h"
+
+namespace layernorm {
+
+#define OPTIONS \
+  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
+
+// The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
+void Operators::define(torch::Library& m) {
+  const auto define = [&](const char* schema) { m.def(schema, {at::Tag::pt2_compliant_tag}); };
+  define(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "*, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "forward.residual(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  define(
+      "forward_.residual(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+  define(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
+      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
+  define(
+      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
+  // It returns the input, because TorchScript removes calls without results.
+  define(
+      "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
+      "Tensor(a)");
+  define("check_modulation(Tensor(a) input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> Tensor(a)");
+}
+
+// ---- the dispatcher -------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The handle of an operator, whose signature is that of Operator::call.
+template <class Operator>
+auto find(const char* name, const char* overload) {
+  const auto full_name = std::string(kOperatorNamespace) + "::" + name;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload).typed<decltype(Operator::call)>();
+}
+
+}  // namespace
+
+ForwardOutputs call_forward(const ForwardArgs& args) {
+  const auto call = [&](const auto& op, const auto&... residual) {
+    const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
+    return op.call(args.input, residual..., args.normalized_shape, args.weight, args.bias, args.eps, rms,
+                   zero_centered_weight, memory_efficient, preserve_layout);
+  };
+  if (args.in_place) {
+    static const auto op = find<ForwardOperator<nullptr, true, const Tensor&>>("forward_", "residual");
+    auto [output, mean, rstd] = call(op, *args.residual);
+    return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
+  }
+  if (present(args.residual)) {
+    static const auto op = find<ForwardOperator<nullptr, false, const Tensor&>>("forward", "residual");
+    auto [output, sum, mean, rstd] = call(op, *args.residual);
+    return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
+  }
+  static const auto op = find<ForwardOperator<nullptr, false>>("forward", "");
+  auto [output, mean, rstd] = call(op);
+  return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
+}
+
+BackwardOutputs call_backward(const BackwardArgs& args) {
+  static const auto op = find<BackwardOperator<nullptr>>("backward", "");
+  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
+  return op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
+                 args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
+}
+
+// ---- registrations --------------------------------------------------------------------------------------------------
+
+namespace {
+
+// torch's own fallback requires that an operator returns the tensor that it changes.
+ForwardOutputs forward_negative(const ForwardArgs& args) {
+  const auto resolve = [](const optional<Tensor>& t) { return present(t) ? t->resolve_neg() : t; };
+  const auto residual = resolve(args.residual);
+  ForwardOutputs outputs =
+      call_forward({args.input.resolve_neg(), residual, args.normalized_shape, resolve(args.weight), resolve(args.bias),
+                    args.eps, args.options, args.in_place});
+  if (args.in_place && !residual->is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
+  return outputs;
+}
+
+}  // namespace
+
+// The other operators have torch's fallback.
+void Operators::implement_negative(torch::Library& m) {
+  using Operator = ForwardOperator<forward_negative, true, const Tensor&>;
+  m.impl("forward_.residual", TORCH_FN(Operator::call));
+}
+
+void Operators::implement_composite(torch::Library& m) {
+  m.impl("check_forward", TORCH_FN(check_forward));
+  m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                            const optional<Tensor>& bias, bool adaptive) {
+    check_images(input, residual, weight, bias, adaptive);
+    return input;
+  });
+  m.impl("check_modulation", [](const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
+                                const optional<Tensor>& shift) {
+    check_modulation(input, normalized_shape, scale, shift);
+    return input;
+  });
+}
+
+}  // namespace layernorm

@@ -1,0 +1,140 @@
+// The tensors of a call as the kernels see them: [groups, rows, cols].
+#pragma once
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/MaybeOwned.h>
+
+#include <algorithm>
+
+#include "layer_norm.h"
+#include "types.h"
+
+namespace layernorm {
+
+// Inserts the batch dimensions that a scale or shift lacks after those that it has: [B, N] becomes [B, 1, N] for an
+// input [B, S, N]. One that all rows share stays as it is.
+inline optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, const Tensor& input,
+                                          SymIntArrayRef normalized_shape) {
+  const auto count = static_cast<int64_t>(normalized_shape.size());
+  if (!present(parameter) || parameter->dim() == count) return parameter;
+  Tensor result = *parameter;
+  while (result.dim() < input.dim()) result = result.unsqueeze(-1 - count);
+  return result;
+}
+
+// The stride of dimensions [begin, end) for which `selected` holds, seen as one dimension; nothing if there is no such
+// stride. Dimensions of size 1 do not count; without others, the stride is `otherwise`.
+template <class F>
+optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int64_t otherwise, const F& selected) {
+  int64_t stride = otherwise, expected = -1;
+  for (int64_t d = end - 1; d >= begin; --d) {
+    if (!selected(d) || t.size(d) == 1) continue;
+    if (expected < 0) {
+      stride = t.stride(d);
+    } else if (t.stride(d) != expected) {
+      return std::nullopt;
+    }
+    expected = t.stride(d) * t.size(d);
+  }
+  return stride;
+}
+
+// A tensor of the caller or a copy. Borrowing takes a small call less time than counting a reference.
+using MaybeOwned = c10::MaybeOwned<Tensor>;
+
+// How the tensors of a call are seen as [groups, rows, cols].
+//
+// The batch dimensions in which a parameter has the input's size are groups, the others are rows. If all rows share the
+// parameters, groups and rows are outer and inner batch dimensions, divided so that the input need not be copied.
+class Geometry {
+ public:
+  // `output` has the layout of all outputs.
+  Geometry(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
+           const optional<Tensor>& bias)
+      : output_(output), batch_dims_(input.dim() - normalized_dims), is_group_(batch_dims_, false) {
+    const auto sizes = input.sizes();
+    for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= sizes[d];
+    const bool has_groups = has_all_dims(weight, input) || has_all_dims(bias, input);
+    is_plain_ = !has_groups && input.is_contiguous() && output.is_contiguous();
+    if (is_plain_) {
+      for (int64_t d = 0; d < batch_dims_; ++d) rows *= sizes[d];
+      return;
+    }
+    for (const auto* parameter : {&weight, &bias}) {
+      if (!has_all_dims(*parameter, input)) continue;
+      for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] = is_group_[d] || (*parameter)->size(d) != 1;
+    }
+    const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
+    channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
+    if (!grouped && !divide([&] { return fits(output) && fits(input); })) divide([&] { return fits(output); });
+    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= sizes[d];
+  }
+
+  // Whether the kernels can use the strides of a tensor.
+  bool fits(const Tensor& t) const {
+    if (is_plain_ && t.is_contiguous()) return true;
+    const View strides = view(t, nullptr);
+    return strides.group_stride >= 0 && strides.row_stride >= 0 &&
+           (channels_first ? strides.col_stride >= 0 && strides.row_stride == 1 : strides.col_stride == 1);
+  }
+
+  // A tensor that fits: the given one, or a copy in the layout of the output.
+  MaybeOwned fit(const Tensor& t) const {
+    if (!t.defined() || fits(t)) return MaybeOwned::borrowed(t);
+    Tensor copy = at::empty_strided(output_.sizes(), output_.strides(), t.options());
+    copy.copy_(t);
+    return MaybeOwned::owned(std::move(copy));
+  }
+
+  // A view of a tensor that fits. A stride of -1 says that there is none.
+  View view(const Tensor& t, const void* data) const {
+    if (!t.defined()) return {};
+    if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(data), 0, cols, 1};
+    const auto is_group = [&](int64_t d) { return is_group_[d]; };
+    const auto is_row = [&](int64_t d) { return !is_group_[d]; };
+    return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_group).value_or(-1),
+            joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
+            joint_stride(t, batch_dims_, t.dim(), 1, [](int64_t) { return true; }).value_or(-1)};
+  }
+
+  // The view [groups, rows, 1] of a statistic.
+  View statistic_view(const Tensor& t, const void* data) const {
+    if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(data), 0, 1, 1};
+    return view(t, data);
+  }
+
+  // The view [groups, 1, cols] of a parameter.
+  View parameter_view(const Tensor& t, const void* data) const {
+    if (!t.defined() || t.dim() != output_.dim()) return {const_cast<void*>(data), 0, 0, 1};
+    return view(t, data);
+  }
+  bool fits_parameter(const Tensor& t) const {
+    if (t.is_contiguous()) return true;
+    const View strides = parameter_view(t, nullptr);
+    return t.dim() == output_.dim() && strides.group_stride >= 0 && strides.col_stride == 1;
+  }
+  // The view of a contiguous gradient of a parameter.
+  View gradient_view(const optional<Tensor>& parameter, void* data) const {
+    const bool own = present(parameter) && parameter->dim() == output_.dim() && parameter->numel() > cols;
+    return {data, own ? cols : 0, 0, 1};
+  }
+
+  int64_t groups = 1, rows = 1, cols = 1;
+  bool channels_first = false;
+
+ private:
+  // Makes the first batch dimensions groups, as few as done() asks for; returns whether it ever holds.
+  template <class F>
+  bool divide(const F& done) {
+    std::fill(is_group_.begin(), is_group_.end(), false);
+    for (int64_t d = 0; d < batch_dims_ && !done(); ++d) is_group_[d] = true;
+    return done();
+  }
+
+  const Tensor& output_;
+  int64_t batch_dims_;
+  bool is_plain_;  // one group of contiguous rows, as in nearly every call
+  c10::SmallVector<bool, 5> is_group_;
+};
+
+}  // namespace layernorm
