@@ -41,7 +41,7 @@ PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 TARGETS = {
     "cuda": (["csrc/cuda/*.cu", "csrc/cuda/*.cuh"], ["tests/emulator/test_kernels.py"], 0.97),
     "cpu": (
-        ["csrc/cpu/*", "csrc/host.cpp", "csrc/autograd.cpp"],
+        ["csrc/cpu/*", "csrc/*.cpp"],
         ["tests", "--ignore=tests/test_benchmarks.py", "--ignore=tests/test_build.py"],
         0.95,
     ),

@@ -1,0 +1,119 @@
+// Nodes of the autograd graph: all that depends on torch's internal interfaces for them.
+#pragma once
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <mutex>
+#include <tuple>
+
+#include "ops.h"
+
+namespace layernorm {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// torch counts the references to a Node by std::shared_ptr up to version 2.12, and by c10::intrusive_ptr later.
+template <class N, class Pointer = decltype(torch::autograd::Edge::function)>
+auto make_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<N>(new N, [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<N>();
+  }
+}
+
+// A tensor that a node saves. Saving an output of the node itself must not create a reference cycle.
+struct Saved {
+  Saved() = default;
+  explicit Saved(const Tensor& t, bool is_output = false) : variable(t, is_output), is_output(is_output) {}
+  template <class N>
+  Tensor unpack(N& node) const {
+    return is_output ? variable.unpack(node.getptr()) : variable.unpack();
+  }
+
+  SavedVariable variable;
+  bool is_output = false;
+};
+
+// Calls f with each element of a tuple.
+template <class Tuple, class F>
+void for_each(const Tuple& tuple, const F& f) {
+  std::apply([&](auto&... elements) { (f(elements), ...); }, tuple);
+}
+
+// A node with up to four inputs. N::derivative(gradients, wanted) computes its gradients. The references of N::saved()
+// and N::values() are to its tensors and to what else it needs, so that compiled autograd can record a call and replay
+// it.
+template <class N>
+struct RecordableNode : torch::autograd::Node {
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<N&>(*this).derivative(gradients, wanted());
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for_each(static_cast<N&>(*this).saved(), [](Saved& tensor) { tensor.variable.reset_data(); });
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    N& node = const_cast<N&>(static_cast<const N&>(*this));  // it is only read
+    for_each(node.saved(), [&](const Saved& tensor) { args.collect(tensor.variable, tensor.is_output); });
+    for_each(node.values(), [&](const auto& value) { args.collect(value); });
+  }
+
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 torch::dynamo::autograd::SwapSavedVariables& tracing) override {
+    using namespace torch::dynamo::autograd;
+    N& node = static_cast<N&>(*this);
+    PackedArgs args;
+    std::vector<at::TypePtr> types;
+    const auto pack = [&](const auto& value) {
+      args.pack(value);
+      types.push_back(IValuePacker<std::decay_t<decltype(value)>>::packed_type());
+    };
+    for_each(node.saved(), [&](Saved& tensor) {
+      tracing.before(tensor.variable);
+      pack(tensor.unpack(node));
+    });
+    for_each(node.values(), [&](auto& value) {
+      tracing.before(value);
+      pack(value);
+    });
+    pack(wanted());
+    const auto replay = [](const variable_list& gradients, const std::vector<at::IValue>& packed) {
+      PackedArgs args(packed);
+      const auto node = make_node<N>();
+      for_each(node->saved(), [&](Saved& tensor) { tensor = Saved(args.unpack<Tensor>()); });
+      for_each(node->values(), [&](auto& value) { value = args.unpack<std::decay_t<decltype(value)>>(); });
+      return node->derivative(gradients, args.unpack<Wanted>());
+    };
+    const auto& compiler = getPyCompilerInterface();
+    const auto name = compiler->bind_function(tracing.get_py_compiler(), node.name(), replay, types,
+                                              /*is_custom_function=*/true, /*is_traceable=*/true);
+    const auto output_metadata =
+        IValuePacker<std::vector<optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
+    const auto outputs = compiler->call_function(tracing.get_py_compiler(), "apply_functional", name, gradients,
+                                                 args.vec(), output_metadata);
+    for_each(node.saved(), [&](Saved& tensor) { tracing.after(tensor.variable); });
+    for_each(node.values(), [&](auto& value) { tracing.after(value); });
+    return outputs;
+  }
+
+ protected:
+  using Wanted = std::array<bool, 4>;
+
+ private:
+  Wanted wanted() {
+    Wanted result = {};
+    for (size_t i = 0; i < num_outputs(); ++i) result[i] = task_should_compute_output(i);
+    return result;
+  }
+};
+
+}  // namespace layernorm
