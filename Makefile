@@ -6,7 +6,7 @@ SHELL := bash
 
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install cuda-build test test-all test-device test-aarch64 launch-audit mutants gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
+.PHONY: install cuda-build test test-all test-device test-aarch64 launch-audit gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
 	bench bench-compare docs wheel lint format ci clean
 
 install:
@@ -43,10 +43,6 @@ test-aarch64:
 # It needs a package that was built with CUDA, but no GPU.
 launch-audit:
 	python tests/emulator/launch_audit.py
-
-# N=all makes every change; SEED= repeats a sample.
-mutants:
-	python tests/mutants.py $(if $(CPU),cpu,cuda) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
 
 OUT ?= build/gpu
 GPU_TESTS = python -m pytest --backends cuda

