@@ -219,8 +219,8 @@ def _norm_2d(
         rows,
         None if residual is None else residual.movedim(1, last),
         rows.shape[-1:],
-        _script.channels_last(weight, last + 1),
-        _script.channels_last(bias, last + 1),
+        _script.channels_last(_without_pixels(weight), last + 1),
+        _script.channels_last(_without_pixels(bias), last + 1),
         _script.rms_eps(input, eps) if rms else eps,
         rms=rms,
         zero_centered_weight=zero_centered_weight,
@@ -234,6 +234,15 @@ def _norm_2d(
         return output
     total = total.movedim(last, 1)
     return output, residual.copy_(total) if inplace else total  # the operator refuses to change a view
+
+
+def _without_pixels(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter ``[N, C, 1, 1]`` as ``[N, C]``, so that autograd gives its gradient contiguous strides."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    if parameter is None or parameter.dim() <= 2 or not all(statically_known_true(n == 1) for n in parameter.shape[2:]):
+        return parameter
+    return parameter.flatten(1)
 
 
 class LayerNorm2d(LayerNorm):
