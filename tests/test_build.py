@@ -255,6 +255,30 @@ def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_pat
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
 
+# The self-check
+
+
+def self_check(*options):
+    return run(sys.executable, "-m", "layernorm_ext", *options)
+
+
+def test_self_check_can_skip_the_timing():
+    output = self_check("--skip-timing")
+    assert "cpu     fp32" in output and "FAIL" not in output and "microseconds" not in output
+
+
+def test_self_check_with_help_checks_nothing():
+    output = self_check("--help")
+    assert output.startswith("usage: python -m layernorm_ext ") and "--skip-timing" in output
+    assert "largest error" not in output
+
+
+def test_self_check_refuses_unknown_options():
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        self_check("--fast")
+    assert error.value.returncode == 2 and "unrecognized arguments: --fast" in error.value.stderr
+
+
 # Which package is imported
 
 
