@@ -10,6 +10,7 @@ import torch
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.utils.flop_counter import FlopCounterMode
 
 import layernorm_ext
 
@@ -151,6 +152,25 @@ def test_per_sample_gradients_refuse_zero_centered_weights():
     norm = layernorm_ext.LayerNorm(8, zero_centered_weight=True)
     with pytest.raises(RuntimeError, match="zero_centered_weight"):
         call_for_per_sample_grads(norm)(torch.randn(4, 8))
+
+
+# Counted operations
+
+
+@pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_flop_counter_counts_as_many_operations_as_for_the_original(cls):
+    """Torch counts products of matrices, convolutions and attention alone, in forward and backward."""
+    model, x = between_linear_layers(cls(8)), torch.randn(50, 8)
+
+    def count():
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        return counter.get_flop_counts()
+
+    expected = count()
+    assert layernorm_ext.convert(model).replaced
+    assert count() == expected
+    assert sum(expected["Global"].values()) == 5 * (2 * 50 * 8 * 8)  # x needs no gradient
 
 
 # Registrations when torch's modules are imported
