@@ -149,8 +149,9 @@ SECOND_DERIVATIVES = {
 
 @pytest.mark.parametrize("second_derivative", SECOND_DERIVATIVES.values(), ids=SECOND_DERIVATIVES)
 def test_func_by_every_pair_of_input_weight_and_bias(layer_norm, double, second_derivative):
-    """Torch's own are silently wrong: all four by weight and input (off by 0.75 where the largest value is 1.6), and the
-    last two by input and input (off by 1.5 where the largest value is 4.7).
+    """Torch's own are silently wrong: all four by weight and input, and the last two by input and input.
+
+    They are off by 0.75 where the largest value is 1.6, and by 1.5 where it is 4.7.
     """
     tensors = double(4, 8), double(8), double(8)
     ours, reference = (

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -60,3 +61,18 @@ def test_bash_block_runs_in_the_ci(document, line_above, code):
     """A comment above it names the stage of .ci/run that runs it."""
     name = re.fullmatch("<!-- ci: (.*) -->", line_above)[1]
     assert re.search(rf"^stage .* block {document} {name}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+def test_adaptive_block_equals_the_block_before_it(one_thread):
+    """docs/adaln.md shows both. They add in another order: some hundred roundings of 1e-16 each."""
+    width, outputs = 8, []
+    mlp, x, condition = torch.nn.Linear(width, width), torch.randn(2, 3, width), torch.randn(2, width)
+    for document, _, code in (block.values for block in blocks("python")):
+        if document == "docs/adaln.md":
+            namespace = {}
+            exec(compile(code, document, "exec"), namespace)
+            torch.manual_seed(0)
+            block = namespace["Block"](width, torch.nn.Identity(), mlp).double()
+            outputs.append(block(x.double(), condition.double()))
+    before, after = outputs
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)

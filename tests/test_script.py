@@ -101,7 +101,7 @@ def legacy_executor():
 
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_double_backward_in_the_legacy_executor(legacy_executor, cls):
-    """It matches that of torch's eager layers. Torch's scripted LayerNorm is off by 41 where the largest value is 50."""
+    """It matches that of torch's eager layers. Torch's scripted LayerNorm is off by 41; the largest value is 50."""
     layers = torch.nn.Linear(8, 8), cls(8), torch.nn.Linear(8, 8)
     model, x = torch.nn.Sequential(*layers).double(), torch.randn(4, 8, dtype=torch.float64)
 
