@@ -113,8 +113,10 @@ wheel:
 		"torch==$$(python -c 'from importlib.metadata import version; print(version("torch"))')"
 	cd $(WHEELS) && fresh/bin/python -m layernorm_ext
 
+# The grep finds actions that are not pinned to a commit, with the version in a comment.
 lint:
 	ruff check . && ruff format --check . && mypy && actionlint && clang-format --dry-run -Werror $(CPP)
+	! grep -rn 'uses:' .github/workflows | grep -vE '@[0-9a-f]{40} # v[0-9.]+$$'
 
 format:
 	ruff check --fix . && ruff format . && clang-format -i $(CPP)

@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -29,19 +31,21 @@ class _RegisterAfterImport:
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in _REGISTRATIONS else None
         if spec and spec.loader:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                import_module(_REGISTRATIONS[name])
-
-            vars(spec.loader)["exec_module"] = execute_and_register
+            vars(spec.loader)["exec_module"] = partial(_execute_and_register, spec.loader)
         return spec
+
+
+def _execute_and_register(loader: Loader, module: ModuleType) -> None:
+    del vars(loader)["exec_module"]  # from now on the loader is as it would be without this package
+    loader.exec_module(module)
+    import_module(_REGISTRATIONS[module.__name__])
 
 
 def register_with_torch() -> None:
     """Register with torch's tools: now if they are already imported, otherwise when they are imported."""
-    sys.meta_path.insert(0, _RegisterAfterImport)
+    # A reload must not add a second hook, and may have defined the class again.
+    others = [finder for finder in sys.meta_path if getattr(finder, "__module__", None) != __name__]
+    sys.meta_path[:] = [_RegisterAfterImport, *others]
     for name, registration in _REGISTRATIONS.items():
         if sys.modules.get(name):
             import_module(registration)

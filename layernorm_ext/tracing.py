@@ -26,10 +26,10 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
 
     With ``"kernel"``, a graph calls this package's kernels and needs the package to run. With ``"aten"``, it calls
     :func:`torch.nn.functional.layer_norm` or :func:`torch.nn.functional.rms_norm`, with additions, permutations and
-    dtype conversions as the arguments require. Such a graph runs without this package, compilers may fuse the norm with
-    its neighbours, and the results have torch's precision. ``None`` restores the defaults: ``"kernel"`` for
-    :func:`torch.compile` and :func:`torch.jit.trace`, ``"aten"`` for :func:`torch.export.export` and
-    :func:`torch.onnx.export`.
+    dtype conversions as the arguments require. Such a graph runs without this package, other tools can read it,
+    compilers may fuse the norm with its neighbours, and the results have torch's precision. ``None`` restores the
+    defaults: ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
+    :func:`torch.export.export`, :func:`torch.onnx.export` and :func:`torch.jit.trace`.
 
     A call sets the choice for the whole process. A ``with`` statement restores the previous choice at its end.
 
@@ -42,7 +42,8 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     Note:
         Eager calls always run the kernels. :func:`torch.compile` recompiles when the choice changes.
         :func:`torch.jit.script` and calls of ``torch.ops.layernorm`` always record this package's operators. With
-        ``"aten"``, ``memory_efficient=True`` has no effect.
+        ``"aten"``, ``memory_efficient=True`` has no effect. :func:`torch.jit.trace` compares its graph with an eager
+        call, which runs the kernels, and warns of the difference if the input has 16 bits or a large mean.
 
     Example:
         >>> norm, x = torch.nn.RMSNorm(8), torch.randn(2, 8)
@@ -78,7 +79,7 @@ def records_aten() -> bool:
     """Return whether an active tracer should record aten's operators."""
     if _operators is not None:
         return _operators == "aten" and (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    return _is_exporting() or _is_in_torchscript_exporter()
+    return _is_exporting() or torch.jit.is_tracing()
 
 
 def _is_exporting() -> bool:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,47 @@ def test_metadata_describes_the_build():
     assert _build_info.torch_version == torch.__version__
     assert _build_info.cuda_reason
     assert _build_info.with_cuda == bool(_build_info.cuda_architectures)
+
+
+def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_path):
+    """It is built from a copy, because a list of files that an earlier build left behind would be added."""
+    ignored = shutil.ignore_patterns(".*_cache", ".git", "__pycache__", "build", "shared", "*.egg-info", "*.so")
+    shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored)
+    code = "import setuptools.build_meta; print(setuptools.build_meta.build_sdist('..'))"
+    environment = {**os.environ, "FORCE_CUDA": "0"}
+    name = run(sys.executable, "-c", code, cwd=tmp_path / "checkout", env=environment).splitlines()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / name.removesuffix(".tar.gz")
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs/pytorch.md", "tests/conftest.py"}
+    for document in (folder / file for file in files if file.endswith(".md")):
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+# The self-check
+
+
+def self_check(*options):
+    return run(sys.executable, "-m", "layernorm_ext", *options)
+
+
+def test_self_check_can_skip_the_timing():
+    output = self_check("--skip-timing")
+    assert "cpu     fp32" in output and "FAIL" not in output and "microseconds" not in output
+
+
+def test_self_check_with_help_checks_nothing():
+    output = self_check("--help")
+    assert output.startswith("usage: python -m layernorm_ext ") and "--skip-timing" in output
+    assert "largest error" not in output
+
+
+def test_self_check_refuses_unknown_options():
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        self_check("--fast")
+    assert error.value.returncode == 2 and "unrecognized arguments: --fast" in error.value.stderr
 
 
 # Which package is imported

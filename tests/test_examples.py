@@ -1,4 +1,4 @@
-"""The scripts of docs/examples run, and print what they promise."""
+"""The scripts of docs/examples run, and print what they promise. The code blocks of all documents run as they are."""
 
 import os
 import re
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "docs" / "examples"
 # Example -> a pattern of its output: the loss falls, and differences from the original are at most 9e-6.
 SMALL = r"(0e\+00|\de-(0[6-9]|1\d))\n"
 PROMISES = {
@@ -19,8 +21,9 @@ PROMISES = {
 }
 
 
-def parameter(name):
-    return pytest.param(name, marks=[pytest.mark.integration] if "transformers" in name else [])
+def parameter(*values, id=None):
+    needs_package = re.search("transformers|torchvision", values[-1])
+    return pytest.param(*values, id=id, marks=[pytest.mark.integration] if needs_package else [])
 
 
 @pytest.mark.parametrize("name", [parameter(path.stem) for path in sorted(EXAMPLES.glob("*.py"))])
@@ -36,3 +39,40 @@ def test_example_keeps_its_promise(name, one_thread, capsys, request):
         runpy.run_path(str(script), run_name="__main__")
         output = capsys.readouterr().out
     assert re.search(PROMISES[name], output), output
+
+
+def blocks(language):
+    """Return the code blocks of all documents, each with its document and the line above it."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*/*.md")]
+    fence = re.compile(rf"^([^\n]*)\n```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    matches = [(str(path.relative_to(ROOT)), *match) for path in documents for match in fence.findall(path.read_text())]
+    return [parameter(*match, id=f"{match[0]}-{i}") for i, match in enumerate(sorted(matches))]
+
+
+@pytest.mark.parametrize(("document", "line_above", "code"), blocks("python"))
+def test_python_block_runs_when_copied(document, line_above, code, one_thread, request):
+    if "torchvision" in code and request.getfixturevalue("torchvision") is None:
+        pytest.skip("needs torchvision")
+    exec(compile(code, document, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(("document", "line_above", "code"), blocks("bash"))
+def test_bash_block_runs_in_the_ci(document, line_above, code):
+    """A comment above it names the stage of .ci/run that runs it."""
+    name = re.fullmatch("<!-- ci: (.*) -->", line_above)[1]
+    assert re.search(rf"^stage .* block {document} {name}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+def test_adaptive_block_equals_the_block_before_it(one_thread):
+    """docs/adaln.md shows both. They add in another order: some hundred roundings of 1e-16 each."""
+    width, outputs = 8, []
+    mlp, x, condition = torch.nn.Linear(width, width), torch.randn(2, 3, width), torch.randn(2, width)
+    for document, _, code in (block.values for block in blocks("python")):
+        if document == "docs/adaln.md":
+            namespace = {}
+            exec(compile(code, document, "exec"), namespace)
+            torch.manual_seed(0)
+            block = namespace["Block"](width, torch.nn.Identity(), mlp).double()
+            outputs.append(block(x.double(), condition.double()))
+    before, after = outputs
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)

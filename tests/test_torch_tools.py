@@ -1,6 +1,8 @@
-"""torch's conventions and tools: channels-last strides, types of eps, quantization, per-sample gradients."""
+"""torch's conventions and tools: channels-last strides, types of eps, quantization, per-sample gradients, imports."""
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.utils.flop_counter import FlopCounterMode
 
 import layernorm_ext
 
@@ -149,3 +152,60 @@ def test_per_sample_gradients_refuse_zero_centered_weights():
     norm = layernorm_ext.LayerNorm(8, zero_centered_weight=True)
     with pytest.raises(RuntimeError, match="zero_centered_weight"):
         call_for_per_sample_grads(norm)(torch.randn(4, 8))
+
+
+# Counted operations
+
+
+@pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_flop_counter_counts_as_many_operations_as_for_the_original(cls):
+    """Torch counts products of matrices, convolutions and attention alone, in forward and backward."""
+    model, x = between_linear_layers(cls(8)), torch.randn(50, 8)
+
+    def count():
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        return counter.get_flop_counts()
+
+    expected = count()
+    assert layernorm_ext.convert(model).replaced
+    assert count() == expected
+    assert sum(expected["Global"].values()) == 5 * (2 * 50 * 8 * 8)  # x needs no gradient
+
+
+# Registrations when torch's modules are imported
+
+
+def run_in_new_process(code):
+    return subprocess.check_output([sys.executable, "-c", code], text=True)
+
+
+def test_reloading_the_package_adds_no_import_hook():
+    """Neither does importing it again, or reloading the module that adds the hook."""
+    code = """
+import importlib, sys, layernorm_ext
+count = len(sys.meta_path)
+importlib.reload(layernorm_ext)
+importlib.reload(layernorm_ext._ops)
+importlib.reload(layernorm_ext)
+for name in [name for name in sys.modules if name.startswith("layernorm_ext") and not name.endswith("._C")]:
+    del sys.modules[name]
+import layernorm_ext
+print(len(sys.meta_path) - count)
+"""
+    assert run_in_new_process(code) == "0\n"
+
+
+def test_loaders_of_modules_with_a_registration_pickle():
+    """Before the import, and after it, when a loader is as it would be without this package."""
+    code = """
+import importlib.util, pickle, sys, layernorm_ext
+name = "torch.distributed.tensor"
+assert name not in sys.modules
+for _ in range(2):
+    loader = pickle.loads(pickle.dumps(importlib.util.find_spec(name).loader))
+    print(loader.name, "layernorm_ext._sharding" in sys.modules, *sorted(vars(loader)))
+    importlib.import_module(name)
+"""
+    name = "torch.distributed.tensor"
+    assert run_in_new_process(code) == f"{name} False exec_module name path\n{name} True name path\n"

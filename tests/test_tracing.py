@@ -123,14 +123,16 @@ def test_exported_programs_can_keep_the_kernels(strict):
         torch.testing.assert_close(each.module()(x), model(x), **SAME_BITS)
 
 
-def test_exported_program_runs_without_this_package(tmp_path):
+def test_exported_and_traced_programs_run_without_this_package(tmp_path):
     model, x = torch.nn.Sequential(LayerNorm(8), layernorm_ext.RMSNorm(8)), torch.randn(3, 8)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    torch.jit.trace(model, x).save(tmp_path / "model.pt")
     torch.save((x, model(x)), tmp_path / "expected.pt")
     code = (
         "import sys, torch; sys.modules['layernorm_ext'] = None\n"
         "x, expected = torch.load('expected.pt')\n"
         "torch.testing.assert_close(torch.export.load('model.pt2').module()(x), expected)\n"
+        "torch.testing.assert_close(torch.jit.load('model.pt')(x), expected)\n"
         "assert not hasattr(torch.ops.layernorm, 'forward')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
@@ -287,14 +289,34 @@ def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
 # torch.jit.trace
 
 
-@pytest.mark.parametrize(("setting", "tolerance"), [(None, SAME_BITS), ("aten", ANOTHER_ORDER)], ids=["kernel", "aten"])
+@pytest.mark.parametrize(
+    ("setting", "tolerance"), [("kernel", SAME_BITS), (None, ANOTHER_ORDER)], ids=["kernel", "aten"]
+)
 def test_jit_traces_match_eager_calls(setting, tolerance):
-    """They take any batch and can be saved. Only with "aten" do they call none of the kernels."""
+    """They take any batch and can be saved. Only with "kernel" do they call the kernels."""
     model = Model().requires_grad_(False)
     with trace_as(setting):
         traced, x = torch.jit.trace(model, model.input(3)), model.input(7)
-    assert str(traced.graph).count("layernorm::") == (len(FAMILY) if setting is None else 0)
+    assert str(traced.graph).count("layernorm::") == (len(FAMILY) if setting else 0)
     torch.testing.assert_close(save_and_load(traced)(x), model(x), **tolerance)
+
+
+@pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_jit_trace_of_a_converted_model_has_the_operators_of_the_original(cls):
+    """Whatever reads the original's trace, such as OpenVINO, coremltools, pnnx and fvcore, then reads this one."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), cls(8)), torch.randn(3, 5, 8)
+    original = torch.jit.trace(model, x)
+    assert layernorm_ext.convert(model).replaced
+    kinds = [[node.kind() for node in traced.inlined_graph.nodes()] for traced in (original, torch.jit.trace(model, x))]
+    assert kinds[0] == kinds[1]
+
+
+def test_jit_trace_can_be_trained():
+    """Gradients of the traced aten operators match those of the kernels."""
+    model = Model()
+    traced, x = torch.jit.trace(model, model.input(3)), model.input(7).requires_grad_()
+    results = [with_gradients(lambda *_, f=f: sum(f(x), ()), [x, model.w, model.b]) for f in (traced, model)]
+    torch.testing.assert_close(*results, **ANOTHER_ORDER)
 
 
 # Adaptive norms
@@ -325,20 +347,23 @@ MODULATIONS = {
 def test_every_shape_of_scale_and_shift(cls, sizes):
     """Eager calls insert the dimensions of scale and shift in C++, and exported programs in Python.
 
-    Exported programs call only aten and agree to some roundings of float64; the others have the same bits.
+    Exported and traced programs call only aten and agree to some roundings of float64; the others have the same bits.
     """
     x, *parameters = (None if s is None else torch.randn(s, dtype=F64) for s in sizes[:3])
     module = cls(sizes[0][-sizes[3] :])
-    expected = module(x, *parameters)
-    program = torch.export.export(module, (x, *parameters), strict=False)
+    arguments = (x, *parameters)
+    expected = module(*arguments)
+    program = torch.export.export(module, arguments, strict=False)
     assert not calls_kernels(program)
-    torch.testing.assert_close(program.module()(x, *parameters), expected, rtol=1e-13, atol=1e-13)
+    programs = [program.module()]
+    if None not in parameters:  # torch.jit.trace takes tensors only
+        programs.append(torch.jit.trace(module, arguments))
+    for each in programs:
+        torch.testing.assert_close(each(*arguments), expected, rtol=1e-13, atol=1e-13)
     with trace_as("kernel"):
-        program = torch.export.export(module, (x, *parameters))
-    assert torch.equal(program.module()(x, *parameters), expected)
-    assert torch.equal(torch.jit.script(module)(x, *parameters), expected)
-    if None not in parameters:
-        assert torch.equal(torch.jit.trace(module, (x, *parameters))(x, *parameters), expected)
+        program = torch.export.export(module, arguments)
+    assert torch.equal(program.module()(*arguments), expected)
+    assert torch.equal(torch.jit.script(module)(*arguments), expected)
 
 
 @adaptive_modules

@@ -277,7 +277,7 @@ template <class Acc>
 inline Pack<Acc> divisor(const Pack<Acc>& weight) {
   constexpr Acc kLimit = kSmallestDivisor;
   const Vec<Acc> nan = Vec<Acc>{} + std::numeric_limits<Acc>::quiet_NaN();
-  const auto checked = [&](Vec<Acc> w) { return (w > -kLimit) & (w < kLimit) ? nan : w; };
+  const auto checked = [&](Vec<Acc> w) { return ((w > -kLimit) & (w < kLimit)) ? nan : w; };
   return {checked(weight.a), checked(weight.b)};
 }
 

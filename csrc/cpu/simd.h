@@ -13,6 +13,12 @@
 #include <immintrin.h>
 #endif
 
+// GCC 12 warns of vectors that a loop fills lane by lane, and of the undefined vectors inside its own intrinsics.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 namespace layernorm::cpu {
 namespace {
 
