@@ -313,10 +313,10 @@ class RMSNorm2d(RMSNorm):
         options = {"zero_centered_weight": zero_centered_weight}
         super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        _check_channels(input, self.normalized_shape[0])
-        return rms_norm_2d(input, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, of dtype float64, float32, float16 or bfloat16."""
+        _check_channels(x, self.normalized_shape[0])
+        return rms_norm_2d(x, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 
 class AddLayerNorm2d(AddLayerNorm):

@@ -219,11 +219,9 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         self.zero_centered_weight = zero_centered_weight
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        return rms_norm(
-            input, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, of dtype float64, float32, float16 or bfloat16. The name is torch's."""
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 
 class AddRMSNorm(RMSNorm):
