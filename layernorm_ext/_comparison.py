@@ -40,7 +40,8 @@ _Dtypes = tuple[torch.dtype, torch.dtype | None]  # of input and parameters, if 
 
 def difference(module: Module, ours: Any) -> str | None:
     """Return how the results differ, if they do; set the output dtypes of ``ours``."""
-    unknown = [name for name, _ in module.named_parameters() if name not in ours._parameters]
+    names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
+    unknown = [name for name in names if name not in ours._parameters]
     if unknown:
         return f"it has a parameter {unknown[0]}"
     shape = tuple(ours.normalized_shape)
@@ -56,7 +57,7 @@ def difference(module: Module, ours: Any) -> str | None:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     parameters = {name: random(*shape) for name, shape in shapes.items()}
-    names = ("output", "gradient of input", *(f"gradient of {name}" for name in parameters))
+    values = ("output", "gradient of input", *(f"gradient of {name}" for name in parameters))
 
     def results(module: Module, dtypes: _Dtypes, x: Tensor, dy: Tensor | None = None) -> list[Tensor] | Exception:
         """Return the output in these dtypes, and the gradients if ``dy`` is given."""
@@ -97,11 +98,14 @@ def difference(module: Module, ours: Any) -> str | None:
         elif isinstance(mine, Exception):
             return f"it takes input of size{list(x.shape)}"
         else:
-            for name, one, other in zip(names, theirs, mine, strict=True):
-                distance = (one.double() - other.double()).abs() * (scale if name == "gradient of input" else 1)
+            for value, one, other in zip(values, theirs, mine, strict=True):
+                distance = (one.double() - other.double()).abs() * (scale if value == "gradient of input" else 1)
                 if not (distance <= _TOLERANCE).all():
-                    return f"{name} differs by {distance.max():.2g}"
+                    return f"{value} differs by {distance.max():.2g}"
     accepted = next(x for (x, *_), theirs in zip(samples, expected, strict=True) if not isinstance(theirs, Exception))
+    # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
+    parity = sum(torch.ones_like(accepted).cumsum(dim) for dim in range(accepted.dim())) % 2
+    accepted = accepted + 4 * parity - 2
     return _difference_by_dtype(module, ours, accepted, results, bool(parameters))
 
 
@@ -144,9 +148,14 @@ def _difference_by_dtype(module: Module, ours: Any, x: Tensor, results: Any, has
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """Return the shape of a parameter, of which this process may have a part."""
-    if getattr(parameter, "_fsdp_flattened", False):  # the shape is that of a part
+    if _is_flattened(parameter):
         raise SkippedError("FullyShardedDataParallel has flattened its parameters; convert the model before")
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's ZeRO-3 leaves an empty tensor
     if 0 in shape:
         raise SkippedError(f"a parameter has the shape {list(shape)}")
     return shape
+
+
+def _is_flattened(parameter: Any) -> bool:
+    """Return whether FSDP1 has a parameter's elements, or a part of them, in one dimension."""
+    return getattr(parameter, "_fsdp_flattened", False)
