@@ -23,6 +23,9 @@ from .modules import LayerNorm, RMSNorm
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
 
 
+_Build = Callable[[Any], LayerNorm | RMSNorm]
+
+
 @dataclass(frozen=True)
 class ConversionReport:
     """The result of :func:`convert`, for ``print``.
@@ -67,6 +70,9 @@ def convert(model: Module) -> ConversionReport:
 
     Returns:
         The replaced and skipped layers, and the disabled fast paths.
+
+    Raises:
+        TypeError: ``model`` is no module.
 
     Note:
         The replacement rounds its output once. Hugging Face's ``LlamaRMSNorm`` and similar layers also round a 16-bit
@@ -114,6 +120,7 @@ def revert(model: Module) -> None:
         model: A converted model, a part of one, or a copy.
 
     Raises:
+        TypeError: ``model`` is no module.
         RuntimeError: The class of a module was changed again after its conversion, as parametrizations and FSDP do.
             In this case nothing is undone.
     """
@@ -145,19 +152,21 @@ def converted(model: Module) -> Iterator[ConversionReport]:
         _restore(changed)
 
 
-def register_conversion(cls: type[Module] | str, build: Callable[[Module], Module] | None = None) -> None:
+def register_conversion(cls: type[Module] | str, build: _Build | None = None) -> None:
     """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
         cls: A class whose ``forward`` takes only the input, or a class name ``"package.module.Class"``, in which ``*``
             matches anything. Subclasses are not included.
-        build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d`` or ``RMSNorm``
-            that should replace it. Its parameters must have the same names; their values are not used, so the device
-            can be "meta". If ``None``, all three layers are tried, also with a zero-centered weight; the attributes
-            ``normalized_shape`` (or else the shape of ``weight``) and ``eps`` (or else ``variance_epsilon``) are used.
+        build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
+            or ``RMSNorm2d`` that should replace it. Its parameters must have the same names; their values are not used,
+            so the device can be "meta". If ``None``, all four layers are tried, also with a zero-centered weight; the
+            attributes ``normalized_shape`` (or else the shape of ``weight``) and ``eps`` (or else
+            ``variance_epsilon``) are used.
 
     Raises:
-        TypeError: ``cls`` is neither a class nor a name. Or, from :func:`convert`, ``build`` returned another type.
+        TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
+            from :func:`convert`, ``build`` returned another type.
 
     Example:
         >>> class MyNorm(torch.nn.Module):
@@ -172,12 +181,16 @@ def register_conversion(cls: type[Module] | str, build: Callable[[Module], Modul
         >>> len(convert(model).replaced), model
         (1, RMSNorm((8,), eps=1e-06, elementwise_affine=True))
     """
-    if not isinstance(cls, (type, str)):
-        raise TypeError(f"Expected cls to be a class or the name of one, but got {cls!r}")
+    is_name = isinstance(cls, str) and ("." in cls or "*" in cls)
+    if not is_name and not (isinstance(cls, type) and issubclass(cls, Module)):
+        expected = "a subclass of torch.nn.Module or a name such as 'package.module.Class'"
+        raise TypeError(f"Expected cls to be {expected}, but got cls={cls!r}")
+    if build is not None and (isinstance(build, Module) or not callable(build)):
+        raise TypeError(f"Expected build to be a function or None, but got build={build!r}")
     _REGISTRY[cls] = build
 
 
-_REGISTRY: dict[type[Module] | str, Callable[[Module], Module] | None] = {}
+_REGISTRY: dict[type[Module] | str, _Build | None] = {}
 
 # Classes that may be replaced; a comparison of results decides.
 for _cls in (
@@ -204,11 +217,11 @@ for _cls in (
 # Layers with other attributes or parameters
 
 
-def _diffusers_rms_norm(module: Any) -> Module:
+def _diffusers_rms_norm(module: Any) -> RMSNorm:
     return RMSNorm(module.dim, module.eps, module.weight is not None, device="meta")
 
 
-def _x_transformers_rms_norm(module: Any) -> Module:
+def _x_transformers_rms_norm(module: Any) -> RMSNorm:
     # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
     # and gradient for zero rows, and for rows with a norm of at least 1e-9.
     (width,) = full_shape(module.g)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -299,7 +300,9 @@ class AdaLayerNorm(torch.nn.Module):
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
         """Keep the arguments."""
         super().__init__()
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if isinstance(normalized_shape, (int, Integral)):
+            normalized_shape = (normalized_shape,)
+        self.normalized_shape = tuple(normalized_shape)
         self.eps = eps
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:

@@ -3,6 +3,9 @@
 import copy
 import itertools
 import pickle
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.functional import layer_norm
 from torch.nn.utils import parametrize
 
+import layernorm_ext
 from layernorm_ext import LayerNorm, RMSNorm, conversion, convert, converted, register_conversion, revert
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -280,14 +284,84 @@ def test_last_matching_name_wins_and_the_class_overrides_names():
     assert convert(MyNorm(5)).replaced
 
 
-def test_register_conversion_checks_its_arguments():
-    with pytest.raises(TypeError, match=r"Expected cls to be a class or the name of one, but got MyNorm\(\)"):
-        register_conversion(MyNorm(5))
+@pytest.mark.parametrize("cls", [MyNorm(5), 5, int, None, "MyNorm", ""], ids=repr)
+def test_register_conversion_refuses_what_is_no_class_of_modules_and_no_full_name(cls):
+    message = "Expected cls to be a subclass of torch.nn.Module or a name such as 'package.module.Class', but got cls="
+    with pytest.raises(TypeError, match=re.escape(f"{message}{cls!r}")):
+        register_conversion(cls)
+
+
+def test_register_conversion_refuses_a_build_that_is_no_function():
+    with pytest.raises(TypeError, match=r"Expected build to be a function or None, but got build=RMSNorm\(\(5,\)"):
+        register_conversion(MyNorm, RMSNorm(5))
+
+
+def test_build_must_return_a_layer_of_this_package():
     register_conversion(MyNorm, lambda module: torch.nn.RMSNorm(5))
     model = torch.nn.Sequential(torch.nn.LayerNorm(5), MyNorm(5))
     with pytest.raises(TypeError, match=r"Expected build to return a LayerNorm, .*MyNorm, but got RMSNorm\(\(5,\)"):
         convert(model)
     assert type(model[0]) is torch.nn.LayerNorm  # the model is unchanged
+
+
+@pytest.mark.parametrize(
+    "model", [None, [torch.nn.LayerNorm(5)], torch.nn.LayerNorm, {}], ids=["None", "list", "class", "dict"]
+)
+def test_functions_refuse_what_is_no_module(model):
+    message = f"Expected model to be a torch.nn.Module, but got model of type {type(model).__name__}"
+    for function in (convert, revert, lambda model: converted(model).__enter__()):
+        with pytest.raises(TypeError, match=message):
+            function(model)
+
+
+TYPED = """
+import torch
+import layernorm_ext
+
+class MyNorm(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.small = width, 1e-6
+
+def build(norm: MyNorm) -> layernorm_ext.RMSNorm:
+    return layernorm_ext.RMSNorm(norm.width, norm.small)
+
+layernorm_ext.register_conversion(MyNorm)
+layernorm_ext.register_conversion(MyNorm, build)
+layernorm_ext.register_conversion("package.MyNorm", build)
+layernorm_ext.register_conversion("package.module.*Norm", lambda norm: layernorm_ext.RMSNorm(norm.width, norm.small))
+layernorm_ext.register_conversion(MyNorm, lambda norm: layernorm_ext.LayerNorm2d(norm.width, device="meta"))
+report: layernorm_ext.ConversionReport = layernorm_ext.convert(MyNorm(3))
+with layernorm_ext.converted(MyNorm(3)) as report:
+    pass
+"""
+WRONGLY_TYPED = [
+    "layernorm_ext.register_conversion(5)",
+    "layernorm_ext.register_conversion(int)",
+    "layernorm_ext.register_conversion(MyNorm, 5)",
+    "layernorm_ext.register_conversion(MyNorm, lambda norm: torch.nn.RMSNorm(5))",
+    "layernorm_ext.convert([])",
+]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_registrations_pass_type_checkers(checker, tmp_path):
+    options = {"mypy": ["--strict"], "pyright": ["--pythonpath", sys.executable]}[checker]
+    pytest.importorskip(checker)
+    (tmp_path / "layernorm_ext").symlink_to(layernorm_ext.__path__[0])  # checkers cannot find an editable installation
+
+    def errors(code):
+        """Return the numbers of the lines with errors."""
+        (tmp_path / "code.py").write_text(code)
+        command = [sys.executable, "-m", checker, *options, "code.py"]
+        output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        assert output  # the checker has run
+        return {int(number) for number in re.findall(r"\bcode\.py:(\d+):.*\berror\b", output)}
+
+    assert not errors(TYPED)
+    first = TYPED.count("\n") + 1
+    assert errors(TYPED + "\n".join(WRONGLY_TYPED)) == set(range(first, first + len(WRONGLY_TYPED)))
 
 
 class LikeT5(torch.nn.Module):
