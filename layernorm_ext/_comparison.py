@@ -39,17 +39,21 @@ _Dtypes = tuple[torch.dtype, torch.dtype | None]  # of input and parameters, if 
 
 
 def difference(module: Module, ours: Any) -> str | None:
-    """Return how the results differ, if they do; set the output dtypes of ``ours``."""
+    """Return how the results differ, if they do; set the output dtypes of ``ours``.
+
+    Raises:
+        SkippedError: The module differs from all replacements.
+    """
     names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
     unknown = [name for name in names if name not in ours._parameters]
     if unknown:
-        return f"it has a parameter {unknown[0]}"
+        raise SkippedError(f"it has a parameter {unknown[0]}")
     shape = tuple(ours.normalized_shape)
     others: dict[str, object] = {}
     if type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape:
         shape = tuple(min(size, _WIDTH) for size in shape)
         others = {"normalized_shape": shape}
-    tensors = {name: getattr(module, name, None) for name in ours._parameters}
+    tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
     shapes = {name: shape if others else full_shape(p) for name, p in tensors.items() if p is not None}
     small = max((torch.finfo(torch.float64).eps if ours.eps is None else ours.eps) ** 0.5, _SMALLEST_SCALE)
 
@@ -87,7 +91,7 @@ def difference(module: Module, ours: Any) -> str | None:
         if accepted is not None:
             break
     else:
-        return f"it refuses every input: {_shortened(results(module, dtypes, *sample(sizes[0])))}"
+        raise SkippedError(f"it refuses every input: {_shortened(results(module, dtypes, *sample(sizes[0])))}")
 
     for size in sizes:
         x, dy = sample(size)
@@ -147,6 +151,12 @@ def _difference_by_dtype(module: Module, ours: Any, x: Tensor, results: Any, has
         if not (distance <= max(_TOLERANCE, roundings)).all():
             return f"output of {names} differs by {distance.max():.2g}"
     return None
+
+
+def tensor_attribute(module: Module, name: str) -> Tensor | None:
+    """Return a parameter, which some tools keep as another attribute, or ``None``."""
+    value = getattr(module, name, None)
+    return value if isinstance(value, Tensor) else None
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any
 
 import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
 from . import _build_info
-from ._comparison import TORCH_LAYERS, SkippedError, difference, full_shape
+from ._comparison import TORCH_LAYERS, SkippedError, difference, full_shape, tensor_attribute
 from ._replacements import call_weight_g, take_argument
 from .channels_first import LayerNorm2d, RMSNorm2d
 from .modules import LayerNorm, RMSNorm
@@ -52,14 +53,15 @@ def convert(model: Module) -> ConversionReport:
     r"""Replace the normalization layers of a model with layernorm_ext's, in place.
 
     A module is replaced if its class is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, and if it
-    computes the same as its replacement. The layers of timm, torchvision, Hugging Face, diffusers and x-transformers
-    are registered; :func:`register_conversion` adds others. To compare them, both layers get the same random rows and
-    parameters. In float64 on the CPU, outputs and gradients of size 1 may differ by 1e-5. For every pair of floating
-    dtypes of input and parameters that the module accepts, the outputs may differ by a few roundings, and the
-    replacement returns the module's output dtype. Other normalization layers are skipped and reported with the reason.
+    computes the same as its replacement. The layers of timm, torchvision, Hugging Face, diffusers, x-transformers, CLIP
+    and Whisper are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
+    random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
+    gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
+    accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
+    layers are compared once. Other normalization layers are skipped and reported with the reason.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
-    device, mode, name in the ``state_dict`` and all references to it.
+    device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
 
     The fast path of :class:`torch.nn.TransformerEncoderLayer` in inference never calls its normalization layers. It is
     disabled if one was replaced, and so is the conversion of padded input to nested tensors in
@@ -196,7 +198,11 @@ _REGISTRY: dict[type[Module] | str, _Build | None] = {}
 for _cls in (
     torch.nn.LayerNorm,
     torch.nn.RMSNorm,
+    "clip.model.LayerNorm",
     "diffusers.models.normalization.FP32LayerNorm",
+    "lavis.models.*LayerNorm",
+    "open_clip.transformer.LayerNorm",
+    "open_clip.transformer.LayerNormFp32",
     "timm.layers.norm.LayerNorm",
     "timm.layers.norm.LayerNorm2d",
     "timm.layers.norm.LayerNorm2dFp32",
@@ -210,6 +216,7 @@ for _cls in (
     "transformers.models.*LayerNorm1P",
     "transformers.models.*LayerNorm2d",
     "transformers.models.*RMSNorm",
+    "whisper.model.LayerNorm",
 ):
     register_conversion(_cls)
 
@@ -336,13 +343,15 @@ def _replacement(module: Module) -> Module:
 
 def _candidates(module: Any) -> Iterator[Module]:
     """Yield all layers that a module with the common attributes may be."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    weight, bias = tensor_attribute(module, "weight"), tensor_attribute(module, "bias")
     shape = getattr(module, "normalized_shape", None)
     if shape is None and weight is None:
         raise SkippedError("it has neither normalized_shape nor weight")
     if not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
         raise SkippedError("it has neither eps nor variance_epsilon")
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    if not isinstance(eps, (Real, type(None))):
+        raise SkippedError(f"its eps is of type {type(eps).__name__}")
     shape = full_shape(weight) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
     options: dict[str, Any] = {"eps": eps, "elementwise_affine": weight is not None, "device": "meta"}
     kinds: list[tuple[Any, Any, Any]] = [(shape, RMSNorm, LayerNorm)]

@@ -71,6 +71,18 @@ def test_the_error_of_the_layer_is_shown(error, reason):
     assert convert(layer).skipped[""].endswith(reason)
 
 
+def test_a_flag_called_bias_is_no_bias():
+    class Flag(LikeLlama):
+        bias = False
+
+        def forward(self, x):
+            return super().forward(x)
+
+    register_conversion(Flag)
+    layer = Flag(5)
+    assert convert(layer).replaced and isinstance(layer, RMSNorm)
+
+
 # Images
 
 
