@@ -97,9 +97,9 @@ def convert(model: Module) -> ConversionReport:
     for name, module in modules:
         if _is_normalization(module):
             kind = _kind(module)
-            if kind not in choices:
-                choices[kind] = _choose(module)
-            choice = choices[kind]
+            choice = choices.get(kind) or _choose(module)
+            if isinstance(choice, SkippedError) or type(choice).__module__.startswith(f"{__package__}."):
+                choices[kind] = choice  # others may have attributes that layers must not share
             if isinstance(choice, Module):
                 replacements.append((module, choice))
                 report.replaced[name] = f"{_name(type(module))} by {choice!r}"

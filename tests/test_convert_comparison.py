@@ -187,6 +187,18 @@ def test_layers_that_differ_are_compared_each():
     assert [layer.eps for layer in layers[:2]] == [1e-6, 0.5] and layers[2].normalized_shape == (9,)
 
 
+def test_users_replacements_do_not_share_attributes():
+    class Counts(LayerNorm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.calls = []
+
+    register_conversion(CastsTheInput, lambda norm: Counts(8, device="meta"))
+    model = torch.nn.Sequential(CastsTheInput(8), CastsTheInput(8))
+    assert len(convert(model).replaced) == 2
+    assert model[0].calls is not model[1].calls
+
+
 def test_a_build_for_torchs_layers_is_compared_in_its_own_shape():
     register_conversion(torch.nn.LayerNorm, lambda norm: LayerNorm(32, norm.eps, device="meta"))
     model = torch.nn.ModuleList([torch.nn.LayerNorm(32), torch.nn.LayerNorm(64)])
