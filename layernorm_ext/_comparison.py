@@ -162,7 +162,7 @@ def tensor_attribute(module: Module, name: str) -> Tensor | None:
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """Return the shape of a parameter, of which this process may have a part."""
     if _is_flattened(parameter):
-        raise SkippedError("FullyShardedDataParallel has flattened its parameters; convert the model before")
+        raise SkippedError("FSDP has flattened its parameters; convert the model before it is wrapped")
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's ZeRO-3 leaves an empty tensor
     if 0 in shape:
         raise SkippedError(f"a parameter has the shape {list(shape)}")

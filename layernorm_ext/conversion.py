@@ -309,7 +309,7 @@ def _choose(module: Module) -> Module | SkippedError:
 def _replacement(module: Module) -> Module:
     cls = type(module)
     if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
-        raise SkippedError("fully_shard has changed its class; convert the model before")
+        raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
     key = _key(cls)
     if key is None:
         raise SkippedError("not registered by layernorm_ext.register_conversion")

@@ -340,7 +340,7 @@ def layers_are_replaced_after_fsdp1_has_wrapped_them(mesh):
         assert [type(module) for module in parallel.modules() if isinstance(module, LayerNorm)][:2] == [LayerNorm] * 2
         assert any(type(module) is RMSNorm for module in parallel.modules()), text
         if use_orig_params or policy:  # the shape of the subclass's parameters is unknown
-            assert "FullyShardedDataParallel has flattened its parameters; convert the model before" in text
+            assert "FSDP has flattened its parameters; convert the model before it is wrapped" in text
             assert len(report.replaced) == 3 and len(report.skipped) == 1, text
         else:
             assert len(report.replaced) == 4 and not report.skipped, text
@@ -363,7 +363,10 @@ def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
     report = convert(parallel)
     text = report_of_all_processes(report)
     assert list(report.replaced) == ["0", "4", "5"], text
-    assert "FSDPLayerNorm: fully_shard has changed its class; convert the model before" in report.skipped["2"]
+    assert (
+        "FSDPLayerNorm: fully_shard has changed its class; convert the model before it is sharded"
+        in report.skipped["2"]
+    )
     assert_output_and_gradients(parallel, lambda: [p.grad.full_tensor() for p in parallel.parameters()])
 
 
