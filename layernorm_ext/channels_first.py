@@ -6,6 +6,7 @@ Images have the shape ``[N, C, *]``. Each pixel is normalized over its channels.
 from __future__ import annotations
 
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -282,7 +283,7 @@ class LayerNorm2d(LayerNorm):
     ):
         """Create the parameters."""
         options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
-        super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype, **options)
+        super().__init__(_checked(num_channels), eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
@@ -320,12 +321,12 @@ class RMSNorm2d(RMSNorm):
     ):
         """Create the weight."""
         options = {"zero_centered_weight": zero_centered_weight}
-        super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
+        super().__init__(_checked(num_channels), eps, elementwise_affine, device, dtype, **options)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        _check_channels(input, self.normalized_shape[0])
-        return rms_norm_2d(input, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, of dtype float64, float32, float16 or bfloat16."""
+        _check_channels(x, self.normalized_shape[0])
+        return rms_norm_2d(x, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 
 class AddLayerNorm2d(AddLayerNorm):
@@ -359,7 +360,7 @@ class AddLayerNorm2d(AddLayerNorm):
             "inplace": inplace,
             "residual_in_fp32": residual_in_fp32,
         }
-        super().__init__(num_channels, eps, elementwise_affine, bias, device, dtype, **options)
+        super().__init__(_checked(num_channels), eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
@@ -402,7 +403,7 @@ class AddRMSNorm2d(AddRMSNorm):
             "inplace": inplace,
             "residual_in_fp32": residual_in_fp32,
         }
-        super().__init__(num_channels, eps, elementwise_affine, device, dtype, **options)
+        super().__init__(_checked(num_channels), eps, elementwise_affine, device, dtype, **options)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
@@ -442,7 +443,7 @@ class AdaLayerNorm2d(torch.nn.Module):
     def __init__(self, num_channels: int, eps: float = 1e-6):
         """Store the number of channels, to check inputs, and eps."""
         super().__init__()
-        self.num_channels = num_channels
+        self.num_channels = _checked(num_channels)
         self.eps = eps
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
@@ -470,6 +471,12 @@ class AdaRMSNorm2d(AdaLayerNorm2d):
         """Normalize ``input`` and apply scale and shift."""
         _check_channels(input, self.num_channels)
         return ada_rms_norm_2d(input, scale, shift, self.eps)
+
+
+def _checked(num_channels: int) -> int:
+    if not isinstance(num_channels, Integral):
+        raise TypeError(f"Expected num_channels to be an int, but got num_channels={num_channels!r}")
+    return num_channels
 
 
 def _check_channels(input: Tensor, num_channels: int) -> None:

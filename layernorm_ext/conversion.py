@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
 from . import _build_info
-from .channels_first import LayerNorm2d
+from ._comparison import TORCH_LAYERS, SkippedError, difference, full_shape, tensor_attribute
+from ._replacements import call_weight_g, take_argument
+from .channels_first import LayerNorm2d, RMSNorm2d
 from .modules import LayerNorm, RMSNorm
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
+
+
+_Build = Callable[[Any], LayerNorm | RMSNorm]
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,15 @@ def convert(model: Module) -> ConversionReport:
     r"""Replace the normalization layers of a model with layernorm_ext's, in place.
 
     A module is replaced if its class is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, and if it
-    computes the same as its replacement. The layers of timm, torchvision, Hugging Face, diffusers and x-transformers
-    are registered; :func:`register_conversion` adds others. To compare them, both layers get the same random rows and
-    parameters. In float64 on the CPU, outputs and gradients of size 1 may differ by 1e-5. For every pair of floating
-    dtypes of input and parameters that the module accepts, the outputs may differ by a few roundings, and the
-    replacement returns the module's output dtype. Other normalization layers are skipped and reported with the reason.
+    computes the same as its replacement. The layers of timm, torchvision, Hugging Face, diffusers, x-transformers, CLIP
+    and Whisper are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
+    random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
+    gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
+    accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
+    layers are compared once. Other normalization layers are skipped and reported with the reason.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
-    device, mode, name in the ``state_dict`` and all references to it.
+    device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
 
     The fast path of :class:`torch.nn.TransformerEncoderLayer` in inference never calls its normalization layers. It is
     disabled if one was replaced, and so is the conversion of padded input to nested tensors in
@@ -67,6 +72,9 @@ def convert(model: Module) -> ConversionReport:
 
     Returns:
         The replaced and skipped layers, and the disabled fast paths.
+
+    Raises:
+        TypeError: ``model`` is no module.
 
     Note:
         The replacement rounds its output once. Hugging Face's ``LlamaRMSNorm`` and similar layers also round a 16-bit
@@ -83,17 +91,20 @@ def convert(model: Module) -> ConversionReport:
         <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     report = ConversionReport()
-    modules = list(model.named_modules())
+    modules = _named_modules(model)
+    choices: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
     replacements = []
     for name, module in modules:
         if _is_normalization(module):
-            cls = _name(type(module))
-            try:
-                ours = _replacement(module)
-                replacements.append((module, ours))
-                report.replaced[name] = f"{cls} by {ours!r}"
-            except _SkippedError as reason:
-                report.skipped[name] = f"{cls}: {reason}"
+            kind = _kind(module)
+            choice = choices.get(kind) or _choose(module)
+            if isinstance(choice, SkippedError) or type(choice).__module__.startswith(f"{__package__}."):
+                choices[kind] = choice  # others may have attributes that layers must not share
+            if isinstance(choice, Module):
+                replacements.append((module, choice))
+                report.replaced[name] = f"{_name(type(module))} by {choice!r}"
+            else:
+                report.skipped[name] = f"{_name(type(module))}: {choice}"
     for module, ours in replacements:  # after the loop, so that an error leaves the model unchanged
         _become(module, ours)
     for name, module in modules:
@@ -111,10 +122,11 @@ def revert(model: Module) -> None:
         model: A converted model, a part of one, or a copy.
 
     Raises:
+        TypeError: ``model`` is no module.
         RuntimeError: The class of a module was changed again after its conversion, as parametrizations and FSDP do.
             In this case nothing is undone.
     """
-    _restore((name, module) for name, module in model.named_modules() if _is_changed(module))
+    _restore((name, module) for name, module in _named_modules(model) if _is_changed(module))
 
 
 @contextmanager
@@ -133,7 +145,7 @@ def converted(model: Module) -> Iterator[ConversionReport]:
         ...     y = model(x)
         >>> torch.testing.assert_close(y, model(x))
     """
-    before = {module for module in model.modules() if _is_changed(module)}
+    before = {module for _, module in _named_modules(model) if _is_changed(module)}
     report = convert(model)
     changed = [(name, module) for name, module in model.named_modules() if _is_changed(module) and module not in before]
     try:
@@ -142,19 +154,21 @@ def converted(model: Module) -> Iterator[ConversionReport]:
         _restore(changed)
 
 
-def register_conversion(cls: type[Module] | str, build: Callable[[Module], Module] | None = None) -> None:
+def register_conversion(cls: type[Module] | str, build: _Build | None = None) -> None:
     """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
         cls: A class whose ``forward`` takes only the input, or a class name ``"package.module.Class"``, in which ``*``
             matches anything. Subclasses are not included.
-        build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d`` or ``RMSNorm``
-            that should replace it. Its parameters must have the same names; their values are not used, so the device
-            can be "meta". If ``None``, all three layers are tried, also with a zero-centered weight; the attributes
-            ``normalized_shape`` (or else the shape of ``weight``) and ``eps`` (or else ``variance_epsilon``) are used.
+        build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
+            or ``RMSNorm2d`` that should replace it. Its parameters must have the same names; their values are not used,
+            so the device can be "meta". If ``None``, all four layers are tried, also with a zero-centered weight; the
+            attributes ``normalized_shape`` (or else the shape of ``weight``) and ``eps`` (or else
+            ``variance_epsilon``) are used.
 
     Raises:
-        TypeError: ``cls`` is neither a class nor a name. Or, from :func:`convert`, ``build`` returned another type.
+        TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
+            from :func:`convert`, ``build`` returned another type.
 
     Example:
         >>> class MyNorm(torch.nn.Module):
@@ -169,18 +183,26 @@ def register_conversion(cls: type[Module] | str, build: Callable[[Module], Modul
         >>> len(convert(model).replaced), model
         (1, RMSNorm((8,), eps=1e-06, elementwise_affine=True))
     """
-    if not isinstance(cls, (type, str)):
-        raise TypeError(f"Expected cls to be a class or the name of one, but got {cls!r}")
+    is_name = isinstance(cls, str) and ("." in cls or "*" in cls)
+    if not is_name and not (isinstance(cls, type) and issubclass(cls, Module)):
+        expected = "a subclass of torch.nn.Module or a name such as 'package.module.Class'"
+        raise TypeError(f"Expected cls to be {expected}, but got cls={cls!r}")
+    if build is not None and (isinstance(build, Module) or not callable(build)):
+        raise TypeError(f"Expected build to be a function or None, but got build={build!r}")
     _REGISTRY[cls] = build
 
 
-_REGISTRY: dict[type[Module] | str, Callable[[Module], Module] | None] = {}
+_REGISTRY: dict[type[Module] | str, _Build | None] = {}
 
 # Classes that may be replaced; a comparison of results decides.
 for _cls in (
     torch.nn.LayerNorm,
     torch.nn.RMSNorm,
+    "clip.model.LayerNorm",
     "diffusers.models.normalization.FP32LayerNorm",
+    "lavis.models.*LayerNorm",
+    "open_clip.transformer.LayerNorm",
+    "open_clip.transformer.LayerNormFp32",
     "timm.layers.norm.LayerNorm",
     "timm.layers.norm.LayerNorm2d",
     "timm.layers.norm.LayerNorm2dFp32",
@@ -194,74 +216,24 @@ for _cls in (
     "transformers.models.*LayerNorm1P",
     "transformers.models.*LayerNorm2d",
     "transformers.models.*RMSNorm",
+    "whisper.model.LayerNorm",
 ):
     register_conversion(_cls)
 
 
-# Replacements whose output dtype or parameter names differ from ours
-
-# The output dtype for the dtypes of input and weight, if it is not that of the input.
-_OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
+# Layers with other attributes or parameters
 
 
-class _KeepsOutputDtypes(Module):
-    """A layer that returns the output dtype of the original."""
-
-    _output_dtypes: _OutputDtypes = {}
-    weight: Any
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(_widen(input, self.weight, self._output_dtypes))
-        return _round(output, input, self.weight, self._output_dtypes)
-
-    def _get_name(self) -> str:
-        return type(self).__bases__[-1].__name__
-
-
-@torch.fx.wrap  # symbolic tracing knows no dtypes
-def _widen(input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
-    """Convert the input to the wider of its own dtype and the output's."""
-    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
-    return input if dtype is None else input.to(torch.promote_types(input.dtype, dtype))
-
-
-@torch.fx.wrap
-def _round(output: Tensor, input: Tensor, weight: Tensor | None, output_dtypes: _OutputDtypes) -> Tensor:
-    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
-    return output if dtype is None else output.to(dtype)
-
-
-class _LayerNorm(_KeepsOutputDtypes, LayerNorm):
-    pass
-
-
-class _LayerNorm2d(_KeepsOutputDtypes, LayerNorm2d):
-    pass
-
-
-class _RMSNorm(_KeepsOutputDtypes, RMSNorm):
-    pass
-
-
-class _RMSNormWithGain(_KeepsOutputDtypes, RMSNorm):
-    """A layer whose weight is called ``g``."""
-
-    weight = property(lambda self: self.g)
-
-
-_KEEPS_OUTPUT_DTYPES = {LayerNorm: _LayerNorm, LayerNorm2d: _LayerNorm2d, RMSNorm: _RMSNorm}
-
-
-def _diffusers_rms_norm(module: Any) -> Module:
+def _diffusers_rms_norm(module: Any) -> RMSNorm:
     return RMSNorm(module.dim, module.eps, module.weight is not None, device="meta")
 
 
-def _x_transformers_rms_norm(module: Any) -> Module:
+def _x_transformers_rms_norm(module: Any) -> RMSNorm:
     # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
     # and gradient for zero rows, and for rows with a norm of at least 1e-9.
-    width = module.g.numel()
+    (width,) = full_shape(module.g)
     ours = RMSNorm(width, 1e-24 / width, zero_centered_weight=getattr(module, "unit_offset", False), device="meta")
-    ours.__class__, ours._parameters = _RMSNormWithGain, {"g": ours._parameters["weight"]}
+    call_weight_g(ours)
     return ours
 
 
@@ -274,8 +246,10 @@ register_conversion("x_transformers.x_transformers.RMSNorm", _x_transformers_rms
 _DEVICES = {"cpu", "meta", "cuda"} if _build_info.with_cuda else {"cpu", "meta"}
 
 
-class _SkippedError(Exception):
-    """The reason why a module is not replaced."""
+def _named_modules(model: Module) -> list[tuple[str, Module]]:
+    if not isinstance(model, Module):
+        raise TypeError(f"Expected model to be a torch.nn.Module, but got model of type {type(model).__name__}")
+    return list(model.named_modules())
 
 
 def _name(cls: type) -> str:
@@ -302,148 +276,93 @@ def _is_normalization(module: Module) -> bool:
     return any(map(_key, cls.__mro__)) or re.search("(layer|rms)_?norm", cls.__name__, re.IGNORECASE) is not None
 
 
-def _replacement(module: Module) -> LayerNorm | RMSNorm:
-    """Return a layer of this package that computes the same as a module."""
+_MODULE_ATTRIBUTES = frozenset(vars(Module()))
+
+
+def _kind(module: Module) -> Hashable:
+    """Return a key that modules share if they compute the same for all values of their parameters."""
+    attributes = [(name, value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
+    parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
+    others = (module.training, *module._parameters, *module._buffers.items(), *module._modules.items())
+    kind = (type(module), *others, *attributes, *parameters)
+    try:
+        hash(kind)
+    except TypeError:  # an attribute such as a list
+        return id(module)
+    return kind
+
+
+def _choose(module: Module) -> Module | SkippedError:
+    """Return a layer of this package that computes the same as a module, or the reason why there is none."""
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
+        ):
+            return _replacement(module)
+    except SkippedError as reason:
+        return reason
+
+
+def _replacement(module: Module) -> Module:
     cls = type(module)
+    if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+        raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
     key = _key(cls)
     if key is None:
-        raise _SkippedError("not registered by layernorm_ext.register_conversion")
+        raise SkippedError("not registered by layernorm_ext.register_conversion")
     if "forward" in vars(module):
-        raise _SkippedError("its forward was replaced by another")
-    parameters = list(inspect.signature(cls.forward).parameters)
+        raise SkippedError("its forward was replaced by another")
+    parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2:
-        raise _SkippedError(f"its forward has the parameters {', '.join(parameters)}")
+        raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
-        raise _SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
+        raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
+    if cls not in TORCH_LAYERS:  # whose shapes are attributes
+        for parameter in module.parameters():
+            full_shape(parameter)  # raises an error if it is unknown
     build = _REGISTRY[key]
-    differences = []
+    reasons = []
     for ours in _candidates(module) if build is None else [build(module)]:
         if not isinstance(ours, (LayerNorm, RMSNorm)):
             raise TypeError(
-                f"Expected build to return a LayerNorm, LayerNorm2d or RMSNorm of layernorm_ext for a {_name(cls)}, "
-                f"but got {ours!r}"
+                f"Expected build to return a LayerNorm, LayerNorm2d, RMSNorm or RMSNorm2d of layernorm_ext for a "
+                f"{_name(cls)}, but got {ours!r}"
             )
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            difference = _difference(module, ours)
-        if difference is None:
+        reason = difference(module, ours)
+        if reason is None:
+            if parameters[1].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                take_argument(ours, parameters[1].name)
             return ours
-        differences.append(f"not {ours!r}: {difference}")
-    raise _SkippedError("; ".join(differences))
+        reasons.append(f"not {ours!r}: {reason}")
+    raise SkippedError("; ".join(reasons))
 
 
 def _candidates(module: Any) -> Iterator[Module]:
     """Yield all layers that a module with the common attributes may be."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    shape = getattr(module, "normalized_shape", None if weight is None else weight.shape)
-    if shape is None:
-        raise _SkippedError("it has neither normalized_shape nor weight")
+    weight, bias = tensor_attribute(module, "weight"), tensor_attribute(module, "bias")
+    shape = getattr(module, "normalized_shape", None)
+    if shape is None and weight is None:
+        raise SkippedError("it has neither normalized_shape nor weight")
     if not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
-        raise _SkippedError("it has neither eps nor variance_epsilon")
+        raise SkippedError("it has neither eps nor variance_epsilon")
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not isinstance(eps, (Real, type(None))):
+        raise SkippedError(f"its eps is of type {type(eps).__name__}")
+    shape = full_shape(weight) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
     options: dict[str, Any] = {"eps": eps, "elementwise_affine": weight is not None, "device": "meta"}
-    for zero_centered in (False,) if weight is None else (False, True):
-        if bias is None:
-            yield RMSNorm(shape, zero_centered_weight=zero_centered, **options)
-        if eps is not None:
-            yield LayerNorm(shape, bias=bias is not None, zero_centered_weight=zero_centered, **options)
-    if len(shape) == 1 and eps is not None:
-        yield LayerNorm2d(shape[0], bias=bias is not None, **options)
-
-
-# The tolerance for outputs and gradients of size 1. Layers that always normalize in float32 lose about 1e-6; a standard
-# deviation over N - 1 instead of N elements is off by 1 / (2 N).
-_TOLERANCE = 1e-5
-
-# The tolerance for outputs in narrower dtypes, in units of torch.finfo.eps of the value or of 1. Four units are eight
-# roundings; layers that compute in 16 bits round about four times.
-_ROUNDINGS = 4
-
-# The smallest scale of rows for which eps matters. x-transformers clamps the norm of smaller rows, where its
-# replacement adds an eps.
-_SMALLEST_SCALE = 1e-8
-
-
-def _difference(module: Module, ours: Any) -> str | None:
-    """Return how the results differ, if they do; set the output dtypes of ``ours``."""
-    unknown = [name for name, _ in module.named_parameters() if name not in ours._parameters]
-    if unknown:
-        return f"it has a parameter {unknown[0]}"
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    parameters = {name: random(*p.shape).requires_grad_() for name, p in module._parameters.items() if p is not None}
-    theirs: Any = object.__new__(type(module))  # a copy of the module, but not of its tensors
-    vars(theirs).update(vars(module), _parameters=module._parameters | parameters)
-    ours._parameters.update(parameters)
-    names = ("output", "gradient of input", *(f"gradient of {name}" for name in parameters))
-
-    def results(module: Module, x: Tensor, dy: Tensor) -> dict[str, Tensor] | Exception:
-        try:
-            y = type(module).forward(module, x)  # without hooks
-            gradients = torch.autograd.grad(y, (x, *parameters.values()), dy, materialize_grads=True)
-        except Exception as error:  # foreign code may raise anything
-            return error
-        return dict(zip(names, (y, *gradients), strict=True))
-
-    accepted = None
-    shape = tuple(ours.normalized_shape)
-    width = 2 if shape[-1] != 2 else 3
-    for size in ((3, *shape), (2, 3, *shape), (2, 3, 2, *shape), (2, *shape, 3, width)):  # the last has channels first
-        dy, scale = random(*size), torch.ones(size, dtype=torch.float64, device="cpu")
-        eps = torch.finfo(torch.float64).eps if ours.eps is None else ours.eps
-        scale[0] = max(eps**0.5, _SMALLEST_SCALE)  # so small that eps matters
-        x = ((random(*size) + 1) * scale).requires_grad_()
-        expected, actual = results(theirs, x, dy), results(ours, x, dy)
-        if isinstance(expected, Exception):
-            takes_more = isinstance(ours, LayerNorm2d) and len(size) != 4  # LayerNorm2d takes images of any rank
-            if not isinstance(actual, Exception) and not takes_more:  # an error of both layers proves nothing
-                return f"{type(expected).__name__} for input of size{list(size)}: {str(expected).partition(chr(10))[0]}"
-        elif isinstance(actual, Exception):
-            return f"it takes input of size{list(size)}"
-        else:
-            for name, value in expected.items():
-                distance = (actual[name] - value).abs() * (scale if name == "gradient of input" else 1)
-                if not (distance <= _TOLERANCE).all():
-                    return f"{name} differs by {distance.max():.2g}"
-            accepted = (x / scale).detach()
-    if accepted is None:
-        return "it refuses every input"
-    return _difference_by_dtype(theirs, ours, parameters, accepted)
-
-
-def _difference_by_dtype(theirs: Any, ours: Any, parameters: dict[str, Tensor], x: Tensor) -> str | None:
-    """Return how the results differ for pairs of dtypes, if they do; set the output dtypes of ``ours``."""
-    outputs = {}
-    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    for dtypes in itertools.product(floats, floats if parameters else (None,)):
-        typed = {name: parameter.detach().to(dtypes[1]) for name, parameter in parameters.items()}
-        theirs._parameters.update(typed)
-        with warnings.catch_warnings(), suppress(Exception):  # pairs that it refuses
-            warnings.simplefilter("ignore")  # torch's RMSNorm warns about pairs without a fused kernel
-            outputs[dtypes] = type(theirs).forward(theirs, x.to(dtypes[0])), typed
-    others = {dtypes: output.dtype for dtypes, (output, _) in outputs.items() if output.dtype != dtypes[0]}
-    if others:
-        ours.__class__ = _KEEPS_OUTPUT_DTYPES.get(type(ours), type(ours))
-        ours._output_dtypes = others
-    for dtypes, (expected, typed) in outputs.items():
-        ours._parameters.update(typed)
-        names = " and ".join(str(dtype) for dtype in dtypes if dtype)
-        try:
-            actual = ours.forward(x.to(dtypes[0]))
-        except Exception as error:  # from a user's subclass of ours
-            return f"it takes {names}: {error}"
-        if actual.dtype != expected.dtype:
-            return f"output of {names} is {expected.dtype}"
-        roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
-        expected, actual = expected.double(), actual.double()
-        distance = (actual - expected).abs() / expected.abs().clamp_min(1)
-        if not (distance <= max(_TOLERANCE, roundings)).all():
-            return f"output of {names} differs by {distance.max():.2g}"
-    return None
+    kinds: list[tuple[Any, Any, Any]] = [(shape, RMSNorm, LayerNorm)]
+    if len(shape) == 1:
+        kinds.append((shape[0], RMSNorm2d, LayerNorm2d))
+    for size, rms_norm, layer_norm in kinds:
+        for zero_centered in (False,) if weight is None else (False, True):
+            if bias is None:
+                yield rms_norm(size, zero_centered_weight=zero_centered, **options)
+            if eps is not None:
+                yield layer_norm(size, bias=bias is not None, zero_centered_weight=zero_centered, **options)
 
 
 # Changes to a module
@@ -468,7 +387,7 @@ def _is_changed(module: Module) -> bool:
 
 def _become(module: Module, ours: Module) -> None:
     """Give a module the class of ``ours``, and the attributes that not every module has."""
-    attributes = {name: value for name, value in vars(ours).items() if name not in vars(Module())}
+    attributes = {name: value for name, value in vars(ours).items() if name not in _MODULE_ATTRIBUTES}
     _change(module, type(ours), attributes, [name for name in ours._parameters if not hasattr(module, name)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -219,11 +220,9 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         self.zero_centered_weight = zero_centered_weight
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
-        return rms_norm(
-            input, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, of dtype float64, float32, float16 or bfloat16. The name is torch's."""
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 
 class AddRMSNorm(RMSNorm):
@@ -301,7 +300,9 @@ class AdaLayerNorm(torch.nn.Module):
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
         """Keep the arguments."""
         super().__init__()
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if isinstance(normalized_shape, (int, Integral)):
+            normalized_shape = (normalized_shape,)
+        self.normalized_shape = tuple(normalized_shape)
         self.eps = eps
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layernorm_ext
-from layernorm_ext import _C, _build_info
+from layernorm_ext import _C, _build_info, conversion
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,12 @@ def use_threads():
 def one_thread(use_threads):
     """One thread, for models so small that threads would only wait for each other."""
     use_threads(1)
+
+
+@pytest.fixture
+def restore_registry(monkeypatch):
+    """Forget the classes that the test registers for convert()."""
+    monkeypatch.setattr(conversion, "_REGISTRY", dict(conversion._REGISTRY))
 
 
 def pytest_report_header():

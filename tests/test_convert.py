@@ -3,6 +3,9 @@
 import copy
 import itertools
 import pickle
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,16 +14,12 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.functional import layer_norm
 from torch.nn.utils import parametrize
 
+import layernorm_ext
 from layernorm_ext import LayerNorm, RMSNorm, conversion, convert, converted, register_conversion, revert
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def restore_registry(monkeypatch):
-    monkeypatch.setattr(conversion, "_REGISTRY", dict(conversion._REGISTRY))
+pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 
 
 def snapshot(module):
@@ -204,14 +203,15 @@ SKIPPED = {
     "std plus eps": (lambda self, x: eps_beside_deviation(x, eps=self.eps), OUTPUT),
     "other eps": (lambda self, x: layer_norm(x, (5,), self.weight, self.bias, 1e-6), OUTPUT),
     "other gradient": (lambda self, x: torch_forward(self, x) + x - x.detach(), NAME + "gradient of input differs by "),
-    "channels first": (channels_first_for_images, NAME + "RuntimeError for input of size[2, 3, 2, 5]: "),
-    "error": (divide_by_zero, "ZeroDivisionError for input of size[3, 5]: their message; not"),
+    "channels first": (channels_first_for_images, NAME + "input of size[2, 3, 2, 5] raises RuntimeError: "),
+    "error": (divide_by_zero, ": it refuses every input: ZeroDivisionError: their message"),
     "bfloat16": (rounded_for(BF16, BF16), "output of torch.bfloat16 and torch.bfloat16 differs by "),
     "mixed dtypes": (rounded_for(F16, F32), "output of torch.float16 and torch.float32 differs by "),
     "forward of the instance": (layer_with(torch_forward, forward=abs), "its forward was replaced by another"),
     "two inputs": (lambda self, x, gate=None: x, "its forward has the parameters self, x, gate"),
     "other parameter": (layer_with(torch_forward, gamma=torch.nn.Parameter(torch.ones(5))), "it has a parameter gamma"),
     "no eps": (type("NoEps", (torch.nn.Module,), {"normalized_shape": 5})(), "neither eps nor variance_epsilon"),
+    "eps is a tensor": (layer_with(torch_forward, eps=torch.tensor(1e-5)), "its eps is of type Tensor"),
     "no shape": (type("NoShape", (torch.nn.Module,), {"eps": 1e-5})(), "neither normalized_shape nor weight"),
     "other output dtype": (
         MyNorm(5),
@@ -285,14 +285,84 @@ def test_last_matching_name_wins_and_the_class_overrides_names():
     assert convert(MyNorm(5)).replaced
 
 
-def test_register_conversion_checks_its_arguments():
-    with pytest.raises(TypeError, match=r"Expected cls to be a class or the name of one, but got MyNorm\(\)"):
-        register_conversion(MyNorm(5))
+@pytest.mark.parametrize("cls", [MyNorm(5), 5, int, None, "MyNorm", ""], ids=repr)
+def test_register_conversion_refuses_what_is_no_class_of_modules_and_no_full_name(cls):
+    message = "Expected cls to be a subclass of torch.nn.Module or a name such as 'package.module.Class', but got cls="
+    with pytest.raises(TypeError, match=re.escape(f"{message}{cls!r}")):
+        register_conversion(cls)
+
+
+def test_register_conversion_refuses_a_build_that_is_no_function():
+    with pytest.raises(TypeError, match=r"Expected build to be a function or None, but got build=RMSNorm\(\(5,\)"):
+        register_conversion(MyNorm, RMSNorm(5))
+
+
+def test_build_must_return_a_layer_of_this_package():
     register_conversion(MyNorm, lambda module: torch.nn.RMSNorm(5))
     model = torch.nn.Sequential(torch.nn.LayerNorm(5), MyNorm(5))
     with pytest.raises(TypeError, match=r"Expected build to return a LayerNorm, .*MyNorm, but got RMSNorm\(\(5,\)"):
         convert(model)
     assert type(model[0]) is torch.nn.LayerNorm  # the model is unchanged
+
+
+@pytest.mark.parametrize(
+    "model", [None, [torch.nn.LayerNorm(5)], torch.nn.LayerNorm, {}], ids=["None", "list", "class", "dict"]
+)
+def test_functions_refuse_what_is_no_module(model):
+    message = f"Expected model to be a torch.nn.Module, but got model of type {type(model).__name__}"
+    for function in (convert, revert, lambda model: converted(model).__enter__()):
+        with pytest.raises(TypeError, match=message):
+            function(model)
+
+
+TYPED = """
+import torch
+import layernorm_ext
+
+class MyNorm(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.small = width, 1e-6
+
+def build(norm: MyNorm) -> layernorm_ext.RMSNorm:
+    return layernorm_ext.RMSNorm(norm.width, norm.small)
+
+layernorm_ext.register_conversion(MyNorm)
+layernorm_ext.register_conversion(MyNorm, build)
+layernorm_ext.register_conversion("package.MyNorm", build)
+layernorm_ext.register_conversion("package.module.*Norm", lambda norm: layernorm_ext.RMSNorm(norm.width, norm.small))
+layernorm_ext.register_conversion(MyNorm, lambda norm: layernorm_ext.LayerNorm2d(norm.width, device="meta"))
+report: layernorm_ext.ConversionReport = layernorm_ext.convert(MyNorm(3))
+with layernorm_ext.converted(MyNorm(3)) as report:
+    pass
+"""
+WRONGLY_TYPED = [
+    "layernorm_ext.register_conversion(5)",
+    "layernorm_ext.register_conversion(int)",
+    "layernorm_ext.register_conversion(MyNorm, 5)",
+    "layernorm_ext.register_conversion(MyNorm, lambda norm: torch.nn.RMSNorm(5))",
+    "layernorm_ext.convert([])",
+]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_registrations_pass_type_checkers(checker, tmp_path):
+    options = {"mypy": ["--strict"], "pyright": ["--pythonpath", sys.executable]}[checker]
+    pytest.importorskip(checker)
+    (tmp_path / "layernorm_ext").symlink_to(layernorm_ext.__path__[0])  # checkers cannot find an editable installation
+
+    def errors(code):
+        """Return the numbers of the lines with errors."""
+        (tmp_path / "code.py").write_text(code)
+        command = [sys.executable, "-m", checker, *options, "code.py"]
+        output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        assert output  # the checker has run
+        return {int(number) for number in re.findall(r"\bcode\.py:(\d+):.*\berror\b", output)}
+
+    assert not errors(TYPED)
+    first = TYPED.count("\n") + 1
+    assert errors(TYPED + "\n".join(WRONGLY_TYPED)) == set(range(first, first + len(WRONGLY_TYPED)))
 
 
 class LikeT5(torch.nn.Module):

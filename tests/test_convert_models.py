@@ -189,6 +189,9 @@ REPLACED = {
     f"{HF}.cohere.modeling_cohere.CohereLayerNorm": NORM.format(1e-5, False) + ")",
     f"{HF}.deberta.modeling_deberta.DebertaLayerNorm": NORM.format(1e-12, True) + ")",
     f"{HF}.nemotron.modeling_nemotron.NemotronLayerNorm1P": NORM.format(1e-5, True) + ", zero_centered_weight=True)",
+    f"{HF}.esmfold2.modeling_esmfold2.EsmFold2LayerNorm": NORM.format(1e-5, True),
+    "open_clip.transformer.LayerNorm": NORM.format(1e-5, True),
+    "open_clip.transformer.LayerNormFp32": NORM.format(1e-5, True),
     "timm.layers.LayerNorm": NORM.format(1e-6, True),
     "timm.layers.LayerNormFp32": NORM.format(1e-6, True),
     "timm.layers.LayerNorm2d": "LayerNorm2d(",
@@ -215,9 +218,10 @@ REPLACED = {
 )
 def test_layers_are_replaced_and_restored(path, options, ours):
     layer = make_layer(path, 8, **options)
-    keys, original = list(layer.state_dict()), type(layer)
+    keys, original, arguments = list(layer.state_dict()), type(layer), list(inspect.signature(layer.forward).parameters)
     assert convert(layer).replaced and repr(layer).startswith(ours)
     assert list(layer.state_dict()) == keys
+    assert list(inspect.signature(layer.forward).parameters) == arguments
     revert(layer)
     assert type(layer) is original
 
@@ -226,7 +230,7 @@ def test_layers_are_replaced_and_restored(path, options, ours):
     ("path", "arguments", "reason"),
     [
         # Normalizes the last dimension but one.
-        (f"{HF}.squeezebert.modeling_squeezebert.SqueezeBertLayerNorm", [8], "not LayerNorm"),
+        (f"{HF}.squeezebert.modeling_squeezebert.SqueezeBertLayerNorm", [8], "it refuses every input: RuntimeError: "),
         # The weight has two dimensions, and only the last is normalized.
         (f"{HF}.chameleon.modeling_chameleon.ChameleonLayerNorm", [(2, 8)], "not LayerNorm"),
         (f"{HF}.cohere.modeling_cohere.CohereLayerNorm", [(2, 8)], "not LayerNorm"),

@@ -19,13 +19,14 @@ import torch.distributed.checkpoint as checkpoint
 from family import MEMBERS, with_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from layernorm_ext import LayerNorm, ada_rms_norm, layer_norm
+from layernorm_ext import LayerNorm, RMSNorm, ada_rms_norm, convert, layer_norm, register_conversion
 
 PROCESSES = 4
 DTENSOR = "torch.distributed.tensor"
@@ -289,6 +290,84 @@ def fully_sharded_data_parallel_matches(mesh):
         loss(parallel, x).backward()
         assert {parameter.grad.placements for parameter in parallel.parameters()} == {(Shard(0),)}
         assert_means_over_chunks([p.grad.full_tensor() for p in parallel.parameters()], model, chunks.to(dtype))
+
+
+# Models that are converted after they were sharded
+
+
+def torch_model(norm=nn.LayerNorm):
+    """Return a model with torch's layers, of which the first is smaller than a shard of the model, and a subclass."""
+    torch.manual_seed(1)
+    model = nn.Sequential(norm(16), nn.Linear(16, 64), norm(64), nn.Linear(64, 32), nn.RMSNorm(32), SubclassNorm(32))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+class SubclassNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def report_of_all_processes(report):
+    """Return the text of the report, which is the same in each process."""
+    reports = [None] * PROCESSES
+    dist.all_gather_object(reports, str(report))
+    assert len(set(reports)) == 1, reports
+    return reports[0]
+
+
+def assert_output_and_gradients(parallel, full_gradients):
+    model, chunks = torch_model(), torch.randn(PROCESSES, 8, 16)
+    y = parallel(chunks[dist.get_rank()])
+    torch.testing.assert_close(y, model(chunks[dist.get_rank()]), **ANOTHER_ORDER)
+    y.sin().sum().backward()
+    gradients = full_gradients()
+    if gradients:
+        assert_means_over_chunks(gradients, model, chunks)
+
+
+@in_four_processes
+def layers_are_replaced_after_fsdp1_has_wrapped_them(mesh):
+    """Some processes have an empty part of a small parameter, and others parts of different sizes."""
+    register_conversion(SubclassNorm)
+    policies = (None, ModuleWrapPolicy({nn.LayerNorm, nn.RMSNorm}))
+    for use_orig_params, policy in itertools.product((False, True), policies):
+        options = {"use_orig_params": use_orig_params, "auto_wrap_policy": policy, "device_id": torch.device("cpu")}
+        parallel = FullyShardedDataParallel(torch_model(), **options)
+        report = convert(parallel)
+        text = report_of_all_processes(report)
+        assert [type(module) for module in parallel.modules() if isinstance(module, LayerNorm)][:2] == [LayerNorm] * 2
+        assert any(type(module) is RMSNorm for module in parallel.modules()), text
+        if use_orig_params or policy:  # the shape of the subclass's parameters is unknown
+            assert "FSDP has flattened its parameters; convert the model before it is wrapped" in text
+            assert len(report.replaced) == 3 and len(report.skipped) == 1, text
+        else:
+            assert len(report.replaced) == 4 and not report.skipped, text
+
+        def full_gradients(parallel=parallel, use_orig_params=use_orig_params):
+            if not use_orig_params:  # gradients are those of the flat parameter
+                return None
+            with FullyShardedDataParallel.summon_full_params(parallel, with_grads=True):
+                return [parameter.grad.clone() for parameter in parallel.parameters()]
+
+        assert_output_and_gradients(parallel, full_gradients)
+
+
+@in_four_processes
+def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
+    register_conversion(SubclassNorm)
+    parallel = torch_model()
+    for module in (parallel[2], parallel):
+        fully_shard(module, mesh=mesh)
+    report = convert(parallel)
+    text = report_of_all_processes(report)
+    assert list(report.replaced) == ["0", "4", "5"], text
+    assert (
+        "FSDPLayerNorm: fully_shard has changed its class; convert the model before it is sharded"
+        in report.skipped["2"]
+    )
+    assert_output_and_gradients(parallel, lambda: [p.grad.full_tensor() for p in parallel.parameters()])
 
 
 # Checkpoints: one process saves, four load and save, one loads

@@ -6,7 +6,9 @@ import inspect
 import io
 import itertools
 import pickle
+import re
 
+import numpy
 import pytest
 import torch
 from family import MODULES, family, flags
@@ -179,6 +181,19 @@ def test_module_for_images_is_that_for_rows_with_another_eps(name):
         assert isinstance(norm, rows) and repr(norm) == repr(rows_norm).replace(name, name + "2d", 1)
         states = ({key: (t.shape, t.dtype, t.device) for key, t in m.state_dict().items()} for m in (norm, rows_norm))
         assert next(states) == next(states)
+
+
+@pytest.mark.parametrize("channels", [(8,), (8, 3), [8], 8.0, None], ids=repr)
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.endswith("Norm2d")])
+def test_modules_for_images_take_one_number_of_channels(name, channels):
+    message = f"Expected num_channels to be an int, but got num_channels={channels!r}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(layernorm_ext, name)(channels)
+
+
+@pytest.mark.parametrize("cls", [layernorm_ext.LayerNorm2d, layernorm_ext.AdaLayerNorm2d, layernorm_ext.AdaLayerNorm])
+def test_sizes_may_be_integers_of_numpy(cls):
+    torch.testing.assert_close(cls(numpy.int64(8))(torch.ones(2, 8, 8)), torch.zeros(2, 8, 8), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["AdaLayerNorm", "AdaRMSNorm"])

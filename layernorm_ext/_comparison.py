@@ -1,0 +1,174 @@
+"""Compares the results of a module with those of its replacement."""
+
+from __future__ import annotations
+
+import itertools
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ._replacements import keep_output_dtypes
+from .channels_first import LayerNorm2d, RMSNorm2d
+from .modules import LayerNorm, RMSNorm
+
+
+class SkippedError(Exception):
+    """The reason why a module is not replaced."""
+
+
+# The tolerance for outputs and gradients of size 1. Layers that always normalize in float32 lose about 1e-6; a standard
+# deviation over N - 1 instead of N elements is off by 1 / (2 N).
+_TOLERANCE = 1e-5
+
+# The tolerance for outputs in narrower dtypes, in units of torch.finfo.eps of the value or of 1. Four units are eight
+# roundings; layers that compute in 16 bits round about four times.
+_ROUNDINGS = 4
+
+# The smallest scale of rows for which eps matters. x-transformers clamps the norm of smaller rows, where its
+# replacement adds an eps.
+_SMALLEST_SCALE = 1e-8
+
+# Torch's own layers compute the same for all sizes. They are compared in sizes of at most _WIDTH.
+TORCH_LAYERS, _WIDTH = (torch.nn.LayerNorm, torch.nn.RMSNorm), 8
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_Dtypes = tuple[torch.dtype, torch.dtype | None]  # of input and parameters, if there are any
+
+
+def difference(module: Module, ours: Any) -> str | None:
+    """Return how the results differ, if they do; set the output dtypes of ``ours``.
+
+    Raises:
+        SkippedError: The module differs from all replacements.
+    """
+    names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
+    unknown = [name for name in names if name not in ours._parameters]
+    if unknown:
+        raise SkippedError(f"it has a parameter {unknown[0]}")
+    shape = tuple(ours.normalized_shape)
+    others: dict[str, object] = {}
+    if type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape:
+        shape = tuple(min(size, _WIDTH) for size in shape)
+        others = {"normalized_shape": shape}
+    tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
+    shapes = {name: shape if others else full_shape(p) for name, p in tensors.items() if p is not None}
+    small = max((torch.finfo(torch.float64).eps if ours.eps is None else ours.eps) ** 0.5, _SMALLEST_SCALE)
+
+    def random(size: tuple[int, ...], seed: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+
+    parameters = {name: random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    values = ("output", "gradient of input", *(f"gradient of {name}" for name in parameters))
+
+    def results(module: Module, dtypes: _Dtypes, x: Tensor, dy: Tensor | None = None) -> list[Tensor] | Exception:
+        """Return the output in these dtypes, and the gradients if ``dy`` is given."""
+        inputs = [x.to(dtypes[0], copy=True), *(p.detach().to(dtypes[1]) for p in parameters.values())]
+        for tensor in inputs:
+            tensor.requires_grad_(dy is not None)
+        try:
+            y = _forward(module, inputs[0], dict(zip(parameters, inputs[1:], strict=True)), others)
+            if dy is None:
+                return [y]
+            return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)]
+        except Exception as error:  # foreign code may raise anything
+            return error
+
+    def sample(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        x, dy = random(size, 2) + 1, random(size, 3)
+        x[0] *= small  # eps matters for these rows
+        return x, dy
+
+    m, n = [size for size in range(2, 4 + len(shape)) if size not in shape][:2]  # unlike any size to be normalized
+    sizes = ((n, *shape), (m, n, *shape), (m, n, m, *shape), (m, *shape, n, m))  # the last has channels first
+    # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
+    for dtypes in itertools.product(_FLOATS[:2], _FLOATS[:2] if parameters else (None,)):
+        attempts = ((size, results(module, dtypes, *sample(size))) for size in sizes)
+        accepted = next((size for size, theirs in attempts if not isinstance(theirs, Exception)), None)
+        if accepted is not None:
+            break
+    else:
+        raise SkippedError(f"it refuses every input: {_shortened(results(module, dtypes, *sample(sizes[0])))}")
+
+    for size in sizes:
+        x, dy = sample(size)
+        theirs, mine = results(module, dtypes, x, dy), results(ours, dtypes, x, dy)
+        if isinstance(theirs, Exception):
+            takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d)) and len(size) != 4  # images of any rank
+            if not isinstance(mine, Exception) and not takes_more:
+                return f"input of size{list(size)} raises {_shortened(theirs)}"
+        elif isinstance(mine, Exception):
+            return f"it takes input of size{list(size)}"
+        else:
+            for value, one, other in zip(values, theirs, mine, strict=True):
+                distance = (one.double() - other.double()).abs()
+                if value == "gradient of input":
+                    distance[0] *= small
+                if not (distance <= _TOLERANCE).all():
+                    return f"{value} differs by {distance.max():.2g}"
+
+    # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
+    parity = sum(torch.ones(accepted, device="cpu").cumsum(dim) for dim in range(len(accepted))) % 2
+    x = random(accepted, 2) + 4 * parity - 1
+    return _difference_by_dtype(module, ours, x, results, bool(parameters))
+
+
+def _forward(module: Module, x: Tensor, parameters: dict[str, Tensor], others: dict[str, object]) -> Tensor:
+    """Call a module without hooks, with these parameters and other attributes."""
+    copy: Any = object.__new__(type(module))
+    # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
+    vars(copy).update((name, value) for name, value in vars(module).items() if name not in parameters)
+    vars(copy).update(others, _parameters=dict.fromkeys(module._parameters) | parameters)
+    return type(module).forward(copy, x)
+
+
+def _shortened(error: object) -> str:
+    return f"{type(error).__name__}: {shorten(str(error).strip().partition(chr(10))[0], 120, placeholder=' ...')}"
+
+
+def _difference_by_dtype(module: Module, ours: Any, x: Tensor, results: Any, has_parameters: bool) -> str | None:
+    """Return how the results differ for pairs of dtypes, if they do; set the output dtypes of ``ours``."""
+    outputs = {}
+    for dtypes in itertools.product(_FLOATS, _FLOATS if has_parameters else (None,)):
+        theirs = results(module, dtypes, x)
+        if not isinstance(theirs, Exception):
+            outputs[dtypes] = theirs[0]
+    others = {dtypes: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
+    if others:
+        keep_output_dtypes(ours, others)
+    for dtypes, expected in outputs.items():
+        mine = results(ours, dtypes, x)
+        names = " and ".join(str(dtype) for dtype in dtypes if dtype)
+        if isinstance(mine, Exception):  # from a user's subclass of ours
+            return f"it takes {names}: {_shortened(mine)}"
+        if mine[0].dtype != expected.dtype:
+            return f"output of {names} is {expected.dtype}"
+        roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
+        distance = (mine[0].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
+        if not (distance <= max(_TOLERANCE, roundings)).all():
+            return f"output of {names} differs by {distance.max():.2g}"
+    return None
+
+
+def tensor_attribute(module: Module, name: str) -> Tensor | None:
+    """Return a parameter, which some tools keep as another attribute, or ``None``."""
+    value = getattr(module, name, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter, of which this process may have a part."""
+    if _is_flattened(parameter):
+        raise SkippedError("FSDP has flattened its parameters; convert the model before it is wrapped")
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's ZeRO-3 leaves an empty tensor
+    if 0 in shape:
+        raise SkippedError(f"a parameter has the shape {list(shape)}")
+    return shape
+
+
+def _is_flattened(parameter: Any) -> bool:
+    """Return whether FSDP1 has a parameter's elements, or a part of them, in one dimension."""
+    return getattr(parameter, "_fsdp_flattened", False)
