@@ -311,7 +311,7 @@ def _norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
+    eps: float | None,
     *,
     rms: bool = False,
     zero_centered_weight: bool = False,
