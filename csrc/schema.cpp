@@ -80,7 +80,7 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 
 namespace {
 
-// torch's own fallback requires that an operator returns the tensor that it changes.
+// torch's own fallback requires that an operator returns the tensor that it changes, and torch.compile that it does not.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   const auto resolve = [](const optional<Tensor>& t) { return present(t) ? t->resolve_neg() : t; };
   const auto residual = resolve(args.residual);
