@@ -13,13 +13,24 @@
 // gradient of the returned sum is added to dx.
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/exp2.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/log2.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/round.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
+
+#include <cmath>
 
 #include "ops.h"
 
@@ -39,19 +50,53 @@ bool is_transformed(const Tensors&... tensors) {
          c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
-// The mean over the last `count` dimensions.
-Tensor mean_of(const Tensor& t, int64_t count) {
-  std::vector<int64_t> dims(count);
+at::DimVector last_dims(int64_t count) {
+  at::DimVector dims(count);
   for (int64_t d = 0; d < count; ++d) dims[d] = d - count;
-  return t.mean(dims, /*keepdim=*/true);
+  return dims;
 }
 
-// x - mean, corrected for the rounding of the mean as in the kernels; x for RMSNorm.
-Tensor subtract_mean(const Tensor& x, int64_t count, const Options& options) {
-  if (options.rms) return x;
-  const Tensor d = x - mean_of(x, count);
-  return d - mean_of(d, count);
-}
+// The mean over the last `count` dimensions.
+Tensor mean_of(const Tensor& t, int64_t count) { return t.mean(last_dims(count), /*keepdim=*/true); }
+
+// The differences x - mean, or x for RMSNorm, times the scale of their row, which is a power of two and a constant for
+// autograd. As in the kernels, the mean is corrected for its rounding, and a constant row has differences of zero.
+struct Differences {
+  // magnitude(first_scale, largest) returns an estimate of the standard deviation times first_scale, of which it is
+  // enough to know the order of magnitude; `largest` is the largest absolute difference times first_scale.
+  template <class F>
+  Differences(const Tensor& x, int64_t count, const Options& options, const F& magnitude) {
+    // The products of up to three numbers between 2^-step and 2^step are far from overflow.
+    const double step = x.scalar_type() == at::kDouble ? 320 : 40;
+    const auto dims = last_dims(count);
+    const Tensor constant = x.detach();
+    const bool empty = TORCH_GUARD_OR_FALSE(x.sym_numel().sym_eq(0));  // amin() refuses empty rows
+    const Tensor low = empty ? mean_of(constant, count) : constant.amin(dims, /*keepdim=*/true);
+    const Tensor high = empty ? low : constant.amax(dims, /*keepdim=*/true);
+    // Numbers whose sums or differences might overflow are scaled before the subtraction.
+    const Tensor one = at::ones_like(low);
+    const Tensor first_scale = at::where(at::maximum(high, -low) > std::exp2(2.2 * step), one * std::exp2(-step), one);
+    values = x * first_scale;
+    Tensor center = at::zeros_like(low);
+    if (!options.rms) {
+      const Tensor rounded = mean_of(constant * first_scale, count);
+      center = at::minimum(at::maximum(rounded, low * first_scale), high * first_scale);  // exact for a constant row
+      values = values - center;
+      const Tensor correction = mean_of(values, count);
+      values = values - correction;
+      mean = (center + correction.detach()) / first_scale;
+    }
+    // Squares that might overflow or underflow are avoided by a second scale. Its product with the first one is finite.
+    const Tensor largest = at::maximum(high * first_scale - center, center - low * first_scale);
+    const Tensor exponent = at::clamp(at::round(at::log2(magnitude(first_scale, largest)) / step), -3, 2);
+    const Tensor second_scale = at::exp2(exponent * -step);
+    values = values * second_scale;
+    scale = first_scale * second_scale;
+  }
+
+  Tensor values, scale;
+  Tensor mean;  // undefined for RMSNorm
+};
 
 // The factor on xhat, in the accumulation type: weight or weight + 1.
 Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) {
@@ -64,16 +109,20 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   check_forward(input, residual, normalized_shape, weight, bias);
   const auto count = static_cast<int64_t>(normalized_shape.size());
   const auto acc = accumulate_type(input);
-  Tensor sum, mean;
+  Tensor sum;
   if (present(residual)) sum = in_place ? residual->add_(input) : input + *residual;
   const Tensor x = (sum.defined() ? sum : input).to(acc);
-  const Tensor d = subtract_mean(x, count, options);
-  if (!options.rms) mean = mean_of(x, count).detach();
-  const Tensor rstd = at::rsqrt(mean_of(d * d, count) + eps);
-  Tensor y = d * rstd;
+  const double root = std::sqrt(std::fabs(eps));
+  const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
+    return at::maximum(largest, first_scale * root);
+  });
+  const Tensor scaled_root = d.scale * root, scaled_eps = scaled_root * scaled_root;
+  const Tensor variance = mean_of(d.values * d.values, count);
+  const Tensor rstd = at::rsqrt(eps < 0 ? variance - scaled_eps : variance + scaled_eps);
+  Tensor y = d.values * rstd;
   if (present(weight)) y = y * factor(*weight, acc, options);
   if (present(bias)) y = y + bias->to(acc);
-  return {y.to(input.scalar_type()), sum, mean, rstd.detach()};
+  return {y.to(input.scalar_type()), sum, d.mean, rstd.detach() * d.scale};
 }
 
 // The terms of the derivatives of one call, in the accumulation type.
@@ -83,14 +132,17 @@ struct Terms {
   //   rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - detach(var)))
   Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_, int64_t count,
         bool differentiate_rstd, const Options& options)
-      : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())), rstd(saved_rstd) {
+      : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())) {
     const auto acc = saved_rstd.scalar_type();
-    const Tensor d = subtract_mean(input.to(acc), count, options);
+    const Differences d(input.to(acc), count, options,
+                        [&](const Tensor& first_scale, const Tensor&) { return first_scale / saved_rstd.detach(); });
+    Tensor scaled_rstd = saved_rstd / d.scale;
     if (differentiate_rstd) {
-      const Tensor variance = mean(d * d);
-      rstd = rstd * at::rsqrt(rstd * rstd * (variance - variance.detach()) + 1);
+      const Tensor variance = mean(d.values * d.values);
+      scaled_rstd = scaled_rstd * at::rsqrt(scaled_rstd * scaled_rstd * (variance - variance.detach()) + 1);
     }
-    xhat = d * rstd;
+    rstd = scaled_rstd * d.scale;
+    xhat = d.values * scaled_rstd;
     if (weight_.defined()) weight = factor(weight_, acc, options);
     g = times_weight(dy);
   }

@@ -179,6 +179,18 @@ def hard_rows(dtype, cols):
     return x.clamp(-huge, huge).to(dtype)  # float16 has no mean of 1e6
 
 
+def tiny_rows(dtype, cols):
+    """Return rows whose squares underflow in the accumulation type, except in float16, which has no such numbers.
+
+    The gradients of the input, which are divided by their standard deviations, are finite.
+    """
+    lowest = -20 if dtype == F16 else 12 - math.log2(torch.finfo(dtype).max)
+    x = torch.randn(9, cols, dtype=F64) * torch.logspace(lowest / 3, lowest, 9, base=2, dtype=F64)[:, None]
+    x[1::4] += x[1::4].abs().amax(1, keepdim=True) * 100
+    x[2, 1:] = 0
+    return x.to(dtype)
+
+
 def lazy_zeros(shape, device):
     """Return zeros of bfloat16. On a CPU, only pages that are written to take memory."""
     if device == "cpu":

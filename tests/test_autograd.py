@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from family import EPS, formula
-from reference import F64
-from shapes import forward
+from reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
+from shapes import ALL, data_dtypes, forward, hard_rows, randn, tiny_rows
 from test_family import GROUPS, arguments
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -178,15 +178,114 @@ def test_transforms_check_their_arguments(backend, double):
         grad(lambda x: backend.layer_norm(x, [5], double(4), None, EPS).sum())(double(2, 5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_vmap_is_as_exact_as_the_kernels(layer_norm, double, dtype):
-    """It corrects the mean in the accumulation type. At this offset, the plain formula is off by 1e-4."""
-    x = (double(4, 3, 64) + (1e4 if dtype == torch.float32 else 0)).to(dtype)
-    expected, actual = formula(x.double()), vmap(layer_norm)(x)
-    assert actual.dtype == dtype
-    # 5e-7 is the kernels' own bound in float32. Rounding to the dtype adds half a unit in the last place.
-    bound = 5e-7 * (1 + expected.abs()) + torch.finfo(dtype).eps / 2 * expected.abs()
-    assert ((actual.double() - expected).abs() <= bound).all()
+# Precision of the transforms, whose compositions of aten operations have the bounds of the kernels
+
+rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+hard_or_tiny = pytest.mark.parametrize("rows, eps", [(hard_rows, 1e-5), (tiny_rows, 0.0)], ids=["hard", "tiny"])
+
+
+@pytest.mark.parametrize("cols", [7, 64, 1100])
+@data_dtypes
+@rms_or_not
+@hard_or_tiny
+@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
+def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, adds):
+    """Also where squares overflow or underflow. With a residual, the sum of two halves is the row."""
+    x = rows(dtype, cols).to(backend.device)
+    halves = (x / 2, x / 2) if adds else (x, torch.zeros_like(x))
+    x = sum(halves)
+    dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, (cols,), (cols,)))
+    dy = dy / 256  # else float16 gradients of tiny rows overflow
+
+    def both_passes(x, residual, dy):
+        y, total, mean, rstd = forward(backend, x, residual if adds else None, w, b, eps, rms=rms)
+        arguments = (dy, total if adds else x, (cols,), mean, rstd, w, b, ALL, None)
+        grad_input, grad_weight, grad_bias = backend.backward(*arguments, rms=rms)
+        return y, *([] if rms else [mean]), rstd, grad_input, grad_weight, grad_bias
+
+    results = vmap(both_passes)(*(t[:, None] for t in (*halves, dy)))
+    y, *mean, rstd, grad_input, _, _ = (t[:, 0] for t in results)
+    check_forward((y, mean[0] if mean else None, rstd), x, w, b, eps, rms=rms)
+    gradients = grad_input, *(t.to(F64).sum(0).to(dtype) for t in results[-2:])
+    if dtype in (F32, F64):  # else each row's gradient of a parameter is rounded
+        check_backward(gradients, dy, x, w, b, eps, rms=rms)
+    check_backward((grad_input, None, None), dy, x, w, b, eps, rms=rms)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("cols", [7, 300])
+@rms_or_not
+@hard_or_tiny
+def test_first_derivatives_of_hard_values(backend, dtype, cols, rms, rows, eps):
+    """In torch.func and forward mode. The tangent is as large as the row, so that its derivative is of order one."""
+    x, w = rows(dtype, cols).to(backend.device), randn((cols,), dtype, backend.device)
+    dy, tangent = randn(x.shape, dtype, backend.device), x.flip(1) / 4
+
+    def function(x):
+        return forward(backend, x, None, w, None, eps, rms=rms)[0]
+
+    check_backward((vjp(function, x)[1](dy)[0], None, None), dy, x, w, None, eps, rms=rms)
+    exact_forward = Forward(exact(x), eps, rms)
+    expected = Backward(exact(tangent), exact_forward, None, rms)  # the projection is symmetric
+    # Means of the tangent are added in the dtype: a few roundings more than in the kernels, which use double.
+    bound = 32 * torch.finfo(dtype).eps * expected.terms * abs(exact(w))
+    actual = jvp(function, (x,), (tangent,))[1]
+    assert_within(actual, expected.grad_input * exact(w), bound + torch.finfo(dtype).tiny)
+    with forward_ad.dual_level():
+        actual = forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+    assert_within(actual, expected.grad_input * exact(w), bound + torch.finfo(dtype).tiny)
+
+
+@pytest.mark.parametrize("dtype, exponent", [(F32, 118), (F32, 66), (F32, -70), (F64, 1000), (F64, -530)], ids=str)
+@rms_or_not
+def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms):
+    """Without eps, the norm of x * 2^k is that of x, and each derivative by x has a factor of 2^-k."""
+    x, w, v = (double(*shape).to(dtype).double() for shape in ((3, 40), (40,), (3, 40)))
+
+    def function(x, w):
+        return forward(backend, x, None, w, None, 0.0, rms=rms)[0].pow(2).sum()
+
+    def of_autograd(x, w, v):
+        inputs = [x.detach().requires_grad_(), w.detach().requires_grad_()]
+        (first,) = torch.autograd.grad(function(*inputs), inputs[:1], create_graph=True)
+        return first.detach(), *torch.autograd.grad(first, inputs, v)
+
+    def of_func(x, w, v):
+        first, pullback = vjp(grad(function), x, w)
+        return first, *pullback(v)
+
+    expected = of_autograd(x, w, v)
+    scaled = (x * 2.0**exponent).to(dtype), w.to(dtype), (v * 2.0**exponent).to(dtype)
+    for derivative in (of_autograd, of_func):
+        first, by_x, by_w = derivative(*scaled)
+        actual = [(first.double(), exponent), (by_x.double(), exponent), (by_w.double(), 0)]
+        for (value, power), right in zip(actual, expected, strict=True):
+            # A hundred roundings relative to the largest element.
+            tolerance = {"rtol": 0, "atol": 100 * torch.finfo(dtype).eps * right.abs().max().item()}
+            torch.testing.assert_close(value * 2.0**power, right, **tolerance)
+
+
+@rms_or_not
+def test_transforms_of_nan_infinity_and_constants(backend, rms):
+    """NaN stays in its row. A constant row gives exactly the bias, also for the largest numbers."""
+    huge = torch.finfo(F32).max
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0, 0.1, 1e6, 1e20, -3e37, huge])[:, None].repeat(1, 49)
+    x[:3, :-1] = 1
+    for eps in (1e-5, 1e-30):
+        y = vmap(lambda x, eps=eps: forward(backend, x, None, None, torch.ones(49), eps, rms=rms)[0])(x)
+        assert y[0].isnan().all()
+        assert rms or y[1:3].isnan().all()
+        assert y[1:3, -1].isnan().all()
+        assert torch.equal(y[3], torch.ones(49))
+        if rms:
+            expected = x[4:, :1].double() / (x[4:, :1].double().square() + eps).sqrt() + 1
+            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)
+        else:
+            assert (y[4:] == 1).all()
+    gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms)[0].sum()))(x[3:])
+    assert gradient.isfinite().all()
+    empty = vmap(lambda x: forward(backend, x, None, None, None, rms=rms)[0])(torch.ones(2, 3, 0))
+    assert empty.shape == (2, 3, 0)
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5)])
