@@ -28,6 +28,8 @@ from shapes import (
     random_args,
     rows_and_images,
     run,
+    run_pixels,
+    tiny_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -134,6 +136,70 @@ def test_hard_values(backend, run, dtypes, cols, rms):
     ordinary = run(backend, x[[0, 0]], dy[[0, 0]], w, b, rms=rms)
     chosen = (0, 2, 3) if rms else range(4)  # without the mean
     assert_same_bits([results[i][0] for i in chosen], [ordinary[i][0] for i in chosen])
+
+
+@rows_and_images
+@all_dtypes
+@pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("eps", [0.0, 1e-44])
+def test_tiny_values(backend, run, dtypes, cols, rms, eps):
+    """Squares underflow without an eps that hides them. An ordinary row keeps its bits."""
+    x = torch.cat([tiny_rows(dtypes[0], cols), randn((1, cols), dtypes[0])]).to(backend.device)
+    _, dy, w, b = random_args(backend, dtypes, *x.shape)
+    dy = dy / 256  # else float16 gradients overflow
+    results = run(backend, x, dy, w, b, eps, rms=rms)
+    check(results, x, dy, w, b, eps, rms=rms)
+    ordinary = run(backend, x[[-1, -1]], dy[[-1, -1]], w, b, eps, rms=rms)
+    chosen = (0, 2, 3) if rms else range(4)  # without the mean
+    assert_same_bits([results[i][-1] for i in chosen], [ordinary[i][0] for i in chosen])
+
+
+@rows_and_images
+@data_dtypes
+@pytest.mark.parametrize("eps", [1e-5, 1e-20, 1e-45, 1e-300])
+def test_constant_rows_of_any_size(backend, run, dtype, eps):
+    """They give exactly the bias, and gradients divided by the root of eps if that is a number of the dtype."""
+    limits = torch.finfo(dtype)
+    values = torch.tensor([limits.max, -limits.max / 4, 1e4, -3.0, 0.0, limits.tiny], dtype=F64).to(dtype)
+    for cols in (1, 7, 64, 1024):
+        x, dy = values[:, None].repeat(1, cols).to(backend.device), randn((6, cols), dtype, backend.device)
+        w, b = (randn(cols, dtype, backend.device) for _ in range(2))
+        y, mean, rstd, *gradients = run(backend, x, dy, w, b, eps)
+        assert torch.equal(y, b.expand_as(y)) and torch.equal(mean, x[:, :1].to(mean.dtype))
+        assert_within(rstd, np.full((6, 1), eps**-0.5), eps**-0.5 * 1e-6)
+        if eps**-0.5 < torch.finfo(rstd.dtype).max:
+            dy = dy * min(1.0, eps**0.5) if dtype != F16 else dy
+
+
+@rows_and_images
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
+def test_infinite_eps_gives_the_bias_and_zero_gradients(backend, run, dtype):
+    """Also where differences overflow."""
+    x = hard_rows(dtype, 64).to(backend.device)
+    dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, 64, 64))
+    y, _, rstd, grad_input, grad_weight, _ = run(backend, x, dy, w, b, torch.inf)
+    assert torch.equal(y, b.expand_as(y))
+    assert not (rstd.any() or grad_input.any() or grad_weight.any())
+
+
+@rows_and_images
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
+def test_flushing_subnormal_numbers_keeps_gradients_of_huge_rows(backend, run, dtype):
+    """The rstd of such rows is subnormal."""
+    if backend.name == "cuda":
+        pytest.skip("torch.set_flush_denormal concerns CPUs")
+    x = hard_rows(dtype, 64)[7:10]
+    dy, w, b = (randn(shape, dtype) for shape in (x.shape, 64, 64))
+    dy = dy * 2.0**60  # makes grad_input a normal number
+    expected = run(backend, x, dy, w, b)
+    try:
+        assert torch.set_flush_denormal(True)
+        results = run(backend, x, dy, w, b)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (expected[2] < torch.finfo(expected[2].dtype).tiny).any()
+    assert_same_bits(results, expected)
 
 
 @rows_and_images

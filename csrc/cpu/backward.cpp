@@ -104,7 +104,7 @@ struct Backward {
   Backward(const BackwardParams& p, const Slots& slots, Acc* partials) : p(p), slots(slots), partials(partials) {}
 
   // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
-  // from the output.
+  // from the output. A subnormal rstd may be read as zero, see divide_rstd().
   bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
   Acc scale(Acc mean, Acc rstd) const {
     if (p.from_output) return rstd;
@@ -171,7 +171,11 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
   PerRow<Acc, kCount> rstd;
   for (int k = 0; k < kCount; ++k) {
     mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
-    rstd[k] = special && b.p.from_output ? Acc(1) : rstds[k * rstd_stride] / scale;
+    if (special) {
+      rstd[k] = b.p.from_output ? Acc(1) : divide_rstd(rstds + k * rstd_stride, scale);
+    } else {
+      rstd[k] = rstds[k * rstd_stride];
+    }
   }
   const auto rstd_scaled = to_doubles(rstd);
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
@@ -280,12 +284,11 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
 
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   constexpr int kAtOnce = kCount == kByColumns ? 1 : kCount;
-  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce], rstd[kAtOnce];
+  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce];
   Pack<Acc> minus_shift[kAtOnce], minus_c1[kAtOnce], minus_c2[kAtOnce];
   const auto load_coefficients = [&](int64_t row) {
     for (int k = 0; k < kAtOnce; ++k) {
       mean[k] = broadcast(c.mean()[row + k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[row + k]);
-      rstd[k] = special ? rstd_scaled[k] * scale : rstd_scaled[k];
       minus_shift[k] = broadcast(c.minus_shift()[row + k]), minus_c1[k] = broadcast(c.minus_c1()[row + k]);
       minus_c2[k] = broadcast(c.minus_c2()[row + k]);
     }
@@ -313,7 +316,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
-          auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
+          auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd_scaled[k];
+          if constexpr (special) result = result * scale;
           if (dsum) result = result + load<X>(dsum + (row + k) * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + (row + k) * dx_stride + j, result, store_lanes<streaming>(lanes));
         }
