@@ -64,9 +64,14 @@ def layer_norm(
         in each call. The gradient of a parameter has the shape and dtype of the parameter.
 
         Sums are accumulated in float32 (float64 for float64 input). The error in float32 is at most
-        ``5e-7 * (1 + |weight * normalized input| + |bias|)``, for any mean of the input and up to the largest numbers
-        of the dtype. The result of a row does not depend on the other rows, their number, memory addresses or the
-        number of threads. Unlike torch's, the output has the dtype of ``input`` when the parameters are float32, on
+        ``5e-7 * (|weight| * (1 + |normalized input|) + |bias|)``, for any mean of the input up to 1e6 of its standard
+        deviations, and from the smallest to the largest numbers of the dtype, whose squares are not representable.
+        This includes :mod:`torch.func`, ``vmap`` and forward mode, but not the operators of ``trace_as("aten")``.
+        Gradients are finite if the reciprocal of the standard deviation, which is saved for backward, is a number of
+        the accumulation dtype. The sums over rows in the gradients of the parameters are off by at most
+        ``1e-6 * sum(|terms|)``. Under :func:`torch.set_flush_denormal`, second derivatives of rows beyond 8e37 are
+        zero. The result of a row does not depend on the other rows, their number, memory addresses or the number of
+        threads. Unlike torch's, the output has the dtype of ``input`` when the parameters are float32, on
         every device and under autocast.
 
         The function is differentiable to any order in reverse mode, in forward mode, and under :mod:`torch.func` and

@@ -97,9 +97,9 @@ def rounding(dtype, value, error, arithmetic=F32):
 
 
 def output_bound(dtype, forward, weight, bias):
-    """Return the largest error of the output: 5e-7 * (1 + |weight * xhat| + |bias|) and one rounding to `dtype`."""
-    product = forward.xhat if weight is None else forward.xhat * weight
-    error = OUTPUT[dtype] * (1 + np.abs(product) + (0 if bias is None else np.abs(bias)))
+    """Return the largest error of the output: 5e-7 * (|weight| * (1 + |xhat|) + |bias|) and one rounding to `dtype`."""
+    abs_weight, abs_bias = (default if p is None else np.abs(p) for p, default in ((weight, 1), (bias, 0)))
+    error = OUTPUT[dtype] * (abs_weight * (1 + np.abs(forward.xhat)) + abs_bias)
     return error + rounding(dtype, forward.output(weight, bias), error)
 
 
@@ -158,7 +158,7 @@ def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=Fals
     forward, w = Forward(exact(x), rms=rms), factor(weight, zero_centered_weight)
     divisor, shift = 1 if w is None else np.abs(w), 0 if bias is None else np.abs(exact(bias))
     abs_xhat, roundoff = np.abs(forward.xhat), torch.finfo(x.dtype).eps / 2
-    error = roundoff * (abs_xhat + shift / divisor) + 2 * OUTPUT[x.dtype] * (abs_xhat + (1 + shift) / divisor)
+    error = roundoff * (abs_xhat + shift / divisor) + 2 * OUTPUT[x.dtype] * (1 + abs_xhat + shift / divisor)
     if x.dtype == F16:
         error = error + 2.0**-25 / divisor  # half of the smallest subnormal output
     return error if rms else error + error.mean(1, keepdims=True)  # backward subtracts the average of xhat
