@@ -13,8 +13,8 @@
 // gradient of the returned sum is added to dx.
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/exp2.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/exp2.h>
 #include <ATen/ops/log2.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>

@@ -266,6 +266,22 @@ def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms
             torch.testing.assert_close(value * 2.0**power, right, **tolerance)
 
 
+def test_flushing_subnormal_numbers_zeroes_second_derivatives(backend, double):
+    """As layer_norm's docstring says: the saved rstd of these rows is subnormal. First derivatives are right."""
+    if backend.device != "cpu":
+        pytest.skip("torch.set_flush_denormal concerns CPUs")
+    x = (double(3, 40).clamp(0.5) * 3e38).float().requires_grad_()
+    x.data[:, ::2] *= -1
+    (first,) = torch.autograd.grad(backend.layer_norm(x, (40,), None, None, EPS).pow(3).sum(), x, create_graph=True)
+    v = torch.full_like(x, 2.0**100)
+    try:
+        assert torch.set_flush_denormal(True)
+        (flushed,) = torch.autograd.grad(first, x, v, retain_graph=True)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.autograd.grad(first, x, v)[0].any() and not flushed.any()
+
+
 @rms_or_not
 def test_transforms_of_nan_infinity_and_constants(backend, rms):
     """NaN stays in its row. A constant row gives exactly the bias, also for the largest numbers."""

@@ -31,7 +31,7 @@ namespace {
 template <class Acc, int kCount>
 struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
-  bool in_range;  // no sum overflowed, and no squares underflowed
+  bool in_range;           // no sum overflowed, and no squares underflowed
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
 };
 
@@ -76,7 +76,8 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
-        const auto d = zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, scale, lanes) - centers[r], lanes);
+        const auto d =
+            zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, scale, lanes) - centers[r], lanes);
         if constexpr (!std::is_null_pointer_v<Differences>)
           write(differences + j * kCount + r * kPackSize<Acc>, d, AllLanes{});
         s.values[0][r][pack] = s.values[0][r][pack] + d;
@@ -105,7 +106,8 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
   for (int r = 0; r < kCount; ++r) {
     if (!(correction[r] * correction[r] > variance[r])) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row = statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
+    const auto row =
+        statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
     stats.center[r] = row.center[0], stats.correction[r] = row.correction[0], stats.rstd[r] = row.rstd[0];
   }
   return stats;
@@ -230,7 +232,8 @@ void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& v
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
-      const auto row = statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms, /*scale=*/1);
+      const auto row =
+          statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms, /*scale=*/1);
       finish_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
@@ -261,8 +264,8 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
     if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
-      stats[k / kCount] = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms, /*scale=*/1,
-                                                                           to...);
+      stats[k / kCount] =
+          statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms, /*scale=*/1, to...);
     };
     stores ? find(differences + k * padded_cols(p)) : find();
   }

@@ -58,13 +58,13 @@ inline bool has_gradient_per_group(const BackwardParams& p) {
   return p.grad_weight.group_stride || p.grad_bias.group_stride;
 }
 
-// The rows whose weight gradients are added one by one. Equal numbers round in the same direction each time: the sum of
-// 256 is off by up to 3.8e-6, and the sum of eight sums of 32 by up to 5.5e-7.
-constexpr int64_t kSumRows = 32;
+// The most rows whose weight gradients are added one by one. Equal floats round in the same direction each time: the
+// sum of 256 is off by up to 3.8e-6, and the sum of four sums of 64 by up to 1.01e-6.
+constexpr int64_t kSumRows = 64;
 
-// Weight gradients are summed over kSumRows rows of a slot in order, then over these sums in order, then over the slots
-// in order and in double, so the result does not depend on which thread takes which slot. A parameter that all groups share has slots of consecutive
-// rows of [groups * rows]; else each group has its own slots.
+// Weight gradients are summed over up to kSumRows rows of a slot in order, then over these sums in order, then over the
+// slots in order and in double, so the result does not depend on which thread takes which slot. A parameter that all
+// groups share has slots of consecutive rows of [groups * rows]; else each group has its own slots.
 //
 // A group has up to 64 slots, enough for many threads, or more of 256 rows, for the precision of fp32 sums. It has
 // fewer if they would have less than 32 rows or kGrain elements, because another core reads half of the partial sums:
@@ -91,7 +91,7 @@ struct Slots {
   bool share_columns;  // whether there are too few slots for the threads
   bool are_gradients;
   int64_t areas;         // of the workspace: one for each slot, or one for each thread
-  int64_t second_areas;  // for the sums of kSumRows rows but the first of a slot; a thread uses one of them
+  int64_t second_areas;  // for all sums of kSumRows rows but the first of a slot; a thread uses one of them
 
  private:
   static int64_t slots_for(int64_t rows, int64_t cols) {
