@@ -186,11 +186,12 @@ def check_backward(
     zero_centered_weight=False,
     grad_sum=None,
     xhat_error=0,
+    sum_error=0,
 ):
     """Check grad_input, grad_weight and grad_bias, except those that are None, and return the exact Backward.
 
     Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
-    backward starts from.
+    backward starts from, and `sum_error` a relative error of sums over rows in addition to PARAMETER_GRADIENT.
     """
     assert results[0] is None or results[0].shape == x.shape, context
     batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
@@ -223,6 +224,6 @@ def check_backward(
         group = torch.arange(groups).view(like.shape[:-1]).expand(batch).flatten().numpy()
         value, error = np.zeros((2, groups, x.shape[-1]), dy.dtype)
         np.add.at(value, group, products)
-        np.add.at(error, group, PARAMETER_GRADIENT[x.dtype] * terms + errors)
+        np.add.at(error, group, (PARAMETER_GRADIENT[x.dtype] + sum_error) * terms + errors)
         check(name, actual, like.dtype, value.reshape(like.shape), error.reshape(like.shape))
     return expected
