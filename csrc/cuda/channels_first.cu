@@ -175,11 +175,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     if (overflows) scale = kScale<Acc>;
   }
 
-  const Acc rstd = static_cast<Acc>(scaled_rstd<double>(variance, p.eps, scale));
+  constexpr double kMax = std::numeric_limits<Acc>::max();
+  const double exact_rstd = scaled_rstd<double>(variance, p.eps, scale);
+  const Acc rstd = static_cast<Acc>(p.eps > 0 && exact_rstd > kMax ? kMax : exact_rstd);
   if (threadIdx.x < kWarpSize && exists) {
     const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>);
     if (!p.rms) *address<Acc>(p.mean, pixel) = static_cast<Acc>(exact_mean);
-    *address<Acc>(p.rstd, pixel) = rstd * scale;
+    *address<Acc>(p.rstd, pixel) = unscaled_rstd(rstd, p.eps, scale);
   }
   const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = p.zero_centered_weight ? 1 : 0;
   const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);

@@ -322,7 +322,7 @@ __device__ __forceinline__ void process_rows(const ForwardParams& p,
     if (!p.rms) {
       *address<Acc>(p.mean, row) = (moments.pivot + moments.correction) * (moments.scale == 1 ? 1 : 1 / kScale<Acc>);
     }
-    *address<Acc>(p.rstd, row) = rstd * moments.scale;
+    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, plan.eps, moments.scale);
   }
 #pragma unroll 1
   for (int k = 0; k < num_chunks; ++k) {

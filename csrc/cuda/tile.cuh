@@ -220,11 +220,19 @@ constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 __device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
 
-// 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not.
+// 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not. In
+// constant rows of large numbers, whose differences are zero, the largest number replaces an overflow.
 template <class Acc>
 __device__ __forceinline__ Acc scaled_rstd(Acc variance, Acc eps, Acc scale) {
   if (scale == 1) return reciprocal_sqrt(variance + eps);
-  return 1 / hypot(sqrt(variance), sqrt(eps) * scale);
+  const Acc rstd = 1 / hypot(sqrt(variance), sqrt(eps) * scale);
+  return eps > 0 && rstd == kInfinity<Acc> ? std::numeric_limits<Acc>::max() : rstd;
+}
+
+// The rstd of x, from the result of scaled_rstd().
+template <class Acc, class Eps>
+__device__ __forceinline__ Acc unscaled_rstd(Acc rstd, Eps eps, Acc scale) {
+  return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * scale;
 }
 
 // A number of columns, and its reciprocal rounded to nearest.
