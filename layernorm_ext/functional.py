@@ -72,8 +72,8 @@ def layer_norm(
 
         The gradients have a similar precision if ``1 / sqrt(variance + eps)``, which is saved for backward, does not
         overflow. The sums over the rows in the gradients of the parameters are off by at most 1.1e-6 of the sum of the
-        absolute values, on a GPU by 4.1e-6. With :func:`torch.set_flush_denormal`, second derivatives of rows that deviate by more than
-        8e37 are zero.
+        absolute values, on a GPU by 4.1e-6. With :func:`torch.set_flush_denormal`, second derivatives of rows that
+        deviate by more than 8e37 are zero.
 
         The result of a row does not depend on the other rows, their number, memory addresses or the number of threads.
         Unlike torch's, the output has the dtype of ``input`` when the parameters are float32, on every device and under
