@@ -13,12 +13,10 @@ namespace {
 
 // Whether sizes are equal. While torch.compile traces, a size may be known only at run time, for example one from a
 // numpy integer; then the compiled program checks it.
+bool are_equal(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
-  if (a.size() != b.size()) return false;
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (!a[i].sym_eq(b[i]).expect_true(__FILE__, __LINE__)) return false;
-  }
-  return true;
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& size, const auto& other) { return are_equal(size, other); });
 }
 
 // Whether a size is 1, or equal to another. A size that is known only at run time counts as such only if it is the same
@@ -28,7 +26,7 @@ bool is_same(const c10::SymInt& a, const c10::SymInt& b) { return TORCH_GUARD_OR
 
 // Whether a batch size of a parameter is 1 or the input's.
 bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
-  return is_one(size) || is_same(size, input_size) || size.sym_eq(input_size).expect_true(__FILE__, __LINE__);
+  return is_one(size) || is_same(size, input_size) || are_equal(size, input_size);
 }
 
 bool all_one(SymIntArrayRef sizes) { return std::all_of(sizes.begin(), sizes.end(), is_one); }
@@ -187,7 +185,7 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
     bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
     for (size_t d = 0; fits && d < shape.size(); ++d) {
       const bool is_channels = d == 1 || shape.size() == 1;
-      fits = is_channels ? are_equal({shape[d]}, {sizes[1]}) : broadcasts_to(shape[d], sizes[d]);
+      fits = is_channels ? are_equal(shape[d], sizes[1]) : broadcasts_to(shape[d], sizes[d]);
     }
     TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, *], with C = ", sizes[1],
                 " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,

@@ -64,10 +64,20 @@ def layer_norm(
         in each call. The gradient of a parameter has the shape and dtype of the parameter.
 
         Sums are accumulated in float32 (float64 for float64 input). The error in float32 is at most
-        ``5e-7 * (1 + |weight * normalized input| + |bias|)``, for any mean of the input and up to the largest numbers
-        of the dtype. The result of a row does not depend on the other rows, their number, memory addresses or the
-        number of threads. Unlike torch's, the output has the dtype of ``input`` when the parameters are float32, on
-        every device and under autocast.
+        ``5e-7 * (|weight| * (1 + |normalized input|) + |bias|)``, for any mean of the input up to 1e6 standard
+        deviations and up to the largest numbers of the dtype, also under :mod:`torch.func` and ``vmap`` and in forward
+        mode. On a CPU and in these transforms, ``eps`` may be 0 for the smallest numbers, too; on a GPU, their squares
+        underflow unless ``eps`` is at least 1e-30 (1e-280 in float64). The operators of ``trace_as("aten")`` have
+        torch's precision.
+
+        The gradients have a similar precision if ``1 / sqrt(variance + eps)``, which is saved for backward, does not
+        overflow. The sums over the rows in the gradients of the parameters are off by at most 1.1e-6 of the sum of the
+        absolute values, on a GPU by 4.1e-6. With :func:`torch.set_flush_denormal`, second derivatives of rows that
+        deviate by more than 8e37 are zero.
+
+        The result of a row does not depend on the other rows, their number, memory addresses or the number of threads.
+        Unlike torch's, the output has the dtype of ``input`` when the parameters are float32, on every device and under
+        autocast.
 
         The function is differentiable to any order in reverse mode, in forward mode, and under :mod:`torch.func` and
         ``vmap``.

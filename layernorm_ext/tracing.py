@@ -27,8 +27,9 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     With ``"kernel"``, a graph calls this package's kernels and needs the package to run. With ``"aten"``, it calls
     :func:`torch.nn.functional.layer_norm` or :func:`torch.nn.functional.rms_norm`, with additions, permutations and
     dtype conversions as the arguments require. Such a graph runs without this package, other tools can read it,
-    compilers may fuse the norm with its neighbours, and the results have torch's precision. ``None`` restores the
-    defaults: ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
+    compilers may fuse the norm with its neighbours, and the results have torch's precision: the error grows with the
+    mean, and numbers whose squares overflow (1e20 in float32) give NaN or zero. ``None`` restores the defaults:
+    ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
     :func:`torch.export.export`, :func:`torch.onnx.export` and :func:`torch.jit.trace`.
 
     A call sets the choice for the whole process. A ``with`` statement restores the previous choice at its end.
@@ -164,7 +165,7 @@ def norm_over_ragged(
     rms: bool,
     inplace: bool,
 ) -> Results:
-    """Normalize the values of a jagged tensor over dimensions that include the ragged one, like :func:`norm`."""
+    """Normalize the values of a jagged tensor over dimensions that include the ragged one, with torch's precision."""
     x, total = values, None
     if residual is not None:
         x = values + residual

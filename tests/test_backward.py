@@ -28,6 +28,7 @@ from shapes import (
     random_args,
     rows_and_images,
     run,
+    tiny_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -104,6 +105,21 @@ def test_error_at_a_mean_of_10_000(backend, cols):
         assert abs(exact(gradient) - right).max() <= 5e-7 * abs(right).max(), name
 
 
+@rows_and_images
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
+@pytest.mark.parametrize("cols", [5, 24, 400, 1100])
+def test_parameter_gradients_of_equal_terms(backend, run, dtypes, cols):
+    """Equal numbers round in the same direction each time, as in the gradient of a sum or a mean of the output."""
+    sum_error = 0 if backend.name == "cpu" else 3e-6  # a GPU adds up to 256 rows one by one
+    for rows in (31, 256, 4100) if cols > 24 else (256, 8200, 20000):
+        x = randn((1, cols), dtypes[0], backend.device).expand(rows, cols)
+        w = randn(cols, dtypes[1], backend.device)
+        for value in (1 / 3, 0.7, 1.2345678, 1.1):
+            dy = torch.full((rows, cols), value, dtype=dtypes[0], device=backend.device)
+            gradients = run(backend, x, dy, w, w, mask=[False, True, True])[3:]
+            check_backward(gradients, dy, x, w, w, context=(rows, value), sum_error=sum_error)
+
+
 @pytest.mark.parametrize("dtypes", [(F16, F16), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
 def test_parameter_gradients_of_many_rows(backend, dtypes):
     """At most 0.3 % off, which leaves room for one rounding to bf16 (0.2 %). torch is off by up to 42 %."""
@@ -134,6 +150,79 @@ def test_hard_values(backend, run, dtypes, cols, rms):
     ordinary = run(backend, x[[0, 0]], dy[[0, 0]], w, b, rms=rms)
     chosen = (0, 2, 3) if rms else range(4)  # without the mean
     assert_same_bits([results[i][0] for i in chosen], [ordinary[i][0] for i in chosen])
+
+
+# The least eps, in float32 and in float64, that hides the squares which underflow in the CUDA kernels.
+SMALLEST_EPS = {"cpu": (0.0, 0.0), "cuda": (1e-30, 1e-280), "emulated": (1e-30, 1e-280)}
+
+
+@rows_and_images
+@all_dtypes
+@pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("eps", [0.0, 1e-44])
+def test_tiny_values(backend, run, dtypes, cols, rms, eps):
+    """Squares underflow without an eps that hides them. An ordinary row keeps its bits."""
+    eps = max(eps, SMALLEST_EPS[backend.name][dtypes[0] == F64])
+    x = torch.cat([tiny_rows(dtypes[0], cols), randn((1, cols), dtypes[0])]).to(backend.device)
+    _, dy, w, b = random_args(backend, dtypes, *x.shape)
+    dy = dy / 256  # else float16 gradients overflow
+    results = run(backend, x, dy, w, b, eps, rms=rms)
+    check(results, x, dy, w, b, eps, rms=rms)
+    ordinary = run(backend, x[[-1, -1]], dy[[-1, -1]], w, b, eps, rms=rms)
+    chosen = (0, 2, 3) if rms else range(4)  # without the mean
+    assert_same_bits([results[i][-1] for i in chosen], [ordinary[i][0] for i in chosen])
+
+
+@rows_and_images
+@data_dtypes
+@pytest.mark.parametrize("eps", [1e-5, 1e-20, 1e-45, 1e-300])
+def test_constant_rows_of_any_size(backend, run, dtype, eps):
+    """They give exactly the bias. The gradients are divided by the root of eps, if its reciprocal is a number."""
+    eps = max(eps, SMALLEST_EPS[backend.name][dtype == F64])
+    limits = torch.finfo(dtype)
+    values = torch.tensor([limits.max, -limits.max / 4, 1e4, -3, 0, limits.tiny], dtype=F64).to(dtype)
+    for cols in (1, 7, 64, 1024):
+        x = values[:, None].repeat(1, cols).to(backend.device)
+        dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, cols, cols))
+        y, mean, rstd, *gradients = run(backend, x, dy, w, b, eps)
+        assert torch.equal(y, b.expand_as(y)) and torch.equal(mean, x[:, :1].to(mean.dtype))
+        right = torch.tensor(eps**-0.5, dtype=rstd.dtype, device=backend.device)  # infinity in float32 for 1e-300
+        torch.testing.assert_close(rstd, right.expand_as(rstd), rtol=torch.finfo(rstd.dtype).eps, atol=0)
+        if right.isfinite():
+            assert not gradients[1].any()
+            if eps**-0.5 < limits.max / 1000:
+                check_backward(gradients, dy, x, w, b, eps, context=(cols,))
+
+
+@rows_and_images
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
+def test_infinite_eps_gives_the_bias_and_zero_gradients(backend, run, dtype):
+    """Also where differences overflow."""
+    x = hard_rows(dtype, 64).to(backend.device)
+    dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, 64, 64))
+    y, _, rstd, grad_input, grad_weight, _ = run(backend, x, dy, w, b, torch.inf)
+    assert torch.equal(y, b.expand_as(y))
+    assert not (rstd.any() or grad_input.any() or grad_weight.any())
+
+
+@rows_and_images
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
+def test_flushing_subnormal_numbers_keeps_gradients_of_huge_rows(backend, run, dtype):
+    """The rstd of such rows is subnormal."""
+    if backend.name != "cpu":
+        pytest.skip("torch.set_flush_denormal concerns the CPU's arithmetic")
+    x = hard_rows(dtype, 64)[7:10]
+    dy, w, b = (randn(shape, dtype) for shape in (x.shape, 64, 64))
+    dy = dy * 2.0**60  # makes grad_input a normal number
+    expected = run(backend, x, dy, w, b)
+    try:
+        assert torch.set_flush_denormal(True)
+        results = run(backend, x, dy, w, b)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (expected[2] < torch.finfo(expected[2].dtype).tiny).any()
+    assert_same_bits(results, expected)
 
 
 @rows_and_images

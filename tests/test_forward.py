@@ -63,6 +63,22 @@ def test_results_match_float64(backend, dtypes, columns):
             assert torch.equal(results[1], mean) and torch.equal(results[2], rstd)
 
 
+@rows_and_images
+@all_dtypes
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_weights_of_any_size(backend, run, dtypes, rms, offset):
+    """The error is relative to the weight, without a bias and with one, however small or large."""
+    for rows, cols in ((500, 64), (200, 768), (20, 5000)):
+        x = randn((rows, cols), dtypes[0], backend.device, offset)
+        largest = 3 if dtypes[0] == F16 else 4  # output of fp16 stays below 65504
+        magnitudes = 10.0 ** torch.randint(-4, largest + 1, (2, cols))
+        w, b = (magnitudes * (torch.rand(2, cols) + 0.1)).to(dtypes[1]).to(backend.device)
+        for bias in (None, b):
+            output, mean, rstd, *_ = run(backend, x, x, w, bias, mask=[False] * 3, rms=rms)
+            check_forward((output, mean, rstd), x, w, bias, context=(rows, cols), rms=rms)
+
+
 @pytest.mark.parametrize("dtypes", DTYPES[1:], ids=dtypes_id)  # in float64, rounding 1 / cols may change rstd
 @pytest.mark.parametrize("cols", [2, 16, 30, 64, 98, 500, 1100, 5000])
 def test_ties_round_to_even(backend, dtypes, cols):
@@ -168,7 +184,7 @@ def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
     """In input, parameters and output. AVX-512's own conversion to bf16 flushes them to zero."""
     dtype, parameter_dtype = dtypes
     smallest = torch.finfo(dtype).smallest_normal
-    if dtype == F16:  # the squares of bf16's subnormal numbers are 0 in float32
+    if dtype == F16:  # the reciprocal of bf16's subnormal numbers is infinite in float32
         x = (randn((3, cols), F64) * smallest / 4).to(dtype).to(backend.device)
         check_forward(run(backend, x, x, eps=0.0)[:3], x, eps=0.0)
     parameter = (randn(cols, F64) * smallest / 8).to(parameter_dtype).to(backend.device)

@@ -534,3 +534,20 @@ def test_eager_calls_ignore_the_setting():
     expected = layer_norm(x, (64,))
     with trace_as("aten"):
         assert torch.equal(layer_norm(x, (64,)), expected)
+
+
+@pytest.mark.parametrize("norm", [LayerNorm(64), layernorm_ext.RMSNorm(64, eps=1e-6)], ids=repr)
+def test_aten_operators_have_the_range_of_torch(norm):
+    """As the documents say: squares of 1e30 overflow, where the kernels are right."""
+    x = 1e30 * randn((3, 64), F32)
+    program = torch.export.export(norm, (x,)).module()
+    torch.testing.assert_close(program(x), super(type(norm), norm).forward(x), equal_nan=True, **SAME_BITS)
+    assert not torch.allclose(program(x), norm(x)) and norm(x).isfinite().all()
+
+
+def test_compiled_jagged_rows_have_the_range_of_torch():
+    """Over the ragged dimension, which the compiled program normalizes by aten's operators."""
+    x = torch.nested.nested_tensor([1e30 * torch.randn(n, 8) for n in (3, 5)], layout=torch.jagged)
+    compiled = torch.compile(lambda x: layer_norm(x, x.shape[1:]), backend="eager")
+    assert layer_norm(x, x.shape[1:]).values().isfinite().all()
+    assert not torch.allclose(compiled(x).values(), layer_norm(x, x.shape[1:]).values())

@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "../dtypes.h"
 #include "row.h"
@@ -31,7 +32,7 @@ constexpr int kFewRows = 2;
 // The rows that the second loop handles together at most. The coefficients of two fill the 16 registers of AVX2: 1576 x
 // 384 floats take 0.9 of the time of four.
 constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
-constexpr int64_t kMaxBlockRows = 64;
+constexpr int64_t kMaxBlockRows = kSumRows;
 constexpr int kByColumns = 0;  // in place of a number of rows
 constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
 
@@ -104,7 +105,7 @@ struct Backward {
   Backward(const BackwardParams& p, const Slots& slots, Acc* partials) : p(p), slots(slots), partials(partials) {}
 
   // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
-  // from the output.
+  // from the output. A subnormal rstd may be read as zero, see divide_rstd().
   bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
   Acc scale(Acc mean, Acc rstd) const {
     if (p.from_output) return rstd;
@@ -126,8 +127,9 @@ struct Backward {
   // Whether dx is prefetched before the sums of a row are computed, because stores would wait for lines in memory: 8192
   // x 1000 floats take 0.7 of the time.
   const bool prefetches_dx = steps.in_memory && !streaming && p.grad_input.data;
-  Acc* const partials;  // [areas, 2, padded_cols], packs in the order of X
-  const Coefficients<Acc> coefficients = {partials + 2 * slots.areas * padded_cols, p.groups * p.rows};  // of all rows
+  Acc* const partials;  // [areas + second_areas, 2, padded_cols], packs in the order of X
+  const Coefficients<Acc> coefficients = {partials + 2 * (slots.areas + slots.second_areas) * padded_cols,
+                                          p.groups * p.rows};  // of all rows
 };
 
 // d (see Coefficients) for a pack of x. Weight and bias are those of the row's group.
@@ -171,7 +173,11 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
   PerRow<Acc, kCount> rstd;
   for (int k = 0; k < kCount; ++k) {
     mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
-    rstd[k] = special && b.p.from_output ? Acc(1) : rstds[k * rstd_stride] / scale;
+    if (special) {
+      rstd[k] = b.p.from_output ? Acc(1) : divide_rstd(rstds + k * rstd_stride, scale);
+    } else {
+      rstd[k] = rstds[k * rstd_stride];
+    }
   }
   const auto rstd_scaled = to_doubles(rstd);
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
@@ -280,12 +286,11 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
 
   // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
   constexpr int kAtOnce = kCount == kByColumns ? 1 : kCount;
-  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce], rstd[kAtOnce];
+  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce];
   Pack<Acc> minus_shift[kAtOnce], minus_c1[kAtOnce], minus_c2[kAtOnce];
   const auto load_coefficients = [&](int64_t row) {
     for (int k = 0; k < kAtOnce; ++k) {
       mean[k] = broadcast(c.mean()[row + k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[row + k]);
-      rstd[k] = special ? rstd_scaled[k] * scale : rstd_scaled[k];
       minus_shift[k] = broadcast(c.minus_shift()[row + k]), minus_c1[k] = broadcast(c.minus_c1()[row + k]);
       minus_c2[k] = broadcast(c.minus_c2()[row + k]);
     }
@@ -313,7 +318,8 @@ void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
         const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
         if constexpr (with_dweight) dw = fma(v, xhat, dw);
         if constexpr (with_dx) {
-          auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd[k];
+          auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd_scaled[k];
+          if constexpr (special) result = result * scale;
           if (dsum) result = result + load<X>(dsum + (row + k) * dsum_stride + j, lanes);
           store<X, B::kMayHaveNan>(dx + (row + k) * dx_stride + j, result, store_lanes<streaming>(lanes));
         }
@@ -430,21 +436,62 @@ void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
   if (b.streaming) streaming_fence();
 }
 
+// Runs the second loop for columns [begin, begin + n) of the rows of a slot. The partial sums of up to kSumRows rows go
+// to an area; those of the next ones go to the second area and are then added to the first.
+template <class B>
+class SlotSums {
+ public:
+  SlotSums(const B& b, int64_t area, int64_t second_area, int64_t begin, int64_t n)
+      : b_(b), area_(area), second_area_(b.slots.areas + second_area), begin_(begin), n_(n) {}
+
+  // Adds rows r to r + count - 1 of a group.
+  void add(int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_special) {
+    if (rows_ + count > kSumRows) next_sum();
+    finish_(b_, is_first_ ? area_ : second_area_, group, r, count, rows_ == 0, c, any_special, begin_, n_);
+    rows_ += count;
+  }
+
+  // Adds the last rows to the area. The caller has added at least one row.
+  void end() {
+    if (!is_first_) next_sum();
+  }
+
+ private:
+  void next_sum() {
+    if (!is_first_) {
+      add_area(b_.dweight(area_), b_.dweight(second_area_));
+      add_area(b_.dbias(area_), b_.dbias(second_area_));
+    }
+    is_first_ = false;
+    rows_ = 0;
+  }
+  void add_area(typename B::Acc* sums, const typename B::Acc* more) const {
+    if (!sums) return;
+    for_each_pack<typename B::Acc, 1>(begin_, n_, [&](int, int64_t j, auto) {
+      write(sums + j, read(sums + j, AllLanes{}) + read(more + j, AllLanes{}), AllLanes{});
+    });
+  }
+
+  const B& b_;
+  decltype(choose_finish_rows(std::declval<const B&>())) finish_ = choose_finish_rows(b_);
+  const int64_t area_, second_area_, begin_, n_;
+  int64_t rows_ = 0;  // in the current sum
+  bool is_first_ = true;
+};
+
 // Handles all rows of a slot; its partial sums go to an area of the workspace.
 template <class B>
-void backward_slot(const B& b, int64_t slot, int64_t area) {
-  const auto finish = choose_finish_rows(b);
-  bool first = true;
+void backward_slot(const B& b, int64_t slot, int64_t area, int64_t second_area) {
+  SlotSums<B> sums(b, area, second_area, 0, b.p.cols);
   for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
     for (int64_t k = 0; b.prefetches_dx && k < count; ++k) {
       prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
     }
-    const bool any_special = coefficients(b, group, r, count, c);
-    finish(b, area, group, r, count, first, c, any_special, 0, b.p.cols);
-    first = false;
+    sums.add(group, r, count, c, coefficients(b, group, r, count, c));
   });
+  sums.end();
 }
 
 // Stores the sums in an area, for columns [begin, end), as the gradients of a group.
@@ -473,19 +520,18 @@ void backward_sharing_columns(const B& b) {
       });
     });
   }
-  const auto finish = choose_finish_rows(b);
   const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
   parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
       const int64_t slot = task / tiles, begin = task % tiles * kTile;
-      bool first = true;
+      SlotSums<B> sums(b, slot, slot, begin, min(kTile, p.cols - begin));
       for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
         const auto c = b.coefficients.from(group * p.rows + r);
         bool any_special = false;
         for (int64_t k = 0; k < count; ++k) any_special |= is_scaled(b, c, k);
-        finish(b, slot, group, r, count, first, c, any_special, begin, min(kTile, p.cols - begin));
-        first = false;
+        sums.add(group, r, count, c, any_special);
       });
+      sums.end();
       if (b.slots.are_gradients) store_gradients(b, slot, slot, begin, min(begin + kTile, p.cols));
     }
   });
@@ -503,18 +549,18 @@ void backward(const B& b) {
     parallel_for(slots.areas, 1, [&](int64_t area, int64_t end) {
       for (; area < end; ++area) {
         for (int64_t slot = area * slots.count / slots.areas; slot < (area + 1) * slots.count / slots.areas; ++slot) {
-          backward_slot(b, slot, area);
+          backward_slot(b, slot, area, area);
           store_gradients(b, slot, area, 0, p.cols);
         }
       }
     });
   } else {
-    parallel_for(slots.count, max(1, kGrain / (slots.rows * p.cols)), [&](int64_t slot, int64_t end) {
-      for (; slot < end; ++slot) {
+    parallel_for(slots.count, max(1, kGrain / (slots.rows * p.cols)), [&](int64_t first, int64_t end) {
+      for (int64_t slot = first; slot < end; ++slot) {
         // Another core may have read these partial sums in the last call, so that stores would wait for it: 3136 x 192
         // bf16 take 0.93 of the time if two cores share no cache (AMD EPYC).
         if (wants_parameters(p)) prefetch_row_for_write(b.dweight(slot), 2 * b.padded_cols);
-        backward_slot(b, slot, slot);
+        backward_slot(b, slot, slot, first);
       }
     });
   }
@@ -533,8 +579,9 @@ void backward(const BackwardParams& p) {
     const Slots slots(p);
     // The partial sums, and the coefficients of all rows. Those of few short rows are on the stack, which saves a fifth
     // of a microsecond per call.
-    const int64_t elements = 2 * slots.areas * padded_cols(p) + kCoefficients * p.groups * p.rows;
-    alignas(kVectorBytes) Acc stack[2 * kStackCols];
+    const int64_t areas = slots.areas + slots.second_areas;
+    const int64_t elements = 2 * areas * padded_cols(p) + kCoefficients * p.groups * p.rows;
+    alignas(kVectorBytes) Acc stack[4 * kStackCols];
     const bool fits_stack = slots.count == 1 && p.cols <= kStackCols;
     void* const workspace = fits_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
     backward(Backward<T, X, W>(p, slots, static_cast<Acc*>(workspace)));

@@ -131,7 +131,7 @@ int64_t padded(int64_t pixels) {
 // The mean is (center + correction) / scale.
 template <class Acc>
 struct Statistics {
-  PerPixel<Acc> scale;       // 1, or kScale if a sum would overflow
+  PerPixel<Acc> scale;       // 1, kShrink if a sum would overflow, or kEnlarge if squares would underflow
   PerPixel<Acc> center;      // an estimate of the mean, times scale
   PerPixel<Acc> correction;  // mean of (x * scale - center)
   PerPixel<Acc> rstd;        // over scale
@@ -151,7 +151,7 @@ void add_residual(const ForwardParams& p, const Place& place) {
 }
 
 // Sets all statistics but, if `scaled`, the scale. The average of the first run of channels estimates the mean; if it
-// is too far off in a pixel, the block is read again. Returns whether all variances are finite.
+// is too far off in a pixel, the block is read again. Returns whether no pixel needs a scale.
 template <bool scaled, class X>
 bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
                      Statistics<AccOf<X>>& stats) {
@@ -180,23 +180,24 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
         squares.add(j, square);
       });
     });
-    bool finite = true, is_far = false;
+    bool in_range = true, is_far = false;
     for (int64_t j = 0; j < padded<Acc>(block_pixels); ++j) {
       const double correction = p.rms ? 0 : runs.mean<Acc>(deviations[j]);
       double variance = runs.mean<Acc>(squares[j]) - correction * correction;
       variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
-      double deviation = std::sqrt(variance + p.eps);
-      // eps * kScale^2 may underflow; its root does not.
-      if (scaled && stats.scale[j] != 1) deviation = ::hypot(std::sqrt(variance), std::sqrt(p.eps) * kScale<Acc>);
+      double rstd = 1 / std::sqrt(variance + p.eps);
+      if (scaled && stats.scale[j] != 1) rstd = scaled_rstd(variance, p.eps, stats.scale[j]);
       stats.correction[j] = static_cast<Acc>(correction);
-      stats.rstd[j] = static_cast<Acc>(1 / deviation);
-      if (!scaled) stats.scale[j] = std::isfinite(variance) ? Acc(1) : kScale<Acc>;
-      finite &= std::isfinite(variance);
+      stats.rstd[j] = static_cast<Acc>(rstd);
+      const bool is_small = p.eps < kSmallestVariance<Acc> && !(variance > kSmallestVariance<Acc>);
+      const bool needs_scale = !std::isfinite(variance) || is_small;
+      if (!scaled) stats.scale[j] = needs_scale ? scale_for(stats.rstd[j], stats.center[j]) : Acc(1);
+      in_range &= !needs_scale;
       if (!is_estimate || !(correction * correction > variance)) continue;
       stats.center[j] = static_cast<Acc>(stats.center[j] + correction);
       is_far = true;
     }
-    if (!is_far) return finite;
+    if (!is_far) return in_range;
   }
 }
 
@@ -239,13 +240,13 @@ void forward_block(const ForwardParams& p, const Place& place) {
   Statistics<Acc> stats;
   if (find_statistics<false>(p, x, place.pixels, stats)) {
     normalize<false, W>(p, place, x, stats, y);
-  } else {  // a pixel's sum overflowed, or it holds NaN or infinity and will give NaN again
+  } else {  // a pixel's sums overflowed or its squares underflowed, or it holds NaN or infinity
     find_statistics<true>(p, x, place.pixels, stats);
     normalize<true, W>(p, place, x, stats, y);
   }
   for (int64_t j = 0; j < padded<Acc>(place.pixels); ++j) {
     stats.center[j] = static_cast<Acc>((double(stats.center[j]) + stats.correction[j]) / stats.scale[j]);
-    stats.rstd[j] = stats.rstd[j] * stats.scale[j];
+    if (stats.scale[j] != 1) store_rstd(stats.rstd + j, stats.rstd[j], stats.scale[j], p.eps);
   }
   const auto mean = place.of<Acc>(p.mean), rstd = place.of<Acc>(p.rstd);
   for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
@@ -259,7 +260,7 @@ void forward_block(const ForwardParams& p, const Place& place) {
 // The coefficients of each pixel for the second loop; see Coefficients in backward.cpp.
 template <class Acc>
 struct Coefficients {
-  PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2, rstd;
+  PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2;
 };
 
 // The arrays of one block, with the parameters of its image.
@@ -362,7 +363,8 @@ void second_loop(const B& b, const Coefficients<typename B::Acc>& coef, bool fir
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
             const auto g = v * run.weight[k] - read(coef.c2 + j, AllLanes{});
-            auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd + j, AllLanes{});
+            auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd_scaled + j, AllLanes{});
+            if constexpr (special) result = result * read(coef.scale + j, AllLanes{});
             if (b.dsum.data) result = result + load<X>(b.dsum.channel(c + k) + j, lanes);
             store<X, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
           }
@@ -381,18 +383,20 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
   Coefficients<Acc> coef;
   bool any_special = p.from_output;
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
+    const Pack<Acc> ones = broadcast(Acc(1));
     for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
       write(coef.mean + j, b.mean ? load<typename B::X>(b.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
-      write(coef.rstd + j, load<typename B::X>(b.rstd + j, lanes), AllLanes{});
+      write(coef.rstd_scaled + j, load<typename B::X>(b.rstd + j, lanes), AllLanes{});
+      write(coef.scale + j, zero_outside<kEvenOdd<typename B::X>>(ones, lanes), AllLanes{});
     });
     for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-      // No difference overflows in a pixel whose standard deviation is below 2^60. Pixels outside the block have an
-      // rstd of 0.
-      const bool is_huge = !p.from_output && coef.rstd[j] < Acc(0x1p-60) && coef.rstd[j] != 0;
+      // No difference overflows in a pixel whose standard deviation is below 2^60.
+      const bool is_inside = coef.scale[j] != 0, is_huge = is_inside && coef.rstd_scaled[j] < Acc(0x1p-60);
       any_special |= is_huge;
-      coef.scale[j] = is_huge ? kScale<Acc> : Acc(1);
+      coef.scale[j] = p.from_output ? coef.rstd_scaled[j] : is_huge ? kShrink<Acc> : Acc(1);
       coef.mean[j] *= coef.scale[j];
-      coef.rstd_scaled[j] = p.from_output ? Acc(1) : coef.rstd[j] / coef.scale[j];
+      if (p.from_output) coef.rstd_scaled[j] = 1;
+      if (!p.from_output && is_huge) coef.rstd_scaled[j] = divide_rstd(coef.rstd_scaled + j, kShrink<Acc>);
     }
   }
   dispatch_flags(

@@ -31,7 +31,7 @@ namespace {
 template <class Acc, int kCount>
 struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
-  bool finite;
+  bool in_range;           // no sum overflowed, and no squares underflowed
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
 };
 
@@ -61,10 +61,11 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
 }
 
 // The statistics of kCount rows, the first at x, with the given centers. A row whose center is an estimate too far from
-// the mean is read again. The differences are stored unless `differences` is nullptr.
+// the mean is read again. If scaled, the rows are first multiplied by the scale. The differences are stored unless
+// `differences` is nullptr.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
 Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
-                                        const PerRow<AccOf<X>, kCount>& center, bool is_estimate,
+                                        AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center, bool is_estimate,
                                         Differences differences = nullptr) {
   using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
@@ -75,7 +76,8 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
-        const auto d = zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, lanes) - centers[r], lanes);
+        const auto d =
+            zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, scale, lanes) - centers[r], lanes);
         if constexpr (!std::is_null_pointer_v<Differences>)
           write(differences + j * kCount + r * kPackSize<Acc>, d, AllLanes{});
         s.values[0][r][pack] = s.values[0][r][pack] + d;
@@ -85,24 +87,27 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     return s.total();
   });
   const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
-  Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, deviation;
+  Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
-  for (int r = 0; r < kCount; ++r) {
-    // eps * kScale^2 may underflow; its root does not.
-    deviation[r] =
-        scaled ? ::hypot(std::sqrt(variance[r]), std::sqrt(eps) * kScale<Acc>) : std::sqrt(variance[r] + eps);
+  if constexpr (scaled) {
+    for (int r = 0; r < kCount; ++r) rstd[r] = scaled_rstd(variance[r], eps, scale);
+  } else {
+    for (int r = 0; r < kCount; ++r) rstd[r] = std::sqrt(variance[r] + eps);
+    rstd = 1 / rstd;
   }
   // Tests of single rows would take a tenth of the time of rows of 17 columns.
-  const bool finite = all(variance < std::numeric_limits<double>::infinity());
+  bool in_range = all(variance < std::numeric_limits<double>::infinity());
+  if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
   const bool far = !all(~(correction * correction > variance));
   const auto rounded = [](const Doubles& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
-  Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(1 / deviation), finite, differences};
+  Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(rstd), in_range, differences};
   if (!far || !is_estimate) return stats;
   stats.differences = nullptr;
   for (int r = 0; r < kCount; ++r) {
     if (!(correction[r] * correction[r] > variance[r])) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row = statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, mean, false);
+    const auto row =
+        statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
     stats.center[r] = row.center[0], stats.correction[r] = row.correction[0], stats.rstd[r] = row.rstd[0];
   }
   return stats;
@@ -111,7 +116,7 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
 // The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
 Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
-                                        Differences differences = nullptr) {
+                                        AccOf<X> scale, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   PerRow<Acc, kCount> center = {};
   if (!rms) {
@@ -119,11 +124,11 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     Accumulators<Acc, kCount, 1, 1> first;
     for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kCount; ++r) first.values[0][r][0] = load_row<X, scaled>(x + r * stride + j, lanes);
+      for (int r = 0; r < kCount; ++r) first.values[0][r][0] = load_row<X, scaled>(x + r * stride + j, scale, lanes);
     });
     center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, center, !rms, differences);
+  return statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, scale, center, !rms, differences);
 }
 
 // Whether output that is not streamed is prefetched if the input is, because a store to a line in memory would wait for
@@ -147,7 +152,7 @@ void prefetch_for_write(T* p) {
 
 template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, class T, class X, class W>
 void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
-               const Statistics<AccOf<X>, kCount>& stats, int64_t prefetched) {
+               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> scale, int64_t prefetched) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
   T* const y = p.output.row<T>(group, r);
@@ -170,7 +175,7 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
         if constexpr (has_differences) {
           d = read(stats.differences + j * kCount + k * kPackSize<Acc>, AllLanes{});
         } else {
-          d = load_row<X, scaled>(x + k * x_stride + j, lanes) - center[k];
+          d = load_row<X, scaled>(x + k * x_stride + j, scale, lanes) - center[k];
         }
         auto v = fma(d, rstd[k], minus_shift[k]);  // xhat
         if (weight && bias) {
@@ -208,11 +213,11 @@ void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& v
   const int64_t prefetched = p.residual.data ? 0 : rows_to_prefetch<X>(rows, p.cols, kCount);
   const bool streaming =
       kCount <= 2 && is_long<T>(p.cols) && should_stream<T>(p.output, rows * p.cols, kMinStreamedOutput);
-  if (stats.finite) {
+  if (stats.in_range) {
     constexpr bool kMayHaveDifferences = kMayStoreDifferences<Threads, kPacks, T, X>;
     const auto store_output = [&](auto streams, auto has_differences) {
       normalize<Threads, kCount, false, streams, has_differences, T, X, W>(p, group, r, values, chunks, stats,
-                                                                           prefetched);
+                                                                           /*scale=*/1, prefetched);
     };
     if (streaming) {
       store_output(std::bool_constant<kCount <= 2>{}, std::false_type{});
@@ -227,15 +232,16 @@ void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& v
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
-      const auto row = statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms);
+      const auto row =
+          statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms, /*scale=*/1);
       finish_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks, row);
     }
-  } else {  // a sum overflowed, or the row holds NaN or infinity and will give NaN again
-    constexpr Acc s = kScale<Acc>;
-    const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms);
-    normalize<Threads, 1, true, false, false, T, X, W>(p, group, r, values, chunks, scaled, prefetched);
-    if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / s);
-    *rstd = scaled.rstd[0] * s;
+  } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
+    const Acc scale = scale_for(stats.rstd[0], stats.center[0]);
+    const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
+    normalize<Threads, 1, true, false, false, T, X, W>(p, group, r, values, chunks, scaled, scale, prefetched);
+    if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / scale);
+    store_rstd(rstd, scaled.rstd[0], scale, p.eps);
   }
 }
 
@@ -258,7 +264,8 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
     if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
-      stats[k / kCount] = statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms, to...);
+      stats[k / kCount] =
+          statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms, /*scale=*/1, to...);
     };
     stores ? find(differences + k * padded_cols(p)) : find();
   }

@@ -1,6 +1,8 @@
 // Loops over rows, shared by forward and backward.
 #pragma once
 
+#include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "kernels.h"
@@ -253,15 +255,67 @@ inline void prefetch_to_l2(const T* p) {
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
-// Rows in which a sum of squares or a difference would overflow are first multiplied by this power of two, which is
-// exact. kScale^2 times the square of the largest number is finite, and so is 1 / kScale.
+// Rows in which a sum of squares or a difference would overflow, or squares underflow, are first multiplied by one of
+// these powers of two, which is exact. kShrink^2 times the square of the largest number is finite, and so is
+// 1 / kShrink.
 template <class Acc>
-constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
+constexpr Acc kShrink = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
+template <class Acc>
+constexpr Acc kEnlarge = 1 / kShrink<Acc>;
+
+// Squares whose mean is larger lose no digit to underflow, even if the processor flushes subnormal numbers to zero.
+template <class Acc>
+constexpr double kSmallestVariance = sizeof(Acc) == 4 ? 0x1p-100 : 0x1p-960;
+
+// The scale of a row whose variance is infinite, NaN, or below kSmallestVariance together with eps. In the last case
+// all differences are small, and so are all numbers unless the differences are zero.
+template <class Acc>
+inline Acc scale_for(Acc rstd, Acc center) {
+  return rstd > 1 && center > -1 && center < 1 ? kEnlarge<Acc> : kShrink<Acc>;
+}
+
+// rstd / scale of a scaled row. The reciprocal overflows in constant rows of large numbers, whose differences are zero.
+// eps * scale^2 may underflow; its root does not.
+template <class Acc>
+inline double scaled_rstd(double variance, double eps, Acc scale) {
+  const double rstd = 1 / ::hypot(std::sqrt(variance), std::sqrt(eps) * scale);
+  constexpr double kMax = std::numeric_limits<Acc>::max();
+  return eps > 0 && rstd > kMax ? kMax : rstd;
+}
+
+// torch.set_flush_denormal(True) makes the processor read and write subnormal numbers as zero, but rstd is subnormal in
+// rows of the largest numbers. These functions read and write its bits as an integer.
+template <class Acc>
+using BitsOf = std::conditional_t<sizeof(Acc) == 4, uint32_t, uint64_t>;
+
+// Stores rstd * scale, where rstd is that of scaled_rstd().
+template <class Acc>
+inline void store_rstd(Acc* to, Acc rstd, Acc scale, double eps) {
+  using Limits = std::numeric_limits<Acc>;
+  if (rstd == Limits::max()) {
+    *to = static_cast<Acc>(1 / std::sqrt(eps));
+  } else if (scale < 1 && rstd * scale < Limits::min()) {
+    const auto bits = static_cast<BitsOf<Acc>>(std::nearbyint(rstd * (scale / Limits::min()) / Limits::epsilon()));
+    std::memcpy(to, &bits, sizeof(bits));
+  } else {
+    *to = rstd * scale;
+  }
+}
+
+// rstd / scale, for a scale of at least the smallest normal number.
+template <class Acc>
+inline Acc divide_rstd(const Acc* rstd, Acc scale) {
+  using Limits = std::numeric_limits<Acc>;
+  BitsOf<Acc> bits;
+  std::memcpy(&bits, rstd, sizeof(bits));
+  if (bits >> (Limits::digits - 1)) return *rstd / scale;
+  return static_cast<Acc>(bits) * Limits::epsilon() * (Limits::min() / scale);
+}
 
 template <class X, bool scaled, class Lanes>
-inline Pack<AccOf<X>> load_row(const X* x, Lanes lanes) {
+inline Pack<AccOf<X>> load_row(const X* x, AccOf<X> scale, Lanes lanes) {
   const auto v = load<X>(x, lanes);
-  if constexpr (scaled) return v * kScale<AccOf<X>>;
+  if constexpr (scaled) return v * scale;
   return v;
 }
 
