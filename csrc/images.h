@@ -6,8 +6,8 @@
 namespace layernorm {
 
 // Images [N, C, *], or a parameter of them, as rows: the channels are the last of `dims` dimensions. Parameters [N, C]
-// lack the last dimensions, and parameters [C] have nothing to move. [N, C, 1, 1] becomes [N, C] first, so that autograd
-// gives its gradient contiguous strides.
+// lack the last dimensions, and parameters [C] have nothing to move. [N, C, 1, 1] becomes [N, C] first, so that
+// autograd gives its gradient contiguous strides.
 Tensor channels_last(Tensor t, int64_t dims);
 optional<Tensor> channels_last(const optional<Tensor>& t, int64_t dims);
 

@@ -80,7 +80,8 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 
 namespace {
 
-// torch's own fallback requires that an operator returns the tensor that it changes, and torch.compile that it does not.
+// torch's own fallback requires that an operator returns the tensor that it changes, but torch.compile requires that it
+// does not.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   const auto resolve = [](const optional<Tensor>& t) { return present(t) ? t->resolve_neg() : t; };
   const auto residual = resolve(args.residual);
