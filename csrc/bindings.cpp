@@ -148,9 +148,14 @@ PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
   const Tensor input = a.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
   const optional<Tensor> residual = a.optionalTensor(1), weight = a.optionalTensor(2), bias = a.optionalTensor(3);
-  layernorm::check_images(input, residual, weight, bias, /*adaptive=*/a.toBool(9));
-  const bool rms = a.toBool(5), in_place = a.toBool(8);
-  TORCH_CHECK_TYPE(rms || !a.isNone(4), "layer_norm_2d(): argument 'eps' must be float, not NoneType");
+  const bool rms = a.toBool(5), in_place = a.toBool(8), adaptive = a.toBool(9);
+  layernorm::check_images(input, residual, weight, bias, adaptive);
+  const bool has_default = rms && !adaptive;
+  TORCH_CHECK_TYPE(has_default || !a.isNone(4),
+                   adaptive   ? "ada_"
+                   : residual ? "add_"
+                              : "",
+                   rms ? "rms" : "layer", "_norm_2d(): argument 'eps' must be float, not NoneType");
   const double eps = rms_eps(a.toDoubleOptional(4), input);
   const layernorm::Options options = {rms, a.toBool(6), a.toBool(7), /*preserve_layout=*/true};
   return call(layernorm::forward_images, {input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});

@@ -1,6 +1,9 @@
 #include "checks.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/functorch/TensorWrapper.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -19,17 +22,11 @@ bool are_equal(SymIntArrayRef a, SymIntArrayRef b) {
                     [](const auto& size, const auto& other) { return are_equal(size, other); });
 }
 
-// Whether a size is 1, or equal to another. A size that is known only at run time counts as such only if it is the same
-// symbol, so that tracing needs no guard.
-bool is_one(const c10::SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
-bool is_same(const c10::SymInt& a, const c10::SymInt& b) { return TORCH_GUARD_OR_FALSE(a.sym_eq(b)); }
-
-// Whether a batch size of a parameter is 1 or the input's.
+// Whether a batch size of a parameter is 1 or the input's. One expression, because a size that is known only at run
+// time may turn out to be either.
 bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
-  return is_one(size) || is_same(size, input_size) || are_equal(size, input_size);
+  return size.sym_eq(1).sym_or(size.sym_eq(input_size)).expect_true(__FILE__, __LINE__);
 }
-
-bool all_one(SymIntArrayRef sizes) { return std::all_of(sizes.begin(), sizes.end(), is_one); }
 
 void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
                            const optional<Tensor>& parameter) {
@@ -60,15 +57,15 @@ constexpr Names kNames = {"weight", "bias"};
 template <class F>
 void check_groups(const Tensor& input, const Tensor& weight, const Tensor& bias, const F& is_batch_dim,
                   const Names& names = kNames) {
-  const auto batch_sizes = [&](const Tensor& t) {
-    c10::SymDimVector sizes;
-    for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
-      if (is_batch_dim(d)) sizes.push_back(d < t.dim() ? t.sym_size(d) : c10::SymInt(1));
-    }
-    return sizes;
-  };
-  const auto weight_sizes = batch_sizes(weight), bias_sizes = batch_sizes(bias);
-  TORCH_CHECK(all_one(weight_sizes) || all_one(bias_sizes) || are_equal(weight_sizes, bias_sizes), "Expected ",
+  const auto size = [](const Tensor& t, int64_t d) { return d < t.dim() ? t.sym_size(d) : c10::SymInt(1); };
+  c10::SymBool equal = true, weight_is_shared = true, bias_is_shared = true;
+  for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
+    if (!is_batch_dim(d)) continue;
+    equal = equal.sym_and(size(weight, d).sym_eq(size(bias, d)));
+    weight_is_shared = weight_is_shared.sym_and(size(weight, d).sym_eq(1));
+    bias_is_shared = bias_is_shared.sym_and(size(bias, d).sym_eq(1));
+  }
+  TORCH_CHECK(equal.sym_or(weight_is_shared).sym_or(bias_is_shared).expect_true(__FILE__, __LINE__), "Expected ",
               names.first, " and ", names.second, " to have the same batch sizes, but got ", names.first, " of shape ",
               weight.sym_sizes(), ", ", names.second, " of shape ", bias.sym_sizes(), " and input of shape ",
               input.sym_sizes());
@@ -214,7 +211,7 @@ void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, cons
                 " and input of shape ", input.sym_sizes());
     check_parameter_type(name, input, *parameter);
     auto own = sizes.slice(0, own_dims);
-    while (!own.empty() && is_one(own.back())) own = own.slice(0, own.size() - 1);
+    while (!own.empty() && TORCH_GUARD_OR_FALSE(own.back().sym_eq(1))) own = own.slice(0, own.size() - 1);
     TORCH_CHECK(groups.empty() || own.empty() || are_equal(groups, own),
                 "Expected scale and shift to have the same batch sizes, but got scale of shape ", scale->sym_sizes(),
                 ", shift of shape ", sizes, " and input of shape ", input.sym_sizes());
@@ -224,14 +221,30 @@ void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, cons
 
 namespace {
 
-// Whether a tensor has memory that its sizes and strides describe; wrappers of torch.func and symbolic sizes do not.
+// The tensor inside the wrappers of torch.func and vmap.
+Tensor unwrap(Tensor t) {
+  while (true) {
+    if (auto* const wrapper = at::functorch::maybeGetTensorWrapper(t)) {
+      t = wrapper->value();
+    } else if (auto* const batch = at::functorch::maybeGetBatchedImpl(t)) {
+      t = batch->value();
+    } else {
+      return t;
+    }
+  }
+}
+
+// Whether a tensor has memory that its sizes and strides describe, which symbolic sizes do not.
 bool has_memory(const Tensor& t) {
   return t.has_storage() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
          !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
 }
 
-void check_allocated(const char* name, const Tensor& tensor) {
+void check_allocated(const char* name, const Tensor& wrapped) {
   using c10::DispatchKey;
+  const auto is_wrapper =
+      wrapped.key_set().has(DispatchKey::FuncTorchGradWrapper) || wrapped.key_set().has(DispatchKey::FuncTorchBatched);
+  const Tensor& tensor = is_wrapper ? unwrap(wrapped) : wrapped;
   const auto keys = tensor.key_set();
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize)) {
@@ -241,6 +254,21 @@ void check_allocated(const char* name, const Tensor& tensor) {
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
               tensor.sizes(), " has a freed storage");
 }
+// Throws torch's error if a function that is transformed by torch.func changes a tensor that is not its argument.
+void check_captured(const Tensor& tensor) {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  if (!local.included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) return;
+  using at::functorch::TransformType;
+  const auto layer = at::functorch::maybeCurrentDynamicLayer();
+  if (!layer || (layer->key() != TransformType::Grad && layer->key() != TransformType::Jvp)) return;
+  const auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor);
+  TORCH_CHECK(
+      wrapper && wrapper->level() == layer->layerId(),
+      "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation "
+      "(layernorm::forward_) that would mutate a captured Tensor: residual of shape ",
+      tensor.sym_sizes(), " is not an argument of the function");
+}
+
 void check_allocated(const char* name, const optional<Tensor>& tensor) {
   if (present(tensor)) check_allocated(name, *tensor);
 }
@@ -249,6 +277,7 @@ void check_allocated(const char* name, const optional<Tensor>& tensor) {
 
 void check_in_place(const ForwardArgs& args) {
   const Tensor& residual = *args.residual;
+  check_captured(residual);
   TORCH_CHECK(!residual.is_inference() || c10::InferenceMode::is_enabled(),
               "Inplace update to inference tensor outside InferenceMode is not allowed: residual of shape ",
               residual.sym_sizes(), " is an inference tensor. Clone it to get a normal tensor");

@@ -33,8 +33,8 @@ Tensor mean_of(const Tensor& t, int64_t count) { return t.mean(last_dims(count),
 // The differences x - mean, or x for RMSNorm, times the scale of their row, which is a power of two and a constant for
 // autograd. As in the kernels, the mean is corrected for its rounding, and a constant row has differences of zero.
 struct Differences {
-  // magnitude(first_scale, largest) returns an estimate of the standard deviation times first_scale, of which it is
-  // enough to know the order of magnitude; `largest` is the largest absolute difference times first_scale.
+  // magnitude(first_scale, largest) returns the order of magnitude of the standard deviation times first_scale;
+  // `largest` is the largest absolute difference times first_scale.
   template <class F>
   Differences(const Tensor& x, int64_t count, const Options& options, const F& magnitude) {
     // The products of up to three numbers between 2^-step and 2^step are far from overflow.
@@ -85,7 +85,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   const auto count = static_cast<int64_t>(normalized_shape.size());
   const auto acc = accumulate_type(input);
   Tensor sum;
-  if (present(residual)) sum = in_place ? residual->add_(input) : input + *residual;
+  if (present(residual)) sum = input + *residual;
   const Tensor x = (sum.defined() ? sum : input).to(acc);
   const double root = std::sqrt(std::fabs(eps));
   const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
@@ -97,6 +97,8 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   Tensor y = d.values * rstd;
   if (present(weight)) y = y * factor(*weight, acc, options);
   if (present(bias)) y = y + bias->to(acc);
+  // The residual changes last, because other arguments may share its memory.
+  if (in_place) sum = residual->copy_(sum);
   return {y.to(input.scalar_type()), sum, d.mean, rstd.detach() * d.scale};
 }
 

@@ -234,8 +234,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
   const ParameterTypes types(args.input, args.weight, args.bias);
-  // Has the layout of grad_input; the input itself may serve if that is not wanted. Elements of the input may share
-  // memory, but copies with this layout are written.
+  // A tensor with the layout of grad_input. If grad_input is not wanted, the input can take its place, unless its
+  // elements share memory: copies of other tensors get this layout, and are written.
   const bool allocates =
       wants_input || !(args.options.preserve_layout ? input.is_non_overlapping_and_dense() : input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;

@@ -49,9 +49,9 @@ void for_each(const Tuple& tuple, const F& f) {
   std::apply([&](auto&... elements) { (f(elements), ...); }, tuple);
 }
 
-// A node with up to four inputs. N::derivative(gradients, wanted) computes its gradients. The references of N::saved()
-// and N::values() are to its tensors and to what else it needs, so that compiled autograd can record a call and replay
-// it.
+// A node with up to four inputs. N::derivative(gradients, wanted) computes its gradients. N::saved() and N::values()
+// return references to the tensors and to the other values that it uses, so that compiled autograd can record a call
+// and replay it.
 template <class N>
 struct RecordableNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {

@@ -25,7 +25,8 @@ void Operators::define(torch::Library& m) {
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
       ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  // The checks of forward, for graphs of aten operators. Compilers decompose them into nothing.
+  // The checks of forward, for graphs of aten operators. Compilers remove them from a graph, because they return
+  // nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
   // It returns the input, because TorchScript removes calls without results.
@@ -80,9 +81,10 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 
 namespace {
 
-// torch's own fallback requires that an operator returns the tensor that it changes, but torch.compile requires that it
-// does not.
+// A kernel for the negative bit. torch's own works only with operators that return the tensor that they change, and
+// torch.compile only with operators that do not.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
+  check_allocated(args);
   const auto resolve = [](const optional<Tensor>& t) { return present(t) ? t->resolve_neg() : t; };
   const auto residual = resolve(args.residual);
   ForwardOutputs outputs =

@@ -55,7 +55,7 @@ def difference(module: Module, ours: Any) -> str | None:
         others = {"normalized_shape": shape}
     tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
     shapes = {name: shape if others else full_shape(p) for name, p in tensors.items() if p is not None}
-    small = max((torch.finfo(torch.float64).eps if ours.eps is None else ours.eps) ** 0.5, _SMALLEST_SCALE)
+    small = max((torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)) ** 0.5, _SMALLEST_SCALE)
 
     def random(size: tuple[int, ...], seed: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(seed)

@@ -222,7 +222,7 @@ def _norm_2d(
         rows.shape[-1:],
         _script.channels_last(_without_pixels(weight), last + 1),
         _script.channels_last(_without_pixels(bias), last + 1),
-        _script.rms_eps(input, eps) if rms else eps,
+        _script.rms_eps(input, eps) if rms and not adaptive else eps,
         rms=rms,
         zero_centered_weight=zero_centered_weight,
         memory_efficient=memory_efficient,
@@ -241,9 +241,10 @@ def _without_pixels(parameter: Tensor | None) -> Tensor | None:
     """Return a parameter ``[N, C, 1, 1]`` as ``[N, C]``, so that autograd gives its gradient contiguous strides."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
 
-    if parameter is None or parameter.dim() <= 2 or not all(statically_known_true(n == 1) for n in parameter.shape[2:]):
+    if parameter is None or parameter.dim() <= 2:
         return parameter
-    return parameter.flatten(1)
+    sizes = tracing.constant_sizes(parameter.shape[2:])
+    return parameter.flatten(1) if all(statically_known_true(size == 1) for size in sizes) else parameter
 
 
 class LayerNorm2d(LayerNorm):

@@ -336,9 +336,20 @@ def _replacement(module: Module) -> Module:
         if reason is None:
             if parameters[1].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD:
                 take_argument(ours, parameters[1].name)
+            _check_class(module, type(ours))
             return ours
         reasons.append(f"not {ours!r}: {reason}")
-    raise SkippedError("; ".join(reasons))
+    raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
+
+
+def _check_class(module: Module, cls: type[Module]) -> None:
+    """Check that a module can get another class: it cannot if its own class has ``__slots__``."""
+    old = module.__class__
+    try:
+        module.__class__ = cls
+    except TypeError as error:
+        raise SkippedError(f"its class cannot change: {error}") from None
+    module.__class__ = old
 
 
 def _candidates(module: Any) -> Iterator[Module]:

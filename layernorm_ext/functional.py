@@ -153,7 +153,8 @@ def add_layer_norm(
     ``s = input + residual; layer_norm(s, ...)`` and take two thirds of the memory traffic. With a float32 residual
     beside a float16 or bfloat16 input, the residual stream stays in float32 through all blocks: ``y`` is computed from
     the unrounded sum and rounded once, and the gradient of the stream is float32 as well. Precision, determinism and
-    derivatives are those of :func:`layer_norm`. Source: Ba, Kiros and Hinton, `Layer Normalization
+    derivatives are those of :func:`layer_norm`. Hooks and ``retain_grad()`` of the returned sum see the gradient from
+    its later uses, without that from ``y``. Source: Ba, Kiros and Hinton, `Layer Normalization
     <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Args:
@@ -332,7 +333,9 @@ def _norm(
     """Compute any member of the family by operators that a tracer can record."""
     if eps is None:
         raise TypeError("layer_norm(): argument 'eps' must be float, not NoneType")
-    if eps == 0:  # if eps is known only at run time, torch.compile breaks its graph at this test
+    # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls one
+    # with the item of a tensor, as torch's functions do.
+    if eps == 0:
         eps = 0.0
     options = {"rms": rms, "zero_centered_weight": zero_centered_weight}
     if input.is_nested:

@@ -461,3 +461,37 @@ def test_fast_path_is_switched_off_if_any_layer_is_replaced():
         layer.norm1, layer.norm2 = Subclass(16).double(), Subclass(16).double()
     report = convert(model)
     assert len(report.skipped) == 4 and not report.fast_paths
+
+
+# Layers that cannot be replaced leave the rest of the model as it is
+
+
+class WithSlots(torch.nn.Module):
+    """Has a layout in memory that instances of other classes lack."""
+
+    __slots__ = ("extra",)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+def test_layers_that_cannot_be_replaced_are_reported(restore_registry):
+    layernorm_ext.register_conversion(WithSlots)
+    without_eps = torch.nn.LayerNorm(8)
+    without_eps.eps = None
+    negative_eps = torch.nn.LayerNorm(8, eps=-1e-3)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), WithSlots(), without_eps, negative_eps)
+    x = torch.randn(64, 8)
+    expected = model[0](x), model[3](x)
+    report = layernorm_ext.convert(model)
+    assert "its class cannot change" in report.skipped["1"] and type(model[1]) is WithSlots
+    assert "its eps is None" in report.skipped["2"]
+    for actual, right in zip((model[0](x), model[3](x)), expected, strict=True):
+        torch.testing.assert_close(actual, right)
+    layernorm_ext.revert(model)
+    assert type(model[0]) is torch.nn.LayerNorm

@@ -229,6 +229,8 @@ IMAGE_NORMS = {
     "LayerNorm2d": lambda x, eps: layernorm_ext.LayerNorm2d(4, eps=eps)(x),
     "AddLayerNorm2d": lambda x, eps: layernorm_ext.AddLayerNorm2d(4, eps=eps)(x, x),
     "AdaLayerNorm2d": lambda x, eps: layernorm_ext.AdaLayerNorm2d(4, eps=eps)(x),
+    "ada_rms_norm_2d": lambda x, eps: ada_rms_norm_2d(x, eps=eps),
+    "AdaRMSNorm2d": lambda x, eps: layernorm_ext.AdaRMSNorm2d(4, eps=eps)(x),
 }
 ROW_NORMS = {
     "layer_norm": lambda x, eps: layer_norm(x, (4,), eps=eps),

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from family import MEMBERS, with_gradients
 from reference import F32
 from shapes import ALL, MASKS, assert_same_bits, check, check_images, randn, run, run_images
@@ -312,3 +313,63 @@ def test_members_in_place_are_listed():
     """The tests above call every function and module that can work in place."""
     names = {member.function.__name__ for member in MEMBERS if member.adds}
     assert names | {name for name in layernorm_ext.__all__ if name.startswith("Add")} == {*ADDITIONS}
+
+
+@pytest.mark.parametrize("name", ["input", "weight"])
+@pytest.mark.parametrize("mode", ["vmap", "forward mode"])
+def test_compositions_change_the_residual_last(name, mode):
+    """Other arguments may be views of the residual, as in eager calls."""
+    buffer, x = torch.randn(4, 12), torch.randn(4, 6)
+
+    def call(mode):
+        changed = buffer.clone()
+        residual = changed[:, ::2]
+        views = {"input": changed[:, :6], "weight": changed[1, ::2]}
+        weight = views["weight"] if name == "weight" else None
+
+        def add(x, residual):
+            return add_layer_norm(x, residual, (6,), weight, inplace=True)
+
+        start = views["input"] if name == "input" else x
+        if mode == "vmap":
+            output, total = torch.vmap(add)(start, residual)
+        elif mode == "forward mode":
+            with forward_ad.dual_level():
+                results = add(forward_ad.make_dual(start, torch.ones(4, 6)), residual)
+                output, total = (forward_ad.unpack_dual(t).primal for t in results)
+        else:
+            output, total = add(start, residual)
+        assert torch.equal(total, residual)
+        return output, total
+
+    for actual, expected in zip(call(mode), call("eager"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)  # some roundings of values below 10
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))])
+@additions
+def test_transformed_functions_must_not_change_captured_residuals(add, transform):
+    """torch's error of in-place operations. A residual that is an argument may change."""
+    x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
+    before = residual.clone()
+    with pytest.raises(RuntimeError, match="would mutate a captured Tensor"):
+        transform(lambda x: add(x, residual)[0].square().sum())(x)
+    assert torch.equal(residual, before)
+    transform(lambda x: add(x, x * 2)[0].square().sum())(x)
+
+
+@pytest.mark.parametrize("argument", ["input", "weight", "bias"])
+def test_transforms_refuse_freed_tensors(argument):
+    tensors = {"input": torch.randn(3, 8), "weight": torch.randn(8), "bias": torch.randn(8)}
+    tensors[argument] = freed(tensors[argument])
+
+    def loss(tensor):
+        values = tensors | {argument: tensor}
+        return layernorm_ext.layer_norm(values["input"], (8,), values["weight"], values["bias"]).sum()
+
+    transforms = [torch.func.grad(loss), lambda t: torch.func.jvp(loss, (t,), (torch.ones(t.shape),))]
+    for transform in transforms:
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            transform(tensors[argument])
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        torch.vmap(lambda x: layernorm_ext.layer_norm(x, x.shape, *list(tensors.values())[1:]))(tensors["input"])

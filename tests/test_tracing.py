@@ -385,6 +385,16 @@ def test_adaptive_output_is_rounded_once(cls, dtypes):
     assert (actual != expected).double().mean() < 0.02  # two roundings would differ in a tenth of the elements
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("shape", [(1, 6, 1, 1), (2, 6, 1, 1), (1, 6, 4, 1), (1, 6, 4, 5)], ids=str)
+@pytest.mark.parametrize("setting", ["kernel", "aten"])
+def test_jit_traces_of_parameters_of_images(shape, setting):
+    x, w = torch.randn(2, 6, 4, 5, dtype=F64), torch.randn(shape, dtype=F64)
+    with trace_as(setting):
+        traced = torch.jit.trace(lambda x, w: ada_rms_norm_2d(x, w), (x, w))
+    torch.testing.assert_close(traced(x, w), ada_rms_norm_2d(x, w), **ANOTHER_ORDER)
+
+
 # Sizes and numbers that are known only at run time
 
 
@@ -460,6 +470,16 @@ def test_sizes_that_differ_at_run_time_are_refused():
         assert torch.equal(compiled(x, w, rows, rows), call(x, w, rows, rows))
         with pytest.raises(RuntimeError):
             compiled(x, w, rows, torch.tensor([True, True, False, False]))
+        # A size of 1 fits as well; a gradient has the shape of its own parameter.
+        leaves = [t.requires_grad_() for t in (x[:3].clone(), w)]
+        one = torch.tensor([False, True, False, False])
+        for some in (rows, one):
+            gradients = []
+            for norm in (layer_norm, torch.compile(layer_norm, fullgraph=True, backend="aot_eager")):
+                loss = lambda x, w, norm=norm, some=some: (norm(x, (8,), w[some], w[:3]),)  # noqa: E731
+                gradients.append(with_gradients(loss, leaves)[1])
+            for actual, expected in zip(*gradients, strict=True):
+                torch.testing.assert_close(actual, expected, **REORDERED_BY_INDUCTOR)
 
 
 @pytest.mark.parametrize(
