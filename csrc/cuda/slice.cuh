@@ -1,0 +1,185 @@
+// Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
+// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
+#pragma once
+
+#include "tile.cuh"
+
+namespace layernorm::cuda {
+
+// How the columns of a row are dealt to its lanes.
+//   kVectors   a lane owns vectors of 16 bytes, and copies them itself: no other thread reads its shared memory. All
+//              rows are aligned and whole vectors.
+//   kElements  neighbouring lanes own neighbouring elements, which they read without bank conflicts at any alignment.
+//              The lanes of a row copy the aligned 16 bytes ("granules") that cover it, and need __syncwarp().
+//   kAny       the columns of either, chosen at run time; rows are copied and read as with kElements.
+// The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
+enum class Mapping { kVectors, kElements, kAny };
+
+// The columns of a row of X, or of a block's part of one, that a thread owns. A row has `kLanes` lanes of a warp, or as
+// many as run time says if that is 0; or several whole warps, each with successive columns.
+template <class X, Mapping kMapping, int kLanes>
+struct Slice {
+  using Acc = AccOf<X>;
+  static constexpr int kVec = kVectorSize<X>;
+  static constexpr int kElements = sizeof(Acc) == 8 ? 8 : 16;  // of a thread
+  static constexpr int kVectors = kElements / kVec;
+  static constexpr int kWarpCols = kElements * kWarpSize;
+
+  // The shared memory in which a warp stages an array of E. Each row may take one more granule.
+  template <class E>
+  static constexpr int kBytes = kWarpCols * static_cast<int>(sizeof(E)) +
+                                (kMapping == Mapping::kVectors ? 0 : 16 * (kLanes == 0 ? kWarpSize : 1));
+
+  int begin;  // the first column of the warp
+  int lane;   // among the lanes of the row in this warp
+  int row;    // of the warp
+  int lanes_of_row;
+  bool deals_vectors;
+
+  // `warp` is the index of the warp among those of the row.
+  __device__ __forceinline__ Slice(int warp, int lanes, bool vectors)
+      : begin(warp * kWarpCols),
+        lane(threadIdx.x % kWarpSize & (lanes - 1)),
+        row(static_cast<int>(threadIdx.x % kWarpSize) / lanes),
+        lanes_of_row(lanes),
+        deals_vectors(kMapping == Mapping::kAny ? vectors : kMapping == Mapping::kVectors) {}
+
+  __device__ __forceinline__ int lanes() const { return kLanes == 0 ? lanes_of_row : kLanes; }
+  __device__ __forceinline__ int element_step() const {
+    return kMapping == Mapping::kVectors || (kMapping == Mapping::kAny && deals_vectors) ? 1 : lanes();
+  }
+  __device__ __forceinline__ int first() const { return element_step() == 1 ? lane * kVec : lane; }
+  // The column of element j, relative to `begin`, apart from that of element 0.
+  __device__ __forceinline__ int step_to(int j) const {
+    return j / kVec * (kVec * lanes()) + j % kVec * element_step();
+  }
+  __device__ __forceinline__ int column(int j) const { return begin + first() + step_to(j); }
+
+  // Starts to copy a row, or a block's part of one, of `cols` columns to the warp's shared memory. The other columns
+  // become zeros.
+  template <class E>
+  __device__ __forceinline__ void fetch(unsigned char* shared, const E* array, int cols) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      constexpr int kVectorBytes = kVec * sizeof(E);
+      unsigned char* const to = shared + threadIdx.x % kWarpSize * kVectorBytes;
+      const E* const from = compute_once(array + column(0));
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        async_copy<kVectorBytes>(to + i * kWarpSize * kVectorBytes, from + step_to(i * kVec),
+                                 column(i * kVec) < cols ? kVectorBytes : 0);
+      }
+    } else {
+      constexpr int kGranules = kElements * sizeof(E) / 16;
+      const E* const from = compute_once(array + begin);
+      const int offset = misalignment(from), n = min(cols - begin, lanes() * kElements);
+      const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;
+      unsigned char* const to = row_of<E>(shared);
+      const auto copy = [&](int granule) {
+        async_copy<16>(to + granule * 16, reinterpret_cast<const unsigned char*>(from) - offset + granule * 16,
+                       min(max(end - granule * 16, 0), 16), granule == 0 ? offset : 0);
+      };
+#pragma unroll
+      for (int i = 0; i < kGranules; ++i) copy(i * lanes() + lane);
+      if (lane == 0) copy(kGranules * lanes());
+    }
+  }
+
+  // Where fetch() puts this thread's first element of a row.
+  template <class E>
+  __device__ __forceinline__ const E* staged(unsigned char* shared, const E* array) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      return reinterpret_cast<const E*>(shared) + threadIdx.x % kWarpSize * kVec;
+    } else {
+      return reinterpret_cast<const E*>(row_of<E>(shared) + misalignment(array + begin)) + first();
+    }
+  }
+  // Reads the elements of this thread's vector i.
+  template <class E>
+  __device__ __forceinline__ void read(Acc (&v)[kVec], const E* staged, int i) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      widen(v, *reinterpret_cast<const Vector<E, kVec>*>(staged + i * kWarpSize * kVec));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(staged[step_to(i * kVec + e)]);
+    }
+  }
+  // Reads the elements of vector i in global memory, and zeros after the end.
+  template <class E>
+  __device__ __forceinline__ Vector<E, kVec> load(const E* array, int i, int cols, bool aligned = true) const {
+    Vector<E, kVec> v;
+    if constexpr (kMapping == Mapping::kVectors) {
+      load_or(v, array + column(i * kVec), true, cols - column(i * kVec), aligned, E(0.0f));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int c = column(i * kVec + e);
+        v.values[e] = c < cols ? array[c] : E(0.0f);
+      }
+    }
+    return v;
+  }
+  // Stores the elements of vector i in global memory. Lanes that own neighbouring elements write whole sectors together.
+  template <class E>
+  __device__ __forceinline__ void store(E* array, int i, const Acc (&v)[kVec], int cols) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      if (column(i * kVec) < cols) {
+        *reinterpret_cast<Vector<E, kVec>*>(array + column(i * kVec)) = round_to<E>(v);
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int c = column(i * kVec + e);
+        if (c < cols) array[c] = static_cast<E>(v[e]);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int misalignment(const void* address) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
+  }
+  template <class E>
+  __device__ __forceinline__ unsigned char* row_of(unsigned char* shared) const {
+    return shared + (kLanes == kWarpSize ? 0 : row * (lanes() * kElements * static_cast<int>(sizeof(E)) + 16));
+  }
+};
+
+// Returns to all lanes of a row the sums over them, for a power of two of lanes.
+template <int kCount, class Acc>
+__device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset >= lanes) continue;
+#pragma unroll
+    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  }
+}
+
+// The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
+// put() and get() for the same row, and so between get() and the put() that overwrites what it reads.
+template <class Acc, int kCount>
+struct WarpSums {
+  static constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
+  struct alignas(16) Sums {
+    Acc values[kCount == 3 ? 4 : kCount];  // read by 16 bytes
+  };
+  Sums warps[2][kMaxWarps];
+
+  __device__ __forceinline__ void put(Acc (&sums)[kCount], int buffer) {
+    sum_row_lanes(sums, kWarpSize);
+    if (threadIdx.x % kWarpSize != 0) return;
+    Sums& to = warps[buffer][threadIdx.x / kWarpSize];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) to.values[k] = sums[k];
+  }
+  // Returns the sums of `count` warps from `first` on.
+  __device__ __forceinline__ void get(Acc (&sums)[kCount], int buffer, int first, int count) {
+    const int other = threadIdx.x % kMaxWarps;
+    const Sums from = warps[buffer][first + (other < count ? other : 0)];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sums[k] = other < count ? from.values[k] : 0;
+    sum_row_lanes(sums, kMaxWarps);
+  }
+};
+
+}  // namespace layernorm::cuda
