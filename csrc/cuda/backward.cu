@@ -6,15 +6,17 @@
 // gradient of that sum is added to dx.
 //
 // The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then, if two
-// launches read the rows, the sums of their chunks [rows, num_chunks].
+// launches read the rows, the sums of their parts [rows, num_parts].
 //
-// Blocks are persistent: a block takes the rows of a segment in turn, and fetches the next rows to shared memory while
-// it works. It reads a row twice from there, for the row's sums and for dx, and keeps the sums of dweight and dbias in
-// registers until the end of the segment. A second kernel adds the sums of the segments in order, without atomic
-// operations. 3 * groups * rows * cols * sizeof(T) bytes are moved.
+// A thread owns 16 columns (8 of float64), and keeps their weights and sums of dweight and dbias in registers. Some
+// lanes of a warp share a short row, up to 16 warps of a block a longer one, and the blocks of a cluster one of more
+// than 8192 columns. Blocks are persistent: a block takes the rows of a segment in turn, which asynchronous copies bring
+// to shared memory, and reads a row twice from there, for the row's sums and for dx. The warps of a block exchange their
+// sums once per row, while they work on the next row. A second kernel adds the sums of the segments in order, without
+// atomic operations; if few rows make a cluster or a block, it adds its sums itself. 3 * groups * rows * cols *
+// sizeof(T) bytes are moved.
 //
-// The blocks of a cluster share a longer row, and exchange their sums once per row. Still longer rows, and those on
-// older GPUs, take two launches, the first of which stores the sums of each chunk.
+// Still longer rows, and those on older GPUs, take two launches, the first of which stores the sums of each part.
 //
 // The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
 // is subtracted.
@@ -24,14 +26,29 @@
 
 #include "../dtypes.h"
 #include "partials.cuh"
+#include "slice.cuh"
 
 namespace layernorm::cuda {
 
-struct BackwardPlan : GradientPlan, RowLayout {
-  explicit BackwardPlan(const RowLayout& layout) : GradientPlan(), RowLayout(layout) {}
+// Which rows an instance of the kernel takes. choose_path() chooses.
+enum class Path {
+  kWarpVectors,    // aligned rows of whole vectors that a warp holds
+  kBlockVectors,   // longer ones
+  kWarpElements,   // rows that are not whole vectors, of any alignment
+  kBlockElements,  // longer ones
+  kAny,            // all rows and options
+};
 
-  int stages, tile_threads;
-  int64_t pitch;  // elements from row to row of the workspace
+struct BackwardPlan : GradientPlan {
+  bool is_warp;  // whether a warp holds a row
+  int row_threads, rows_per_round;
+  bool deals_vectors;  // see Mapping
+  int stages;
+  int part_cols, num_parts;  // the parts of a row, of a block each
+  int joined;                // blocks of a cluster that add their sums of dweight and dbias, or 1
+  int log2_joined_cols;      // columns that each of them adds
+  int ring_bytes;            // of dynamic shared memory; then come the sums that the joined blocks send
+  int64_t pitch;             // elements from row to row of the workspace
   double reciprocal_cols;
 };
 
@@ -40,477 +57,630 @@ namespace {
 // Sums in Acc over this many rounds are added to the workspace, which limits their rounding errors.
 constexpr int kRoundsPerSum = 256;
 
-constexpr int kMaxStages = 2;
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. Rows of more
-// than 512 vectors take a block of their own, with up to 512 threads.
+// warps have a block of their own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
+constexpr int64_t kMaxJoined = 8;
 
 // The sums over a row of d (see Statistics), g and g * d.
 template <class Acc>
 using RowSums = Acc[3];
 
-// The flags of the most usual calls: aligned rows, a weight and all gradients; and the flags that they may have
-// besides. Their loop is compiled separately, because the tests of the other flags take a fifth more instructions.
-constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kGradInput | kGradWeight;
-constexpr unsigned kFastPathOptions = kInCluster | kRms | kBias | kGradBias;
+// The flags of calls that the fast paths take, except those that only Path::kAny tests.
+constexpr unsigned kFastFlags = ~(kStoresSums | kLoadsSums | kFromOutput);
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
-// Whether the block has a segment in this round.
-__device__ __forceinline__ bool has_round(const BackwardPlan& plan, Flags flags, int round) {
-  if (!flags.has(kWeightPerGroup | kBiasPerGroup)) return round < plan.rounds.divisor();
-  return blockIdx.y + plan.rounds.divide(round).quotient * gridDim.y < plan.num_segments;
-}
+template <Path kPath>
+struct PathTraits {
+  static constexpr bool kIsAny = kPath == Path::kAny;
+  static constexpr bool kIsWarp = kPath == Path::kWarpVectors || kPath == Path::kWarpElements;
+  static constexpr bool kIsBlock = kPath == Path::kBlockVectors || kPath == Path::kBlockElements;
+  static constexpr Mapping kMapping = kIsAny ? Mapping::kAny
+                                      : kPath == Path::kWarpVectors || kPath == Path::kBlockVectors
+                                          ? Mapping::kVectors
+                                          : Mapping::kElements;
+  static constexpr int kLanes = kIsBlock ? kWarpSize : 0;
+  // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
+  static constexpr int kLag = kIsBlock ? 1 : 0;
+};
 
-// This thread's row, or chunk of a row, in a round, and the staged rows. A row that does not exist has no columns, and
-// the index of row 0. The shared memory of a block has, for each stage, the rows of dy, x and grad_sum that are needed;
-// and then dx, if it is not aligned.
-template <class Types, class Tile>
-struct Round {
-  using T = typename Types::T;
-  using X = typename Types::X;
-  using W = typename Types::W;
-  using Acc = AccOf<X>;
-  // A vector is processed two elements at a time, because 64 sums leave few registers for temporary values.
-  static constexpr int kVec = kVectorSize<X>, kSub = 2;
-  template <class E>
-  using Row = StagedRow<E, kVec, Tile>;
+// Successive rows of a gradient group.
+struct Segment {
+  int64_t group = 0;  // if groups have gradients of their own
+  int64_t first;      // among all rows
+  int rows;
 
-  static size_t shared_bytes(int threads, int rows, int arrays, int stages, bool aligned) {
-    return (stages * arrays + !aligned) * rows * Row<X>::bytes(threads);
+  __device__ __forceinline__ Segment(const BackwardPlan& plan, Flags flags, int64_t segment) {
+    int64_t in_group = segment;
+    if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
+      const auto divided = plan.segments_per_group.divide(segment);
+      group = divided.quotient, in_group = divided.remainder;
+    }
+    const int64_t row = in_group * plan.segment_rows;
+    first = group * plan.gradient_group_rows + row;
+    rows = static_cast<int>(max(min(plan.segment_rows, plan.gradient_group_rows - row), int64_t{0}));
   }
+};
+
+// The gradients of the rows of a block, as one of its threads computes them.
+template <class T, class X, Path kPath>
+struct Rows {
+  using Traits = PathTraits<kPath>;
+  using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
+  using Acc = AccOf<X>;
+  static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
+  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;
+  // The shared memory of a warp, for one stage: x, then dy.
+  static constexpr int kStageBytes = SliceOf::template kBytes<X> + SliceOf::template kBytes<T>;
+
+  struct Row {
+    RowIndex index;  // row 0 if it does not exist
+    int cols;        // of this block's part; 0 if the row does not exist
+  };
 
   const BackwardParams& p;
   const BackwardPlan& plan;
   const Flags flags;
-  unsigned char* const shared;
-  const Tile tile;
-  const int64_t begin;
-  const int block_cols, stage;
-  int round_in_segment, cols;
-  int64_t segment, number;  // of the row among all rows
-  RowIndex index = {0, 0};
+  const SliceOf slice;
+  const int row_in_round, rows_per_round;
+  const int64_t begin;  // the first column of the block's part
+  const int part_cols;
+  unsigned char* const shared;  // of the warp
 
-  __device__ __forceinline__ Round(const BackwardParams& p, const BackwardPlan& plan, Flags flags,
-                                   unsigned char* shared, int round, int tile_row)
-      : p(p),
-        plan(plan),
-        flags(flags),
-        shared(shared),
-        tile{plan.log2_threads, static_cast<int>(threadIdx.x), plan.tile_threads, tile_row},
-        begin(Tile::kIsBlock ? int64_t{plan.chunk_cols} * blockIdx.x : 0),
-        block_cols(static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}))),
-        stage(round & (plan.stages - 1)),  // there are 1 or 2
-        round_in_segment(round),
-        segment(blockIdx.y) {
-    int64_t group = 0, segment_in_group = segment;
-    if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
-      const auto turn = plan.rounds.divide(round);
-      round_in_segment = static_cast<int>(turn.remainder);
-      segment += turn.quotient * gridDim.y;
-      const auto divided = plan.segments_per_group.divide(segment);
-      group = divided.quotient, segment_in_group = divided.remainder;
-    }
-    const int64_t first = segment_in_group * plan.segment_rows;
-    const int64_t row = first + int64_t{round_in_segment} * tile.rows_per_block() + tile.row();
-    number = group * plan.gradient_group_rows + row;
-    const bool exists = segment < plan.num_segments && row < min(first + plan.segment_rows, plan.gradient_group_rows);
-    cols = exists ? block_cols : 0;
-    if (exists) index = find_group(number, flags.has(kHasGroups), plan.rows);
+  __device__ __forceinline__ Row locate(const Segment& segment, int round) const {
+    const int row = round * rows_per_round + row_in_round;
+    if (row >= segment.rows) return {{0, 0}, 0};
+    return {find_group(segment.first + row, flags.has(kHasGroups), plan.rows), part_cols};
+  }
+  template <class E>
+  __device__ __forceinline__ E* row_address(const View& view, const Row& row) const {
+    return address<E>(view, row.index) + begin;
   }
 
-  __device__ __forceinline__ bool needs_x() const { return flags.has(kGradInput | kGradWeight); }
-  __device__ __forceinline__ Row<T> dy() const { return row<T>(stage * arrays(), p.grad_output); }
-  __device__ __forceinline__ Row<X> x() const { return row<X>(stage * arrays() + 1, p.input); }
-  __device__ __forceinline__ Row<X> grad_sum() const { return row<X>((stage + 1) * arrays() - 1, p.grad_sum); }
-  __device__ __forceinline__ Row<X> dx() const { return row<X>(plan.stages * arrays(), p.grad_input); }
-  // The sums of the row's chunks, after all partial sums.
-  __device__ __forceinline__ RowSums<Acc>* chunk_sums() const {
+  // Starts to copy a row to shared memory, and prefetches what else is read of it.
+  __device__ __forceinline__ void fetch(const Row& row, int stage) const {
+    unsigned char* const to = shared + stage * kStageBytes;
+    slice.fetch(to, row_address<const X>(p.input, row), row.cols);
+    slice.fetch(to + SliceOf::template kBytes<X>, row_address<const T>(p.grad_output, row), row.cols);
+    if (row.cols == 0) return;
+    if (!flags.has(kRms)) prefetch(address<const Acc>(p.mean, row.index));
+    prefetch(address<const Acc>(p.rstd, row.index));
+    if (!flags.has(kGradSum)) return;
+    const X* const grad_sum = row_address<const X>(p.grad_sum, row);
+#pragma unroll
+    for (int j = 0; j < kElements; j += kVec) {
+      if (slice.column(j) < row.cols) prefetch_to_l2(grad_sum + slice.column(j));
+    }
+  }
+  __device__ __forceinline__ Statistics<Acc> statistics(const Row& row) const {
+    return {p, row.index, flags.has(kFromOutput), row.cols > 0};
+  }
+
+  // Computes d (see Statistics) of vector i.
+  __device__ __forceinline__ void read_d(Acc (&d)[kVec], const X* x, int i, const Row& row,
+                                         const Statistics<Acc>& statistics, const Acc (&weight)[kElements]) const {
+    slice.read(d, x, i);
+    if (flags.has(kFromOutput)) {
+      Acc bias[kVec] = {};
+      if (flags.has(kBias)) load_parameters(bias, p.bias, row.index.group, i);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) d[e] = recover_xhat(d[e], weight[i * kVec + e], bias[e]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) d[e] = fma(d[e], statistics.scale, -statistics.mean);
+    }
+  }
+
+  // Adds this thread's part of a row to the sums. Columns after the end have a g of zero, but not a d.
+  __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Row& row, int stage,
+                                              const Statistics<Acc>& statistics, const Acc (&weight)[kElements]) const {
+    const auto [x, dy] = staged(row, stage);
+#pragma unroll
+    for (int i = 0; i < SliceOf::kVectors; ++i) {
+      Acc d[kVec], dy_values[kVec];
+      read_d(d, x, i, row, statistics, weight);
+      slice.read(dy_values, dy, i);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int j = i * kVec + e;
+        if (slice.column(Traits::kMapping == Mapping::kVectors ? i * kVec : j) >= row.cols) d[e] = 0;
+        const Acc g = dy_values[e] * weight[j];
+        sums[0] += d[e];
+        sums[1] += g;
+        sums[2] = fma(g, d[e], sums[2]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, Acc rstd) const {
+    const Divisor<Acc> cols(static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
+    RowMeans<Acc> means = {};
+    if (!flags.has(kRms)) means.xhat = cols.divide(sums[0]) * rstd, means.g = cols.divide(sums[1]);
+    means.g_xhat = cols.divide(sums[2]) * rstd - means.xhat * means.g;
+    return means;
+  }
+
+  // Stores this thread's part of dx, and adds to its sums of dweight and dbias, whether they are wanted or not. Sums of
+  // columns after the end are not stored.
+  __device__ __forceinline__ void store_grad_input(Acc (&dw)[kElements], Acc (&db)[kElements], const Row& row,
+                                                   int stage, const Statistics<Acc>& statistics,
+                                                   const RowMeans<Acc>& means, const Acc (&weight)[kElements]) const {
+    const auto [x, dy] = staged(row, stage);
+    X* const dx = compute_once(row_address<X>(p.grad_input, row));
+    const X* const grad_sum = row_address<const X>(p.grad_sum, row);
+    const int stored_cols = flags.has(kGradInput) ? row.cols : 0;
+    Vector<X, kVec> dsum[SliceOf::kVectors];
+    if (flags.has(kGradSum)) {
+#pragma unroll
+      for (int i = 0; i < SliceOf::kVectors; ++i) dsum[i] = slice.load(grad_sum, i, row.cols);
+    }
+#pragma unroll
+    for (int i = 0; i < SliceOf::kVectors; ++i) {
+      Acc xhat[kVec], dy_values[kVec], dx_values[kVec];
+      read_d(xhat, x, i, row, statistics, weight);
+      slice.read(dy_values, dy, i);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int j = i * kVec + e;
+        xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
+        db[j] += dy_values[e];
+        dw[j] = fma(dy_values[e], xhat[e], dw[j]);
+        dx_values[e] = means.grad_input(dy_values[e] * weight[j] - means.g, xhat[e], statistics);
+      }
+      if (flags.has(kGradSum)) {
+        Acc values[kVec];
+        widen(values, dsum[i]);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) dx_values[e] += values[e];
+      }
+      slice.store(dx, i, dx_values, stored_cols);
+    }
+  }
+
+  // The sums of the row's parts, after all partial sums.
+  __device__ __forceinline__ RowSums<Acc>* part_sums(const Row& row) const {
     Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
-    return reinterpret_cast<RowSums<Acc>*>(first) + number * plan.num_chunks;
-  }
-  // Waits until the other threads have written to this thread's shared memory, or read what this thread overwrites.
-  __device__ __forceinline__ void sync_unaligned() const {
-    if (!flags.has(kAligned)) tile.sync();
+    return reinterpret_cast<RowSums<Acc>*>(first) + (row.index.group * p.rows + row.index.row) * plan.num_parts;
   }
 
-  __device__ __forceinline__ Statistics<Acc> statistics() const {
-    return {p, index, flags.has(kFromOutput), needs_x() && cols > 0};
+  // Loads the weight or the bias of the elements of vector i.
+  __device__ __forceinline__ void load_parameters(Acc (&v)[kVec], const View& view, int64_t group, int i) const {
+    const auto load = [&](auto element) {
+      using E = decltype(element);
+      widen(v, slice.load(address<const E>(view, {group, 0}) + begin, i, part_cols, flags.has(kAlignedParameters)));
+    };
+    flags.has(kWideParameters) ? load(Acc()) : load(T());
   }
-
-  // Loads the weight or the bias from a column on, with zeros after the end. Aligned rows have no partial vectors.
-  template <int kSize>
-  __device__ __forceinline__ void load_parameter(Vector<W, kSize>& v, const View& view, Flag exists, int column,
-                                                 W default_value) const {
-    const int remaining = flags.has(kAligned) ? kSize : cols - column;
-    load_or(v, address<const W>(view, {index.group, 0}) + begin + column, flags.has(exists), remaining,
-            flags.has(kAlignedParameters), default_value);
-  }
-
-  // This function and the next compute elements [k, k + kSub) of a vector.
-  __device__ __forceinline__ void widen_weight(Acc (&w)[kSub], const Vector<W, kVec>& weight, int k) const {
-    widen(w, weight, k);
+  __device__ __forceinline__ void load_weight(Acc (&weight)[kElements], int64_t group) const {
 #pragma unroll
-    for (int e = 0; e < kSub; ++e) w[e] = flags.has(kZeroCentered) ? w[e] + 1 : w[e];
-  }
-
-  // Computes d (see Statistics) from x, or from the output.
-  __device__ __forceinline__ void subtract_mean(Acc (&d)[kSub], const Vector<X, kVec>& x, const Acc (&w)[kSub],
-                                                const Statistics<Acc>& statistics, int first_column, int k) const {
-    const int column = first_column + k;
-    widen(d, x, k);
-    Vector<W, kSub> b;
-    if (flags.has(kFromOutput)) load_parameter(b, p.bias, kBias, column, W(0.0f));
+    for (int i = 0; i < SliceOf::kVectors; ++i) {
+      Acc v[kVec];
 #pragma unroll
-    for (int e = 0; e < kSub; ++e) {
-      d[e] = flags.has(kFromOutput) ? recover_xhat(d[e], w[e], static_cast<Acc>(b.values[e]))
-                                    : fma(d[e], statistics.scale, -statistics.mean);
+      for (Acc& value : v) value = 1;
+      if (flags.has(kWeight)) load_parameters(v, p.weight, group, i);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) weight[i * kVec + e] = flags.has(kZeroCentered) ? v[e] + 1 : v[e];
     }
-  }
-
-  // Starts to fetch the rows, and prefetches the statistics.
-  __device__ __forceinline__ void fetch() const {
-    dy().fetch();
-    if (needs_x()) x().fetch();
-    if (flags.has(kGradSum)) grad_sum().fetch();
-    if (!needs_x() || cols == 0) return;
-    if (p.mean.data) prefetch(address<const Acc>(p.mean, index));
-    prefetch(address<const Acc>(p.rstd, index));
   }
 
  private:
-  __device__ __forceinline__ int arrays() const { return 1 + needs_x() + flags.has(kGradSum); }
-  template <class E>
-  __device__ __forceinline__ Row<E> row(int array, const View& view) const {
-    unsigned char* const memory = shared + (array * tile.rows_per_block() + tile.row()) * Row<X>::bytes(tile.threads());
-    return {memory, address<E>(view, index) + begin, cols, tile, flags.has(kAligned)};
+  struct Staged {
+    const X* x;
+    const T* dy;
+  };
+  __device__ __forceinline__ Staged staged(const Row& row, int stage) const {
+    unsigned char* const from = shared + stage * kStageBytes;
+    return {slice.staged(from, row_address<const X>(p.input, row)),
+            slice.staged(from + SliceOf::template kBytes<X>, row_address<const T>(p.grad_output, row))};
   }
 };
 
-// ---- sums of a row --------------------------------------------------------------------------------------------------
+// ---- sums of the parts of a row -------------------------------------------------------------------------------------
 
-// Adds the sums of a row's chunks, in an order that depends only on their number.
+// Adds the sums of a row's parts, in an order that depends only on their number.
 template <class Acc>
-__device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const RowSums<Acc>* chunk_sums, int num_chunks) {
+__device__ __forceinline__ void add_parts(RowSums<Acc>& sums, const RowSums<Acc>* parts, int num_parts) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (num_parts <= kMaxClusterSize) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) sums[k] = lane % kMaxClusterSize < num_parts ? parts[lane % kMaxClusterSize][k] : 0;
+    sum_row_lanes(sums, kMaxClusterSize);
+    return;
+  }
   RowSums<double> lane_sums = {};
 #pragma unroll 1
-  for (int i = threadIdx.x % kWarpSize; i < num_chunks; i += kWarpSize) {
+  for (int i = lane; i < num_parts; i += kWarpSize) {
 #pragma unroll
-    for (int k = 0; k < 3; ++k) lane_sums[k] += chunk_sums[i][k];
+    for (int k = 0; k < 3; ++k) lane_sums[k] += parts[i][k];
   }
 #pragma unroll
   for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
-template <class Acc>
-__device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, const BackwardParams& p,
-                                                       const BackwardPlan& plan, bool rms, Acc rstd) {
-  const Divisor<Acc> cols(static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
-  RowMeans<Acc> means = {};
-  if (!rms) means.xhat = cols.divide(sums[0]) * rstd, means.g = cols.divide(sums[1]);
-  means.g_xhat = cols.divide(sums[2]) * rstd - means.xhat * means.g;
-  return means;
-}
+// ---- sums of the columns --------------------------------------------------------------------------------------------
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
-
-// Adds this thread's part of a row to the sums; those of g only if dx is wanted.
-template <class Types, class Tile, class Acc>
-__device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Types, Tile>& row,
-                                            const Statistics<Acc>& statistics) {
-  using W = typename Types::W;
-  constexpr int kVec = Round<Types, Tile>::kVec, kSub = Round<Types, Tile>::kSub;
-  const auto x = row.x();
-  const auto dy = row.dy();
-  row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
-    const auto x_vector = x.read(i);
-    const auto dy_vector = dy.read(i);
-    const int first_column = row.tile.vector_index(i) * kVec;
-    Vector<W, kVec> weight;
-    row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
+// Adds up a gradient's sums over the rows of the block, and calls store(i, sums) for each of its vectors.
+template <class T, class X, Path kPath, class Acc, int kElements, class F>
+__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, kPath>& rows,
+                                                  const F& store) {
+  constexpr int kVec = kVectorSize<X>;
+  // First over the rows of a warp.
 #pragma unroll
-    for (int k = 0; k < kVec; k += kSub) {
-      Acc w[kSub], d[kSub], dy_values[kSub];
-      row.widen_weight(w, weight, k);
-      row.subtract_mean(d, x_vector, w, statistics, first_column, k);
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset < rows.slice.lanes()) break;
 #pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        if (!row.flags.has(kAligned) && first_column + k + e >= row.cols) d[e] = 0;
-        sums[0] += d[e];
-      }
-      if (!row.flags.has(kGradInput)) continue;
-      widen(dy_values, dy_vector, k);
+    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  }
+  __shared__ Vector<Acc, kVec> thread_sums[kThreads];
+  const int row_threads = max(rows.plan.row_threads, kWarpSize);
+  const int count = static_cast<int>(blockDim.x) / row_threads;
 #pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        const Acc g = dy_values[e] * w[e];
-        sums[1] += g;
-        sums[2] = fma(g, d[e], sums[2]);
-      }
-    }
-  });
-}
-
-// Stores this thread's part of dx, and adds to its columns' sums of dweight and dbias, whether they are wanted or not.
-template <class Types, class Tile, int kVec, class Acc>
-__device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], Acc (&db)[kTileVectors][kVec],
-                                                 const Round<Types, Tile>& row, const Statistics<Acc>& statistics,
-                                                 const RowMeans<Acc>& means) {
-  using X = typename Types::X;
-  using W = typename Types::W;
-  constexpr int kSub = Round<Types, Tile>::kSub;
-  const Flags flags = row.flags;
-  // The product of two 16-bit numbers is exact in float, so fusing changes nothing; weight + 1 may need more bits.
-  const bool fuses = sizeof(typename Types::T) == 2 && sizeof(W) == 2 && !flags.has(kZeroCentered);
-  const auto x = row.x(), dx = row.dx();
-  const auto dy = row.dy();
-  row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
-    const int first_column = row.tile.vector_index(i) * kVec;
-    Vector<X, kVec> dx_vector, x_vector;
-    Vector<W, kVec> weight;
-    if (row.needs_x()) {
-      x_vector = x.read(i);
-      row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
-    }
-    const auto dy_vector = dy.read(i);
+  for (int i = 0; i < kElements / kVec; ++i) {
+    Acc v[kVec];
 #pragma unroll
-    for (int k = 0; k < kVec; k += kSub) {
-      Acc w[kSub], xhat[kSub], dy_values[kSub], dx_values[kSub];
-      widen(dy_values, dy_vector, k);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) db[i][k + e] += dy_values[e];
-      if (!row.needs_x()) continue;
-      row.widen_weight(w, weight, k);
-      row.subtract_mean(xhat, x_vector, w, statistics, first_column, k);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
-        dw[i][k + e] = fma(dy_values[e], xhat[e], dw[i][k + e]);
-        const Acc g_minus_mean = fuses ? fma(dy_values[e], w[e], -means.g) : dy_values[e] * w[e] - means.g;
-        dx_values[e] = means.grad_input(g_minus_mean, xhat[e], statistics);
-      }
-      if (flags.has(kGradSum)) {
-        Acc dsum[kSub];
-        widen(dsum, row.grad_sum().read(i), k);
-#pragma unroll
-        for (int e = 0; e < kSub; ++e) dx_values[e] += dsum[e];
-      }
-      reinterpret_cast<Vector<X, kSub>&>(dx_vector.values[k]) = round_to<X>(dx_values);
-    }
-    if (flags.has(kGradInput)) dx.store(i, dx_vector);
-  });
-  if (flags.has(kGradInput)) dx.end_of_store();
-}
-
-// Adds up a gradient's sums over the rows of the block. Stores them from the block's first column on: in the workspace,
-// whose sums of earlier rounds are added, or in the gradient if its group has one segment.
-template <class Types, class Tile, int kVec, class Acc>
-__device__ __forceinline__ void store_sums(const Acc (&sums)[kTileVectors][kVec], const Round<Types, Tile>& row,
-                                           const View& gradient, Flag per_group, int64_t first_partial) {
-  using W = typename Types::W;
-  const Tile& tile = row.tile;
-  const int rows = tile.rows_per_block(), cols = row.block_cols;
-  const int step = tile.threads() * kVec;  // columns that the threads of a row hold in one vector each
-  const bool is_gradient = row.plan.stores_gradient(per_group) && row.flags.has(per_group);
-  const int64_t partial = first_partial + row.segment;
-  Acc* const to_workspace = static_cast<Acc*>(row.plan.workspace) + partial * row.plan.pitch + row.begin;
-  W* const to_gradient = address<W>(gradient, {row.segment, 0}) + row.begin;
-  const auto store = [&](int column, Acc sum) {
-    if (is_gradient) {
-      to_gradient[column] = W(sum);
-    } else {
-      to_workspace[column] = row.round_in_segment < kRoundsPerSum ? sum : to_workspace[column] + sum;
-    }
-  };
-  __shared__ Acc thread_sums[kThreads][kVec];
-#pragma unroll
-  for (int i = 0; i < kTileVectors; ++i) {
-    if (i * step >= cols) break;
-    if (!Tile::kIsBlock || rows > 1) {
+    for (int e = 0; e < kVec; ++e) v[e] = sums[i * kVec + e];
+    if (count > 1) {
       __syncthreads();
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x][e] = sums[i][e];
+      for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x].values[e] = v[e];
       __syncthreads();
     }
-    if constexpr (Tile::kIsBlock) {  // the threads of the first row add those of the others
-      if (tile.row() > 0) continue;
+    if (static_cast<int>(threadIdx.x) >= row_threads || rows.slice.row > 0) continue;
+#pragma unroll 1
+    for (int r = 1; r < count; ++r) {
+      const Vector<Acc, kVec> other = thread_sums[r * row_threads + threadIdx.x];
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int column = tile.vector_index(i) * kVec + e;
-        Acc total = sums[i][e];
-#pragma unroll 1
-        for (int r = 1; r < rows; ++r) total += thread_sums[r * tile.threads() + tile.thread()][e];
-        if (column < cols) store(column, total);
-      }
-    } else {  // many short rows
-#pragma unroll 1
-      for (int c = threadIdx.x; c < step && i * step + c < cols; c += blockDim.x) {
-        Acc total = 0;
-#pragma unroll 4
-        for (int r = 0; r < rows; ++r) total += (&thread_sums[0][0])[r * step + c];
-        store(i * step + c, total);
-      }
+      for (int e = 0; e < kVec; ++e) v[e] += other.values[e];
     }
+    store(i, v);
   }
 }
 
-template <bool kIsFastPath, class Types, class Tile>
-__device__ __forceinline__ void process_rows(const BackwardParams& p, const BackwardPlan& plan) {
-  using Acc = AccOf<typename Types::X>;
-  constexpr int kVec = kVectorSize<typename Types::X>;
-  // Only rows of block tiles have chunks. Warp tiles would spill if they tested these flags.
-  const unsigned bits = Tile::kIsBlock ? plan.flags.bits : plan.flags.bits & ~(kInCluster | kStoresSums | kLoadsSums);
-  const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kFastPathOptions) : bits};
-  const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
-  const bool in_cluster = flags.has(kInCluster);
+// The sums of the columns that the blocks of a cluster send to the block that adds them: dweight, then dbias, of
+// [joined, 1 << log2_joined_cols].
+template <class Acc>
+struct JoinedSums {
+  Acc* const sums;
+  TransactionBarrier& barrier;
+  const BackwardPlan& plan;
+
+  __device__ __forceinline__ Acc* of(int array, int block) const {
+    return sums + ((array * plan.joined + block) << plan.log2_joined_cols);
+  }
+  __device__ __forceinline__ void send(int array, int column, const Acc& sum) const {
+    const int owner = column >> plan.log2_joined_cols;
+    barrier.store(of(array, cluster_rank())[column - (owner << plan.log2_joined_cols)], sum, owner);
+  }
+  // Adds the sums of this block's columns, and calls store(array, column, sum).
+  template <class F>
+  __device__ __forceinline__ void add(int cols, bool has_weight, bool has_bias, const F& store) const {
+    const int first = static_cast<int>(cluster_rank()) << plan.log2_joined_cols;
+    const int count = max(min(cols - first, 1 << plan.log2_joined_cols), 0);
+    if (threadIdx.x == 0) barrier.expect(count * plan.joined * (has_weight + has_bias) * sizeof(Acc));
+    barrier.wait(0);
+    for (int array = has_weight ? 0 : 1; array < 1 + has_bias; ++array) {
+      for (int c = threadIdx.x; c < count; c += blockDim.x) {
+        double sum = 0;
+        for (int block = 0; block < plan.joined; ++block) sum += of(array, block)[c];
+        store(array, first + c, static_cast<Acc>(sum));
+      }
+    }
+  }
+};
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+// The copies of up to `newest` committed groups may be pending after this.
+__device__ __forceinline__ void wait_for_copies(int newest) {
+  if (newest == 0) return async_wait<0>();
+  newest == 1 ? async_wait<1>() : async_wait<2>();
+}
+
+template <class T, class X, Path kPath>
+__global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBlockThreads,
+                                  PathTraits<kPath>::kIsWarp ? 2 : 1)
+    backward_rows(const BackwardParams p, const BackwardPlan plan) {
+  using Traits = PathTraits<kPath>;
+  using RowsOf = Rows<T, X, kPath>;
+  using Acc = typename RowsOf::Acc;
+  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = Traits::kLag;
+  constexpr bool kPrivate = Traits::kMapping == Mapping::kVectors;  // a thread reads only what it copied
+  const Flags flags = {plan.flags.bits & (Traits::kIsAny ? ~0u : Traits::kIsWarp ? kFastFlags & ~kInCluster : kFastFlags)};
+  const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
+  const bool joins = !in_cluster && plan.joined > 1;
+
+  // The shuffle tells the compiler that the lanes of a warp have the same row.
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const int row_warps = is_warp ? 1 : plan.row_threads / kWarpSize;
+  const int block_row = is_warp ? 0 : warp / row_warps, first_warp = is_warp ? warp : block_row * row_warps;
+  const typename RowsOf::SliceOf slice(warp - first_warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  // The shuffle tells the compiler that a warp has one row, whose addresses then need no registers of each thread.
-  const int tile_row =
-      Tile::kIsBlock ? __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) >> plan.log2_threads, 0) : 0;
-  const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, round, tile_row); };
-  const auto fetch = [&](int round) {
-    if (has_round(plan, flags, round)) row_of(round).fetch();
+  const int64_t begin = in_cluster || flags.has(kStoresSums | kLoadsSums) ? int64_t{plan.part_cols} * blockIdx.x : 0;
+  const RowsOf rows{p,
+                    plan,
+                    flags,
+                    slice,
+                    is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : block_row,
+                    plan.rows_per_round,
+                    begin,
+                    static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols})),
+                    shared + warp * plan.stages * RowsOf::kStageBytes};
+
+  __shared__ WarpSums<Acc, 3> warp_sums;
+  __shared__ ClusterExchange<RowSums<Acc>> exchange;
+  const JoinedSums<Acc> joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange.barriers[0], plan};
+  const int64_t first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = gridDim.y;
+  const int rounds = static_cast<int>(plan.rounds.divisor());
+
+  int64_t fetched_segment = first_segment;
+  int fetched_round = 0;
+  Segment fetched(plan, flags, fetched_segment);
+  const auto fetch_next = [&](int stage) {
+    if (fetched_segment < plan.num_segments) {
+      rows.fetch(rows.locate(fetched, fetched_round), stage);
+      if (++fetched_round == rounds) {
+        fetched_round = 0;
+        fetched_segment = joins ? plan.num_segments : fetched_segment + segment_step;
+        fetched = Segment(plan, flags, fetched_segment);
+      }
+    }
     async_commit();
   };
 #pragma unroll 1
-  for (int round = 0; round < plan.stages; ++round) fetch(round);
-  __shared__ ClusterExchange<RowSums<Acc>> exchange;
-  if (in_cluster) {
+  for (int stage = 0; stage < plan.stages; ++stage) fetch_next(stage);
+  if (in_cluster || joins) {
     if (threadIdx.x == 0) exchange.init();
     cluster_arrive(), cluster_wait();
   }
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
-  Acc dw[kTileVectors][kVec], db[kTileVectors][kVec];
+  Acc weight[kElements], dw[kElements], db[kElements];
+  int summed = 0, summed_stage = 0, finished = 0, finished_stage = 0;  // rows, and the stage of the next one
+  const auto next_stage = [&](int stage) { return stage + 1 == plan.stages ? 0 : stage + 1; };
 #pragma unroll 1
-  for (int round = 0; has_round(plan, flags, round); ++round) {
-    const auto row = row_of(round);
-    if (row.round_in_segment % kRoundsPerSum == 0) {
+  for (int64_t s = first_segment; s < plan.num_segments; s = joins ? plan.num_segments : s + segment_step) {
+    const Segment segment(plan, flags, s);
+    rows.load_weight(weight, segment.group);
 #pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) dw[i][e] = db[i][e] = 0;
+    for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
+    typename RowsOf::Row row{}, last_row{};
+    Statistics<Acc> statistics{}, last_statistics{};
+#pragma unroll 1
+    for (int round = 0; round < rounds + kLag; ++round) {
+      RowSums<Acc> sums = {}, totals = {};
+      last_row = row, last_statistics = statistics;
+      if (kLag > 0 && round > 0) {
+        __syncthreads();
+        warp_sums.get(totals, finished % 2, first_warp, row_warps);
+        if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
       }
-      keep_branch();
-    }
-    const Statistics<Acc> statistics = row.statistics();
-    if (plan.stages == 1) {
-      async_wait<0>();
-    } else {
-      async_wait<kMaxStages - 1>();
-    }
-    row.sync_unaligned();
-
-    RowSums<Acc> sums = {};
-    if (flags.has(kLoadsSums)) {
-      if (needs_sums && row.cols > 0) reduce_chunks(sums, row.chunk_sums(), plan.num_chunks);
-    } else if (needs_sums) {
-      add_to_sums(sums, row, statistics);
-      sum_tile(sums, row.tile, round % 2);
-      if (in_cluster) reduce_chunks(sums, exchange.gather(sums, plan.num_chunks, round), plan.num_chunks);
-    }
-    if (flags.has(kStoresSums)) {
-      if (row.cols > 0 && row.tile.thread() == 0) {
-#pragma unroll
-        for (int k = 0; k < 3; ++k) row.chunk_sums()[blockIdx.x][k] = sums[k];
+      if (round < rounds) {
+        row = rows.locate(segment, round);
+        statistics = rows.statistics(row);
+        wait_for_copies(plan.stages - 1 - kLag);
+        if (!kPrivate) __syncwarp();
+        if (!flags.has(kLoadsSums)) rows.add_to_sums(sums, row, summed_stage, statistics, weight);
+        if (is_warp) {
+          sum_row_lanes(sums, slice.lanes());
+        } else if (!flags.has(kLoadsSums)) {
+          warp_sums.put(sums, summed % 2);
+        }
+        ++summed, summed_stage = next_stage(summed_stage);
       }
-    } else {
-      RowMeans<Acc> means = {};
-      if (needs_sums) means = compute_means(sums, p, plan, flags.has(kRms), statistics.rstd);
-      store_grad_input(dw, db, row, statistics, means);
-    }
-    row.sync_unaligned();
-    fetch(round + plan.stages);
+      if (round < kLag) continue;
+      if (kLag == 0) {
+        last_row = row, last_statistics = statistics;
+        if (flags.has(kLoadsSums)) {
+          if (row.cols > 0) add_parts(totals, rows.part_sums(row), plan.num_parts);
+        } else if (is_warp) {
+#pragma unroll
+          for (int k = 0; k < 3; ++k) totals[k] = sums[k];
+        } else {
+          __syncthreads();
+          warp_sums.get(totals, finished % 2, first_warp, row_warps);
+          if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
+        }
+      }
+      if (in_cluster) add_parts(totals, exchange.receive(finished), plan.num_parts);
+      if (flags.has(kStoresSums)) {
+        if (last_row.cols > 0 && threadIdx.x % plan.row_threads == 0) {
+#pragma unroll
+          for (int k = 0; k < 3; ++k) rows.part_sums(last_row)[blockIdx.x][k] = totals[k];
+        }
+      } else {
+        const auto means = rows.compute_means(totals, last_statistics.rstd);
+        rows.store_grad_input(dw, db, last_row, finished_stage, last_statistics, means, weight);
+      }
+      if (!kPrivate) __syncwarp();
+      fetch_next(finished_stage);
+      ++finished, finished_stage = next_stage(finished_stage);
 
-    const int rounds = row.round_in_segment + 1;
-    if (flags.has(kStoresSums) || (rounds != plan.rounds.divisor() && rounds % kRoundsPerSum != 0)) continue;
-    if (flags.has(kGradWeight)) store_sums(dw, row, p.grad_weight, kWeightPerGroup, 0);
-    if (flags.has(kGradBias)) store_sums(db, row, p.grad_bias, kBiasPerGroup, plan.weight_partials);
+      const int done = round + 1 - kLag;
+      if (flags.has(kStoresSums) || (done != rounds && done % kRoundsPerSum != 0)) continue;
+      if (s + segment_step >= plan.num_segments && done == rounds) let_next_grid_start();
+      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group, int64_t first) {
+        add_rows_of_block(column_sums, rows, [&](int i, Acc(&v)[kVec]) {
+          if (joins) {
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) {
+              const int column = slice.column(i * kVec + e);
+              if (column < rows.part_cols) joined.send(array, column, v[e]);
+            }
+          } else if (plan.stores_gradient(per_group)) {
+            const RowIndex group = {s, 0};
+            if (flags.has(kWideParameters)) {
+              slice.store(address<Acc>(gradient, group) + begin, i, v, rows.part_cols);
+            } else {
+              slice.store(address<T>(gradient, group) + begin, i, v, rows.part_cols);
+            }
+          } else {
+            Acc* const to = static_cast<Acc*>(plan.workspace) + (first + s) * plan.pitch + begin;
+            if (done > kRoundsPerSum) {
+              const auto earlier = slice.load(to, i, rows.part_cols);
+#pragma unroll
+              for (int e = 0; e < kVec; ++e) v[e] += earlier.values[e];
+            }
+            slice.store(to, i, v, rows.part_cols);
+          }
+        });
+#pragma unroll
+        for (Acc& sum : column_sums) sum = 0;
+      };
+      if (flags.has(kGradWeight)) store(dw, 0, p.grad_weight, kWeightPerGroup, 0);
+      if (flags.has(kGradBias)) store(db, 1, p.grad_bias, kBiasPerGroup, plan.weight_partials);
+    }
   }
   async_wait<0>();  // before the block returns
-  let_next_grid_start();
-}
-
-template <class Types, class Tile>
-__global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kThreads, Tile::kIsBlock ? 1 : 2)
-    backward_rows(const BackwardParams p, const BackwardPlan plan) {
-  if ((plan.flags.bits & ~kFastPathOptions) == kFastPathFlags) return process_rows<true, Types, Tile>(p, plan);
-  process_rows<false, Types, Tile>(p, plan);
+  if (!joins) return;
+  joined.add(static_cast<int>(p.cols), flags.has(kGradWeight), flags.has(kGradBias), [&](int array, int column, Acc sum) {
+    void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
+    if (flags.has(kWideParameters)) {
+      static_cast<Acc*>(gradient)[column] = sum;
+    } else {
+      static_cast<T*>(gradient)[column] = static_cast<T>(sum);
+    }
+  });
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// The most vectors of a chunk: few, so that two blocks fit on a multiprocessor, or more if the row then needs no second
-// launch.
-int64_t max_chunk_vectors(int64_t vectors, const LaunchConfig& config, bool has_clusters) {
-  constexpr size_t kEnoughForLargeChunks = 144 * 1024;  // dy, x, grad_sum and dx of a large chunk
-  const int64_t most = max_shared_memory(config) >= kEnoughForLargeChunks ? kMaxLargeChunkVectors : kMaxChunkVectors;
-  const int64_t blocks = has_clusters ? kMaxClusterSize : 1;
-  return vectors <= blocks * most ? std::max(kMaxChunkVectors, ceil_div(vectors, blocks)) : kMaxChunkVectors;
+// The lanes, warps and blocks of a row. They depend only on the dtype and the number of columns, and so does the order
+// of summation.
+template <class X>
+void divide_row(BackwardPlan& plan, int64_t cols) {
+  using SliceOf = Slice<X, Mapping::kAny, 0>;
+  constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
+  const int64_t vectors = ceil_div(cols, kVec);
+  plan.deals_vectors = cols % kVec == 0;
+  plan.is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
+  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxBlockThreads / kWarpSize);
+  const int64_t parts = plan.is_warp ? 1 : ceil_div(vectors, max_part);
+  const int64_t part = parts == 1 ? vectors : round_up(ceil_div(vectors, parts), kWarpSize);
+  plan.part_cols = static_cast<int>(std::min(part * kVec, cols));
+  plan.num_parts = static_cast<int>(ceil_div(cols, plan.part_cols));
+  plan.row_threads = static_cast<int>(ceil_div(plan.part_cols, SliceOf::kWarpCols)) * kWarpSize;
+  if (!plan.is_warp) return;
+  plan.row_threads = 1;
+  while (plan.row_threads * SliceOf::kElements < cols) plan.row_threads *= 2;
 }
 
-template <class Types, class Tile>
-void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchConfig config) {
-  using X = typename Types::X;
+// Calls f with an instance of the kernel. float64 has only one.
+template <class X, class F>
+auto with_path(Path path, const F& f) {
+  if constexpr (!std::is_same_v<X, double>) {
+    switch (path) {
+      case Path::kWarpVectors:
+        return f(std::integral_constant<Path, Path::kWarpVectors>());
+      case Path::kBlockVectors:
+        return f(std::integral_constant<Path, Path::kBlockVectors>());
+      case Path::kWarpElements:
+        return f(std::integral_constant<Path, Path::kWarpElements>());
+      case Path::kBlockElements:
+        return f(std::integral_constant<Path, Path::kBlockElements>());
+      default:
+        break;
+    }
+  }
+  return f(std::integral_constant<Path, Path::kAny>());
+}
+
+// The most stages that fit into shared memory, beside `other_bytes`; 0 if the path needs more.
+template <class T, class X>
+int choose_stages(Path path, const LaunchConfig& config, size_t other_bytes) {
+  constexpr size_t kMaxStaticShared = 12 * 1024;
+  return with_path<X>(path, [&](auto constant) {
+    using RowsOf = Rows<T, X, constant.value>;
+    const size_t stage = config.block.x / kWarpSize * RowsOf::kStageBytes;
+    const size_t available = max_shared_memory(config) - kMaxStaticShared - other_bytes;
+    const int stages = static_cast<int>(std::min<size_t>(available / stage, RowsOf::kMaxStages));
+    return stages > RowsOf::Traits::kLag ? stages : 0;
+  });
+}
+
+template <class T, class X>
+void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) {
   using Acc = AccOf<X>;
-  const auto kernel = backward_rows<Types, Tile>;
-  BackwardPlan plan(layout);
-  plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
+  BackwardPlan plan = {};
+  plan.flags = flags;
   plan.pitch = round_up(p.cols, kVectorSize<X>);
   plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
-  const bool in_cluster = plan.num_chunks > 1 && plan.num_chunks <= kMaxClusterSize &&
-                          has_clusters(config, backward_rows<Types, BlockTile>);
+  plan.joined = 1;
+  divide_row<X>(plan, p.cols);
+  const bool clusters = has_clusters(config, backward_rows<T, X, Path::kAny>);
+  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
+  const bool reads_twice = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
-  const bool reads_twice = plan.num_chunks > 1 && !in_cluster;
 
-  // A row of more than half as many threads takes a whole block. Rows of groups with few rows and gradients of their
-  // own have blocks of few threads.
-  const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
-  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
-  int64_t threads = kThreads;
-  if (plan.num_chunks > 1 || 2 << plan.log2_threads > kThreads) {
-    threads = std::min<int64_t>(round_up(vectors, kWarpSize), 1 << plan.log2_threads);
-  } else if (per_group) {
-    threads = std::min(threads, round_up(p.rows << plan.log2_threads, kWarpSize));
-  }
-  const int rows_per_block = plan.rows_per_block(threads);
-  plan.tile_threads = static_cast<int>(threads) / rows_per_block;
-  const auto bytes = [&](int arrays, int stages, bool aligned) {
-    return Round<Types, Tile>::shared_bytes(plan.tile_threads, rows_per_block, arrays, stages, aligned);
-  };
-  // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
-  // nor on which gradients are wanted. Rows that are not aligned also need memory for dx, and have a second stage only
-  // if that leaves as many blocks resident.
-  constexpr size_t kMaxStaticShared = 12 * 1024;
-  const int most_arrays = p.grad_sum.data ? 3 : 2;
-  plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory(config) ? kMaxStages : 1;
+  // Rows of groups with few rows and gradients of their own have blocks of few threads.
+  const bool per_group = flags.has(kWeightPerGroup | kBiasPerGroup);
+  int64_t threads = std::max<int64_t>(kThreads / plan.row_threads, 1) * plan.row_threads;
+  if (plan.num_parts > 1) threads = plan.row_threads;
+  if (per_group) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
+  plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
-  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_chunks) : 1;
-  const auto resident_rows = [&](size_t shared_bytes) {
-    config.shared_bytes = shared_bytes;
-    return std::max(resident_blocks(config, kernel) / plan.num_chunks, 1);
-  };
-  const int resident = resident_rows(std::max(bytes(most_arrays, plan.stages, true), bytes(most_arrays, 1, false)));
-  const int arrays = 1 + plan.flags.has(kGradInput | kGradWeight) + plan.flags.has(kGradSum);
-  const bool aligned = plan.flags.has(kAligned);
-  if (!aligned && resident_rows(bytes(arrays, plan.stages, false)) < resident) plan.stages = 1;
-  config.shared_bytes = bytes(arrays, plan.stages, aligned);
+  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
 
-  plan.set_segments(p, rows_per_block, resident, plan.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
-  const int64_t blocks = std::min({plan.num_segments, int64_t{resident}, kMaxGridY});
-  config.grid = dim3(static_cast<unsigned>(plan.num_chunks), static_cast<unsigned>(blocks));
-
-  const int64_t chunk_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_chunks : 0;
-  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + chunk_sums;
-  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-  if (reads_twice) {
-    plan.flags.set(kStoresSums, true);
-    launch(config, kernel, p, plan);
-    plan.flags.set(kStoresSums, false);
-    plan.flags.set(kLoadsSums, true);
-    config.overlaps_previous = true;
+  Path path = Path::kAny;
+  if (sizeof(Acc) < 8 && !reads_twice) {
+    path = plan.is_warp ? (plan.deals_vectors ? Path::kWarpVectors : Path::kWarpElements)
+                        : (plan.deals_vectors ? Path::kBlockVectors : Path::kBlockElements);
   }
-  launch(config, kernel, p, plan);
-  launch_add_partials<Acc, typename Types::W>(p, plan, plan.pitch, config);
+  plan.stages = choose_stages<T, X>(path, config, 0);
+  if (plan.stages == 0) path = Path::kAny, plan.stages = choose_stages<T, X>(path, config, 0);
+
+  // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
+  // nor on the options, but on the instance for the usual ones.
+  const auto resident_rows = [&] {
+    return with_path<X>(path, [&](auto constant) {
+      plan.ring_bytes = static_cast<int>(threads / kWarpSize * plan.stages * Rows<T, X, constant.value>::kStageBytes);
+      config.shared_bytes = static_cast<size_t>(plan.ring_bytes);
+      return std::max(resident_blocks(config, backward_rows<T, X, constant.value>) / plan.num_parts, 1);
+    });
+  };
+  int64_t segments = resident_rows();
+  // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
+  const int64_t total_rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  const bool can_join = clusters && plan.num_parts == 1;
+  const bool joins = can_join && !per_group && total_rounds > 1 && total_rounds <= kMaxJoined * kFewRounds;
+  if (joins) segments = kMaxJoined;
+  if (!can_join && !per_group && total_rounds <= kFewRounds) segments = 1;
+  plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
+
+  if (flags.has(kFromOutput) || (plan.deals_vectors && !flags.has(kAligned))) path = Path::kAny;
+  size_t joined_bytes = 0;
+  if (joins) {
+    while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
+    joined_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_joined_cols) * sizeof(Acc);
+  }
+  plan.stages = choose_stages<T, X>(path, config, joined_bytes);
+  if (plan.stages == 0) joined_bytes = 0, plan.stages = choose_stages<T, X>(path, config, 0);
+  const int64_t resident = resident_rows();
+  const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
+  config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
+  if (joined_bytes > 0) {
+    plan.joined = static_cast<int>(plan.num_segments);
+    config.cluster = static_cast<unsigned>(plan.joined);
+    config.grid = dim3(config.cluster);
+    config.shared_bytes += joined_bytes;
+    plan.weight_partials = plan.bias_partials = 0;
+  }
+
+  const int64_t part_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_parts : 0;
+  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + part_sums;
+  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+  with_path<X>(path, [&](auto constant) {
+    const auto kernel = backward_rows<T, X, constant.value>;
+    if (reads_twice) {
+      plan.flags.set(kStoresSums, true);
+      launch(config, kernel, p, plan);
+      plan.flags.set(kStoresSums, false);
+      plan.flags.set(kLoadsSums, true);
+      config.overlaps_previous = true;
+    }
+    launch(config, kernel, p, plan);
+  });
+  launch_add_partials<Acc>(p, plan, plan.pitch, config);
 }
 
 }  // namespace
@@ -519,13 +689,11 @@ void backward(const BackwardParams& p) {
   if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    constexpr int64_t kVec = kVectorSize<typename Types::X>;
+    using T = typename Types::T;
+    using X = typename Types::X;
     LaunchConfig config;
     config.stream = static_cast<Stream>(p.stream);
-    const bool clusters = has_clusters(config, backward_rows<Types, BlockTile>);
-    const RowLayout layout(p.cols, kVec, max_chunk_vectors(ceil_div(p.cols, kVec), config, clusters));
-    layout.is_warp_tile ? launch_backward<Types, WarpTile>(p, layout, config)
-                        : launch_backward<Types, BlockTile>(p, layout, config);
+    launch_backward<T, X>(p, make_flags<T, X, typename Types::W>(p), config);
   });
 }
 
