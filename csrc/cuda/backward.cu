@@ -49,7 +49,19 @@ struct BackwardPlan : GradientPlan {
   int log2_joined_cols;      // columns that each of them adds
   int ring_bytes;            // of dynamic shared memory; then come the sums that the joined blocks send
   int64_t pitch;             // elements from row to row of the workspace
-  double reciprocal_cols;
+  // Bytes from row to row, if there are no groups; Path::kAny does not read them.
+  unsigned x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
+  Divisor<float> float_cols;
+  Divisor<double> double_cols;
+
+  template <class Acc>
+  __device__ __forceinline__ Divisor<Acc> cols() const {
+    if constexpr (sizeof(Acc) == 4) {
+      return float_cols;
+    } else {
+      return double_cols;
+    }
+  }
 };
 
 namespace {
@@ -61,6 +73,7 @@ constexpr int kRoundsPerSum = 256;
 // warps have a block of their own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
 constexpr int64_t kMaxJoined = 8;
+constexpr int kMinLanes = 2;  // of a row
 
 // The sums over a row of d (see Statistics), g and g * d.
 template <class Acc>
@@ -83,142 +96,186 @@ struct PathTraits {
   static constexpr int kLanes = kIsBlock ? kWarpSize : 0;
   // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
   static constexpr int kLag = kIsBlock ? 1 : 0;
+  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns; others have fewer
 };
 
 // Successive rows of a gradient group.
+template <class Index>
 struct Segment {
-  int64_t group = 0;  // if groups have gradients of their own
-  int64_t first;      // among all rows
+  Index group = 0;  // if groups have gradients of their own
+  Index first;      // among all rows
   int rows;
 
-  __device__ __forceinline__ Segment(const BackwardPlan& plan, Flags flags, int64_t segment) {
-    int64_t in_group = segment;
+  __device__ __forceinline__ Segment(const BackwardPlan& plan, Flags flags, Index segment) {
+    Index in_group = segment;
     if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
       const auto divided = plan.segments_per_group.divide(segment);
-      group = divided.quotient, in_group = divided.remainder;
+      group = static_cast<Index>(divided.quotient), in_group = static_cast<Index>(divided.remainder);
     }
-    const int64_t row = in_group * plan.segment_rows;
-    first = group * plan.gradient_group_rows + row;
-    rows = static_cast<int>(max(min(plan.segment_rows, plan.gradient_group_rows - row), int64_t{0}));
+    const Index group_rows = static_cast<Index>(plan.gradient_group_rows);
+    const Index row = in_group * static_cast<Index>(plan.segment_rows);
+    first = group * group_rows + row;
+    rows = static_cast<int>(max(min(static_cast<Index>(plan.segment_rows), group_rows - row), Index{0}));
   }
 };
 
-// The gradients of the rows of a block, as one of its threads computes them.
+// What a warp reads of a row besides x and dy, in shared memory.
+template <class X, class Acc>
+struct alignas(16) RowHeader {
+  Acc mean, rstd;
+  X* dx;  // the block's part; null if it is not wanted, or the row does not exist
+  const X* grad_sum;
+  int x_offset, dy_offset;  // see Slice::staged()
+};
+
+// The rows of a block, as one of its threads sees them.
 template <class T, class X, Path kPath>
 struct Rows {
   using Traits = PathTraits<kPath>;
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
   using Acc = AccOf<X>;
+  using Header = RowHeader<X, Acc>;
+  using Index = typename Traits::Index;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
-  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;
-  // The shared memory of a warp, for one stage: x, then dy.
-  static constexpr int kStageBytes = SliceOf::template kBytes<X> + SliceOf::template kBytes<T>;
-
-  struct Row {
-    RowIndex index;  // row 0 if it does not exist
-    int cols;        // of this block's part; 0 if the row does not exist
-  };
+  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;  // or one less
+  // The shared memory of a warp, for one stage: x, dy and the headers of its rows.
+  static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
+  static constexpr int kDyBegin = SliceOf::template kBytes<X>;
+  static constexpr int kHeaderBegin = kDyBegin + SliceOf::template kBytes<T>;
+  static constexpr int kStageBytes = kHeaderBegin + kHeaders * static_cast<int>(sizeof(Header));
 
   const BackwardParams& p;
   const BackwardPlan& plan;
   const Flags flags;
   const SliceOf slice;
-  const int row_in_round, rows_per_round;
-  const int64_t begin;  // the first column of the block's part
+  const int row_in_round;
+  const Index begin;  // the first column of the block's part
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
-  __device__ __forceinline__ Row locate(const Segment& segment, int round) const {
-    const int row = round * rows_per_round + row_in_round;
-    if (row >= segment.rows) return {{0, 0}, 0};
-    return {find_group(segment.first + row, flags.has(kHasGroups), plan.rows), part_cols};
+  // The number of a row in a round of a segment; -1 if it does not exist.
+  __device__ __forceinline__ int row_of(const Segment<Index>& segment, int round) const {
+    const int row = round * plan.rows_per_round + row_in_round;
+    return row < segment.rows ? row : -1;
   }
-  template <class E>
-  __device__ __forceinline__ E* row_address(const View& view, const Row& row) const {
-    return address<E>(view, row.index) + begin;
+  __device__ __forceinline__ RowIndex index_of(const Segment<Index>& segment, int row) const {
+    return find_group(segment.first + row, flags.has(kHasGroups), plan.rows);
+  }
+  __device__ __forceinline__ Header& header(int stage) const {
+    Header* const headers = reinterpret_cast<Header*>(shared + stage + kHeaderBegin);
+    return headers[Traits::kIsBlock ? 0 : slice.row];
   }
 
-  // Starts to copy a row to shared memory, and prefetches what else is read of it.
-  __device__ __forceinline__ void fetch(const Row& row, int stage) const {
-    unsigned char* const to = shared + stage * kStageBytes;
-    slice.fetch(to, row_address<const X>(p.input, row), row.cols);
-    slice.fetch(to + SliceOf::template kBytes<X>, row_address<const T>(p.grad_output, row), row.cols);
-    if (row.cols == 0) return;
-    if (!flags.has(kRms)) prefetch(address<const Acc>(p.mean, row.index));
-    prefetch(address<const Acc>(p.rstd, row.index));
-    if (!flags.has(kGradSum)) return;
-    const X* const grad_sum = row_address<const X>(p.grad_sum, row);
+  // Starts to copy a row, which may not exist, to the shared memory of a stage.
+  __device__ __forceinline__ void fetch(const Segment<Index>& segment, int row, int stage) const {
+    const bool exists = row >= 0;
+    const int cols = exists ? part_cols : 0;
+    const auto fetch_from = [&](const auto& address_in) {
+      const X* const x = address_in(p.input, X(), plan.x_stride) + begin;
+      const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + begin;
+      slice.fetch(shared + stage, x, cols);
+      slice.fetch(shared + stage + kDyBegin, dy, cols);
+      const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + begin;
+      if (flags.has(kGradSum)) {
 #pragma unroll
-    for (int j = 0; j < kElements; j += kVec) {
-      if (slice.column(j) < row.cols) prefetch_to_l2(grad_sum + slice.column(j));
+        for (int j = 0; j < kElements; j += kVec) {
+          if (slice.column(j) < cols) prefetch_to_l2(grad_sum + slice.column(j));
+        }
+      }
+      if (slice.lane > 0) return;
+      Header& to = header(stage);
+      const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
+      const bool has_mean = exists && !flags.has(kRms);
+      async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
+      async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
+                              has_mean ? sizeof(Acc) : 0);
+      to.dx = exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + begin : nullptr;
+      to.grad_sum = grad_sum;
+      if constexpr (Traits::kMapping != Mapping::kVectors) {
+        to.x_offset = slice.offset_of(x + slice.begin), to.dy_offset = slice.offset_of(dy + slice.begin);
+      }
+    };
+    if (Traits::kIsAny || flags.has(kHasGroups)) {
+      const RowIndex index = exists ? index_of(segment, row) : RowIndex{0, 0};
+      fetch_from([&](const View& view, auto element, unsigned) { return address<decltype(element)>(view, index); });
+    } else {
+      const unsigned number = exists ? static_cast<unsigned>(segment.first) + static_cast<unsigned>(row) : 0;
+      fetch_from([&](const View& view, auto element, unsigned stride) {
+        return reinterpret_cast<decltype(element)*>(static_cast<char*>(view.data) + uint64_t{number} * stride);
+      });
     }
-  }
-  __device__ __forceinline__ Statistics<Acc> statistics(const Row& row) const {
-    return {p, row.index, flags.has(kFromOutput), row.cols > 0};
   }
 
   // Computes d (see Statistics) of vector i.
-  __device__ __forceinline__ void read_d(Acc (&d)[kVec], const X* x, int i, const Row& row,
-                                         const Statistics<Acc>& statistics, const Acc (&weight)[kElements]) const {
+  __device__ __forceinline__ void read_d(Acc (&d)[kVec], const X* x, int i, const Statistics<Acc>& statistics,
+                                         Acc mean, const Acc (&weight)[kElements], int64_t group) const {
     slice.read(d, x, i);
     if (flags.has(kFromOutput)) {
       Acc bias[kVec] = {};
-      if (flags.has(kBias)) load_parameters(bias, p.bias, row.index.group, i);
+      if (flags.has(kBias)) load_parameters(bias, p.bias, group, i);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) d[e] = recover_xhat(d[e], weight[i * kVec + e], bias[e]);
     } else {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) d[e] = fma(d[e], statistics.scale, -statistics.mean);
+      for (int e = 0; e < kVec; ++e) d[e] = fma(d[e], statistics.scale, -mean);
     }
   }
 
-  // Adds this thread's part of a row to the sums. Columns after the end have a g of zero, but not a d.
-  __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Row& row, int stage,
-                                              const Statistics<Acc>& statistics, const Acc (&weight)[kElements]) const {
-    const auto [x, dy] = staged(row, stage);
+  // Adds this thread's part of a row to the sums. Elements after the end are zeros, and so must be their d.
+  __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, int stage, const Statistics<Acc>& statistics,
+                                              const Acc (&weight)[kElements], int64_t group) const {
+    const Staged from = staged(stage);
+    const auto add = [&](auto has_end) {
 #pragma unroll
-    for (int i = 0; i < SliceOf::kVectors; ++i) {
-      Acc d[kVec], dy_values[kVec];
-      read_d(d, x, i, row, statistics, weight);
-      slice.read(dy_values, dy, i);
+      for (int i = 0; i < SliceOf::kVectors; ++i) {
+        Acc d[kVec], dy_values[kVec];
+        const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(i * kVec) < part_cols;
+        read_d(d, from.x, i, statistics, vector_exists ? statistics.mean : 0, weight, group);
+        slice.read(dy_values, from.dy, i);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int j = i * kVec + e;
-        if (slice.column(Traits::kMapping == Mapping::kVectors ? i * kVec : j) >= row.cols) d[e] = 0;
-        const Acc g = dy_values[e] * weight[j];
-        sums[0] += d[e];
-        sums[1] += g;
-        sums[2] = fma(g, d[e], sums[2]);
+        for (int e = 0; e < kVec; ++e) {
+          const int j = i * kVec + e;
+          if (has_end.value && slice.column(j) >= part_cols) d[e] = 0;
+          const Acc g = dy_values[e] * weight[j];
+          sums[0] += d[e];
+          sums[1] += g;
+          sums[2] = fma(g, d[e], sums[2]);
+        }
       }
+    };
+    if (Traits::kMapping == Mapping::kVectors || slice.begin + slice.lanes() * kElements <= part_cols) {
+      add(std::false_type());
+    } else {
+      add(std::true_type());
     }
   }
 
   __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, Acc rstd) const {
-    const Divisor<Acc> cols(static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
-    RowMeans<Acc> means = {};
-    if (!flags.has(kRms)) means.xhat = cols.divide(sums[0]) * rstd, means.g = cols.divide(sums[1]);
-    means.g_xhat = cols.divide(sums[2]) * rstd - means.xhat * means.g;
-    return means;
+    const Divisor<Acc> cols = plan.cols<Acc>();
+    const Acc xhat = cols.divide(sums[0]) * rstd, g = cols.divide(sums[1]), g_xhat = cols.divide(sums[2]) * rstd;
+    if (flags.has(kRms)) return {0, 0, g_xhat};
+    return {xhat, g, g_xhat - xhat * g};
   }
 
   // Stores this thread's part of dx, and adds to its sums of dweight and dbias, whether they are wanted or not. Sums of
   // columns after the end are not stored.
-  __device__ __forceinline__ void store_grad_input(Acc (&dw)[kElements], Acc (&db)[kElements], const Row& row,
+  template <class HasGradSum>
+  __device__ __forceinline__ void store_grad_input(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
                                                    int stage, const Statistics<Acc>& statistics,
-                                                   const RowMeans<Acc>& means, const Acc (&weight)[kElements]) const {
-    const auto [x, dy] = staged(row, stage);
-    X* const dx = compute_once(row_address<X>(p.grad_input, row));
-    const X* const grad_sum = row_address<const X>(p.grad_sum, row);
-    const int stored_cols = flags.has(kGradInput) ? row.cols : 0;
+                                                   const RowMeans<Acc>& means, const Acc (&weight)[kElements],
+                                                   int64_t group) const {
+    const auto [x, dy] = staged(stage);
+    X* const dx = compute_once(header(stage).dx);
+    const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kVec> dsum[SliceOf::kVectors];
-    if (flags.has(kGradSum)) {
+    if constexpr (has_grad_sum.value) {
 #pragma unroll
-      for (int i = 0; i < SliceOf::kVectors; ++i) dsum[i] = slice.load(grad_sum, i, row.cols);
+      for (int i = 0; i < SliceOf::kVectors; ++i) dsum[i] = slice.load(header(stage).grad_sum, i, stored_cols);
     }
 #pragma unroll
     for (int i = 0; i < SliceOf::kVectors; ++i) {
       Acc xhat[kVec], dy_values[kVec], dx_values[kVec];
-      read_d(xhat, x, i, row, statistics, weight);
+      read_d(xhat, x, i, statistics, statistics.mean, weight, group);
       slice.read(dy_values, dy, i);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
@@ -228,7 +285,7 @@ struct Rows {
         dw[j] = fma(dy_values[e], xhat[e], dw[j]);
         dx_values[e] = means.grad_input(dy_values[e] * weight[j] - means.g, xhat[e], statistics);
       }
-      if (flags.has(kGradSum)) {
+      if constexpr (has_grad_sum.value) {
         Acc values[kVec];
         widen(values, dsum[i]);
 #pragma unroll
@@ -239,9 +296,9 @@ struct Rows {
   }
 
   // The sums of the row's parts, after all partial sums.
-  __device__ __forceinline__ RowSums<Acc>* part_sums(const Row& row) const {
+  __device__ __forceinline__ RowSums<Acc>* part_sums(const Segment<Index>& segment, int row) const {
     Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
-    return reinterpret_cast<RowSums<Acc>*>(first) + (row.index.group * p.rows + row.index.row) * plan.num_parts;
+    return reinterpret_cast<RowSums<Acc>*>(first) + (segment.first + row) * plan.num_parts;
   }
 
   // Loads the weight or the bias of the elements of vector i.
@@ -269,10 +326,13 @@ struct Rows {
     const X* x;
     const T* dy;
   };
-  __device__ __forceinline__ Staged staged(const Row& row, int stage) const {
-    unsigned char* const from = shared + stage * kStageBytes;
-    return {slice.staged(from, row_address<const X>(p.input, row)),
-            slice.staged(from + SliceOf::template kBytes<X>, row_address<const T>(p.grad_output, row))};
+  __device__ __forceinline__ Staged staged(int stage) const {
+    int x_offset = 0, dy_offset = 0;
+    if constexpr (Traits::kMapping != Mapping::kVectors) {
+      x_offset = header(stage).x_offset, dy_offset = header(stage).dy_offset;
+    }
+    return {slice.template staged<X>(shared + stage, x_offset),
+            slice.template staged<T>(shared + stage + kDyBegin, dy_offset)};
   }
 };
 
@@ -371,12 +431,6 @@ struct JoinedSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The copies of up to `newest` committed groups may be pending after this.
-__device__ __forceinline__ void wait_for_copies(int newest) {
-  if (newest == 0) return async_wait<0>();
-  newest == 1 ? async_wait<1>() : async_wait<2>();
-}
-
 template <class T, class X, Path kPath>
 __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBlockThreads,
                                   PathTraits<kPath>::kIsWarp ? 2 : 1)
@@ -384,8 +438,8 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
   using Traits = PathTraits<kPath>;
   using RowsOf = Rows<T, X, kPath>;
   using Acc = typename RowsOf::Acc;
+  using Index = typename Traits::Index;
   constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = Traits::kLag;
-  constexpr bool kPrivate = Traits::kMapping == Mapping::kVectors;  // a thread reads only what it copied
   const Flags flags = {plan.flags.bits & (Traits::kIsAny ? ~0u : Traits::kIsWarp ? kFastFlags & ~kInCluster : kFastFlags)};
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool joins = !in_cluster && plan.joined > 1;
@@ -396,109 +450,117 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
   const int block_row = is_warp ? 0 : warp / row_warps, first_warp = is_warp ? warp : block_row * row_warps;
   const typename RowsOf::SliceOf slice(warp - first_warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const int64_t begin = in_cluster || flags.has(kStoresSums | kLoadsSums) ? int64_t{plan.part_cols} * blockIdx.x : 0;
+  const Index begin = in_cluster || flags.has(kStoresSums | kLoadsSums) ? Index{plan.part_cols} * Index(blockIdx.x) : 0;
   const RowsOf rows{p,
                     plan,
                     flags,
                     slice,
                     is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : block_row,
-                    plan.rows_per_round,
                     begin,
-                    static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols})),
-                    shared + warp * plan.stages * RowsOf::kStageBytes};
+                    static_cast<int>(min(static_cast<Index>(p.cols) - begin, Index{plan.part_cols})),
+                    compute_shared_once(shared + warp * plan.stages * RowsOf::kStageBytes)};
 
-  __shared__ WarpSums<Acc, 3> warp_sums;
+  __shared__ WarpSumsMemory<Acc> warp_sums_memory;
+  WarpSums<Acc> warp_sums(warp_sums_memory, first_warp, row_warps);
   __shared__ ClusterExchange<RowSums<Acc>> exchange;
   const JoinedSums<Acc> joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange.barriers[0], plan};
-  const int64_t first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = gridDim.y;
-  const int rounds = static_cast<int>(plan.rounds.divisor());
+  // Joined blocks have one segment each.
+  const Index first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = joins ? gridDim.x : gridDim.y;
+  const Index num_segments = static_cast<Index>(plan.num_segments);
+  const int rounds = static_cast<int>(plan.rounds.divisor()), ring_end = plan.stages * RowsOf::kStageBytes;
 
-  int64_t fetched_segment = first_segment;
+  Index fetched_segment = first_segment;
   int fetched_round = 0;
-  Segment fetched(plan, flags, fetched_segment);
+  Segment<Index> fetched(plan, flags, fetched_segment);
   const auto fetch_next = [&](int stage) {
-    if (fetched_segment < plan.num_segments) {
-      rows.fetch(rows.locate(fetched, fetched_round), stage);
+    if (fetched_segment < num_segments) {
+      rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
       if (++fetched_round == rounds) {
         fetched_round = 0;
-        fetched_segment = joins ? plan.num_segments : fetched_segment + segment_step;
-        fetched = Segment(plan, flags, fetched_segment);
+        fetched_segment += segment_step;
+        fetched = Segment<Index>(plan, flags, fetched_segment);
       }
     }
     async_commit();
   };
 #pragma unroll 1
-  for (int stage = 0; stage < plan.stages; ++stage) fetch_next(stage);
+  for (int stage = 0; stage < ring_end; stage += RowsOf::kStageBytes) fetch_next(stage);
   if (in_cluster || joins) {
     if (threadIdx.x == 0) exchange.init();
     cluster_arrive(), cluster_wait();
   }
+  __syncthreads();
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
   Acc weight[kElements], dw[kElements], db[kElements];
-  int summed = 0, summed_stage = 0, finished = 0, finished_stage = 0;  // rows, and the stage of the next one
-  const auto next_stage = [&](int stage) { return stage + 1 == plan.stages ? 0 : stage + 1; };
+  int finished = 0, stage = 0, finished_stage = 0;  // rows; the stages of the next rows, in bytes
+  const auto next_stage = [&](int s) { return s + RowsOf::kStageBytes == ring_end ? 0 : s + RowsOf::kStageBytes; };
 #pragma unroll 1
-  for (int64_t s = first_segment; s < plan.num_segments; s = joins ? plan.num_segments : s + segment_step) {
-    const Segment segment(plan, flags, s);
+  for (Index s = first_segment; s < num_segments; s += segment_step) {
+    const Segment<Index> segment(plan, flags, s);
     rows.load_weight(weight, segment.group);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
-    typename RowsOf::Row row{}, last_row{};
-    Statistics<Acc> statistics{}, last_statistics{};
+    Statistics<Acc> statistics, last_statistics;
 #pragma unroll 1
     for (int round = 0; round < rounds + kLag; ++round) {
-      RowSums<Acc> sums = {}, totals = {};
-      last_row = row, last_statistics = statistics;
-      if (kLag > 0 && round > 0) {
+      RowSums<Acc> totals = {};
+      const auto get_totals = [&] {
         __syncthreads();
-        warp_sums.get(totals, finished % 2, first_warp, row_warps);
+        warp_sums.get(totals);
         if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
-      }
+      };
+      last_statistics = statistics;
+      if (kLag > 0 && round > 0) get_totals();
       if (round < rounds) {
-        row = rows.locate(segment, round);
-        statistics = rows.statistics(row);
-        wait_for_copies(plan.stages - 1 - kLag);
-        if (!kPrivate) __syncwarp();
-        if (!flags.has(kLoadsSums)) rows.add_to_sums(sums, row, summed_stage, statistics, weight);
-        if (is_warp) {
-          sum_row_lanes(sums, slice.lanes());
-        } else if (!flags.has(kLoadsSums)) {
-          warp_sums.put(sums, summed % 2);
+        if (plan.stages == RowsOf::kMaxStages) {
+          async_wait<RowsOf::kMaxStages - 1 - kLag>();
+        } else {
+          async_wait<RowsOf::kMaxStages - 2 - kLag>();
         }
-        ++summed, summed_stage = next_stage(summed_stage);
+        __syncwarp();
+        const auto& header = rows.header(stage);
+        statistics = Statistics<Acc>(header.mean, header.rstd, flags.has(kFromOutput));
+        if (!flags.has(kLoadsSums)) {
+          RowSums<Acc> sums = {};
+          rows.add_to_sums(sums, stage, statistics, weight, segment.group);
+          if (is_warp) {
+            sum_row_lanes(sums, slice.lanes());
+#pragma unroll
+            for (int k = 0; k < 3; ++k) totals[k] = sums[k];
+          } else {
+            warp_sums.put(sums, slice.lane_in_warp);
+          }
+        }
+        stage = next_stage(stage);
       }
       if (round < kLag) continue;
       if (kLag == 0) {
-        last_row = row, last_statistics = statistics;
-        if (flags.has(kLoadsSums)) {
-          if (row.cols > 0) add_parts(totals, rows.part_sums(row), plan.num_parts);
-        } else if (is_warp) {
-#pragma unroll
-          for (int k = 0; k < 3; ++k) totals[k] = sums[k];
-        } else {
-          __syncthreads();
-          warp_sums.get(totals, finished % 2, first_warp, row_warps);
-          if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
-        }
+        last_statistics = statistics;
+        if (!is_warp && !flags.has(kLoadsSums)) get_totals();
       }
       if (in_cluster) add_parts(totals, exchange.receive(finished), plan.num_parts);
+      const int row = Traits::kIsAny ? rows.row_of(segment, round) : 0;
+      if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(segment, row), plan.num_parts);
       if (flags.has(kStoresSums)) {
-        if (last_row.cols > 0 && threadIdx.x % plan.row_threads == 0) {
+        if (row >= 0 && threadIdx.x % plan.row_threads == 0) {
 #pragma unroll
-          for (int k = 0; k < 3; ++k) rows.part_sums(last_row)[blockIdx.x][k] = totals[k];
+          for (int k = 0; k < 3; ++k) rows.part_sums(segment, row)[blockIdx.x][k] = totals[k];
         }
       } else {
         const auto means = rows.compute_means(totals, last_statistics.rstd);
-        rows.store_grad_input(dw, db, last_row, finished_stage, last_statistics, means, weight);
+        const auto finish = [&](auto has_grad_sum) {
+          rows.store_grad_input(has_grad_sum, dw, db, finished_stage, last_statistics, means, weight, segment.group);
+        };
+        flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
       }
-      if (!kPrivate) __syncwarp();
+      __syncwarp();
       fetch_next(finished_stage);
       ++finished, finished_stage = next_stage(finished_stage);
 
       const int done = round + 1 - kLag;
-      if (flags.has(kStoresSums) || (done != rounds && done % kRoundsPerSum != 0)) continue;
-      if (s + segment_step >= plan.num_segments && done == rounds) let_next_grid_start();
+      if (flags.has(kStoresSums) || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
+      if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
       const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group, int64_t first) {
         add_rows_of_block(column_sums, rows, [&](int i, Acc(&v)[kVec]) {
           if (joins) {
@@ -515,7 +577,7 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
               slice.store(address<T>(gradient, group) + begin, i, v, rows.part_cols);
             }
           } else {
-            Acc* const to = static_cast<Acc*>(plan.workspace) + (first + s) * plan.pitch + begin;
+            Acc* const to = static_cast<Acc*>(plan.workspace) + (first + int64_t{s}) * plan.pitch + begin;
             if (done > kRoundsPerSum) {
               const auto earlier = slice.load(to, i, rows.part_cols);
 #pragma unroll
@@ -561,8 +623,26 @@ void divide_row(BackwardPlan& plan, int64_t cols) {
   plan.num_parts = static_cast<int>(ceil_div(cols, plan.part_cols));
   plan.row_threads = static_cast<int>(ceil_div(plan.part_cols, SliceOf::kWarpCols)) * kWarpSize;
   if (!plan.is_warp) return;
-  plan.row_threads = 1;
+  plan.row_threads = kMinLanes;
   while (plan.row_threads * SliceOf::kElements < cols) plan.row_threads *= 2;
+}
+
+// Sets the strides in bytes; returns false if the number of a row and its stride exceed 32 bits.
+template <class T, class X>
+bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
+  constexpr int64_t kMax = std::numeric_limits<int>::max();
+  bool fit = p.groups * p.rows <= kMax / 2;  // also those of segments that do not exist
+  const auto set = [&](unsigned& stride, const View& view, size_t element) {
+    const int64_t bytes = view.row_stride * static_cast<int64_t>(element);
+    fit = fit && bytes <= kMax;
+    stride = static_cast<unsigned>(bytes);
+  };
+  set(plan.x_stride, p.input, sizeof(X));
+  set(plan.dy_stride, p.grad_output, sizeof(T));
+  set(plan.dx_stride, p.grad_input, sizeof(X));
+  set(plan.grad_sum_stride, p.grad_sum, sizeof(X));
+  set(plan.statistics_stride, p.rstd, sizeof(AccOf<X>));
+  return fit && (!p.mean.data || p.mean.row_stride == p.rstd.row_stride);
 }
 
 // Calls f with an instance of the kernel. float64 has only one.
@@ -594,7 +674,7 @@ int choose_stages(Path path, const LaunchConfig& config, size_t other_bytes) {
     const size_t stage = config.block.x / kWarpSize * RowsOf::kStageBytes;
     const size_t available = max_shared_memory(config) - kMaxStaticShared - other_bytes;
     const int stages = static_cast<int>(std::min<size_t>(available / stage, RowsOf::kMaxStages));
-    return stages > RowsOf::Traits::kLag ? stages : 0;
+    return stages >= RowsOf::kMaxStages - 1 ? stages : 0;
   });
 }
 
@@ -604,7 +684,8 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   BackwardPlan plan = {};
   plan.flags = flags;
   plan.pitch = round_up(p.cols, kVectorSize<X>);
-  plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
+  plan.float_cols = Divisor<float>(static_cast<float>(p.cols), static_cast<float>(1.0 / static_cast<double>(p.cols)));
+  plan.double_cols = Divisor<double>(p.cols);
   plan.joined = 1;
   divide_row<X>(plan, p.cols);
   const bool clusters = has_clusters(config, backward_rows<T, X, Path::kAny>);
@@ -647,7 +728,8 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   if (!can_join && !per_group && total_rounds <= kFewRounds) segments = 1;
   plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
 
-  if (flags.has(kFromOutput) || (plan.deals_vectors && !flags.has(kAligned))) path = Path::kAny;
+  const bool short_strides = set_strides<T, X>(plan, p);
+  if (flags.has(kFromOutput) || (plan.deals_vectors && !flags.has(kAligned)) || !short_strides) path = Path::kAny;
   size_t joined_bytes = 0;
   if (joins) {
     while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;

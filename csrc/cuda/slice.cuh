@@ -30,17 +30,19 @@ struct Slice {
   static constexpr int kBytes = kWarpCols * static_cast<int>(sizeof(E)) +
                                 (kMapping == Mapping::kVectors ? 0 : 16 * (kLanes == 0 ? kWarpSize : 1));
 
-  int begin;  // the first column of the warp
-  int lane;   // among the lanes of the row in this warp
-  int row;    // of the warp
+  int begin;         // the first column of the warp
+  int lane_in_warp;
+  int lane;          // among the lanes of the row in this warp
+  int row;           // of the warp
   int lanes_of_row;
   bool deals_vectors;
 
   // `warp` is the index of the warp among those of the row.
   __device__ __forceinline__ Slice(int warp, int lanes, bool vectors)
       : begin(warp * kWarpCols),
-        lane(threadIdx.x % kWarpSize & (lanes - 1)),
-        row(static_cast<int>(threadIdx.x % kWarpSize) / lanes),
+        lane_in_warp(compute_once(static_cast<int>(threadIdx.x % kWarpSize))),
+        lane(kLanes == 0 ? lane_in_warp & (lanes - 1) : lane_in_warp),
+        row(kLanes == 0 ? lane_in_warp / lanes : 0),
         lanes_of_row(lanes),
         deals_vectors(kMapping == Mapping::kAny ? vectors : kMapping == Mapping::kVectors) {}
 
@@ -61,7 +63,7 @@ struct Slice {
   __device__ __forceinline__ void fetch(unsigned char* shared, const E* array, int cols) const {
     if constexpr (kMapping == Mapping::kVectors) {
       constexpr int kVectorBytes = kVec * sizeof(E);
-      unsigned char* const to = shared + threadIdx.x % kWarpSize * kVectorBytes;
+      unsigned char* const to = shared + lane_in_warp * kVectorBytes;
       const E* const from = compute_once(array + column(0));
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -71,7 +73,7 @@ struct Slice {
     } else {
       constexpr int kGranules = kElements * sizeof(E) / 16;
       const E* const from = compute_once(array + begin);
-      const int offset = misalignment(from), n = min(cols - begin, lanes() * kElements);
+      const int offset = offset_of(from), n = min(cols - begin, lanes() * kElements);
       const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;
       unsigned char* const to = row_of<E>(shared);
       const auto copy = [&](int granule) {
@@ -84,14 +86,18 @@ struct Slice {
     }
   }
 
-  // Where fetch() puts this thread's first element of a row.
+  // Where fetch() puts this thread's first element of a row. `offset` is from offset_of() for that row.
   template <class E>
-  __device__ __forceinline__ const E* staged(unsigned char* shared, const E* array) const {
+  __device__ __forceinline__ const E* staged(unsigned char* shared, int offset) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      return reinterpret_cast<const E*>(shared) + threadIdx.x % kWarpSize * kVec;
+      return reinterpret_cast<const E*>(shared) + lane_in_warp * kVec;
     } else {
-      return reinterpret_cast<const E*>(row_of<E>(shared) + misalignment(array + begin)) + first();
+      return reinterpret_cast<const E*>(row_of<E>(shared) + offset) + first();
     }
+  }
+  // The distance of this warp's columns from the aligned 16 bytes before them. Aligned rows have none.
+  __device__ __forceinline__ int offset_of(const void* first_column) const {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(first_column) % 16);
   }
   // Reads the elements of this thread's vector i.
   template <class E>
@@ -122,9 +128,8 @@ struct Slice {
   template <class E>
   __device__ __forceinline__ void store(E* array, int i, const Acc (&v)[kVec], int cols) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      if (column(i * kVec) < cols) {
-        *reinterpret_cast<Vector<E, kVec>*>(array + column(i * kVec)) = round_to<E>(v);
-      }
+      const Vector<E, kVec> rounded = round_to<E>(v);  // ahead of the test, which then takes no branch
+      if (column(i * kVec) < cols) *reinterpret_cast<Vector<E, kVec>*>(array + column(i * kVec)) = rounded;
     } else {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
@@ -135,9 +140,6 @@ struct Slice {
   }
 
  private:
-  __device__ __forceinline__ static int misalignment(const void* address) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
-  }
   template <class E>
   __device__ __forceinline__ unsigned char* row_of(unsigned char* shared) const {
     return shared + (kLanes == kWarpSize ? 0 : row * (lanes() * kElements * static_cast<int>(sizeof(E)) + 16));
@@ -157,29 +159,48 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
 
 // The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
 // put() and get() for the same row, and so between get() and the put() that overwrites what it reads.
-template <class Acc, int kCount>
-struct WarpSums {
-  static constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
-  struct alignas(16) Sums {
-    Acc values[kCount == 3 ? 4 : kCount];  // read by 16 bytes
-  };
-  Sums warps[2][kMaxWarps];
+constexpr int kMaxRowWarps = kMaxBlockThreads / kWarpSize;
+template <class Acc>
+using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 0
 
-  __device__ __forceinline__ void put(Acc (&sums)[kCount], int buffer) {
-    sum_row_lanes(sums, kWarpSize);
-    if (threadIdx.x % kWarpSize != 0) return;
-    Sums& to = warps[buffer][threadIdx.x / kWarpSize];
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) to.values[k] = sums[k];
+template <class Acc>
+class WarpSums {
+ public:
+  // The row of this warp has `count` warps from `first` on. All threads call this, and then synchronize.
+  __device__ __forceinline__ WarpSums(WarpSumsMemory<Acc>& memory, int first, int count) {
+    constexpr int kGroup = 8;  // lanes that read the same sum
+    const int lane = threadIdx.x % kWarpSize, other = lane % kGroup, sum = min(lane / kGroup, 2);
+    if (threadIdx.x < 6) memory[threadIdx.x / 3][threadIdx.x % 3][kMaxRowWarps] = 0;
+    const bool second = lane & 16, third = lane & 8;
+    put_ = compute_shared_once(&memory[0][third ? 2 : second][threadIdx.x / kWarpSize]);
+    get_ = compute_shared_once(&memory[0][sum][other < count ? first + other : kMaxRowWarps]);
+    get_more_ = compute_shared_once(&memory[0][sum][other + kGroup < count ? first + other + kGroup : kMaxRowWarps]);
   }
-  // Returns the sums of `count` warps from `first` on.
-  __device__ __forceinline__ void get(Acc (&sums)[kCount], int buffer, int first, int count) {
-    const int other = threadIdx.x % kMaxWarps;
-    const Sums from = warps[buffer][first + (other < count ? other : 0)];
+  // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
+  __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
+    const auto add = [&](Acc kept, Acc sent, int offset) { return kept + __shfl_xor_sync(kAllLanes, sent, offset); };
+    const bool second = lane & 16, third = lane & 8;
+    const Acc a = add(second ? sums[1] : sums[0], second ? sums[0] : sums[1], 16), b = add(sums[2], sums[2], 16);
+    Acc sum = add(third ? b : a, third ? a : b, 8);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) sums[k] = other < count ? from.values[k] : 0;
-    sum_row_lanes(sums, kMaxWarps);
+    for (int offset = 4; offset > 0; offset /= 2) sum = add(sum, sum, offset);
+    if (lane == 0 || lane == 8 || lane == 16) put_[buffer_] = sum;
+    buffer_ = kBuffer - buffer_;
   }
+  // Returns the sums of the row's warps that they put last.
+  __device__ __forceinline__ void get(Acc (&sums)[3]) {
+    const int last = kBuffer - buffer_;
+    Acc sum = get_[last] + get_more_[last];
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+#pragma unroll
+    for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * 8);
+  }
+
+ private:
+  static constexpr int kBuffer = 3 * (kMaxRowWarps + 1);
+  Acc *put_, *get_, *get_more_;
+  int buffer_ = 0;  // of the next put(), in elements
 };
 
 }  // namespace layernorm::cuda

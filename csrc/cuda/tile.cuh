@@ -273,11 +273,10 @@ struct Statistics {
 
   Statistics() = default;
   // Zeros for a row that does not exist.
-  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists) {
-    if (exists) {
-      if (p.mean.data) mean = *address<const Acc>(p.mean, index);
-      rstd = *address<const Acc>(p.rstd, index);
-    }
+  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists)
+      : Statistics(exists && p.mean.data ? *address<const Acc>(p.mean, index) : 0,
+                   exists ? *address<const Acc>(p.rstd, index) : 0, from_output) {}
+  __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool from_output) : mean(mean_), rstd(rstd_) {
     if (from_output) {
       scale = rstd, rstd = 1;
       return;

@@ -111,6 +111,11 @@ template <class T>
 T* compute_once(T* global) {
   return global;
 }
+template <class T>
+T* compute_shared_once(T* shared) {
+  return shared;
+}
+inline int compute_once(int value) { return value; }
 inline void keep_branch() {}
 template <class T>
 T fast_divide(T x, T y) {
