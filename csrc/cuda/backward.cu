@@ -207,8 +207,8 @@ struct Rows {
   }
 
   // Computes d (see Statistics) of vector i.
-  __device__ __forceinline__ void read_d(Acc (&d)[kVec], const X* x, int i, const Statistics<Acc>& statistics,
-                                         Acc mean, const Acc (&weight)[kElements], int64_t group) const {
+  __device__ __forceinline__ void read_d(Acc (&d)[kVec], const SliceOf& slice, const X* x, int i,
+                                         const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements], int64_t group) const {
     slice.read(d, x, i);
     if (flags.has(kFromOutput)) {
       Acc bias[kVec] = {};
@@ -224,13 +224,14 @@ struct Rows {
   // Adds this thread's part of a row to the sums. Elements after the end are zeros, and so must be their d.
   __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, int stage, const Statistics<Acc>& statistics,
                                               const Acc (&weight)[kElements], int64_t group) const {
+    const auto slice = this->slice.again();
     const Staged from = staged(stage);
     const auto add = [&](auto has_end) {
 #pragma unroll
       for (int i = 0; i < SliceOf::kVectors; ++i) {
         Acc d[kVec], dy_values[kVec];
         const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(i * kVec) < part_cols;
-        read_d(d, from.x, i, statistics, vector_exists ? statistics.mean : 0, weight, group);
+        read_d(d, slice, from.x, i, statistics, vector_exists ? statistics.mean : 0, weight, group);
         slice.read(dy_values, from.dy, i);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
@@ -243,7 +244,8 @@ struct Rows {
         }
       }
     };
-    if (Traits::kMapping == Mapping::kVectors || slice.begin + slice.lanes() * kElements <= part_cols) {
+    if (Traits::kMapping == Mapping::kVectors ||
+        (!Traits::kIsAny && slice.begin + slice.lanes() * kElements <= part_cols)) {
       add(std::false_type());
     } else {
       add(std::true_type());
@@ -264,18 +266,19 @@ struct Rows {
                                                    int stage, const Statistics<Acc>& statistics,
                                                    const RowMeans<Acc>& means, const Acc (&weight)[kElements],
                                                    int64_t group) const {
+    const auto slice = this->slice.again();
     const auto [x, dy] = staged(stage);
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kVec> dsum[SliceOf::kVectors];
-    if constexpr (has_grad_sum.value) {
+    if (!Traits::kIsAny && has_grad_sum) {
 #pragma unroll
       for (int i = 0; i < SliceOf::kVectors; ++i) dsum[i] = slice.load(header(stage).grad_sum, i, stored_cols);
     }
 #pragma unroll
     for (int i = 0; i < SliceOf::kVectors; ++i) {
       Acc xhat[kVec], dy_values[kVec], dx_values[kVec];
-      read_d(xhat, x, i, statistics, statistics.mean, weight, group);
+      read_d(xhat, slice, x, i, statistics, statistics.mean, weight, group);
       slice.read(dy_values, dy, i);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
@@ -285,7 +288,8 @@ struct Rows {
         dw[j] = fma(dy_values[e], xhat[e], dw[j]);
         dx_values[e] = means.grad_input(dy_values[e] * weight[j] - means.g, xhat[e], statistics);
       }
-      if constexpr (has_grad_sum.value) {
+      if (has_grad_sum) {
+        if (Traits::kIsAny) dsum[i] = slice.load(header(stage).grad_sum, i, stored_cols);
         Acc values[kVec];
         widen(values, dsum[i]);
 #pragma unroll
@@ -552,7 +556,11 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
         const auto finish = [&](auto has_grad_sum) {
           rows.store_grad_input(has_grad_sum, dw, db, finished_stage, last_statistics, means, weight, segment.group);
         };
-        flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
+        if constexpr (Traits::kIsAny) {
+          finish(flags.has(kGradSum));
+        } else {  // loads all of grad_sum first
+          flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
+        }
       }
       __syncwarp();
       fetch_next(finished_stage);

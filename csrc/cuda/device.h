@@ -203,6 +203,14 @@ __device__ __forceinline__ int compute_once(int value) {
   return value;
 }
 
+// What is computed from the result is computed again for each call, instead of waiting in registers.
+__device__ __forceinline__ int compute_again(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+// The compiler does not move loads and stores across this, which takes registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 // A branch that calls this stays a branch: the compiler does not turn it into selections.
 __device__ __forceinline__ void keep_branch() { asm volatile(""); }
 

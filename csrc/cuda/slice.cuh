@@ -46,6 +46,13 @@ struct Slice {
         lanes_of_row(lanes),
         deals_vectors(kMapping == Mapping::kAny ? vectors : kMapping == Mapping::kVectors) {}
 
+  // The same slice, whose offsets do not wait in registers.
+  __device__ __forceinline__ Slice again() const {
+    Slice slice = *this;
+    if (kLanes == 0 && kMapping != Mapping::kVectors) slice.lanes_of_row = compute_again(lanes_of_row);
+    return slice;
+  }
+
   __device__ __forceinline__ int lanes() const { return kLanes == 0 ? lanes_of_row : kLanes; }
   __device__ __forceinline__ int element_step() const {
     return kMapping == Mapping::kVectors || (kMapping == Mapping::kAny && deals_vectors) ? 1 : lanes();
@@ -116,10 +123,12 @@ struct Slice {
     if constexpr (kMapping == Mapping::kVectors) {
       load_or(v, array + column(i * kVec), true, cols - column(i * kVec), aligned, E(0.0f));
     } else {
+      const Slice s = again();
+      const E* const from = compute_once(array + column(0));
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const int c = column(i * kVec + e);
-        v.values[e] = c < cols ? array[c] : E(0.0f);
+        const int step = s.step_to(i * kVec + e);
+        v.values[e] = column(0) + step < cols ? from[step] : E(0.0f);
       }
     }
     return v;
@@ -131,10 +140,12 @@ struct Slice {
       const Vector<E, kVec> rounded = round_to<E>(v);  // ahead of the test, which then takes no branch
       if (column(i * kVec) < cols) *reinterpret_cast<Vector<E, kVec>*>(array + column(i * kVec)) = rounded;
     } else {
+      const Slice s = again();
+      E* const to = compute_once(array + column(0));
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const int c = column(i * kVec + e);
-        if (c < cols) array[c] = static_cast<E>(v[e]);
+        const int step = s.step_to(i * kVec + e);
+        if (column(0) + step < cols) to[step] = static_cast<E>(v[e]);
       }
     }
   }

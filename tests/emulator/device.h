@@ -116,6 +116,8 @@ T* compute_shared_once(T* shared) {
   return shared;
 }
 inline int compute_once(int value) { return value; }
+inline int compute_again(int value) { return value; }
+inline void keep_order() {}
 inline void keep_branch() {}
 template <class T>
 T fast_divide(T x, T y) {
