@@ -378,7 +378,7 @@ __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const 
   }
   __shared__ Vector<Acc, kVec> thread_sums[kThreads];
   const int row_threads = max(rows.plan.row_threads, kWarpSize);
-  const int count = static_cast<int>(blockDim.x) / row_threads;
+  const int count = rows.plan.is_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_round;
 #pragma unroll
   for (int i = 0; i < kElements / kVec; ++i) {
     Acc v[kVec];
@@ -478,6 +478,7 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
   Segment<Index> fetched(plan, flags, fetched_segment);
   const auto fetch_next = [&](int stage) {
     if (fetched_segment < num_segments) {
+      if (Traits::kIsAny) fetched = Segment<Index>(plan, flags, fetched_segment);  // takes fewer registers
       rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
       if (++fetched_round == rounds) {
         fetched_round = 0;
@@ -547,7 +548,7 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
       const int row = Traits::kIsAny ? rows.row_of(segment, round) : 0;
       if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(segment, row), plan.num_parts);
       if (flags.has(kStoresSums)) {
-        if (row >= 0 && threadIdx.x % plan.row_threads == 0) {
+        if (row >= 0 && warp == first_warp && slice.lane_in_warp == 0) {
 #pragma unroll
           for (int k = 0; k < 3; ++k) rows.part_sums(segment, row)[blockIdx.x][k] = totals[k];
         }
