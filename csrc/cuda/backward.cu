@@ -72,6 +72,9 @@ constexpr int kRoundsPerSum = 256;
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. Rows of more
 // warps have a block of their own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
+// The most threads of a row. Those of float64 need more than 128 registers.
+template <class X>
+constexpr int kMaxRowThreads = sizeof(AccOf<X>) == 8 ? kThreads : kMaxBlockThreads;
 constexpr int64_t kMaxJoined = 8;
 constexpr int kMinLanes = 2;  // of a row
 
@@ -137,6 +140,7 @@ struct Rows {
   using Header = RowHeader<X, Acc>;
   using Index = typename Traits::Index;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
+  static constexpr int kStep = Traits::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
   static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;  // or one less
   // The shared memory of a warp, for one stage: x, dy and the headers of its rows.
   static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
@@ -206,18 +210,26 @@ struct Rows {
     }
   }
 
-  // Computes d (see Statistics) of vector i.
-  __device__ __forceinline__ void read_d(Acc (&d)[kVec], const SliceOf& slice, const X* x, int i,
+  // Computes d (see Statistics) of elements [j, j + kStep).
+  __device__ __forceinline__ void read_d(Acc (&d)[kStep], const SliceOf& slice, const X* x, int j,
                                          const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements], int64_t group) const {
-    slice.read(d, x, i);
+    slice.read(d, x, j);
     if (flags.has(kFromOutput)) {
-      Acc bias[kVec] = {};
-      if (flags.has(kBias)) load_parameters(bias, p.bias, group, i);
+      const int64_t first = group * p.bias.group_stride + begin;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) d[e] = recover_xhat(d[e], weight[i * kVec + e], bias[e]);
+      for (int e = 0; e < kStep; ++e) {
+        const int column = slice.column(j + e);
+        Acc bias = 0;
+        if (flags.has(kBias) && column < part_cols) {
+          bias = flags.has(kWideParameters) ? static_cast<const Acc*>(p.bias.data)[first + column]
+                                            : static_cast<Acc>(static_cast<const T*>(p.bias.data)[first + column]);
+        }
+        d[e] = recover_xhat(d[e], weight[j + e], bias);
+        keep_order();  // takes fewer registers
+      }
     } else {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) d[e] = fma(d[e], statistics.scale, -mean);
+      for (int e = 0; e < kStep; ++e) d[e] = fma(d[e], statistics.scale, -mean);
     }
   }
 
@@ -228,16 +240,15 @@ struct Rows {
     const Staged from = staged(stage);
     const auto add = [&](auto has_end) {
 #pragma unroll
-      for (int i = 0; i < SliceOf::kVectors; ++i) {
-        Acc d[kVec], dy_values[kVec];
-        const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(i * kVec) < part_cols;
-        read_d(d, slice, from.x, i, statistics, vector_exists ? statistics.mean : 0, weight, group);
-        slice.read(dy_values, from.dy, i);
+      for (int j = 0; j < kElements; j += kStep) {
+        Acc d[kStep], dy_values[kStep];
+        const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
+        read_d(d, slice, from.x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
+        slice.read(dy_values, from.dy, j);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          const int j = i * kVec + e;
-          if (has_end.value && slice.column(j) >= part_cols) d[e] = 0;
-          const Acc g = dy_values[e] * weight[j];
+        for (int e = 0; e < kStep; ++e) {
+          if (has_end.value && slice.column(j + e) >= part_cols) d[e] = 0;
+          const Acc g = dy_values[e] * weight[j + e];
           sums[0] += d[e];
           sums[1] += g;
           sums[2] = fma(g, d[e], sums[2]);
@@ -270,32 +281,35 @@ struct Rows {
     const auto [x, dy] = staged(stage);
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
-    Vector<X, kVec> dsum[SliceOf::kVectors];
+    Vector<X, kStep> dsum[kElements / kStep];
     if (!Traits::kIsAny && has_grad_sum) {
 #pragma unroll
-      for (int i = 0; i < SliceOf::kVectors; ++i) dsum[i] = slice.load(header(stage).grad_sum, i, stored_cols);
+      for (int j = 0; j < kElements; j += kStep) {
+        dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < SliceOf::kVectors; ++i) {
-      Acc xhat[kVec], dy_values[kVec], dx_values[kVec];
-      read_d(xhat, slice, x, i, statistics, statistics.mean, weight, group);
-      slice.read(dy_values, dy, i);
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc xhat[kStep], dy_values[kStep], dx_values[kStep];
+      read_d(xhat, slice, x, j, statistics, statistics.mean, weight, group);
+      slice.read(dy_values, dy, j);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int j = i * kVec + e;
+      for (int e = 0; e < kStep; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
-        db[j] += dy_values[e];
-        dw[j] = fma(dy_values[e], xhat[e], dw[j]);
-        dx_values[e] = means.grad_input(dy_values[e] * weight[j] - means.g, xhat[e], statistics);
+        db[j + e] += dy_values[e];
+        dw[j + e] = fma(dy_values[e], xhat[e], dw[j + e]);
+        dx_values[e] = means.grad_input(dy_values[e] * weight[j + e] - means.g, xhat[e], statistics);
       }
       if (has_grad_sum) {
-        if (Traits::kIsAny) dsum[i] = slice.load(header(stage).grad_sum, i, stored_cols);
-        Acc values[kVec];
-        widen(values, dsum[i]);
+        if (Traits::kIsAny) {
+          dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
+        }
+        Acc values[kStep];
+        widen(values, dsum[j / kStep]);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) dx_values[e] += values[e];
+        for (int e = 0; e < kStep; ++e) dx_values[e] += values[e];
       }
-      slice.store(dx, i, dx_values, stored_cols);
+      slice.store(dx, j, dx_values, stored_cols);
     }
   }
 
@@ -305,24 +319,22 @@ struct Rows {
     return reinterpret_cast<RowSums<Acc>*>(first) + (segment.first + row) * plan.num_parts;
   }
 
-  // Loads the weight or the bias of the elements of vector i.
-  __device__ __forceinline__ void load_parameters(Acc (&v)[kVec], const View& view, int64_t group, int i) const {
+  // Loads the weights of this thread's elements.
+  __device__ __forceinline__ void load_weight(Acc (&weight)[kElements], int64_t group) const {
     const auto load = [&](auto element) {
       using E = decltype(element);
-      widen(v, slice.load(address<const E>(view, {group, 0}) + begin, i, part_cols, flags.has(kAlignedParameters)));
+      const E* const from = address<const E>(p.weight, {group, 0}) + begin;
+#pragma unroll
+      for (int j = 0; j < kElements; j += kVec) {
+        Acc v[kVec];
+        widen(v, slice.template load<kVec>(from, j, part_cols, flags.has(kAlignedParameters)));
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) weight[j + e] = flags.has(kZeroCentered) ? v[e] + 1 : v[e];
+      }
     };
-    flags.has(kWideParameters) ? load(Acc()) : load(T());
-  }
-  __device__ __forceinline__ void load_weight(Acc (&weight)[kElements], int64_t group) const {
 #pragma unroll
-    for (int i = 0; i < SliceOf::kVectors; ++i) {
-      Acc v[kVec];
-#pragma unroll
-      for (Acc& value : v) value = 1;
-      if (flags.has(kWeight)) load_parameters(v, p.weight, group, i);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) weight[i * kVec + e] = flags.has(kZeroCentered) ? v[e] + 1 : v[e];
-    }
+    for (Acc& w : weight) w = 1;
+    if (flags.has(kWeight)) flags.has(kWideParameters) ? load(Acc()) : load(T());
   }
 
  private:
@@ -364,7 +376,7 @@ __device__ __forceinline__ void add_parts(RowSums<Acc>& sums, const RowSums<Acc>
 
 // ---- sums of the columns --------------------------------------------------------------------------------------------
 
-// Adds up a gradient's sums over the rows of the block, and calls store(i, sums) for each of its vectors.
+// Adds up a gradient's sums over the rows of the block, and calls store(j, sums) for the elements from j on, a vector at a time.
 template <class T, class X, Path kPath, class Acc, int kElements, class F>
 __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, kPath>& rows,
                                                   const F& store) {
@@ -380,10 +392,10 @@ __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const 
   const int row_threads = max(rows.plan.row_threads, kWarpSize);
   const int count = rows.plan.is_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_round;
 #pragma unroll
-  for (int i = 0; i < kElements / kVec; ++i) {
+  for (int j = 0; j < kElements; j += kVec) {
     Acc v[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = sums[i * kVec + e];
+    for (int e = 0; e < kVec; ++e) v[e] = sums[j + e];
     if (count > 1) {
       __syncthreads();
 #pragma unroll
@@ -397,7 +409,7 @@ __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const 
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] += other.values[e];
     }
-    store(i, v);
+    store(j, v);
   }
 }
 
@@ -436,7 +448,7 @@ struct JoinedSums {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 template <class T, class X, Path kPath>
-__global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBlockThreads,
+__global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxRowThreads<X>,
                                   PathTraits<kPath>::kIsWarp ? 2 : 1)
     backward_rows(const BackwardParams p, const BackwardPlan plan) {
   using Traits = PathTraits<kPath>;
@@ -462,7 +474,7 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
                     is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : block_row,
                     begin,
                     static_cast<int>(min(static_cast<Index>(p.cols) - begin, Index{plan.part_cols})),
-                    compute_shared_once(shared + warp * plan.stages * RowsOf::kStageBytes)};
+                    shared + warp * plan.stages * RowsOf::kStageBytes};
 
   __shared__ WarpSumsMemory<Acc> warp_sums_memory;
   WarpSums<Acc> warp_sums(warp_sums_memory, first_warp, row_warps);
@@ -571,28 +583,28 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxBl
       if (flags.has(kStoresSums) || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
       if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
       const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group, int64_t first) {
-        add_rows_of_block(column_sums, rows, [&](int i, Acc(&v)[kVec]) {
+        add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
           if (joins) {
 #pragma unroll
             for (int e = 0; e < kVec; ++e) {
-              const int column = slice.column(i * kVec + e);
+              const int column = slice.column(j + e);
               if (column < rows.part_cols) joined.send(array, column, v[e]);
             }
           } else if (plan.stores_gradient(per_group)) {
             const RowIndex group = {s, 0};
             if (flags.has(kWideParameters)) {
-              slice.store(address<Acc>(gradient, group) + begin, i, v, rows.part_cols);
+              slice.store(address<Acc>(gradient, group) + begin, j, v, rows.part_cols);
             } else {
-              slice.store(address<T>(gradient, group) + begin, i, v, rows.part_cols);
+              slice.store(address<T>(gradient, group) + begin, j, v, rows.part_cols);
             }
           } else {
             Acc* const to = static_cast<Acc*>(plan.workspace) + (first + int64_t{s}) * plan.pitch + begin;
             if (done > kRoundsPerSum) {
-              const auto earlier = slice.load(to, i, rows.part_cols);
+              const auto earlier = slice.template load<kVec>(to, j, rows.part_cols);
 #pragma unroll
               for (int e = 0; e < kVec; ++e) v[e] += earlier.values[e];
             }
-            slice.store(to, i, v, rows.part_cols);
+            slice.store(to, j, v, rows.part_cols);
           }
         });
 #pragma unroll
@@ -625,7 +637,7 @@ void divide_row(BackwardPlan& plan, int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVec);
   plan.deals_vectors = cols % kVec == 0;
   plan.is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxBlockThreads / kWarpSize);
+  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxRowThreads<X> / kWarpSize);
   const int64_t parts = plan.is_warp ? 1 : ceil_div(vectors, max_part);
   const int64_t part = parts == 1 ? vectors : round_up(ceil_div(vectors, parts), kWarpSize);
   plan.part_cols = static_cast<int>(std::min(part * kVec, cols));

@@ -191,13 +191,6 @@ __device__ __forceinline__ T* compute_once(T* global) {
   return global;
 }
 
-// The same for shared memory and for numbers.
-template <class T>
-__device__ __forceinline__ T* compute_shared_once(T* shared) {
-  asm("" : "+l"(shared));
-  __builtin_assume(__isShared(shared));
-  return shared;
-}
 __device__ __forceinline__ int compute_once(int value) {
   asm("" : "+r"(value));
   return value;

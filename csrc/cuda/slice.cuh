@@ -34,8 +34,7 @@ struct Slice {
   int lane_in_warp;
   int lane;          // among the lanes of the row in this warp
   int row;           // of the warp
-  int lanes_of_row;
-  bool deals_vectors;
+  int lanes_of_row, step_of_elements;  // if run time decides
 
   // `warp` is the index of the warp among those of the row.
   __device__ __forceinline__ Slice(int warp, int lanes, bool vectors)
@@ -44,20 +43,24 @@ struct Slice {
         lane(kLanes == 0 ? lane_in_warp & (lanes - 1) : lane_in_warp),
         row(kLanes == 0 ? lane_in_warp / lanes : 0),
         lanes_of_row(lanes),
-        deals_vectors(kMapping == Mapping::kAny ? vectors : kMapping == Mapping::kVectors) {}
+        step_of_elements(vectors ? 1 : lanes) {}
 
   // The same slice, whose offsets do not wait in registers.
   __device__ __forceinline__ Slice again() const {
     Slice slice = *this;
     if (kLanes == 0 && kMapping != Mapping::kVectors) slice.lanes_of_row = compute_again(lanes_of_row);
+    if (kMapping == Mapping::kAny) slice.step_of_elements = compute_again(step_of_elements);
     return slice;
   }
 
   __device__ __forceinline__ int lanes() const { return kLanes == 0 ? lanes_of_row : kLanes; }
   __device__ __forceinline__ int element_step() const {
-    return kMapping == Mapping::kVectors || (kMapping == Mapping::kAny && deals_vectors) ? 1 : lanes();
+    return kMapping == Mapping::kAny ? step_of_elements : kMapping == Mapping::kVectors ? 1 : lanes();
   }
-  __device__ __forceinline__ int first() const { return element_step() == 1 ? lane * kVec : lane; }
+  __device__ __forceinline__ int first() const {
+    const bool vectors = kMapping == Mapping::kVectors || (kMapping == Mapping::kAny && step_of_elements == 1);
+    return vectors ? lane * kVec : lane;
+  }
   // The column of element j, relative to `begin`, apart from that of element 0.
   __device__ __forceinline__ int step_to(int j) const {
     return j / kVec * (kVec * lanes()) + j % kVec * element_step();
@@ -106,45 +109,48 @@ struct Slice {
   __device__ __forceinline__ int offset_of(const void* first_column) const {
     return static_cast<int>(reinterpret_cast<uintptr_t>(first_column) % 16);
   }
-  // Reads the elements of this thread's vector i.
-  template <class E>
-  __device__ __forceinline__ void read(Acc (&v)[kVec], const E* staged, int i) const {
+  // The following functions process kCount elements of this thread from element j on: one of its vectors, or fewer
+  // elements unless the mapping is kVectors.
+
+  // Reads the elements of a staged row.
+  template <class E, int kCount>
+  __device__ __forceinline__ void read(Acc (&v)[kCount], const E* staged, int j) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      widen(v, *reinterpret_cast<const Vector<E, kVec>*>(staged + i * kWarpSize * kVec));
+      widen(v, *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize));
     } else {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(staged[step_to(i * kVec + e)]);
+      for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
     }
   }
-  // Reads the elements of vector i in global memory, and zeros after the end.
-  template <class E>
-  __device__ __forceinline__ Vector<E, kVec> load(const E* array, int i, int cols, bool aligned = true) const {
-    Vector<E, kVec> v;
+  // Loads the elements from global memory, and zeros after the end.
+  template <int kCount, class E>
+  __device__ __forceinline__ Vector<E, kCount> load(const E* array, int j, int cols, bool aligned = true) const {
+    Vector<E, kCount> v;
     if constexpr (kMapping == Mapping::kVectors) {
-      load_or(v, array + column(i * kVec), true, cols - column(i * kVec), aligned, E(0.0f));
+      load_or(v, array + column(j), true, cols - column(j), aligned, E(0.0f));
     } else {
       const Slice s = again();
       const E* const from = compute_once(array + column(0));
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int step = s.step_to(i * kVec + e);
+      for (int e = 0; e < kCount; ++e) {
+        const int step = s.step_to(j + e);
         v.values[e] = column(0) + step < cols ? from[step] : E(0.0f);
       }
     }
     return v;
   }
-  // Stores the elements of vector i in global memory. Lanes that own neighbouring elements write whole sectors together.
-  template <class E>
-  __device__ __forceinline__ void store(E* array, int i, const Acc (&v)[kVec], int cols) const {
+  // Stores the elements in global memory. Lanes that own neighbouring elements write whole sectors together.
+  template <class E, int kCount>
+  __device__ __forceinline__ void store(E* array, int j, const Acc (&v)[kCount], int cols) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      const Vector<E, kVec> rounded = round_to<E>(v);  // ahead of the test, which then takes no branch
-      if (column(i * kVec) < cols) *reinterpret_cast<Vector<E, kVec>*>(array + column(i * kVec)) = rounded;
+      const Vector<E, kCount> rounded = round_to<E>(v);  // ahead of the test, which then takes no branch
+      if (column(j) < cols) *reinterpret_cast<Vector<E, kCount>*>(array + column(j)) = rounded;
     } else {
       const Slice s = again();
       E* const to = compute_once(array + column(0));
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int step = s.step_to(i * kVec + e);
+      for (int e = 0; e < kCount; ++e) {
+        const int step = s.step_to(j + e);
         if (column(0) + step < cols) to[step] = static_cast<E>(v[e]);
       }
     }
@@ -183,9 +189,9 @@ class WarpSums {
     const int lane = threadIdx.x % kWarpSize, other = lane % kGroup, sum = min(lane / kGroup, 2);
     if (threadIdx.x < 6) memory[threadIdx.x / 3][threadIdx.x % 3][kMaxRowWarps] = 0;
     const bool second = lane & 16, third = lane & 8;
-    put_ = compute_shared_once(&memory[0][third ? 2 : second][threadIdx.x / kWarpSize]);
-    get_ = compute_shared_once(&memory[0][sum][other < count ? first + other : kMaxRowWarps]);
-    get_more_ = compute_shared_once(&memory[0][sum][other + kGroup < count ? first + other + kGroup : kMaxRowWarps]);
+    put_ = &memory[0][third ? 2 : second][threadIdx.x / kWarpSize];
+    get_ = &memory[0][sum][other < count ? first + other : kMaxRowWarps];
+    get_more_ = &memory[0][sum][other + kGroup < count ? first + other + kGroup : kMaxRowWarps];
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {

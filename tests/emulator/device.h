@@ -111,10 +111,6 @@ template <class T>
 T* compute_once(T* global) {
   return global;
 }
-template <class T>
-T* compute_shared_once(T* shared) {
-  return shared;
-}
 inline int compute_once(int value) { return value; }
 inline int compute_again(int value) { return value; }
 inline void keep_order() {}
