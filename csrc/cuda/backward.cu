@@ -189,7 +189,7 @@ struct Rows {
       if (slice.lane > 0) return;
       Header& to = header(stage);
       const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
-      const bool has_mean = exists && !flags.has(kRms);
+      const bool has_mean = exists && !flags.has(kRms | kFromOutput);
       async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
       async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
                               has_mean ? sizeof(Acc) : 0);
