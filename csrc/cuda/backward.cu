@@ -10,11 +10,11 @@
 //
 // A thread owns 16 columns (8 of float64), and keeps their weights and sums of dweight and dbias in registers. Some
 // lanes of a warp share a short row, up to 16 warps of a block a longer one, and the blocks of a cluster one of more
-// than 8192 columns. Blocks are persistent: a block takes the rows of a segment in turn, which asynchronous copies bring
-// to shared memory, and reads a row twice from there, for the row's sums and for dx. The warps of a block exchange their
-// sums once per row, while they work on the next row. A second kernel adds the sums of the segments in order, without
-// atomic operations; if few rows make a cluster or a block, it adds its sums itself. 3 * groups * rows * cols *
-// sizeof(T) bytes are moved.
+// than 8192 columns. Blocks are persistent: a block takes the rows of a segment in turn, which asynchronous copies
+// bring to shared memory, and reads a row twice from there, for the row's sums and for dx. The warps of a block
+// exchange their sums once per row, while they work on the next row. A second kernel adds the sums of the segments in
+// order, without atomic operations; if few rows make a cluster or a block, it adds its sums itself. 3 * groups * rows *
+// cols * sizeof(T) bytes are moved.
 //
 // Still longer rows, and those on older GPUs, take two launches, the first of which stores the sums of each part.
 //
@@ -30,15 +30,6 @@
 
 namespace layernorm::cuda {
 
-// Which rows an instance of the kernel takes. choose_path() chooses.
-enum class Path {
-  kWarpVectors,    // aligned rows of whole vectors that a warp holds
-  kBlockVectors,   // longer ones
-  kWarpElements,   // rows that are not whole vectors, of any alignment
-  kBlockElements,  // longer ones
-  kAny,            // all rows and options
-};
-
 struct BackwardPlan : GradientPlan {
   bool is_warp;  // whether a warp holds a row
   int row_threads, rows_per_round;
@@ -49,7 +40,7 @@ struct BackwardPlan : GradientPlan {
   int log2_joined_cols;      // columns that each of them adds
   int ring_bytes;            // of dynamic shared memory; then come the sums that the joined blocks send
   int64_t pitch;             // elements from row to row of the workspace
-  // Bytes from row to row, if there are no groups; Path::kAny does not read them.
+  // Bytes from row to row, if there are no groups; AnyRows does not read them.
   unsigned x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
   Divisor<float> float_cols;
   Divisor<double> double_cols;
@@ -82,25 +73,26 @@ constexpr int kMinLanes = 2;  // of a row
 template <class Acc>
 using RowSums = Acc[3];
 
-// The flags of calls that the fast paths take, except those that only Path::kAny tests.
-constexpr unsigned kFastFlags = ~(kStoresSums | kLoadsSums | kFromOutput);
+// The flags of calls that only AnyRows takes.
+constexpr unsigned kOtherFlags = kStoresSums | kLoadsSums | kFromOutput;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
-template <Path kPath>
-struct PathTraits {
-  static constexpr bool kIsAny = kPath == Path::kAny;
-  static constexpr bool kIsWarp = kPath == Path::kWarpVectors || kPath == Path::kWarpElements;
-  static constexpr bool kIsBlock = kPath == Path::kBlockVectors || kPath == Path::kBlockElements;
-  static constexpr Mapping kMapping = kIsAny ? Mapping::kAny
-                                      : kPath == Path::kWarpVectors || kPath == Path::kBlockVectors
-                                          ? Mapping::kVectors
-                                          : Mapping::kElements;
-  static constexpr int kLanes = kIsBlock ? kWarpSize : 0;
+// The instances of the kernel. with_path() chooses one.
+template <Mapping kMapping_, int kLanes_>
+struct Path {
+  static constexpr Mapping kMapping = kMapping_;
+  static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
+  static constexpr bool kIsAny = kMapping == Mapping::kAny, kIsBlock = kLanes > 0, kIsWarp = !kIsAny && !kIsBlock;
   // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
   static constexpr int kLag = kIsBlock ? 1 : 0;
-  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns; others have fewer
+  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns
 };
+struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows of whole vectors that a warp holds
+struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
+struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
+struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
+struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows, dtypes and options
 
 // Successive rows of a gradient group.
 template <class Index>
@@ -132,16 +124,16 @@ struct alignas(16) RowHeader {
 };
 
 // The rows of a block, as one of its threads sees them.
-template <class T, class X, Path kPath>
+template <class T, class X, class Traits_>
 struct Rows {
-  using Traits = PathTraits<kPath>;
+  using Traits = Traits_;
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
   using Acc = AccOf<X>;
   using Header = RowHeader<X, Acc>;
   using Index = typename Traits::Index;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   static constexpr int kStep = Traits::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
-  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;  // or one less
+  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;                // or one less
   // The shared memory of a warp, for one stage: x, dy and the headers of its rows.
   static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
   static constexpr int kDyBegin = SliceOf::template kBytes<X>;
@@ -212,7 +204,8 @@ struct Rows {
 
   // Computes d (see Statistics) of elements [j, j + kStep).
   __device__ __forceinline__ void read_d(Acc (&d)[kStep], const SliceOf& slice, const X* x, int j,
-                                         const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements], int64_t group) const {
+                                         const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements],
+                                         int64_t group) const {
     slice.read(d, x, j);
     if (flags.has(kFromOutput)) {
       const int64_t first = group * p.bias.group_stride + begin;
@@ -376,9 +369,10 @@ __device__ __forceinline__ void add_parts(RowSums<Acc>& sums, const RowSums<Acc>
 
 // ---- sums of the columns --------------------------------------------------------------------------------------------
 
-// Adds up a gradient's sums over the rows of the block, and calls store(j, sums) for the elements from j on, a vector at a time.
-template <class T, class X, Path kPath, class Acc, int kElements, class F>
-__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, kPath>& rows,
+// Adds up a gradient's sums over the rows of the block, and calls store(j, sums) for the elements from j on, a vector
+// at a time.
+template <class T, class X, class Traits, class Acc, int kElements, class F>
+__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, Traits>& rows,
                                                   const F& store) {
   constexpr int kVec = kVectorSize<X>;
   // First over the rows of a warp.
@@ -447,16 +441,16 @@ struct JoinedSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <class T, class X, Path kPath>
-__global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxRowThreads<X>,
-                                  PathTraits<kPath>::kIsWarp ? 2 : 1)
+template <class T, class X, class Traits>
+__global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>, Traits::kIsWarp ? 2 : 1)
     backward_rows(const BackwardParams p, const BackwardPlan plan) {
-  using Traits = PathTraits<kPath>;
-  using RowsOf = Rows<T, X, kPath>;
+  using RowsOf = Rows<T, X, Traits>;
   using Acc = typename RowsOf::Acc;
   using Index = typename Traits::Index;
   constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = Traits::kLag;
-  const Flags flags = {plan.flags.bits & (Traits::kIsAny ? ~0u : Traits::kIsWarp ? kFastFlags & ~kInCluster : kFastFlags)};
+  const Flags flags = {plan.flags.bits & ~(Traits::kIsAny    ? 0
+                                           : Traits::kIsWarp ? kOtherFlags | kInCluster
+                                                             : kOtherFlags)};
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool joins = !in_cluster && plan.joined > 1;
 
@@ -582,7 +576,8 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxRo
       const int done = round + 1 - kLag;
       if (flags.has(kStoresSums) || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
       if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
-      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group, int64_t first) {
+      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group,
+                             int64_t first) {
         add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
           if (joins) {
 #pragma unroll
@@ -616,14 +611,15 @@ __global__ void __launch_bounds__(PathTraits<kPath>::kIsWarp ? kThreads : kMaxRo
   }
   async_wait<0>();  // before the block returns
   if (!joins) return;
-  joined.add(static_cast<int>(p.cols), flags.has(kGradWeight), flags.has(kGradBias), [&](int array, int column, Acc sum) {
-    void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
-    if (flags.has(kWideParameters)) {
-      static_cast<Acc*>(gradient)[column] = sum;
-    } else {
-      static_cast<T*>(gradient)[column] = static_cast<T>(sum);
-    }
-  });
+  joined.add(static_cast<int>(p.cols), flags.has(kGradWeight), flags.has(kGradBias),
+             [&](int array, int column, Acc sum) {
+               void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
+               if (flags.has(kWideParameters)) {
+                 static_cast<Acc*>(gradient)[column] = sum;
+               } else {
+                 static_cast<T*>(gradient)[column] = static_cast<T>(sum);
+               }
+             });
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
@@ -666,36 +662,35 @@ bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
   return fit && (!p.mean.data || p.mean.row_stride == p.rstd.row_stride);
 }
 
-// Calls f with an instance of the kernel. float64 has only one.
+// Calls f with the instance of the kernel for the rows of a plan; with the one for all rows and options if `any`.
+// float64 has no other.
 template <class X, class F>
-auto with_path(Path path, const F& f) {
+auto with_path(const BackwardPlan& plan, bool any, const F& f) {
   if constexpr (!std::is_same_v<X, double>) {
-    switch (path) {
-      case Path::kWarpVectors:
-        return f(std::integral_constant<Path, Path::kWarpVectors>());
-      case Path::kBlockVectors:
-        return f(std::integral_constant<Path, Path::kBlockVectors>());
-      case Path::kWarpElements:
-        return f(std::integral_constant<Path, Path::kWarpElements>());
-      case Path::kBlockElements:
-        return f(std::integral_constant<Path, Path::kBlockElements>());
-      default:
-        break;
-    }
+    if (!any && plan.is_warp) return plan.deals_vectors ? f(WarpVectors()) : f(WarpElements());
+    if (!any) return plan.deals_vectors ? f(BlockVectors()) : f(BlockElements());
   }
-  return f(std::integral_constant<Path, Path::kAny>());
+  return f(AnyRows());
 }
 
-// The most stages that fit into shared memory, beside `other_bytes`; 0 if the path needs more.
+// Chooses the number of stages: as many as fit into shared memory beside `other_bytes`, or one less if that leaves more
+// blocks resident and the next row is still fetched ahead. Returns how many rows are resident; 0 if no block fits.
 template <class T, class X>
-int choose_stages(Path path, const LaunchConfig& config, size_t other_bytes) {
+int choose_stages(BackwardPlan& plan, LaunchConfig& config, bool any, size_t other_bytes) {
   constexpr size_t kMaxStaticShared = 12 * 1024;
-  return with_path<X>(path, [&](auto constant) {
-    using RowsOf = Rows<T, X, constant.value>;
-    const size_t stage = config.block.x / kWarpSize * RowsOf::kStageBytes;
-    const size_t available = max_shared_memory(config) - kMaxStaticShared - other_bytes;
-    const int stages = static_cast<int>(std::min<size_t>(available / stage, RowsOf::kMaxStages));
-    return stages >= RowsOf::kMaxStages - 1 ? stages : 0;
+  return with_path<X>(plan, any, [&](auto path) {
+    using RowsOf = Rows<T, X, decltype(path)>;
+    int most = 0;
+    for (int stages = RowsOf::kMaxStages; stages >= RowsOf::kMaxStages - 1; --stages) {
+      const size_t bytes = config.block.x / kWarpSize * stages * RowsOf::kStageBytes;
+      if (bytes + other_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
+      if (most > 0 && stages == path.kLag + 1) break;
+      config.shared_bytes = bytes + other_bytes;
+      const int resident = std::max(resident_blocks(config, backward_rows<T, X, decltype(path)>) / plan.num_parts, 1);
+      if (resident > most) most = resident, plan.stages = stages, plan.ring_bytes = static_cast<int>(bytes);
+    }
+    config.shared_bytes = static_cast<size_t>(plan.ring_bytes) + other_bytes;
+    return most;
   });
 }
 
@@ -709,7 +704,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   plan.double_cols = Divisor<double>(p.cols);
   plan.joined = 1;
   divide_row<X>(plan, p.cols);
-  const bool clusters = has_clusters(config, backward_rows<T, X, Path::kAny>);
+  const bool clusters = has_clusters(config, backward_rows<T, X, AnyRows>);
   const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
   const bool reads_twice = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
@@ -723,24 +718,11 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   config.block = static_cast<unsigned>(threads);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
 
-  Path path = Path::kAny;
-  if (sizeof(Acc) < 8 && !reads_twice) {
-    path = plan.is_warp ? (plan.deals_vectors ? Path::kWarpVectors : Path::kWarpElements)
-                        : (plan.deals_vectors ? Path::kBlockVectors : Path::kBlockElements);
-  }
-  plan.stages = choose_stages<T, X>(path, config, 0);
-  if (plan.stages == 0) path = Path::kAny, plan.stages = choose_stages<T, X>(path, config, 0);
-
   // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
   // nor on the options, but on the instance for the usual ones.
-  const auto resident_rows = [&] {
-    return with_path<X>(path, [&](auto constant) {
-      plan.ring_bytes = static_cast<int>(threads / kWarpSize * plan.stages * Rows<T, X, constant.value>::kStageBytes);
-      config.shared_bytes = static_cast<size_t>(plan.ring_bytes);
-      return std::max(resident_blocks(config, backward_rows<T, X, constant.value>) / plan.num_parts, 1);
-    });
-  };
-  int64_t segments = resident_rows();
+  bool any = reads_twice;
+  int64_t segments = choose_stages<T, X>(plan, config, any, 0);
+  if (segments == 0) any = true, segments = choose_stages<T, X>(plan, config, any, 0);
   // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
   const int64_t total_rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
   const bool can_join = clusters && plan.num_parts == 1;
@@ -749,31 +731,28 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   if (!can_join && !per_group && total_rounds <= kFewRounds) segments = 1;
   plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
 
-  const bool short_strides = set_strides<T, X>(plan, p);
-  if (flags.has(kFromOutput) || (plan.deals_vectors && !flags.has(kAligned)) || !short_strides) path = Path::kAny;
+  any = any || flags.has(kFromOutput) || (plan.deals_vectors && !flags.has(kAligned)) || !set_strides<T, X>(plan, p);
   size_t joined_bytes = 0;
   if (joins) {
     while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
     joined_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_joined_cols) * sizeof(Acc);
   }
-  plan.stages = choose_stages<T, X>(path, config, joined_bytes);
-  if (plan.stages == 0) joined_bytes = 0, plan.stages = choose_stages<T, X>(path, config, 0);
-  const int64_t resident = resident_rows();
+  int64_t resident = choose_stages<T, X>(plan, config, any, joined_bytes);
+  if (resident == 0) joined_bytes = 0, resident = choose_stages<T, X>(plan, config, any, 0);
   const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
   config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
   if (joined_bytes > 0) {
     plan.joined = static_cast<int>(plan.num_segments);
     config.cluster = static_cast<unsigned>(plan.joined);
     config.grid = dim3(config.cluster);
-    config.shared_bytes += joined_bytes;
     plan.weight_partials = plan.bias_partials = 0;
   }
 
   const int64_t part_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_parts : 0;
   const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + part_sums;
   if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-  with_path<X>(path, [&](auto constant) {
-    const auto kernel = backward_rows<T, X, constant.value>;
+  with_path<X>(plan, any, [&](auto path) {
+    const auto kernel = backward_rows<T, X, decltype(path)>;
     if (reads_twice) {
       plan.flags.set(kStoresSums, true);
       launch(config, kernel, p, plan);

@@ -222,8 +222,8 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
 }
 
 // cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
-// The second function copies the first `bytes` of them and sets the others to zero. The first `unused` bytes may precede
-// an array; they are in the same aligned 16 bytes as its first element, and the kernel does not read the copy.
+// The second function copies the first `bytes` of them and sets the others to zero. The first `unused` bytes may
+// precede an array; they are in the same aligned 16 bytes as its first element, and the kernel does not read the copy.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   if constexpr (kBytes == 16) {
@@ -240,7 +240,8 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global, int
                  : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global),
-                 "n"(kBytes), "r"(bytes) : "memory");
+                 "n"(kBytes), "r"(bytes)
+                 : "memory");
   }
 }
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -30,10 +30,10 @@ struct Slice {
   static constexpr int kBytes = kWarpCols * static_cast<int>(sizeof(E)) +
                                 (kMapping == Mapping::kVectors ? 0 : 16 * (kLanes == 0 ? kWarpSize : 1));
 
-  int begin;         // the first column of the warp
+  int begin;  // the first column of the warp
   int lane_in_warp;
-  int lane;          // among the lanes of the row in this warp
-  int row;           // of the warp
+  int lane;                            // among the lanes of the row in this warp
+  int row;                             // of the warp
   int lanes_of_row, step_of_elements;  // if run time decides
 
   // `warp` is the index of the warp among those of the row.
