@@ -73,8 +73,8 @@ constexpr int kMinLanes = 2;  // of a row
 template <class Acc>
 using RowSums = Acc[3];
 
-// The flags of calls that only AnyRows takes.
-constexpr unsigned kOtherFlags = kStoresSums | kLoadsSums | kFromOutput;
+// The flags of calls that an instance for rows of a warp, or of blocks, does not take.
+constexpr unsigned kNotWarp = kInCluster | kStoresSums | kLoadsSums | kFromOutput, kNotBlock = kFromOutput;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
@@ -448,9 +448,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   using Acc = typename RowsOf::Acc;
   using Index = typename Traits::Index;
   constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = Traits::kLag;
-  const Flags flags = {plan.flags.bits & ~(Traits::kIsAny    ? 0
-                                           : Traits::kIsWarp ? kOtherFlags | kInCluster
-                                                             : kOtherFlags)};
+  const Flags flags = {plan.flags.bits & ~(Traits::kIsAny ? 0 : Traits::kIsWarp ? kNotWarp : kNotBlock)};
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool joins = !in_cluster && plan.joined > 1;
 
@@ -517,6 +515,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
     for (int round = 0; round < rounds + kLag; ++round) {
       RowSums<Acc> totals = {};
       const auto get_totals = [&] {
+        if (flags.has(kLoadsSums)) return;
         __syncthreads();
         warp_sums.get(totals);
         if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
@@ -548,10 +547,10 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
       if (round < kLag) continue;
       if (kLag == 0) {
         last_statistics = statistics;
-        if (!is_warp && !flags.has(kLoadsSums)) get_totals();
+        if (!is_warp) get_totals();
       }
       if (in_cluster) add_parts(totals, exchange.receive(finished), plan.num_parts);
-      const int row = Traits::kIsAny ? rows.row_of(segment, round) : 0;
+      const int row = Traits::kIsWarp ? 0 : rows.row_of(segment, round - kLag);
       if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(segment, row), plan.num_parts);
       if (flags.has(kStoresSums)) {
         if (row >= 0 && warp == first_warp && slice.lane_in_warp == 0) {
@@ -720,7 +719,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
 
   // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
   // nor on the options, but on the instance for the usual ones.
-  bool any = reads_twice;
+  bool any = false;
   int64_t segments = choose_stages<T, X>(plan, config, any, 0);
   if (segments == 0) any = true, segments = choose_stages<T, X>(plan, config, any, 0);
   // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
