@@ -227,7 +227,7 @@ void async_copy(void* to, const void* from, size_t bytes, size_t copied, size_t 
   require(in_shared(*current->block, to), "an asynchronous copy to an address outside the block's shared memory", pc);
   require((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes == 0,
           "a misaligned asynchronous copy", pc);
-  require(copied <= bytes && unused < bytes, "an asynchronous copy of more than its bytes", pc);
+  require(copied <= bytes && unused <= bytes, "an asynchronous copy of more than its bytes", pc);
   if (checking) {
     if (copied > unused) check(static_cast<const char*>(from) + unused, copied - unused, Access::kRead, false, pc);
     check(to, bytes, Access::kWrite, false, pc, Kind::kAsyncCopy);
