@@ -115,12 +115,13 @@ struct Segment {
 };
 
 // What a warp reads of a row besides x and dy, in shared memory.
-template <class X, class Acc>
+template <class X, class Acc, class Index>
 struct alignas(16) RowHeader {
   Acc mean, rstd;
   X* dx;  // the block's part; null if it is not wanted, or the row does not exist
   const X* grad_sum;
-  int x_offset, dy_offset;  // see Slice::staged()
+  Index number;              // of the row among all rows; -1 if it does not exist
+  short x_offset, dy_offset;  // see Slice::staged()
 };
 
 // The rows of a block, as one of its threads sees them.
@@ -129,8 +130,8 @@ struct Rows {
   using Traits = Traits_;
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
   using Acc = AccOf<X>;
-  using Header = RowHeader<X, Acc>;
   using Index = typename Traits::Index;
+  using Header = RowHeader<X, Acc, Index>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   static constexpr int kStep = Traits::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
   static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;                // or one less
@@ -187,8 +188,10 @@ struct Rows {
                               has_mean ? sizeof(Acc) : 0);
       to.dx = exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + begin : nullptr;
       to.grad_sum = grad_sum;
+      to.number = exists ? segment.first + row : -1;
       if constexpr (Traits::kMapping != Mapping::kVectors) {
-        to.x_offset = slice.offset_of(x + slice.begin), to.dy_offset = slice.offset_of(dy + slice.begin);
+        to.x_offset = static_cast<short>(slice.offset_of(x + slice.begin));
+        to.dy_offset = static_cast<short>(slice.offset_of(dy + slice.begin));
       }
     };
     if (Traits::kIsAny || flags.has(kHasGroups)) {
@@ -275,7 +278,8 @@ struct Rows {
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kStep> dsum[kElements / kStep];
-    if (!Traits::kIsAny && has_grad_sum) {
+    constexpr bool kLoadsAhead = Traits::kMapping == Mapping::kVectors;
+    if (kLoadsAhead && has_grad_sum) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
@@ -294,7 +298,7 @@ struct Rows {
         dx_values[e] = means.grad_input(dy_values[e] * weight[j + e] - means.g, xhat[e], statistics);
       }
       if (has_grad_sum) {
-        if (Traits::kIsAny) {
+        if (!kLoadsAhead) {
           dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
         }
         Acc values[kStep];
@@ -307,9 +311,9 @@ struct Rows {
   }
 
   // The sums of the row's parts, after all partial sums.
-  __device__ __forceinline__ RowSums<Acc>* part_sums(const Segment<Index>& segment, int row) const {
+  __device__ __forceinline__ RowSums<Acc>* part_sums(int64_t row) const {
     Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
-    return reinterpret_cast<RowSums<Acc>*>(first) + (segment.first + row) * plan.num_parts;
+    return reinterpret_cast<RowSums<Acc>*>(first) + row * plan.num_parts;
   }
 
   // Loads the weights of this thread's elements.
@@ -327,7 +331,9 @@ struct Rows {
     };
 #pragma unroll
     for (Acc& w : weight) w = 1;
-    if (flags.has(kWeight)) flags.has(kWideParameters) ? load(Acc()) : load(T());
+    if (!flags.has(kWeight)) return;
+    if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return load(T());
+    load(Acc());
   }
 
  private:
@@ -502,8 +508,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
   Acc weight[kElements], dw[kElements], db[kElements];
-  int finished = 0, stage = 0, finished_stage = 0;  // rows; the stages of the next rows, in bytes
-  const auto next_stage = [&](int s) { return s + RowsOf::kStageBytes == ring_end ? 0 : s + RowsOf::kStageBytes; };
+  int finished = 0, stage = 0;  // rows; the stage of the next row to be summed, in bytes
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, flags, s);
@@ -517,7 +522,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
       const auto get_totals = [&] {
         if (flags.has(kLoadsSums)) return;
         __syncthreads();
-        warp_sums.get(totals);
+        warp_sums.get(totals, row_warps);
         if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
       };
       last_statistics = statistics;
@@ -542,25 +547,26 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
             warp_sums.put(sums, slice.lane_in_warp);
           }
         }
-        stage = next_stage(stage);
       }
+      const int last_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - RowsOf::kStageBytes;
+      if (round < rounds) stage = stage + RowsOf::kStageBytes == ring_end ? 0 : stage + RowsOf::kStageBytes;
       if (round < kLag) continue;
       if (kLag == 0) {
         last_statistics = statistics;
         if (!is_warp) get_totals();
       }
       if (in_cluster) add_parts(totals, exchange.receive(finished), plan.num_parts);
-      const int row = Traits::kIsWarp ? 0 : rows.row_of(segment, round - kLag);
-      if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(segment, row), plan.num_parts);
+      const Index row = flags.has(kStoresSums | kLoadsSums) ? rows.header(last_stage).number : -1;
+      if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(row), plan.num_parts);
       if (flags.has(kStoresSums)) {
-        if (row >= 0 && warp == first_warp && slice.lane_in_warp == 0) {
+        if (row >= 0 && threadIdx.x == 0) {
 #pragma unroll
-          for (int k = 0; k < 3; ++k) rows.part_sums(segment, row)[blockIdx.x][k] = totals[k];
+          for (int k = 0; k < 3; ++k) rows.part_sums(row)[blockIdx.x][k] = totals[k];
         }
       } else {
         const auto means = rows.compute_means(totals, last_statistics.rstd);
         const auto finish = [&](auto has_grad_sum) {
-          rows.store_grad_input(has_grad_sum, dw, db, finished_stage, last_statistics, means, weight, segment.group);
+          rows.store_grad_input(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.group);
         };
         if constexpr (Traits::kIsAny) {
           finish(flags.has(kGradSum));
@@ -569,8 +575,8 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
         }
       }
       __syncwarp();
-      fetch_next(finished_stage);
-      ++finished, finished_stage = next_stage(finished_stage);
+      fetch_next(last_stage);
+      ++finished;
 
       const int done = round + 1 - kLag;
       if (flags.has(kStoresSums) || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
@@ -586,7 +592,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
             }
           } else if (plan.stores_gradient(per_group)) {
             const RowIndex group = {s, 0};
-            if (flags.has(kWideParameters)) {
+            if (!std::is_same_v<T, Acc> && flags.has(kWideParameters)) {
               slice.store(address<Acc>(gradient, group) + begin, j, v, rows.part_cols);
             } else {
               slice.store(address<T>(gradient, group) + begin, j, v, rows.part_cols);
@@ -632,9 +638,17 @@ void divide_row(BackwardPlan& plan, int64_t cols) {
   const int64_t vectors = ceil_div(cols, kVec);
   plan.deals_vectors = cols % kVec == 0;
   plan.is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxRowThreads<X> / kWarpSize);
-  const int64_t parts = plan.is_warp ? 1 : ceil_div(vectors, max_part);
-  const int64_t part = parts == 1 ? vectors : round_up(ceil_div(vectors, parts), kWarpSize);
+  constexpr int64_t kMaxWarps = kMaxRowThreads<X> / kWarpSize;  // also those that are resident on a multiprocessor
+  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxWarps);
+  const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
+  int64_t parts = plan.is_warp ? 1 : ceil_div(vectors, max_part);
+  // As few blocks as keep nearly all warps resident: a cluster of two would have 12 of 16 for 12288 columns.
+  const auto resident_warps = [&] {
+    const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
+    return kMaxWarps / warps * warps;
+  };
+  while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
+  const int64_t part = parts == 1 ? vectors : part_for(parts);
   plan.part_cols = static_cast<int>(std::min(part * kVec, cols));
   plan.num_parts = static_cast<int>(ceil_div(cols, plan.part_cols));
   plan.row_threads = static_cast<int>(ceil_div(plan.part_cols, SliceOf::kWarpCols)) * kWarpSize;

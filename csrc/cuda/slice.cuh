@@ -127,7 +127,15 @@ struct Slice {
   __device__ __forceinline__ Vector<E, kCount> load(const E* array, int j, int cols, bool aligned = true) const {
     Vector<E, kCount> v;
     if constexpr (kMapping == Mapping::kVectors) {
-      load_or(v, array + column(j), true, cols - column(j), aligned, E(0.0f));
+      const E* const from = array + column(j);
+      if (column(j) >= cols) {
+        fill(v, E(0.0f));
+      } else if (aligned) {
+        v = *reinterpret_cast<const Vector<E, kCount>*>(from);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) v.values[e] = from[e];
+      }
     } else {
       const Slice s = again();
       const E* const from = compute_once(array + column(0));
@@ -183,15 +191,13 @@ using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 
 template <class Acc>
 class WarpSums {
  public:
-  // The row of this warp has `count` warps from `first` on. All threads call this, and then synchronize.
+  // The row of this warp has `count` warps from `first` on; from 0 if they are more than kGroup. All threads call this,
+  // and then synchronize.
   __device__ __forceinline__ WarpSums(WarpSumsMemory<Acc>& memory, int first, int count) {
-    constexpr int kGroup = 8;  // lanes that read the same sum
-    const int lane = threadIdx.x % kWarpSize, other = lane % kGroup, sum = min(lane / kGroup, 2);
-    if (threadIdx.x < 6) memory[threadIdx.x / 3][threadIdx.x % 3][kMaxRowWarps] = 0;
-    const bool second = lane & 16, third = lane & 8;
-    put_ = &memory[0][third ? 2 : second][threadIdx.x / kWarpSize];
-    get_ = &memory[0][sum][other < count ? first + other : kMaxRowWarps];
-    get_more_ = &memory[0][sum][other + kGroup < count ? first + other + kGroup : kMaxRowWarps];
+    const int lane = threadIdx.x % kWarpSize, other = lane % kGroup;
+    for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
+    put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
+    get_ = &memory[0][min(lane / kGroup, 2)][other < count ? first + other : kMaxRowWarps];
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
@@ -204,19 +210,21 @@ class WarpSums {
     if (lane == 0 || lane == 8 || lane == 16) put_[buffer_] = sum;
     buffer_ = kBuffer - buffer_;
   }
-  // Returns the sums of the row's warps that they put last.
-  __device__ __forceinline__ void get(Acc (&sums)[3]) {
-    const int last = kBuffer - buffer_;
-    Acc sum = get_[last] + get_more_[last];
+  // Returns the sums that the row's `count` warps put last.
+  __device__ __forceinline__ void get(Acc (&sums)[3], int count) {
+    const Acc* const from = get_ + (kBuffer - buffer_);
+    Acc sum = from[0];
+    if (count > kGroup) sum += from[kGroup];  // 0 if there is no such warp
 #pragma unroll
-    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    for (int offset = kGroup / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
 #pragma unroll
-    for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * 8);
+    for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kGroup);
   }
 
  private:
+  static constexpr int kGroup = 8;  // lanes that read the same sum, of a warp each
   static constexpr int kBuffer = 3 * (kMaxRowWarps + 1);
-  Acc *put_, *get_, *get_more_;
+  Acc *put_, *get_;
   int buffer_ = 0;  // of the next put(), in elements
 };
 
