@@ -120,7 +120,7 @@ struct alignas(16) RowHeader {
   Acc mean, rstd;
   X* dx;  // the block's part; null if it is not wanted, or the row does not exist
   const X* grad_sum;
-  Index number;              // of the row among all rows; -1 if it does not exist
+  Index number;               // of the row among all rows; -1 if it does not exist
   short x_offset, dy_offset;  // see Slice::staged()
 };
 
@@ -232,7 +232,7 @@ struct Rows {
   // Adds this thread's part of a row to the sums. Elements after the end are zeros, and so must be their d.
   __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, int stage, const Statistics<Acc>& statistics,
                                               const Acc (&weight)[kElements], int64_t group) const {
-    const auto slice = this->slice.again();
+    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     const Staged from = staged(stage);
     const auto add = [&](auto has_end) {
 #pragma unroll
@@ -273,12 +273,12 @@ struct Rows {
                                                    int stage, const Statistics<Acc>& statistics,
                                                    const RowMeans<Acc>& means, const Acc (&weight)[kElements],
                                                    int64_t group) const {
-    const auto slice = this->slice.again();
+    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     const auto [x, dy] = staged(stage);
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kStep> dsum[kElements / kStep];
-    constexpr bool kLoadsAhead = Traits::kMapping == Mapping::kVectors;
+    constexpr bool kLoadsAhead = Traits::kMapping == Mapping::kVectors && (Traits::kIsBlock || sizeof(T) == sizeof(X));
     if (kLoadsAhead && has_grad_sum) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
@@ -486,9 +486,11 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   Index fetched_segment = first_segment;
   int fetched_round = 0;
   Segment<Index> fetched(plan, flags, fetched_segment);
+  // Some instances would spill if they kept the segment from one row to the next.
+  constexpr bool kFindsSegments = Traits::kMapping != Mapping::kVectors || sizeof(T) != sizeof(X);
   const auto fetch_next = [&](int stage) {
     if (fetched_segment < num_segments) {
-      if (Traits::kIsAny) fetched = Segment<Index>(plan, flags, fetched_segment);  // takes fewer registers
+      if (kFindsSegments) fetched = Segment<Index>(plan, flags, compute_again(fetched_segment));
       rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
       if (++fetched_round == rounds) {
         fetched_round = 0;

@@ -201,6 +201,10 @@ __device__ __forceinline__ int compute_again(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+__device__ __forceinline__ int64_t compute_again(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
 // The compiler does not move loads and stores across this, which takes registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 

@@ -48,7 +48,7 @@ struct Slice {
   // The same slice, whose offsets do not wait in registers.
   __device__ __forceinline__ Slice again() const {
     Slice slice = *this;
-    if (kLanes == 0 && kMapping != Mapping::kVectors) slice.lanes_of_row = compute_again(lanes_of_row);
+    if (kLanes == 0) slice.lanes_of_row = compute_again(lanes_of_row);
     if (kMapping == Mapping::kAny) slice.step_of_elements = compute_again(step_of_elements);
     return slice;
   }
@@ -126,23 +126,24 @@ struct Slice {
   template <int kCount, class E>
   __device__ __forceinline__ Vector<E, kCount> load(const E* array, int j, int cols, bool aligned = true) const {
     Vector<E, kCount> v;
+    const Slice s = again();
+    const E* const from = compute_once(array + column(0));
+    const auto exists = [&](int step) { return column(0) + step < cols; };
     if constexpr (kMapping == Mapping::kVectors) {
-      const E* const from = array + column(j);
-      if (column(j) >= cols) {
+      const int step = s.step_to(j);
+      if (!exists(step)) {
         fill(v, E(0.0f));
       } else if (aligned) {
-        v = *reinterpret_cast<const Vector<E, kCount>*>(from);
+        v = *reinterpret_cast<const Vector<E, kCount>*>(from + step);
       } else {
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) v.values[e] = from[e];
+        for (int e = 0; e < kCount; ++e) v.values[e] = from[step + e];
       }
     } else {
-      const Slice s = again();
-      const E* const from = compute_once(array + column(0));
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
         const int step = s.step_to(j + e);
-        v.values[e] = column(0) + step < cols ? from[step] : E(0.0f);
+        v.values[e] = exists(step) ? from[step] : E(0.0f);
       }
     }
     return v;

@@ -112,7 +112,10 @@ T* compute_once(T* global) {
   return global;
 }
 inline int compute_once(int value) { return value; }
-inline int compute_again(int value) { return value; }
+template <class T>
+T compute_again(T value) {
+  return value;
+}
 inline void keep_order() {}
 inline void keep_branch() {}
 template <class T>
