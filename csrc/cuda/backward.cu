@@ -278,7 +278,7 @@ struct Rows {
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kStep> dsum[kElements / kStep];
-    constexpr bool kLoadsAhead = Traits::kMapping == Mapping::kVectors && (Traits::kIsBlock || sizeof(T) == sizeof(X));
+    constexpr bool kLoadsAhead = Traits::kMapping == Mapping::kVectors && Traits::kIsBlock;
     if (kLoadsAhead && has_grad_sum) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
@@ -485,17 +485,14 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
 
   Index fetched_segment = first_segment;
   int fetched_round = 0;
-  Segment<Index> fetched(plan, flags, fetched_segment);
-  // Some instances would spill if they kept the segment from one row to the next.
-  constexpr bool kFindsSegments = Traits::kMapping != Mapping::kVectors || sizeof(T) != sizeof(X);
   const auto fetch_next = [&](int stage) {
     if (fetched_segment < num_segments) {
-      if (kFindsSegments) fetched = Segment<Index>(plan, flags, compute_again(fetched_segment));
+      // Keeping the segment from one row to the next would cause spills.
+      const Segment<Index> fetched(plan, flags, compute_again(fetched_segment));
       rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
       if (++fetched_round == rounds) {
         fetched_round = 0;
         fetched_segment += segment_step;
-        fetched = Segment<Index>(plan, flags, fetched_segment);
       }
     }
     async_commit();
@@ -692,7 +689,7 @@ auto with_path(const BackwardPlan& plan, bool any, const F& f) {
 // blocks resident and the next row is still fetched ahead. Returns how many rows are resident; 0 if no block fits.
 template <class T, class X>
 int choose_stages(BackwardPlan& plan, LaunchConfig& config, bool any, size_t other_bytes) {
-  constexpr size_t kMaxStaticShared = 12 * 1024;
+  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1280;
   return with_path<X>(plan, any, [&](auto path) {
     using RowsOf = Rows<T, X, decltype(path)>;
     int most = 0;

@@ -147,11 +147,11 @@ def test_long_rows_in_clusters_and_read_twice(library, dtypes):
 
 
 @pytest.mark.parametrize("architecture", [89, 90, 120])
-@pytest.mark.parametrize("vectors", [1024, 1025, 2048])
-def test_backward_fits_into_shared_memory(library, architecture, vectors):
-    """With 99 KiB, a block takes 1024 unaligned vectors and those of a residual."""
-    x, dy, w, b = random_args(library, (BF16, BF16), 1, vectors * 8 - 1)
-    for grad_sum in (randn(x.shape, BF16), None):
+@pytest.mark.parametrize("dtype, vectors", [(BF16, 1024), (BF16, 1025), (BF16, 2048), (F32, 1280), (F32, 2048)])
+def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors):
+    """With 99 KiB, a block holds one row of 2048 unaligned float32 vectors, but not the next one."""
+    x, dy, w, b = random_args(library, (dtype, dtype), 1, vectors * 16 // dtype.itemsize - 1)
+    for grad_sum in (randn(x.shape, dtype), None):
         with library.schedule(1, architecture=architecture):
             check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
 
