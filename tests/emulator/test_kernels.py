@@ -160,7 +160,7 @@ def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors)
 @all_dtypes
 @pytest.mark.parametrize("vectors", [5, 100, 200, 700])
 def test_few_rows_take_one_launch(library, dtypes, vectors):
-    """A block or the blocks of a cluster add up the weight gradients. Whole vectors at any address give the same bits."""
+    """A block or the blocks of a cluster add up the weight gradients. The address of a row changes no bit."""
     vector = 16 // dtypes[0].itemsize
     elements = 8 if dtypes[0] == F64 else 16  # of a thread
     for cols in (vectors * vector, vectors * vector - 1):
