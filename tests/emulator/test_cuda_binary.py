@@ -55,11 +55,11 @@ def test_emulated_calls_reach_every_kernel(kernels):
     """
     library = emulated_build.library(emulated_build.PLAIN)
     library.launched()
-    for dtypes, vectors, missing in itertools.product(RESIDUALS, (64, 129), (0, 1)):
-        x, dy, w, b = random_args(library, dtypes[:2], 2, vectors * 16 // dtypes[2].itemsize - missing)
+    for dtypes, vectors, missing in itertools.product(RESIDUALS, (64, 130), (0, 1)):
+        x, dy, w, b = random_args(library, dtypes[:2], 40, vectors * 16 // dtypes[2].itemsize - missing)
         with library.schedule(architecture=kernels[0].architecture):
             for run_layout in (run, run_pixels):
                 run_layout(library, x, dy, w, b, residual=x.to(dtypes[2]))
-                run_layout(library, amid_nans(x), dy, residual=x.to(dtypes[2]))
+                run_layout(library, x, amid_nans(dy), residual=x.to(dtypes[2]))
     assert {name for name, _ in library.launched()} == {kernel.name for kernel in kernels}
     assert len(kernels) <= 70
