@@ -647,6 +647,7 @@ void divide_row(BackwardPlan& plan, int64_t cols) {
     return kMaxWarps / warps * warps;
   };
   while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
+  if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // two launches, with more blocks
   const int64_t part = parts == 1 ? vectors : part_for(parts);
   plan.part_cols = static_cast<int>(std::min(part * kVec, cols));
   plan.num_parts = static_cast<int>(ceil_div(cols, plan.part_cols));
