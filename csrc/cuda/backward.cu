@@ -6,15 +6,17 @@
 // gradient of that sum is added to dx.
 //
 // The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then, if two
-// launches read the rows, the sums of their chunks [rows, num_chunks].
+// launches read the rows, the sums of their parts [rows, num_parts].
 //
-// Blocks are persistent: a block takes the rows of a segment in turn, and fetches the next rows to shared memory while
-// it works. It reads a row twice from there, for the row's sums and for dx, and keeps the sums of dweight and dbias in
-// registers until the end of the segment. A second kernel adds the sums of the segments in order, without atomic
-// operations. 3 * groups * rows * cols * sizeof(T) bytes are moved.
+// A thread owns 16 columns (8 of float64), and keeps their weights and sums of dweight and dbias in registers. Some
+// lanes of a warp share a short row, up to 16 warps of a block a longer one, and the blocks of a cluster one of more
+// than 8192 columns. Blocks are persistent: a block takes the rows of a segment in turn, which asynchronous copies
+// bring to shared memory, and reads a row twice from there, for the row's sums and for dx. The warps of a block
+// exchange their sums once per row, while they work on the next row. A second kernel adds the sums of the segments in
+// order, without atomic operations; if few rows make a cluster or a block, it adds its sums itself. 3 * groups * rows *
+// cols * sizeof(T) bytes are moved.
 //
-// The blocks of a cluster share a longer row, and exchange their sums once per row. Still longer rows, and those on
-// older GPUs, take two launches, the first of which stores the sums of each chunk.
+// Still longer rows, and those on older GPUs, take two launches, the first of which stores the sums of each part.
 //
 // The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
 // is subtracted.
@@ -24,15 +26,33 @@
 
 #include "../dtypes.h"
 #include "partials.cuh"
+#include "slice.cuh"
 
 namespace layernorm::cuda {
 
-struct BackwardPlan : GradientPlan, RowLayout {
-  explicit BackwardPlan(const RowLayout& layout) : GradientPlan(), RowLayout(layout) {}
+struct BackwardPlan : GradientPlan {
+  bool is_warp;  // whether a warp holds a row
+  int row_threads, rows_per_round;
+  bool deals_vectors;  // see Mapping
+  int stages;
+  int part_cols, num_parts;  // the parts of a row, of a block each
+  int joined;                // blocks of a cluster that add their sums of dweight and dbias, or 1
+  int log2_joined_cols;      // columns that each of them adds
+  int ring_bytes;            // of dynamic shared memory; then come the sums that the joined blocks send
+  int64_t pitch;             // elements from row to row of the workspace
+  // Bytes from row to row, if there are no groups; AnyRows does not read them.
+  unsigned x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
+  Divisor<float> float_cols;
+  Divisor<double> double_cols;
 
-  int stages, tile_threads;
-  int64_t pitch;  // elements from row to row of the workspace
-  double reciprocal_cols;
+  template <class Acc>
+  __device__ __forceinline__ Divisor<Acc> cols() const {
+    if constexpr (sizeof(Acc) == 4) {
+      return float_cols;
+    } else {
+      return double_cols;
+    }
+  }
 };
 
 namespace {
@@ -40,477 +60,722 @@ namespace {
 // Sums in Acc over this many rounds are added to the workspace, which limits their rounding errors.
 constexpr int kRoundsPerSum = 256;
 
-constexpr int kMaxStages = 2;
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. Rows of more
-// than 512 vectors take a block of their own, with up to 512 threads.
+// warps have a block of their own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
+// The most threads of a row. Those of float64 need more than 128 registers.
+template <class X>
+constexpr int kMaxRowThreads = sizeof(AccOf<X>) == 8 ? kThreads : kMaxBlockThreads;
+constexpr int64_t kMaxJoined = 8;
+constexpr int kMinLanes = 2;  // of a row
 
 // The sums over a row of d (see Statistics), g and g * d.
 template <class Acc>
 using RowSums = Acc[3];
 
-// The flags of the most usual calls: aligned rows, a weight and all gradients; and the flags that they may have
-// besides. Their loop is compiled separately, because the tests of the other flags take a fifth more instructions.
-constexpr unsigned kFastPathFlags = kAligned | kAlignedParameters | kWeight | kGradInput | kGradWeight;
-constexpr unsigned kFastPathOptions = kInCluster | kRms | kBias | kGradBias;
+// The flags of calls that an instance for rows of a warp, or of blocks, does not take.
+constexpr unsigned kNotWarp = kInCluster | kStoresSums | kLoadsSums | kFromOutput, kNotBlock = kFromOutput;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
-// Whether the block has a segment in this round.
-__device__ __forceinline__ bool has_round(const BackwardPlan& plan, Flags flags, int round) {
-  if (!flags.has(kWeightPerGroup | kBiasPerGroup)) return round < plan.rounds.divisor();
-  return blockIdx.y + plan.rounds.divide(round).quotient * gridDim.y < plan.num_segments;
-}
+// The instances of the kernel. with_path() chooses one.
+template <Mapping kMapping_, int kLanes_>
+struct Path {
+  static constexpr Mapping kMapping = kMapping_;
+  static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
+  static constexpr bool kIsAny = kMapping == Mapping::kAny, kIsBlock = kLanes > 0, kIsWarp = !kIsAny && !kIsBlock;
+  // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
+  static constexpr int kLag = kIsBlock ? 1 : 0;
+  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns
+};
+struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows of whole vectors that a warp holds
+struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
+struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
+struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
+struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows, dtypes and options
 
-// This thread's row, or chunk of a row, in a round, and the staged rows. A row that does not exist has no columns, and
-// the index of row 0. The shared memory of a block has, for each stage, the rows of dy, x and grad_sum that are needed;
-// and then dx, if it is not aligned.
-template <class Types, class Tile>
-struct Round {
-  using T = typename Types::T;
-  using X = typename Types::X;
-  using W = typename Types::W;
-  using Acc = AccOf<X>;
-  // A vector is processed two elements at a time, because 64 sums leave few registers for temporary values.
-  static constexpr int kVec = kVectorSize<X>, kSub = 2;
-  template <class E>
-  using Row = StagedRow<E, kVec, Tile>;
+// Successive rows of a gradient group.
+template <class Index>
+struct Segment {
+  Index group = 0;  // if groups have gradients of their own
+  Index first;      // among all rows
+  int rows;
 
-  static size_t shared_bytes(int threads, int rows, int arrays, int stages, bool aligned) {
-    return (stages * arrays + !aligned) * rows * Row<X>::bytes(threads);
+  __device__ __forceinline__ Segment(const BackwardPlan& plan, Flags flags, Index segment) {
+    Index in_group = segment;
+    if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
+      const auto divided = plan.segments_per_group.divide(segment);
+      group = static_cast<Index>(divided.quotient), in_group = static_cast<Index>(divided.remainder);
+    }
+    const Index group_rows = static_cast<Index>(plan.gradient_group_rows);
+    const Index row = in_group * static_cast<Index>(plan.segment_rows);
+    first = group * group_rows + row;
+    rows = static_cast<int>(max(min(static_cast<Index>(plan.segment_rows), group_rows - row), Index{0}));
   }
+};
+
+// What a warp reads of a row besides x and dy, in shared memory.
+template <class X, class Acc, class Index>
+struct alignas(16) RowHeader {
+  Acc mean, rstd;
+  X* dx;  // the block's part; null if it is not wanted, or the row does not exist
+  const X* grad_sum;
+  Index number;               // of the row among all rows; -1 if it does not exist
+  short x_offset, dy_offset;  // see Slice::staged()
+};
+
+// The rows of a block, as one of its threads sees them.
+template <class T, class X, class Traits_>
+struct Rows {
+  using Traits = Traits_;
+  using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
+  using Acc = AccOf<X>;
+  using Index = typename Traits::Index;
+  using Header = RowHeader<X, Acc, Index>;
+  static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
+  static constexpr int kStep = Traits::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
+  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;                // or one less
+  // The shared memory of a warp, for one stage: x, dy and the headers of its rows.
+  static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
+  static constexpr int kDyBegin = SliceOf::template kBytes<X>;
+  static constexpr int kHeaderBegin = kDyBegin + SliceOf::template kBytes<T>;
+  static constexpr int kStageBytes = kHeaderBegin + kHeaders * static_cast<int>(sizeof(Header));
 
   const BackwardParams& p;
   const BackwardPlan& plan;
   const Flags flags;
-  unsigned char* const shared;
-  const Tile tile;
-  const int64_t begin;
-  const int block_cols, stage;
-  int round_in_segment, cols;
-  int64_t segment, number;  // of the row among all rows
-  RowIndex index = {0, 0};
+  const SliceOf slice;
+  const int row_in_round;
+  const Index begin;  // the first column of the block's part
+  const int part_cols;
+  unsigned char* const shared;  // of the warp
 
-  __device__ __forceinline__ Round(const BackwardParams& p, const BackwardPlan& plan, Flags flags,
-                                   unsigned char* shared, int round, int tile_row)
-      : p(p),
-        plan(plan),
-        flags(flags),
-        shared(shared),
-        tile{plan.log2_threads, static_cast<int>(threadIdx.x), plan.tile_threads, tile_row},
-        begin(Tile::kIsBlock ? int64_t{plan.chunk_cols} * blockIdx.x : 0),
-        block_cols(static_cast<int>(min(p.cols - begin, int64_t{plan.chunk_cols}))),
-        stage(round & (plan.stages - 1)),  // there are 1 or 2
-        round_in_segment(round),
-        segment(blockIdx.y) {
-    int64_t group = 0, segment_in_group = segment;
-    if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
-      const auto turn = plan.rounds.divide(round);
-      round_in_segment = static_cast<int>(turn.remainder);
-      segment += turn.quotient * gridDim.y;
-      const auto divided = plan.segments_per_group.divide(segment);
-      group = divided.quotient, segment_in_group = divided.remainder;
-    }
-    const int64_t first = segment_in_group * plan.segment_rows;
-    const int64_t row = first + int64_t{round_in_segment} * tile.rows_per_block() + tile.row();
-    number = group * plan.gradient_group_rows + row;
-    const bool exists = segment < plan.num_segments && row < min(first + plan.segment_rows, plan.gradient_group_rows);
-    cols = exists ? block_cols : 0;
-    if (exists) index = find_group(number, flags.has(kHasGroups), plan.rows);
+  // The number of a row in a round of a segment; -1 if it does not exist.
+  __device__ __forceinline__ int row_of(const Segment<Index>& segment, int round) const {
+    const int row = round * plan.rows_per_round + row_in_round;
+    return row < segment.rows ? row : -1;
+  }
+  __device__ __forceinline__ RowIndex index_of(const Segment<Index>& segment, int row) const {
+    return find_group(segment.first + row, flags.has(kHasGroups), plan.rows);
+  }
+  __device__ __forceinline__ Header& header(int stage) const {
+    Header* const headers = reinterpret_cast<Header*>(shared + stage + kHeaderBegin);
+    return headers[Traits::kIsBlock ? 0 : slice.row];
   }
 
-  __device__ __forceinline__ bool needs_x() const { return flags.has(kGradInput | kGradWeight); }
-  __device__ __forceinline__ Row<T> dy() const { return row<T>(stage * arrays(), p.grad_output); }
-  __device__ __forceinline__ Row<X> x() const { return row<X>(stage * arrays() + 1, p.input); }
-  __device__ __forceinline__ Row<X> grad_sum() const { return row<X>((stage + 1) * arrays() - 1, p.grad_sum); }
-  __device__ __forceinline__ Row<X> dx() const { return row<X>(plan.stages * arrays(), p.grad_input); }
-  // The sums of the row's chunks, after all partial sums.
-  __device__ __forceinline__ RowSums<Acc>* chunk_sums() const {
+  // Starts to copy a row, which may not exist, to the shared memory of a stage.
+  __device__ __forceinline__ void fetch(const Segment<Index>& segment, int row, int stage) const {
+    const bool exists = row >= 0;
+    const int cols = exists ? part_cols : 0;
+    const auto fetch_from = [&](const auto& address_in) {
+      const X* const x = address_in(p.input, X(), plan.x_stride) + begin;
+      const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + begin;
+      slice.fetch(shared + stage, x, cols);
+      slice.fetch(shared + stage + kDyBegin, dy, cols);
+      const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + begin;
+      if (flags.has(kGradSum)) {
+#pragma unroll
+        for (int j = 0; j < kElements; j += kVec) {
+          if (slice.column(j) < cols) prefetch_to_l2(grad_sum + slice.column(j));
+        }
+      }
+      if (slice.lane > 0) return;
+      Header& to = header(stage);
+      const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
+      const bool has_mean = exists && !flags.has(kRms | kFromOutput);
+      async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
+      async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
+                              has_mean ? sizeof(Acc) : 0);
+      to.dx = exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + begin : nullptr;
+      to.grad_sum = grad_sum;
+      to.number = exists ? segment.first + row : -1;
+      if constexpr (Traits::kMapping != Mapping::kVectors) {
+        to.x_offset = static_cast<short>(slice.offset_of(x + slice.begin));
+        to.dy_offset = static_cast<short>(slice.offset_of(dy + slice.begin));
+      }
+    };
+    if (Traits::kIsAny || flags.has(kHasGroups)) {
+      const RowIndex index = exists ? index_of(segment, row) : RowIndex{0, 0};
+      fetch_from([&](const View& view, auto element, unsigned) { return address<decltype(element)>(view, index); });
+    } else {
+      const unsigned number = exists ? static_cast<unsigned>(segment.first) + static_cast<unsigned>(row) : 0;
+      fetch_from([&](const View& view, auto element, unsigned stride) {
+        return reinterpret_cast<decltype(element)*>(static_cast<char*>(view.data) + uint64_t{number} * stride);
+      });
+    }
+  }
+
+  // Computes d (see Statistics) of elements [j, j + kStep).
+  __device__ __forceinline__ void read_d(Acc (&d)[kStep], const SliceOf& slice, const X* x, int j,
+                                         const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements],
+                                         int64_t group) const {
+    slice.read(d, x, j);
+    if (flags.has(kFromOutput)) {
+      const int64_t first = group * p.bias.group_stride + begin;
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        const int column = slice.column(j + e);
+        Acc bias = 0;
+        if (flags.has(kBias) && column < part_cols) {
+          bias = flags.has(kWideParameters) ? static_cast<const Acc*>(p.bias.data)[first + column]
+                                            : static_cast<Acc>(static_cast<const T*>(p.bias.data)[first + column]);
+        }
+        d[e] = recover_xhat(d[e], weight[j + e], bias);
+        keep_order();  // takes fewer registers
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) d[e] = fma(d[e], statistics.scale, -mean);
+    }
+  }
+
+  // Adds this thread's part of a row to the sums. Elements after the end are zeros, and so must be their d.
+  __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, int stage, const Statistics<Acc>& statistics,
+                                              const Acc (&weight)[kElements], int64_t group) const {
+    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+    const Staged from = staged(stage);
+    const auto add = [&](auto has_end) {
+#pragma unroll
+      for (int j = 0; j < kElements; j += kStep) {
+        Acc d[kStep], dy_values[kStep];
+        const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
+        read_d(d, slice, from.x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
+        slice.read(dy_values, from.dy, j);
+#pragma unroll
+        for (int e = 0; e < kStep; ++e) {
+          if (has_end.value && slice.column(j + e) >= part_cols) d[e] = 0;
+          const Acc g = dy_values[e] * weight[j + e];
+          sums[0] += d[e];
+          sums[1] += g;
+          sums[2] = fma(g, d[e], sums[2]);
+        }
+      }
+    };
+    if (Traits::kMapping == Mapping::kVectors ||
+        (!Traits::kIsAny && slice.begin + slice.lanes() * kElements <= part_cols)) {
+      add(std::false_type());
+    } else {
+      add(std::true_type());
+    }
+  }
+
+  __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, Acc rstd) const {
+    const Divisor<Acc> cols = plan.cols<Acc>();
+    const Acc xhat = cols.divide(sums[0]) * rstd, g = cols.divide(sums[1]), g_xhat = cols.divide(sums[2]) * rstd;
+    if (flags.has(kRms)) return {0, 0, g_xhat};
+    return {xhat, g, g_xhat - xhat * g};
+  }
+
+  // Stores this thread's part of dx, and adds to its sums of dweight and dbias, whether they are wanted or not. Sums of
+  // columns after the end are not stored.
+  template <class HasGradSum>
+  __device__ __forceinline__ void store_grad_input(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
+                                                   int stage, const Statistics<Acc>& statistics,
+                                                   const RowMeans<Acc>& means, const Acc (&weight)[kElements],
+                                                   int64_t group) const {
+    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+    const auto [x, dy] = staged(stage);
+    X* const dx = compute_once(header(stage).dx);
+    const int stored_cols = dx == nullptr ? 0 : part_cols;
+    Vector<X, kStep> dsum[kElements / kStep];
+    constexpr bool kLoadsAhead = Traits::kMapping == Mapping::kVectors && Traits::kIsBlock;
+    if (kLoadsAhead && has_grad_sum) {
+#pragma unroll
+      for (int j = 0; j < kElements; j += kStep) {
+        dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc xhat[kStep], dy_values[kStep], dx_values[kStep];
+      read_d(xhat, slice, x, j, statistics, statistics.mean, weight, group);
+      slice.read(dy_values, dy, j);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
+        db[j + e] += dy_values[e];
+        dw[j + e] = fma(dy_values[e], xhat[e], dw[j + e]);
+        dx_values[e] = means.grad_input(dy_values[e] * weight[j + e] - means.g, xhat[e], statistics);
+      }
+      if (has_grad_sum) {
+        if (!kLoadsAhead) {
+          dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
+        }
+        Acc values[kStep];
+        widen(values, dsum[j / kStep]);
+#pragma unroll
+        for (int e = 0; e < kStep; ++e) dx_values[e] += values[e];
+      }
+      slice.store(dx, j, dx_values, stored_cols);
+    }
+  }
+
+  // The sums of the row's parts, after all partial sums.
+  __device__ __forceinline__ RowSums<Acc>* part_sums(int64_t row) const {
     Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
-    return reinterpret_cast<RowSums<Acc>*>(first) + number * plan.num_chunks;
-  }
-  // Waits until the other threads have written to this thread's shared memory, or read what this thread overwrites.
-  __device__ __forceinline__ void sync_unaligned() const {
-    if (!flags.has(kAligned)) tile.sync();
+    return reinterpret_cast<RowSums<Acc>*>(first) + row * plan.num_parts;
   }
 
-  __device__ __forceinline__ Statistics<Acc> statistics() const {
-    return {p, index, flags.has(kFromOutput), needs_x() && cols > 0};
-  }
-
-  // Loads the weight or the bias from a column on, with zeros after the end. Aligned rows have no partial vectors.
-  template <int kSize>
-  __device__ __forceinline__ void load_parameter(Vector<W, kSize>& v, const View& view, Flag exists, int column,
-                                                 W default_value) const {
-    const int remaining = flags.has(kAligned) ? kSize : cols - column;
-    load_or(v, address<const W>(view, {index.group, 0}) + begin + column, flags.has(exists), remaining,
-            flags.has(kAlignedParameters), default_value);
-  }
-
-  // This function and the next compute elements [k, k + kSub) of a vector.
-  __device__ __forceinline__ void widen_weight(Acc (&w)[kSub], const Vector<W, kVec>& weight, int k) const {
-    widen(w, weight, k);
+  // Loads the weights of this thread's elements.
+  __device__ __forceinline__ void load_weight(Acc (&weight)[kElements], int64_t group) const {
+    const auto load = [&](auto element) {
+      using E = decltype(element);
+      const E* const from = address<const E>(p.weight, {group, 0}) + begin;
 #pragma unroll
-    for (int e = 0; e < kSub; ++e) w[e] = flags.has(kZeroCentered) ? w[e] + 1 : w[e];
-  }
-
-  // Computes d (see Statistics) from x, or from the output.
-  __device__ __forceinline__ void subtract_mean(Acc (&d)[kSub], const Vector<X, kVec>& x, const Acc (&w)[kSub],
-                                                const Statistics<Acc>& statistics, int first_column, int k) const {
-    const int column = first_column + k;
-    widen(d, x, k);
-    Vector<W, kSub> b;
-    if (flags.has(kFromOutput)) load_parameter(b, p.bias, kBias, column, W(0.0f));
+      for (int j = 0; j < kElements; j += kVec) {
+        Acc v[kVec];
+        widen(v, slice.template load<kVec>(from, j, part_cols, flags.has(kAlignedParameters)));
 #pragma unroll
-    for (int e = 0; e < kSub; ++e) {
-      d[e] = flags.has(kFromOutput) ? recover_xhat(d[e], w[e], static_cast<Acc>(b.values[e]))
-                                    : fma(d[e], statistics.scale, -statistics.mean);
-    }
-  }
-
-  // Starts to fetch the rows, and prefetches the statistics.
-  __device__ __forceinline__ void fetch() const {
-    dy().fetch();
-    if (needs_x()) x().fetch();
-    if (flags.has(kGradSum)) grad_sum().fetch();
-    if (!needs_x() || cols == 0) return;
-    if (p.mean.data) prefetch(address<const Acc>(p.mean, index));
-    prefetch(address<const Acc>(p.rstd, index));
+        for (int e = 0; e < kVec; ++e) weight[j + e] = flags.has(kZeroCentered) ? v[e] + 1 : v[e];
+      }
+    };
+#pragma unroll
+    for (Acc& w : weight) w = 1;
+    if (!flags.has(kWeight)) return;
+    if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return load(T());
+    load(Acc());
   }
 
  private:
-  __device__ __forceinline__ int arrays() const { return 1 + needs_x() + flags.has(kGradSum); }
-  template <class E>
-  __device__ __forceinline__ Row<E> row(int array, const View& view) const {
-    unsigned char* const memory = shared + (array * tile.rows_per_block() + tile.row()) * Row<X>::bytes(tile.threads());
-    return {memory, address<E>(view, index) + begin, cols, tile, flags.has(kAligned)};
+  struct Staged {
+    const X* x;
+    const T* dy;
+  };
+  __device__ __forceinline__ Staged staged(int stage) const {
+    int x_offset = 0, dy_offset = 0;
+    if constexpr (Traits::kMapping != Mapping::kVectors) {
+      x_offset = header(stage).x_offset, dy_offset = header(stage).dy_offset;
+    }
+    return {slice.template staged<X>(shared + stage, x_offset),
+            slice.template staged<T>(shared + stage + kDyBegin, dy_offset)};
   }
 };
 
-// ---- sums of a row --------------------------------------------------------------------------------------------------
+// ---- sums of the parts of a row -------------------------------------------------------------------------------------
 
-// Adds the sums of a row's chunks, in an order that depends only on their number.
+// Adds the sums of a row's parts, in an order that depends only on their number.
 template <class Acc>
-__device__ __forceinline__ void reduce_chunks(RowSums<Acc>& sums, const RowSums<Acc>* chunk_sums, int num_chunks) {
+__device__ __forceinline__ void add_parts(RowSums<Acc>& sums, const RowSums<Acc>* parts, int num_parts) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (num_parts <= kMaxClusterSize) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) sums[k] = lane % kMaxClusterSize < num_parts ? parts[lane % kMaxClusterSize][k] : 0;
+    sum_row_lanes(sums, kMaxClusterSize);
+    return;
+  }
   RowSums<double> lane_sums = {};
 #pragma unroll 1
-  for (int i = threadIdx.x % kWarpSize; i < num_chunks; i += kWarpSize) {
+  for (int i = lane; i < num_parts; i += kWarpSize) {
 #pragma unroll
-    for (int k = 0; k < 3; ++k) lane_sums[k] += chunk_sums[i][k];
+    for (int k = 0; k < 3; ++k) lane_sums[k] += parts[i][k];
   }
 #pragma unroll
   for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
-template <class Acc>
-__device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, const BackwardParams& p,
-                                                       const BackwardPlan& plan, bool rms, Acc rstd) {
-  const Divisor<Acc> cols(static_cast<Acc>(p.cols), static_cast<Acc>(plan.reciprocal_cols));
-  RowMeans<Acc> means = {};
-  if (!rms) means.xhat = cols.divide(sums[0]) * rstd, means.g = cols.divide(sums[1]);
-  means.g_xhat = cols.divide(sums[2]) * rstd - means.xhat * means.g;
-  return means;
+// ---- sums of the columns --------------------------------------------------------------------------------------------
+
+// Adds up a gradient's sums over the rows of the block, and calls store(j, sums) for the elements from j on, a vector
+// at a time.
+template <class T, class X, class Traits, class Acc, int kElements, class F>
+__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, Traits>& rows,
+                                                  const F& store) {
+  constexpr int kVec = kVectorSize<X>;
+  // First over the rows of a warp.
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset < rows.slice.lanes()) break;
+#pragma unroll
+    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  }
+  __shared__ Vector<Acc, kVec> thread_sums[kThreads];
+  const int row_threads = max(rows.plan.row_threads, kWarpSize);
+  const int count = rows.plan.is_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_round;
+#pragma unroll
+  for (int j = 0; j < kElements; j += kVec) {
+    Acc v[kVec];
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = sums[j + e];
+    if (count > 1) {
+      __syncthreads();
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x].values[e] = v[e];
+      __syncthreads();
+    }
+    if (static_cast<int>(threadIdx.x) >= row_threads || rows.slice.row > 0) continue;
+#pragma unroll 1
+    for (int r = 1; r < count; ++r) {
+      const Vector<Acc, kVec> other = thread_sums[r * row_threads + threadIdx.x];
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] += other.values[e];
+    }
+    store(j, v);
+  }
 }
+
+// The sums of the columns that the blocks of a cluster send to the block that adds them: dweight, then dbias, of
+// [joined, 1 << log2_joined_cols].
+template <class Acc>
+struct JoinedSums {
+  Acc* const sums;
+  TransactionBarrier& barrier;
+  const BackwardPlan& plan;
+
+  __device__ __forceinline__ Acc* of(int array, int block) const {
+    return sums + ((array * plan.joined + block) << plan.log2_joined_cols);
+  }
+  __device__ __forceinline__ void send(int array, int column, const Acc& sum) const {
+    const int owner = column >> plan.log2_joined_cols;
+    barrier.store(of(array, cluster_rank())[column - (owner << plan.log2_joined_cols)], sum, owner);
+  }
+  // Adds the sums of this block's columns, and calls store(array, column, sum).
+  template <class F>
+  __device__ __forceinline__ void add(int cols, bool has_weight, bool has_bias, const F& store) const {
+    const int first = static_cast<int>(cluster_rank()) << plan.log2_joined_cols;
+    const int count = max(min(cols - first, 1 << plan.log2_joined_cols), 0);
+    if (threadIdx.x == 0) barrier.expect(count * plan.joined * (has_weight + has_bias) * sizeof(Acc));
+    barrier.wait(0);
+    for (int array = has_weight ? 0 : 1; array < 1 + has_bias; ++array) {
+      for (int c = threadIdx.x; c < count; c += blockDim.x) {
+        double sum = 0;
+        for (int block = 0; block < plan.joined; ++block) sum += of(array, block)[c];
+        store(array, first + c, static_cast<Acc>(sum));
+      }
+    }
+  }
+};
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Adds this thread's part of a row to the sums; those of g only if dx is wanted.
-template <class Types, class Tile, class Acc>
-__device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, const Round<Types, Tile>& row,
-                                            const Statistics<Acc>& statistics) {
-  using W = typename Types::W;
-  constexpr int kVec = Round<Types, Tile>::kVec, kSub = Round<Types, Tile>::kSub;
-  const auto x = row.x();
-  const auto dy = row.dy();
-  row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
-    const auto x_vector = x.read(i);
-    const auto dy_vector = dy.read(i);
-    const int first_column = row.tile.vector_index(i) * kVec;
-    Vector<W, kVec> weight;
-    row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
-#pragma unroll
-    for (int k = 0; k < kVec; k += kSub) {
-      Acc w[kSub], d[kSub], dy_values[kSub];
-      row.widen_weight(w, weight, k);
-      row.subtract_mean(d, x_vector, w, statistics, first_column, k);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        if (!row.flags.has(kAligned) && first_column + k + e >= row.cols) d[e] = 0;
-        sums[0] += d[e];
-      }
-      if (!row.flags.has(kGradInput)) continue;
-      widen(dy_values, dy_vector, k);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        const Acc g = dy_values[e] * w[e];
-        sums[1] += g;
-        sums[2] = fma(g, d[e], sums[2]);
-      }
-    }
-  });
-}
+template <class T, class X, class Traits>
+__global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>, Traits::kIsWarp ? 2 : 1)
+    backward_rows(const BackwardParams p, const BackwardPlan plan) {
+  using RowsOf = Rows<T, X, Traits>;
+  using Acc = typename RowsOf::Acc;
+  using Index = typename Traits::Index;
+  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = Traits::kLag;
+  const Flags flags = {plan.flags.bits & ~(Traits::kIsAny ? 0 : Traits::kIsWarp ? kNotWarp : kNotBlock)};
+  const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
+  const bool joins = !in_cluster && plan.joined > 1;
 
-// Stores this thread's part of dx, and adds to its columns' sums of dweight and dbias, whether they are wanted or not.
-template <class Types, class Tile, int kVec, class Acc>
-__device__ __forceinline__ void store_grad_input(Acc (&dw)[kTileVectors][kVec], Acc (&db)[kTileVectors][kVec],
-                                                 const Round<Types, Tile>& row, const Statistics<Acc>& statistics,
-                                                 const RowMeans<Acc>& means) {
-  using X = typename Types::X;
-  using W = typename Types::W;
-  constexpr int kSub = Round<Types, Tile>::kSub;
-  const Flags flags = row.flags;
-  // The product of two 16-bit numbers is exact in float, so fusing changes nothing; weight + 1 may need more bits.
-  const bool fuses = sizeof(typename Types::T) == 2 && sizeof(W) == 2 && !flags.has(kZeroCentered);
-  const auto x = row.x(), dx = row.dx();
-  const auto dy = row.dy();
-  row.tile.template for_each_vector<kVec>(row.cols, [&](int i) {
-    const int first_column = row.tile.vector_index(i) * kVec;
-    Vector<X, kVec> dx_vector, x_vector;
-    Vector<W, kVec> weight;
-    if (row.needs_x()) {
-      x_vector = x.read(i);
-      row.load_parameter(weight, row.p.weight, kWeight, first_column, W(1.0f));
-    }
-    const auto dy_vector = dy.read(i);
-#pragma unroll
-    for (int k = 0; k < kVec; k += kSub) {
-      Acc w[kSub], xhat[kSub], dy_values[kSub], dx_values[kSub];
-      widen(dy_values, dy_vector, k);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) db[i][k + e] += dy_values[e];
-      if (!row.needs_x()) continue;
-      row.widen_weight(w, weight, k);
-      row.subtract_mean(xhat, x_vector, w, statistics, first_column, k);
-#pragma unroll
-      for (int e = 0; e < kSub; ++e) {
-        xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
-        dw[i][k + e] = fma(dy_values[e], xhat[e], dw[i][k + e]);
-        const Acc g_minus_mean = fuses ? fma(dy_values[e], w[e], -means.g) : dy_values[e] * w[e] - means.g;
-        dx_values[e] = means.grad_input(g_minus_mean, xhat[e], statistics);
-      }
-      if (flags.has(kGradSum)) {
-        Acc dsum[kSub];
-        widen(dsum, row.grad_sum().read(i), k);
-#pragma unroll
-        for (int e = 0; e < kSub; ++e) dx_values[e] += dsum[e];
-      }
-      reinterpret_cast<Vector<X, kSub>&>(dx_vector.values[k]) = round_to<X>(dx_values);
-    }
-    if (flags.has(kGradInput)) dx.store(i, dx_vector);
-  });
-  if (flags.has(kGradInput)) dx.end_of_store();
-}
-
-// Adds up a gradient's sums over the rows of the block. Stores them from the block's first column on: in the workspace,
-// whose sums of earlier rounds are added, or in the gradient if its group has one segment.
-template <class Types, class Tile, int kVec, class Acc>
-__device__ __forceinline__ void store_sums(const Acc (&sums)[kTileVectors][kVec], const Round<Types, Tile>& row,
-                                           const View& gradient, Flag per_group, int64_t first_partial) {
-  using W = typename Types::W;
-  const Tile& tile = row.tile;
-  const int rows = tile.rows_per_block(), cols = row.block_cols;
-  const int step = tile.threads() * kVec;  // columns that the threads of a row hold in one vector each
-  const bool is_gradient = row.plan.stores_gradient(per_group) && row.flags.has(per_group);
-  const int64_t partial = first_partial + row.segment;
-  Acc* const to_workspace = static_cast<Acc*>(row.plan.workspace) + partial * row.plan.pitch + row.begin;
-  W* const to_gradient = address<W>(gradient, {row.segment, 0}) + row.begin;
-  const auto store = [&](int column, Acc sum) {
-    if (is_gradient) {
-      to_gradient[column] = W(sum);
-    } else {
-      to_workspace[column] = row.round_in_segment < kRoundsPerSum ? sum : to_workspace[column] + sum;
-    }
-  };
-  __shared__ Acc thread_sums[kThreads][kVec];
-#pragma unroll
-  for (int i = 0; i < kTileVectors; ++i) {
-    if (i * step >= cols) break;
-    if (!Tile::kIsBlock || rows > 1) {
-      __syncthreads();
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x][e] = sums[i][e];
-      __syncthreads();
-    }
-    if constexpr (Tile::kIsBlock) {  // the threads of the first row add those of the others
-      if (tile.row() > 0) continue;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int column = tile.vector_index(i) * kVec + e;
-        Acc total = sums[i][e];
-#pragma unroll 1
-        for (int r = 1; r < rows; ++r) total += thread_sums[r * tile.threads() + tile.thread()][e];
-        if (column < cols) store(column, total);
-      }
-    } else {  // many short rows
-#pragma unroll 1
-      for (int c = threadIdx.x; c < step && i * step + c < cols; c += blockDim.x) {
-        Acc total = 0;
-#pragma unroll 4
-        for (int r = 0; r < rows; ++r) total += (&thread_sums[0][0])[r * step + c];
-        store(i * step + c, total);
-      }
-    }
-  }
-}
-
-template <bool kIsFastPath, class Types, class Tile>
-__device__ __forceinline__ void process_rows(const BackwardParams& p, const BackwardPlan& plan) {
-  using Acc = AccOf<typename Types::X>;
-  constexpr int kVec = kVectorSize<typename Types::X>;
-  // Only rows of block tiles have chunks. Warp tiles would spill if they tested these flags.
-  const unsigned bits = Tile::kIsBlock ? plan.flags.bits : plan.flags.bits & ~(kInCluster | kStoresSums | kLoadsSums);
-  const Flags flags = {kIsFastPath ? kFastPathFlags | (bits & kFastPathOptions) : bits};
-  const bool needs_sums = flags.has(kGradInput) || (flags.has(kGradWeight) && !flags.has(kRms));
-  const bool in_cluster = flags.has(kInCluster);
+  // The shuffle tells the compiler that the lanes of a warp have the same row.
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const int row_warps = is_warp ? 1 : plan.row_threads / kWarpSize;
+  const int block_row = is_warp ? 0 : warp / row_warps, first_warp = is_warp ? warp : block_row * row_warps;
+  const typename RowsOf::SliceOf slice(warp - first_warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  // The shuffle tells the compiler that a warp has one row, whose addresses then need no registers of each thread.
-  const int tile_row =
-      Tile::kIsBlock ? __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) >> plan.log2_threads, 0) : 0;
-  const auto row_of = [&](int round) { return Round<Types, Tile>(p, plan, flags, shared, round, tile_row); };
-  const auto fetch = [&](int round) {
-    if (has_round(plan, flags, round)) row_of(round).fetch();
+  const Index begin = in_cluster || flags.has(kStoresSums | kLoadsSums) ? Index{plan.part_cols} * Index(blockIdx.x) : 0;
+  const RowsOf rows{p,
+                    plan,
+                    flags,
+                    slice,
+                    is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : block_row,
+                    begin,
+                    static_cast<int>(min(static_cast<Index>(p.cols) - begin, Index{plan.part_cols})),
+                    shared + warp * plan.stages * RowsOf::kStageBytes};
+
+  __shared__ WarpSumsMemory<Acc> warp_sums_memory;
+  WarpSums<Acc> warp_sums(warp_sums_memory, first_warp, row_warps);
+  __shared__ ClusterExchange<RowSums<Acc>> exchange;
+  const JoinedSums<Acc> joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange.barriers[0], plan};
+  // Joined blocks have one segment each.
+  const Index first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = joins ? gridDim.x : gridDim.y;
+  const Index num_segments = static_cast<Index>(plan.num_segments);
+  const int rounds = static_cast<int>(plan.rounds.divisor()), ring_end = plan.stages * RowsOf::kStageBytes;
+
+  Index fetched_segment = first_segment;
+  int fetched_round = 0;
+  const auto fetch_next = [&](int stage) {
+    if (fetched_segment < num_segments) {
+      // Keeping the segment from one row to the next would cause spills.
+      const Segment<Index> fetched(plan, flags, compute_again(fetched_segment));
+      rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
+      if (++fetched_round == rounds) {
+        fetched_round = 0;
+        fetched_segment += segment_step;
+      }
+    }
     async_commit();
   };
 #pragma unroll 1
-  for (int round = 0; round < plan.stages; ++round) fetch(round);
-  __shared__ ClusterExchange<RowSums<Acc>> exchange;
-  if (in_cluster) {
+  for (int stage = 0; stage < ring_end; stage += RowsOf::kStageBytes) fetch_next(stage);
+  if (in_cluster || joins) {
     if (threadIdx.x == 0) exchange.init();
     cluster_arrive(), cluster_wait();
   }
+  __syncthreads();
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
-  Acc dw[kTileVectors][kVec], db[kTileVectors][kVec];
+  Acc weight[kElements], dw[kElements], db[kElements];
+  int finished = 0, stage = 0;  // rows; the stage of the next row to be summed, in bytes
 #pragma unroll 1
-  for (int round = 0; has_round(plan, flags, round); ++round) {
-    const auto row = row_of(round);
-    if (row.round_in_segment % kRoundsPerSum == 0) {
+  for (Index s = first_segment; s < num_segments; s += segment_step) {
+    const Segment<Index> segment(plan, flags, s);
+    rows.load_weight(weight, segment.group);
 #pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
+    for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
+    Statistics<Acc> statistics, last_statistics;
+#pragma unroll 1
+    for (int round = 0; round < rounds + kLag; ++round) {
+      RowSums<Acc> totals = {};
+      const auto get_totals = [&] {
+        if (flags.has(kLoadsSums)) return;
+        __syncthreads();
+        warp_sums.get(totals, row_warps);
+        if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
+      };
+      last_statistics = statistics;
+      if (kLag > 0 && round > 0) get_totals();
+      if (round < rounds) {
+        if (plan.stages == RowsOf::kMaxStages) {
+          async_wait<RowsOf::kMaxStages - 1 - kLag>();
+        } else {
+          async_wait<RowsOf::kMaxStages - 2 - kLag>();
+        }
+        __syncwarp();
+        const auto& header = rows.header(stage);
+        statistics = Statistics<Acc>(header.mean, header.rstd, flags.has(kFromOutput));
+        if (!flags.has(kLoadsSums)) {
+          RowSums<Acc> sums = {};
+          rows.add_to_sums(sums, stage, statistics, weight, segment.group);
+          if (is_warp) {
+            sum_row_lanes(sums, slice.lanes());
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) dw[i][e] = db[i][e] = 0;
+            for (int k = 0; k < 3; ++k) totals[k] = sums[k];
+          } else {
+            warp_sums.put(sums, slice.lane_in_warp);
+          }
+        }
       }
-      keep_branch();
-    }
-    const Statistics<Acc> statistics = row.statistics();
-    if (plan.stages == 1) {
-      async_wait<0>();
-    } else {
-      async_wait<kMaxStages - 1>();
-    }
-    row.sync_unaligned();
-
-    RowSums<Acc> sums = {};
-    if (flags.has(kLoadsSums)) {
-      if (needs_sums && row.cols > 0) reduce_chunks(sums, row.chunk_sums(), plan.num_chunks);
-    } else if (needs_sums) {
-      add_to_sums(sums, row, statistics);
-      sum_tile(sums, row.tile, round % 2);
-      if (in_cluster) reduce_chunks(sums, exchange.gather(sums, plan.num_chunks, round), plan.num_chunks);
-    }
-    if (flags.has(kStoresSums)) {
-      if (row.cols > 0 && row.tile.thread() == 0) {
-#pragma unroll
-        for (int k = 0; k < 3; ++k) row.chunk_sums()[blockIdx.x][k] = sums[k];
+      const int last_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - RowsOf::kStageBytes;
+      if (round < rounds) stage = stage + RowsOf::kStageBytes == ring_end ? 0 : stage + RowsOf::kStageBytes;
+      if (round < kLag) continue;
+      if (kLag == 0) {
+        last_statistics = statistics;
+        if (!is_warp) get_totals();
       }
-    } else {
-      RowMeans<Acc> means = {};
-      if (needs_sums) means = compute_means(sums, p, plan, flags.has(kRms), statistics.rstd);
-      store_grad_input(dw, db, row, statistics, means);
-    }
-    row.sync_unaligned();
-    fetch(round + plan.stages);
+      if (in_cluster) add_parts(totals, exchange.receive(finished), plan.num_parts);
+      const Index row = flags.has(kStoresSums | kLoadsSums) ? rows.header(last_stage).number : -1;
+      if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(row), plan.num_parts);
+      if (flags.has(kStoresSums)) {
+        if (row >= 0 && threadIdx.x == 0) {
+#pragma unroll
+          for (int k = 0; k < 3; ++k) rows.part_sums(row)[blockIdx.x][k] = totals[k];
+        }
+      } else {
+        const auto means = rows.compute_means(totals, last_statistics.rstd);
+        const auto finish = [&](auto has_grad_sum) {
+          rows.store_grad_input(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.group);
+        };
+        if constexpr (Traits::kIsAny) {
+          finish(flags.has(kGradSum));
+        } else {  // loads all of grad_sum first
+          flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
+        }
+      }
+      __syncwarp();
+      fetch_next(last_stage);
+      ++finished;
 
-    const int rounds = row.round_in_segment + 1;
-    if (flags.has(kStoresSums) || (rounds != plan.rounds.divisor() && rounds % kRoundsPerSum != 0)) continue;
-    if (flags.has(kGradWeight)) store_sums(dw, row, p.grad_weight, kWeightPerGroup, 0);
-    if (flags.has(kGradBias)) store_sums(db, row, p.grad_bias, kBiasPerGroup, plan.weight_partials);
+      const int done = round + 1 - kLag;
+      if (flags.has(kStoresSums) || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
+      if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
+      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group,
+                             int64_t first) {
+        add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
+          if (joins) {
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) {
+              const int column = slice.column(j + e);
+              if (column < rows.part_cols) joined.send(array, column, v[e]);
+            }
+          } else if (plan.stores_gradient(per_group)) {
+            const RowIndex group = {s, 0};
+            if (!std::is_same_v<T, Acc> && flags.has(kWideParameters)) {
+              slice.store(address<Acc>(gradient, group) + begin, j, v, rows.part_cols);
+            } else {
+              slice.store(address<T>(gradient, group) + begin, j, v, rows.part_cols);
+            }
+          } else {
+            Acc* const to = static_cast<Acc*>(plan.workspace) + (first + int64_t{s}) * plan.pitch + begin;
+            if (done > kRoundsPerSum) {
+              const auto earlier = slice.template load<kVec>(to, j, rows.part_cols);
+#pragma unroll
+              for (int e = 0; e < kVec; ++e) v[e] += earlier.values[e];
+            }
+            slice.store(to, j, v, rows.part_cols);
+          }
+        });
+#pragma unroll
+        for (Acc& sum : column_sums) sum = 0;
+      };
+      if (flags.has(kGradWeight)) store(dw, 0, p.grad_weight, kWeightPerGroup, 0);
+      if (flags.has(kGradBias)) store(db, 1, p.grad_bias, kBiasPerGroup, plan.weight_partials);
+    }
   }
   async_wait<0>();  // before the block returns
-  let_next_grid_start();
-}
-
-template <class Types, class Tile>
-__global__ void __launch_bounds__(Tile::kIsBlock ? kMaxBlockThreads : kThreads, Tile::kIsBlock ? 1 : 2)
-    backward_rows(const BackwardParams p, const BackwardPlan plan) {
-  if ((plan.flags.bits & ~kFastPathOptions) == kFastPathFlags) return process_rows<true, Types, Tile>(p, plan);
-  process_rows<false, Types, Tile>(p, plan);
+  if (!joins) return;
+  joined.add(static_cast<int>(p.cols), flags.has(kGradWeight), flags.has(kGradBias),
+             [&](int array, int column, Acc sum) {
+               void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
+               if (flags.has(kWideParameters)) {
+                 static_cast<Acc*>(gradient)[column] = sum;
+               } else {
+                 static_cast<T*>(gradient)[column] = static_cast<T>(sum);
+               }
+             });
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// The most vectors of a chunk: few, so that two blocks fit on a multiprocessor, or more if the row then needs no second
-// launch.
-int64_t max_chunk_vectors(int64_t vectors, const LaunchConfig& config, bool has_clusters) {
-  constexpr size_t kEnoughForLargeChunks = 144 * 1024;  // dy, x, grad_sum and dx of a large chunk
-  const int64_t most = max_shared_memory(config) >= kEnoughForLargeChunks ? kMaxLargeChunkVectors : kMaxChunkVectors;
-  const int64_t blocks = has_clusters ? kMaxClusterSize : 1;
-  return vectors <= blocks * most ? std::max(kMaxChunkVectors, ceil_div(vectors, blocks)) : kMaxChunkVectors;
+// The lanes, warps and blocks of a row. They depend only on the dtype and the number of columns, and so does the order
+// of summation.
+template <class X>
+void divide_row(BackwardPlan& plan, int64_t cols) {
+  using SliceOf = Slice<X, Mapping::kAny, 0>;
+  constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
+  const int64_t vectors = ceil_div(cols, kVec);
+  plan.deals_vectors = cols % kVec == 0;
+  plan.is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
+  constexpr int64_t kMaxWarps = kMaxRowThreads<X> / kWarpSize;  // also those that are resident on a multiprocessor
+  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxWarps);
+  const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
+  int64_t parts = plan.is_warp ? 1 : ceil_div(vectors, max_part);
+  // As few blocks as keep nearly all warps resident: a cluster of two would have 12 of 16 for 12288 columns.
+  const auto resident_warps = [&] {
+    const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
+    return kMaxWarps / warps * warps;
+  };
+  while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
+  if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // two launches, with more blocks
+  const int64_t part = parts == 1 ? vectors : part_for(parts);
+  plan.part_cols = static_cast<int>(std::min(part * kVec, cols));
+  plan.num_parts = static_cast<int>(ceil_div(cols, plan.part_cols));
+  plan.row_threads = static_cast<int>(ceil_div(plan.part_cols, SliceOf::kWarpCols)) * kWarpSize;
+  if (!plan.is_warp) return;
+  plan.row_threads = kMinLanes;
+  while (plan.row_threads * SliceOf::kElements < cols) plan.row_threads *= 2;
 }
 
-template <class Types, class Tile>
-void launch_backward(const BackwardParams& p, const RowLayout& layout, LaunchConfig config) {
-  using X = typename Types::X;
+// Sets the strides in bytes; returns false if the number of a row and its stride exceed 32 bits.
+template <class T, class X>
+bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
+  constexpr int64_t kMax = std::numeric_limits<int>::max();
+  bool fit = p.groups * p.rows <= kMax / 2;  // also those of segments that do not exist
+  const auto set = [&](unsigned& stride, const View& view, size_t element) {
+    const int64_t bytes = view.row_stride * static_cast<int64_t>(element);
+    fit = fit && bytes <= kMax;
+    stride = static_cast<unsigned>(bytes);
+  };
+  set(plan.x_stride, p.input, sizeof(X));
+  set(plan.dy_stride, p.grad_output, sizeof(T));
+  set(plan.dx_stride, p.grad_input, sizeof(X));
+  set(plan.grad_sum_stride, p.grad_sum, sizeof(X));
+  set(plan.statistics_stride, p.rstd, sizeof(AccOf<X>));
+  return fit && (!p.mean.data || p.mean.row_stride == p.rstd.row_stride);
+}
+
+// Calls f with the instance of the kernel for the rows of a plan; with the one for all rows and options if `any`.
+// float64 has no other.
+template <class X, class F>
+auto with_path(const BackwardPlan& plan, bool any, const F& f) {
+  if constexpr (!std::is_same_v<X, double>) {
+    if (!any && plan.is_warp) return plan.deals_vectors ? f(WarpVectors()) : f(WarpElements());
+    if (!any) return plan.deals_vectors ? f(BlockVectors()) : f(BlockElements());
+  }
+  return f(AnyRows());
+}
+
+// Chooses the number of stages: as many as fit into shared memory beside `other_bytes`, or one less if that leaves more
+// blocks resident and the next row is still fetched ahead. Returns how many rows are resident; 0 if no block fits.
+template <class T, class X>
+int choose_stages(BackwardPlan& plan, LaunchConfig& config, bool any, size_t other_bytes) {
+  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1280;
+  return with_path<X>(plan, any, [&](auto path) {
+    using RowsOf = Rows<T, X, decltype(path)>;
+    int most = 0;
+    for (int stages = RowsOf::kMaxStages; stages >= RowsOf::kMaxStages - 1; --stages) {
+      const size_t bytes = config.block.x / kWarpSize * stages * RowsOf::kStageBytes;
+      if (bytes + other_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
+      if (most > 0 && stages == path.kLag + 1) break;
+      config.shared_bytes = bytes + other_bytes;
+      const int resident = std::max(resident_blocks(config, backward_rows<T, X, decltype(path)>) / plan.num_parts, 1);
+      if (resident > most) most = resident, plan.stages = stages, plan.ring_bytes = static_cast<int>(bytes);
+    }
+    config.shared_bytes = static_cast<size_t>(plan.ring_bytes) + other_bytes;
+    return most;
+  });
+}
+
+template <class T, class X>
+void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) {
   using Acc = AccOf<X>;
-  const auto kernel = backward_rows<Types, Tile>;
-  BackwardPlan plan(layout);
-  plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
+  BackwardPlan plan = {};
+  plan.flags = flags;
   plan.pitch = round_up(p.cols, kVectorSize<X>);
-  plan.reciprocal_cols = 1.0 / static_cast<double>(p.cols);
-  const bool in_cluster = plan.num_chunks > 1 && plan.num_chunks <= kMaxClusterSize &&
-                          has_clusters(config, backward_rows<Types, BlockTile>);
+  plan.float_cols = Divisor<float>(static_cast<float>(p.cols), static_cast<float>(1.0 / static_cast<double>(p.cols)));
+  plan.double_cols = Divisor<double>(p.cols);
+  plan.joined = 1;
+  divide_row<X>(plan, p.cols);
+  const bool clusters = has_clusters(config, backward_rows<T, X, AnyRows>);
+  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
+  const bool reads_twice = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
-  const bool reads_twice = plan.num_chunks > 1 && !in_cluster;
 
-  // A row of more than half as many threads takes a whole block. Rows of groups with few rows and gradients of their
-  // own have blocks of few threads.
-  const bool per_group = plan.flags.has(kWeightPerGroup | kBiasPerGroup);
-  const int64_t vectors = ceil_div(plan.chunk_cols, kVectorSize<X>);
-  int64_t threads = kThreads;
-  if (plan.num_chunks > 1 || 2 << plan.log2_threads > kThreads) {
-    threads = std::min<int64_t>(round_up(vectors, kWarpSize), 1 << plan.log2_threads);
-  } else if (per_group) {
-    threads = std::min(threads, round_up(p.rows << plan.log2_threads, kWarpSize));
-  }
-  const int rows_per_block = plan.rows_per_block(threads);
-  plan.tile_threads = static_cast<int>(threads) / rows_per_block;
-  const auto bytes = [&](int arrays, int stages, bool aligned) {
-    return Round<Types, Tile>::shared_bytes(plan.tile_threads, rows_per_block, arrays, stages, aligned);
-  };
-  // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
-  // nor on which gradients are wanted. Rows that are not aligned also need memory for dx, and have a second stage only
-  // if that leaves as many blocks resident.
-  constexpr size_t kMaxStaticShared = 12 * 1024;
-  const int most_arrays = p.grad_sum.data ? 3 : 2;
-  plan.stages = bytes(most_arrays, kMaxStages, false) + kMaxStaticShared <= max_shared_memory(config) ? kMaxStages : 1;
+  // Rows of groups with few rows and gradients of their own have blocks of few threads.
+  const bool per_group = flags.has(kWeightPerGroup | kBiasPerGroup);
+  int64_t threads = std::max<int64_t>(kThreads / plan.row_threads, 1) * plan.row_threads;
+  if (plan.num_parts > 1) threads = plan.row_threads;
+  if (per_group) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
+  plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
-  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_chunks) : 1;
-  const auto resident_rows = [&](size_t shared_bytes) {
-    config.shared_bytes = shared_bytes;
-    return std::max(resident_blocks(config, kernel) / plan.num_chunks, 1);
-  };
-  const int resident = resident_rows(std::max(bytes(most_arrays, plan.stages, true), bytes(most_arrays, 1, false)));
-  const int arrays = 1 + plan.flags.has(kGradInput | kGradWeight) + plan.flags.has(kGradSum);
-  const bool aligned = plan.flags.has(kAligned);
-  if (!aligned && resident_rows(bytes(arrays, plan.stages, false)) < resident) plan.stages = 1;
-  config.shared_bytes = bytes(arrays, plan.stages, aligned);
+  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
 
-  plan.set_segments(p, rows_per_block, resident, plan.num_chunks > 1 ? 4 : 16);  // long rows keep the GPU busy
-  const int64_t blocks = std::min({plan.num_segments, int64_t{resident}, kMaxGridY});
-  config.grid = dim3(static_cast<unsigned>(plan.num_chunks), static_cast<unsigned>(blocks));
+  // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
+  // nor on the options, but on the instance for the usual ones.
+  bool any = false;
+  int64_t segments = choose_stages<T, X>(plan, config, any, 0);
+  if (segments == 0) any = true, segments = choose_stages<T, X>(plan, config, any, 0);
+  // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
+  const int64_t total_rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  const bool can_join = clusters && plan.num_parts == 1;
+  const bool joins = can_join && !per_group && total_rounds > 1 && total_rounds <= kMaxJoined * kFewRounds;
+  if (joins) segments = kMaxJoined;
+  if (!can_join && !per_group && total_rounds <= kFewRounds) segments = 1;
+  plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
 
-  const int64_t chunk_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_chunks : 0;
-  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + chunk_sums;
-  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-  if (reads_twice) {
-    plan.flags.set(kStoresSums, true);
-    launch(config, kernel, p, plan);
-    plan.flags.set(kStoresSums, false);
-    plan.flags.set(kLoadsSums, true);
-    config.overlaps_previous = true;
+  any = any || flags.has(kFromOutput) || (plan.deals_vectors && !flags.has(kAligned)) || !set_strides<T, X>(plan, p);
+  size_t joined_bytes = 0;
+  if (joins) {
+    while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
+    joined_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_joined_cols) * sizeof(Acc);
   }
-  launch(config, kernel, p, plan);
-  launch_add_partials<Acc, typename Types::W>(p, plan, plan.pitch, config);
+  int64_t resident = choose_stages<T, X>(plan, config, any, joined_bytes);
+  if (resident == 0) joined_bytes = 0, resident = choose_stages<T, X>(plan, config, any, 0);
+  const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
+  config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
+  if (joined_bytes > 0) {
+    plan.joined = static_cast<int>(plan.num_segments);
+    config.cluster = static_cast<unsigned>(plan.joined);
+    config.grid = dim3(config.cluster);
+    plan.weight_partials = plan.bias_partials = 0;
+  }
+
+  const int64_t part_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_parts : 0;
+  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + part_sums;
+  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+  with_path<X>(plan, any, [&](auto path) {
+    const auto kernel = backward_rows<T, X, decltype(path)>;
+    if (reads_twice) {
+      plan.flags.set(kStoresSums, true);
+      launch(config, kernel, p, plan);
+      plan.flags.set(kStoresSums, false);
+      plan.flags.set(kLoadsSums, true);
+      config.overlaps_previous = true;
+    }
+    launch(config, kernel, p, plan);
+  });
+  launch_add_partials<Acc>(p, plan, plan.pitch, config);
 }
 
 }  // namespace
@@ -519,13 +784,11 @@ void backward(const BackwardParams& p) {
   if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    constexpr int64_t kVec = kVectorSize<typename Types::X>;
+    using T = typename Types::T;
+    using X = typename Types::X;
     LaunchConfig config;
     config.stream = static_cast<Stream>(p.stream);
-    const bool clusters = has_clusters(config, backward_rows<Types, BlockTile>);
-    const RowLayout layout(p.cols, kVec, max_chunk_vectors(ceil_div(p.cols, kVec), config, clusters));
-    layout.is_warp_tile ? launch_backward<Types, WarpTile>(p, layout, config)
-                        : launch_backward<Types, BlockTile>(p, layout, config);
+    launch_backward<T, X>(p, make_flags<T, X, typename Types::W>(p), config);
   });
 }
 

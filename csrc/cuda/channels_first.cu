@@ -347,7 +347,7 @@ void channels_first_backward(const BackwardParams& p) {
     const int64_t elements = (plan.weight_partials + plan.bias_partials) * p.cols;
     if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
     launch(config, kernel, p, plan);
-    launch_add_partials<double, typename Types::W>(p, plan, p.cols, config);
+    launch_add_partials<double>(p, plan, p.cols, config);
   });
 }
 

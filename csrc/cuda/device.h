@@ -191,6 +191,23 @@ __device__ __forceinline__ T* compute_once(T* global) {
   return global;
 }
 
+__device__ __forceinline__ int compute_once(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
+// What is computed from the result is computed again for each call, instead of waiting in registers.
+__device__ __forceinline__ int compute_again(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ int64_t compute_again(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+// The compiler does not move loads and stores across this, which takes registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 // A branch that calls this stays a branch: the compiler does not turn it into selections.
 __device__ __forceinline__ void keep_branch() { asm volatile(""); }
 
@@ -204,14 +221,30 @@ __device__ __forceinline__ double fast_divide(double x, double y) { return x / y
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 
 // cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
+// The second function copies the first `bytes` of them and sets the others to zero. The first `unused` bytes may
+// precede an array; they are in the same aligned 16 bytes as its first element, and the kernel does not read the copy.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes)
+                 : "memory");
+  }
+}
+template <int kBytes>
+__device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes, int /*unused*/ = 0) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global),
+                 "n"(kBytes), "r"(bytes)
                  : "memory");
   }
 }

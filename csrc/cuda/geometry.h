@@ -48,6 +48,7 @@ enum Flag : unsigned {
   kFromOutput = 1 << 15,
   kWeightPerGroup = 1 << 16,  // each group has a gradient of its own
   kBiasPerGroup = 1 << 17,
+  kWideParameters = 1 << 18,  // weight and bias have the type of sums, not that of the input
 };
 
 struct Flags {
@@ -103,6 +104,7 @@ Flags make_flags(const BackwardParams& p) {
   flags.set(kFromOutput, p.from_output);
   flags.set(kWeightPerGroup, is_per_group(p, p.grad_weight));
   flags.set(kBiasPerGroup, is_per_group(p, p.grad_bias));
+  flags.set(kWideParameters, sizeof(W) > sizeof(T));
   return flags;
 }
 
@@ -178,9 +180,9 @@ struct GradientPlan {
     weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerGroup) ? num_segments : 0;
     bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerGroup) ? num_segments : 0;
   }
-  // Whether the sums of a segment are a group's gradient, and go there instead of the workspace.
+  // Whether the sums of a segment are a gradient, and go there instead of the workspace.
   __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
-    return flags.has(per_group) && segments_per_group.divisor() == 1;
+    return segments_per_group.divisor() == 1 && (flags.has(per_group) || num_segments == 1);
   }
 };
 

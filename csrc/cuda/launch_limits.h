@@ -12,6 +12,9 @@ constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxChunkVectors = 1024;
 constexpr int64_t kMaxLargeChunkVectors = 2048;
 
+// Rounds of a block in backward that take less time than a second launch.
+constexpr int64_t kFewRounds = 2;
+
 // Bytes of shared memory that stage the pixels of a block, so that two blocks fit on a multiprocessor of an H100. GPUs
 // of compute capability 8.6, 8.9 and 12.0 have less.
 constexpr int64_t kMaxStagedBytes = 96 * 1024;

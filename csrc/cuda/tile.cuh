@@ -104,15 +104,22 @@ struct ClusterExchange {
   // One thread calls this before its cluster_arrive().
   __device__ __forceinline__ void init() { barriers[0].init(), barriers[1].init(); }
 
-  // Returns to all threads the values of the cluster's blocks, all of which must have started.
-  __device__ __forceinline__ const Value* gather(const Value& value, int blocks, int round) {
+  // The block's first warp sends a value to the cluster's blocks, all of which must have started.
+  __device__ __forceinline__ void send(const Value& value, int blocks, int round) {
     const int buffer = round % 2;
     if (threadIdx.x == 0) barriers[buffer].expect(blocks * sizeof(Value));
     if (static_cast<int>(threadIdx.x) < blocks) {
       barriers[buffer].store(values[buffer][cluster_rank()], value, threadIdx.x);
     }
-    barriers[buffer].wait(round / 2);
-    return values[buffer];
+  }
+  // Returns to all threads the values of the cluster's blocks.
+  __device__ __forceinline__ const Value* receive(int round) {
+    barriers[round % 2].wait(round / 2);
+    return values[round % 2];
+  }
+  __device__ __forceinline__ const Value* gather(const Value& value, int blocks, int round) {
+    send(value, blocks, round);
+    return receive(round);
   }
 };
 
@@ -270,14 +277,14 @@ __device__ __forceinline__ double invert(double power) {
 // overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
 template <class Acc>
 struct Statistics {
-  Acc scale, mean = 0, rstd = 0;
+  Acc scale = 0, mean = 0, rstd = 0;
 
+  Statistics() = default;
   // Zeros for a row that does not exist.
-  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists) {
-    if (exists) {
-      if (p.mean.data) mean = *address<const Acc>(p.mean, index);
-      rstd = *address<const Acc>(p.rstd, index);
-    }
+  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists)
+      : Statistics(exists && p.mean.data ? *address<const Acc>(p.mean, index) : 0,
+                   exists ? *address<const Acc>(p.rstd, index) : 0, from_output) {}
+  __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool from_output) : mean(mean_), rstd(rstd_) {
     if (from_output) {
       scale = rstd, rstd = 1;
       return;

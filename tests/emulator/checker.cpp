@@ -222,17 +222,18 @@ void checker_end_block(Block& block) {
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
-void async_copy(void* to, const void* from, size_t bytes) {
+void async_copy(void* to, const void* from, size_t bytes, size_t copied, size_t unused) {
   const void* pc = __builtin_return_address(0);
   require(in_shared(*current->block, to), "an asynchronous copy to an address outside the block's shared memory", pc);
   require((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes == 0,
           "a misaligned asynchronous copy", pc);
+  require(copied <= bytes && unused <= bytes, "an asynchronous copy of more than its bytes", pc);
   if (checking) {
-    check(from, bytes, Access::kRead, false, pc);
+    if (copied > unused) check(static_cast<const char*>(from) + unused, copied - unused, Access::kRead, false, pc);
     check(to, bytes, Access::kWrite, false, pc, Kind::kAsyncCopy);
   }
   std::memset(to, 0xff, bytes);
-  current->open_copies.push_back({to, from, bytes, pc});
+  current->open_copies.push_back({to, from, bytes, copied, unused, pc});
 }
 
 void async_commit() {
@@ -243,7 +244,7 @@ void async_commit() {
 void async_wait(int groups_left) {
   auto& groups = current->copy_groups;
   for (; groups.size() > static_cast<size_t>(groups_left); groups.pop_front()) {
-    for (const auto& [to, from, bytes, pc] : groups.front()) {
+    for (const auto& [to, from, bytes, copied, unused, pc] : groups.front()) {
       if (checking) {
         const auto a = reinterpret_cast<uintptr_t>(to);
         Region& region = *find_region(a);
@@ -252,7 +253,10 @@ void async_wait(int groups_left) {
           region.units[u].write = {current->id, current->epochs, pc, region.serial};
         }
       }
-      std::memcpy(to, from, bytes);
+      if (copied > unused) {
+        std::memcpy(static_cast<char*>(to) + unused, static_cast<const char*>(from) + unused, copied - unused);
+      }
+      std::memset(static_cast<char*>(to) + copied, 0, bytes - copied);
     }
   }
 }

@@ -111,18 +111,29 @@ template <class T>
 T* compute_once(T* global) {
   return global;
 }
+inline int compute_once(int value) { return value; }
+template <class T>
+T compute_again(T value) {
+  return value;
+}
+inline void keep_order() {}
 inline void keep_branch() {}
 template <class T>
 T fast_divide(T x, T y) {
   return x / y;
 }
 inline void prefetch(const void*) {}
+inline void prefetch_to_l2(const void*) {}
 inline void let_next_grid_start() {}
 
 #define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the line of the kernel
 template <int kBytes>
 EMULATOR_INLINE void async_copy(void* shared, const void* global) {
-  emulator::async_copy(shared, global, kBytes);
+  emulator::async_copy(shared, global, kBytes, kBytes, 0);
+}
+template <int kBytes>
+EMULATOR_INLINE void async_copy(void* shared, const void* global, int bytes, int unused = 0) {
+  emulator::async_copy(shared, global, kBytes, bytes, unused);
 }
 template <int kGroupsLeft>
 EMULATOR_INLINE void async_wait() {

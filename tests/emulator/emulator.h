@@ -76,8 +76,9 @@ void barrier_expect(const void* barrier, size_t bytes);
 void barrier_send(const void* barrier, const void* to, const void* from, size_t bytes, unsigned rank);
 void barrier_wait(const void* barrier, unsigned phase, const Place& place);
 
-// Copies arrive as late as CUDA allows, and their target holds NaN until then.
-void async_copy(void* to, const void* from, size_t bytes);
+// Copies arrive as late as CUDA allows, and their target holds NaN until then. Bytes after the first `copied` become
+// zeros; `unused` bytes at the beginning may be outside a buffer, and stay NaN.
+void async_copy(void* to, const void* from, size_t bytes, size_t copied, size_t unused);
 void async_commit();
 void async_wait(int groups_left);
 

@@ -120,6 +120,20 @@ __global__ void leave_copy(const float* in, float*) {
   async_commit();
 }
 
+// The first copy uses none of its bytes, which precede `in`. The last ones end kMore elements after `in` and are filled
+// with zeros.
+template <int kMore>
+__global__ void fetch_part(const float* in, float* out) {
+  extern __shared__ __align__(16) float tile[];
+  const int first = 4 * static_cast<int>(threadIdx.x) - 4, left = (kN - first + kMore) * 4;
+  async_copy<16>(tile + first + 4, in + first, min(max(left, 0), 16), threadIdx.x == 0 ? 16 : 0);  // fault
+  async_commit();
+  async_wait<0>();
+  __syncthreads();
+  if (threadIdx.x == 0 && tile[kN + 3] != 0) out[kN] = 0;  // fault
+  out[threadIdx.x] = tile[threadIdx.x + 4];
+}
+
 // ---- clusters -------------------------------------------------------------------------------------------------------
 
 // The blocks exchange their ranks once per row, in kSlots buffers in turn.
@@ -222,6 +236,8 @@ const std::vector<Case> kCases = {
     {"fetch_refilled_too_early", "data race or which the asynchronous copy", {{kWithRow, fetch<Fault::kNoBarrier>}}},
     {"fetch_misaligned", "a misaligned asynchronous copy", {{kWithRow, fetch<Fault::kMisaligned>}}},
     {"leave_copy", "before its asynchronous copies were complete", {{{1, 64, kRowBytes}, leave_copy}}},
+    {"fetch_part", "", {{{1, kN / 4 + 1, kRowBytes + 16}, fetch_part<-1>}}},
+    {"fetch_part_past_end", "bytes after the end of 'in'", {{{1, kN / 4 + 2, kRowBytes + 32}, fetch_part<1>}}},
     {"exchange", "", {{kPair, exchange<2, Fault::kNone>}}},
     {"exchange_before_start",
      "no cluster barrier before or an mbarrier that is not initialized",

@@ -29,7 +29,7 @@ struct Epochs {
 struct Transfer {
   void* to;
   const void* from;
-  size_t bytes;
+  size_t bytes, copied, unused;
   const void* pc;
 };
 

@@ -560,9 +560,9 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 extern "C" {
 
-void emulator_configure(uint64_t seed, int architecture, int64_t path_limit) {
+void emulator_configure(uint64_t seed, int architecture, int64_t path_limit, int64_t few_rounds) {
   emulator::options() = {seed, architecture};
-  layernorm::cuda::lower_launch_limits(path_limit);
+  layernorm::cuda::lower_launch_limits(path_limit, few_rounds);
 }
 
 // Returns a line "number cluster_size kernel" for each kind of launch since the last call.

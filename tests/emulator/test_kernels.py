@@ -4,6 +4,7 @@ Sizes are few, and at the limits where one kernel takes over from another. The o
 many more inputs with float64, in a faster mode of the emulator: `--backends emulated`.
 """
 
+import itertools
 import math
 import random
 
@@ -98,9 +99,14 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
 # Which kernels are launched
 
 
+def launches_of(launched, name):
+    """Return the cluster sizes of the launches of a kernel, and their number."""
+    return {cluster: count for (kernel, cluster), count in launched.items() if name in kernel}
+
+
 def launches(library, name):
-    """Return the cluster sizes of the launches of a kernel, and their number, since the last call of launched()."""
-    return {cluster: count for (kernel, cluster), count in library.launched().items() if name in kernel}
+    """Return launches_of() since the last call of launched()."""
+    return launches_of(library.launched(), name)
 
 
 @all_dtypes
@@ -141,13 +147,50 @@ def test_long_rows_in_clusters_and_read_twice(library, dtypes):
 
 
 @pytest.mark.parametrize("architecture", [89, 90, 120])
-@pytest.mark.parametrize("vectors", [1024, 1025, 2048])
-def test_backward_fits_into_shared_memory(library, architecture, vectors):
-    """With 99 KiB, a block takes 1024 unaligned vectors and those of a residual."""
-    x, dy, w, b = random_args(library, (BF16, BF16), 1, vectors * 8 - 1)
-    for grad_sum in (randn(x.shape, BF16), None):
+@pytest.mark.parametrize("dtype, vectors", [(BF16, 1024), (BF16, 1025), (BF16, 2048), (F32, 1280), (F32, 2048)])
+def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors):
+    """With 99 KiB, a block holds one row of 2048 unaligned float32 vectors, but not the next one."""
+    x, dy, w, b = random_args(library, (dtype, dtype), 1, vectors * 16 // dtype.itemsize - 1)
+    for grad_sum in (randn(x.shape, dtype), None):
         with library.schedule(1, architecture=architecture):
             check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
+
+
+# Numbers of columns, in vectors of 16 bytes, and the rows that a block of 256 threads then takes in one round.
+@all_dtypes
+@pytest.mark.parametrize("vectors", [5, 100, 200, 700])
+def test_few_rows_take_one_launch(library, dtypes, vectors):
+    """A block or the blocks of a cluster add up the weight gradients. The address of a row changes no bit."""
+    vector = 16 // dtypes[0].itemsize
+    elements = 8 if dtypes[0] == F64 else 16  # of a thread
+    for cols in (vectors * vector, vectors * vector - 1):
+        threads = max(2 ** math.ceil(math.log2(cols / elements)), 2)
+        if threads > 32:
+            threads = math.ceil(cols / elements / 32) * 32
+        rows_of_round = max(256 // threads, 1)
+        for architecture, rounds in itertools.product((89, 90), (1, 2, 3, 16, 17)):
+            rows = (rounds - 1) * rows_of_round + 1
+            x, dy, w, b = random_args(library, dtypes, rows, cols)
+            blocks = math.ceil(rounds / math.ceil(rounds / 8)) if architecture == 90 else 1
+            with library.schedule(rounds, architecture=architecture, few_rounds=2):
+                library.launched()
+                results = run(library, x, dy, w, b)
+                counts = library.launched()
+                others = run(library, amid_nans(x, gap=0), amid_nans(dy), amid_nans(w), b)
+            check(results, x, dy, w, b, context=(cols, architecture, rounds))
+            assert_same_bits(results, others, cols, architecture, rounds)
+            if rounds <= (16 if architecture == 90 else 2):
+                assert launches_of(counts, "backward") == {blocks: 1}, (cols, architecture, rounds)
+                assert not launches_of(counts, "add_partials"), (cols, architecture, rounds)
+            else:
+                assert launches_of(counts, "add_partials") == {1: 1}, (cols, architecture, rounds)
+
+
+def test_few_rows_with_some_gradients(library):
+    x, dy, w, b = random_args(library, (BF16, F32), 40, 72)
+    with library.schedule(3, few_rounds=2):
+        for mask in MASKS:
+            check(run(library, x, dy, w, b, mask=mask), x, dy, w, b, context=(mask,))
 
 
 # Options and layouts on every path

@@ -1,0 +1,232 @@
+// Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
+// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
+#pragma once
+
+#include "tile.cuh"
+
+namespace layernorm::cuda {
+
+// How the columns of a row are dealt to its lanes.
+//   kVectors   a lane owns vectors of 16 bytes, and copies them itself: no other thread reads its shared memory. All
+//              rows are aligned and whole vectors.
+//   kElements  neighbouring lanes own neighbouring elements, which they read without bank conflicts at any alignment.
+//              The lanes of a row copy the aligned 16 bytes ("granules") that cover it, and need __syncwarp().
+//   kAny       the columns of either, chosen at run time; rows are copied and read as with kElements.
+// The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
+enum class Mapping { kVectors, kElements, kAny };
+
+// The columns of a row of X, or of a block's part of one, that a thread owns. A row has `kLanes` lanes of a warp, or as
+// many as run time says if that is 0; or several whole warps, each with successive columns.
+template <class X, Mapping kMapping, int kLanes>
+struct Slice {
+  using Acc = AccOf<X>;
+  static constexpr int kVec = kVectorSize<X>;
+  static constexpr int kElements = sizeof(Acc) == 8 ? 8 : 16;  // of a thread
+  static constexpr int kVectors = kElements / kVec;
+  static constexpr int kWarpCols = kElements * kWarpSize;
+
+  // The shared memory in which a warp stages an array of E. Each row may take one more granule.
+  template <class E>
+  static constexpr int kBytes = kWarpCols * static_cast<int>(sizeof(E)) +
+                                (kMapping == Mapping::kVectors ? 0 : 16 * (kLanes == 0 ? kWarpSize : 1));
+
+  int begin;  // the first column of the warp
+  int lane_in_warp;
+  int lane;                            // among the lanes of the row in this warp
+  int row;                             // of the warp
+  int lanes_of_row, step_of_elements;  // if run time decides
+
+  // `warp` is the index of the warp among those of the row.
+  __device__ __forceinline__ Slice(int warp, int lanes, bool vectors)
+      : begin(warp * kWarpCols),
+        lane_in_warp(compute_once(static_cast<int>(threadIdx.x % kWarpSize))),
+        lane(kLanes == 0 ? lane_in_warp & (lanes - 1) : lane_in_warp),
+        row(kLanes == 0 ? lane_in_warp / lanes : 0),
+        lanes_of_row(lanes),
+        step_of_elements(vectors ? 1 : lanes) {}
+
+  // The same slice, whose offsets do not wait in registers.
+  __device__ __forceinline__ Slice again() const {
+    Slice slice = *this;
+    if (kLanes == 0) slice.lanes_of_row = compute_again(lanes_of_row);
+    if (kMapping == Mapping::kAny) slice.step_of_elements = compute_again(step_of_elements);
+    return slice;
+  }
+
+  __device__ __forceinline__ int lanes() const { return kLanes == 0 ? lanes_of_row : kLanes; }
+  __device__ __forceinline__ int element_step() const {
+    return kMapping == Mapping::kAny ? step_of_elements : kMapping == Mapping::kVectors ? 1 : lanes();
+  }
+  __device__ __forceinline__ int first() const {
+    const bool vectors = kMapping == Mapping::kVectors || (kMapping == Mapping::kAny && step_of_elements == 1);
+    return vectors ? lane * kVec : lane;
+  }
+  // The column of element j, relative to `begin`, apart from that of element 0.
+  __device__ __forceinline__ int step_to(int j) const {
+    return j / kVec * (kVec * lanes()) + j % kVec * element_step();
+  }
+  __device__ __forceinline__ int column(int j) const { return begin + first() + step_to(j); }
+
+  // Starts to copy a row, or a block's part of one, of `cols` columns to the warp's shared memory. The other columns
+  // become zeros.
+  template <class E>
+  __device__ __forceinline__ void fetch(unsigned char* shared, const E* array, int cols) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      constexpr int kVectorBytes = kVec * sizeof(E);
+      unsigned char* const to = shared + lane_in_warp * kVectorBytes;
+      const E* const from = compute_once(array + column(0));
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        async_copy<kVectorBytes>(to + i * kWarpSize * kVectorBytes, from + step_to(i * kVec),
+                                 column(i * kVec) < cols ? kVectorBytes : 0);
+      }
+    } else {
+      constexpr int kGranules = kElements * sizeof(E) / 16;
+      const E* const from = compute_once(array + begin);
+      const int offset = offset_of(from), n = min(cols - begin, lanes() * kElements);
+      const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;
+      unsigned char* const to = row_of<E>(shared);
+      const auto copy = [&](int granule) {
+        async_copy<16>(to + granule * 16, reinterpret_cast<const unsigned char*>(from) - offset + granule * 16,
+                       min(max(end - granule * 16, 0), 16), granule == 0 ? offset : 0);
+      };
+#pragma unroll
+      for (int i = 0; i < kGranules; ++i) copy(i * lanes() + lane);
+      if (lane == 0) copy(kGranules * lanes());
+    }
+  }
+
+  // Where fetch() puts this thread's first element of a row. `offset` is from offset_of() for that row.
+  template <class E>
+  __device__ __forceinline__ const E* staged(unsigned char* shared, int offset) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      return reinterpret_cast<const E*>(shared) + lane_in_warp * kVec;
+    } else {
+      return reinterpret_cast<const E*>(row_of<E>(shared) + offset) + first();
+    }
+  }
+  // The distance of this warp's columns from the aligned 16 bytes before them. Aligned rows have none.
+  __device__ __forceinline__ int offset_of(const void* first_column) const {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(first_column) % 16);
+  }
+  // The following functions process kCount elements of this thread from element j on: one of its vectors, or fewer
+  // elements unless the mapping is kVectors.
+
+  // Reads the elements of a staged row.
+  template <class E, int kCount>
+  __device__ __forceinline__ void read(Acc (&v)[kCount], const E* staged, int j) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      widen(v, *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
+    }
+  }
+  // Loads the elements from global memory, and zeros after the end.
+  template <int kCount, class E>
+  __device__ __forceinline__ Vector<E, kCount> load(const E* array, int j, int cols, bool aligned = true) const {
+    Vector<E, kCount> v;
+    const Slice s = again();
+    const E* const from = compute_once(array + column(0));
+    const auto exists = [&](int step) { return column(0) + step < cols; };
+    if constexpr (kMapping == Mapping::kVectors) {
+      const int step = s.step_to(j);
+      if (!exists(step)) {
+        fill(v, E(0.0f));
+      } else if (aligned) {
+        v = *reinterpret_cast<const Vector<E, kCount>*>(from + step);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) v.values[e] = from[step + e];
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        const int step = s.step_to(j + e);
+        v.values[e] = exists(step) ? from[step] : E(0.0f);
+      }
+    }
+    return v;
+  }
+  // Stores the elements in global memory. Lanes that own neighbouring elements write whole sectors together.
+  template <class E, int kCount>
+  __device__ __forceinline__ void store(E* array, int j, const Acc (&v)[kCount], int cols) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      const Vector<E, kCount> rounded = round_to<E>(v);  // ahead of the test, which then takes no branch
+      if (column(j) < cols) *reinterpret_cast<Vector<E, kCount>*>(array + column(j)) = rounded;
+    } else {
+      const Slice s = again();
+      E* const to = compute_once(array + column(0));
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        const int step = s.step_to(j + e);
+        if (column(0) + step < cols) to[step] = static_cast<E>(v[e]);
+      }
+    }
+  }
+
+ private:
+  template <class E>
+  __device__ __forceinline__ unsigned char* row_of(unsigned char* shared) const {
+    return shared + (kLanes == kWarpSize ? 0 : row * (lanes() * kElements * static_cast<int>(sizeof(E)) + 16));
+  }
+};
+
+// Returns to all lanes of a row the sums over them, for a power of two of lanes.
+template <int kCount, class Acc>
+__device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset >= lanes) continue;
+#pragma unroll
+    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  }
+}
+
+// The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
+// put() and get() for the same row, and so between get() and the put() that overwrites what it reads.
+constexpr int kMaxRowWarps = kMaxBlockThreads / kWarpSize;
+template <class Acc>
+using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 0
+
+template <class Acc>
+class WarpSums {
+ public:
+  // The row of this warp has `count` warps from `first` on; from 0 if they are more than kGroup. All threads call this,
+  // and then synchronize.
+  __device__ __forceinline__ WarpSums(WarpSumsMemory<Acc>& memory, int first, int count) {
+    const int lane = threadIdx.x % kWarpSize, other = lane % kGroup;
+    for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
+    put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
+    get_ = &memory[0][min(lane / kGroup, 2)][other < count ? first + other : kMaxRowWarps];
+  }
+  // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
+  __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
+    const auto add = [&](Acc kept, Acc sent, int offset) { return kept + __shfl_xor_sync(kAllLanes, sent, offset); };
+    const bool second = lane & 16, third = lane & 8;
+    const Acc a = add(second ? sums[1] : sums[0], second ? sums[0] : sums[1], 16), b = add(sums[2], sums[2], 16);
+    Acc sum = add(third ? b : a, third ? a : b, 8);
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) sum = add(sum, sum, offset);
+    if (lane == 0 || lane == 8 || lane == 16) put_[buffer_] = sum;
+    buffer_ = kBuffer - buffer_;
+  }
+  // Returns the sums that the row's `count` warps put last.
+  __device__ __forceinline__ void get(Acc (&sums)[3], int count) {
+    const Acc* const from = get_ + (kBuffer - buffer_);
+    Acc sum = from[0];
+    if (count > kGroup) sum += from[kGroup];  // 0 if there is no such warp
+#pragma unroll
+    for (int offset = kGroup / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+#pragma unroll
+    for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kGroup);
+  }
+
+ private:
+  static constexpr int kGroup = 8;  // lanes that read the same sum, of a warp each
+  static constexpr int kBuffer = 3 * (kMaxRowWarps + 1);
+  Acc *put_, *get_;
+  int buffer_ = 0;  // of the next put(), in elements
+};
+
+}  // namespace layernorm::cuda
