@@ -2,8 +2,6 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
-#include <ATen/functorch/DynamicLayer.h>
-#include <ATen/functorch/TensorWrapper.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -221,30 +219,15 @@ void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, cons
 
 namespace {
 
-// The tensor inside the wrappers of torch.func and vmap.
-Tensor unwrap(Tensor t) {
-  while (true) {
-    if (auto* const wrapper = at::functorch::maybeGetTensorWrapper(t)) {
-      t = wrapper->value();
-    } else if (auto* const batch = at::functorch::maybeGetBatchedImpl(t)) {
-      t = batch->value();
-    } else {
-      return t;
-    }
-  }
-}
-
 // Whether a tensor has memory that its sizes and strides describe, which symbolic sizes do not.
 bool has_memory(const Tensor& t) {
   return t.has_storage() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
          !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
 }
 
-void check_allocated(const char* name, const Tensor& wrapped) {
+void check_allocated(const char* name, const Tensor& tensor) {
   using c10::DispatchKey;
-  const auto is_wrapper =
-      wrapped.key_set().has(DispatchKey::FuncTorchGradWrapper) || wrapped.key_set().has(DispatchKey::FuncTorchBatched);
-  const Tensor& tensor = is_wrapper ? unwrap(wrapped) : wrapped;
+  if (auto* const batch = at::functorch::maybeGetBatchedImpl(tensor)) return check_allocated(name, batch->value());
   const auto keys = tensor.key_set();
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize)) {
@@ -254,16 +237,15 @@ void check_allocated(const char* name, const Tensor& wrapped) {
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
               tensor.sizes(), " has a freed storage");
 }
-// Throws torch's error if a function that is transformed by torch.func changes a tensor that is not its argument.
+
+// Throws torch's error if a function that is transformed by grad, vjp or jvp changes a tensor that is not its argument.
+// torch's own check covers only operators that return what they change.
 void check_captured(const Tensor& tensor) {
+  using c10::DispatchKey;
   const auto local = c10::impl::tls_local_dispatch_key_set();
-  if (!local.included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) return;
-  using at::functorch::TransformType;
-  const auto layer = at::functorch::maybeCurrentDynamicLayer();
-  if (!layer || (layer->key() != TransformType::Grad && layer->key() != TransformType::Jvp)) return;
-  const auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor);
+  const bool is_transformed = local.included_.has(DispatchKey::FuncTorchDynamicLayerBackMode);
   TORCH_CHECK(
-      wrapper && wrapper->level() == layer->layerId(),
+      !is_transformed || tensor.key_set().has(DispatchKey::FuncTorchGradWrapper),
       "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation "
       "(layernorm::forward_) that would mutate a captured Tensor: residual of shape ",
       tensor.sym_sizes(), " is not an argument of the function");
