@@ -237,20 +237,6 @@ void check_allocated(const char* name, const Tensor& tensor) {
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
               tensor.sizes(), " has a freed storage");
 }
-
-// Throws torch's error if a function that is transformed by grad, vjp or jvp changes a tensor that is not its argument.
-// torch's own check covers only operators that return what they change.
-void check_captured(const Tensor& tensor) {
-  using c10::DispatchKey;
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  const bool is_transformed = local.included_.has(DispatchKey::FuncTorchDynamicLayerBackMode);
-  TORCH_CHECK(
-      !is_transformed || tensor.key_set().has(DispatchKey::FuncTorchGradWrapper),
-      "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation "
-      "(layernorm::forward_) that would mutate a captured Tensor: residual of shape ",
-      tensor.sym_sizes(), " is not an argument of the function");
-}
-
 void check_allocated(const char* name, const optional<Tensor>& tensor) {
   if (present(tensor)) check_allocated(name, *tensor);
 }
@@ -259,7 +245,6 @@ void check_allocated(const char* name, const optional<Tensor>& tensor) {
 
 void check_in_place(const ForwardArgs& args) {
   const Tensor& residual = *args.residual;
-  check_captured(residual);
   TORCH_CHECK(!residual.is_inference() || c10::InferenceMode::is_enabled(),
               "Inplace update to inference tensor outside InferenceMode is not allowed: residual of shape ",
               residual.sym_sizes(), " is an inference tensor. Clone it to get a normal tensor");

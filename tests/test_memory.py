@@ -346,28 +346,18 @@ def test_compositions_change_the_residual_last(name, mode):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)  # some roundings of values below 10
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))])
-@additions
-def test_transformed_functions_must_not_change_captured_residuals(add, transform):
-    """torch's error of in-place operations. A residual that is an argument may change."""
-    x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
-    before = residual.clone()
-    with pytest.raises(RuntimeError, match="would mutate a captured Tensor"):
-        transform(lambda x: add(x, residual)[0].square().sum())(x)
-    assert torch.equal(residual, before)
-    transform(lambda x: add(x, x * 2)[0].square().sum())(x)
-
-
 @pytest.mark.parametrize("argument", ["input", "weight", "bias"])
 def test_transforms_refuse_freed_tensors(argument):
     tensors = {"input": torch.randn(3, 8), "weight": torch.randn(8), "bias": torch.randn(8)}
     tensors[argument] = freed(tensors[argument])
 
-    def loss(tensor):
-        values = tensors | {argument: tensor}
-        return layernorm_ext.layer_norm(values["input"], (8,), values["weight"], values["bias"]).sum()
+    def norm(**changes):
+        values = tensors | changes
+        return layernorm_ext.layer_norm(values["input"], (8,), values["weight"], values["bias"])
 
+    other = "weight" if argument == "input" else "input"  # torch makes no dual number of a freed tensor
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        loss(forward_ad.make_dual(tensors[argument], torch.ones(tensors[argument].shape)))
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.vmap(lambda x: layernorm_ext.layer_norm(x, x.shape, *list(tensors.values())[1:]))(tensors["input"])
+        norm(**{other: forward_ad.make_dual(tensors[other], torch.ones(tensors[other].shape))})
+    if argument != "input":
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            torch.vmap(lambda x: norm(input=x))(tensors["input"])
