@@ -23,7 +23,7 @@ NAME = "layernorm_ext._C"
 SOURCES = [*sorted(glob.glob("csrc/*.cpp")), "csrc/cpu/dispatch.cpp"]
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu"))
 # These include no torch header and are compiled once per instruction set.
-KERNEL_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp", "csrc/cpu/channels_first.cpp"]
+ROW_SOURCES, IMAGE_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp"], ["csrc/cpu/channels_first.cpp"]
 # Only explicit multiply-adds are fused, so that results do not depend on the compiler's choice.
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 
@@ -117,12 +117,15 @@ class BuildExtension(cpp_extension.BuildExtension):
             return
         for capability, flags in CPU_CAPABILITIES.items():
             host = [*ext.extra_compile_args["cxx"], *KERNEL_FLAGS, *flags, f"-DCPU_CAPABILITY={capability}"]
-            ext.extra_objects += self.compiler.compile(
-                KERNEL_SOURCES,
-                output_dir=os.path.join(self.build_temp, capability),
-                macros=ext.define_macros,
-                extra_postargs={**ext.extra_compile_args, "cxx": host},
-            )
+            # Images on CPUs without AVX2 get small code: 0.2 MB less.
+            size = ["-Os"] if IS_X86 and capability == "DEFAULT" else []
+            for sources, options in ((ROW_SOURCES, host), (IMAGE_SOURCES, [*host, *size])):
+                ext.extra_objects += self.compiler.compile(
+                    sources,
+                    output_dir=os.path.join(self.build_temp, capability),
+                    macros=ext.define_macros,
+                    extra_postargs={**ext.extra_compile_args, "cxx": options},
+                )
         super().build_extension(ext)
         for older_build in last_build.parent.glob(f"*{library.suffix}"):
             older_build.unlink()
