@@ -251,7 +251,10 @@ ForwardOutputs forward_images(const ForwardArgs& args) {
   return outputs;
 }
 
-void Operators::implement_autograd(torch::Library& m) { implement<forward_autograd, backward_autograd>(m); }
+void Operators::implement_autograd(torch::Library& m) {
+  implement<forward_autograd, backward_autograd>(m);
+  m.impl("check_allocated", torch::CppFunction::makeFallthrough());
+}
 
 // vmap uses the batching rules of the composite's aten operations.
 void Operators::implement_vmap(torch::Library& m) { implement<forward_composite, backward_composite>(m); }

@@ -1,7 +1,6 @@
 #include "checks.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/functorch/BatchedTensorImpl.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -225,10 +224,14 @@ bool has_memory(const Tensor& t) {
          !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
 }
 
-void check_allocated(const char* name, const Tensor& tensor) {
+}  // namespace
+
+void check_allocated(const Tensor& tensor, std::string_view name) {
   using c10::DispatchKey;
-  if (auto* const batch = at::functorch::maybeGetBatchedImpl(tensor)) return check_allocated(name, batch->value());
   const auto keys = tensor.key_set();
+  if (keys.has(DispatchKey::FuncTorchGradWrapper) || keys.has(DispatchKey::FuncTorchBatched)) {
+    return call_check_allocated(tensor, name);
+  }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize)) {
     return;  // it has no data
@@ -237,8 +240,11 @@ void check_allocated(const char* name, const Tensor& tensor) {
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
               tensor.sizes(), " has a freed storage");
 }
+
+namespace {
+
 void check_allocated(const char* name, const optional<Tensor>& tensor) {
-  if (present(tensor)) check_allocated(name, *tensor);
+  if (present(tensor)) layernorm::check_allocated(*tensor, name);
 }
 
 }  // namespace
@@ -259,17 +265,17 @@ void check_in_place(const ForwardArgs& args) {
 }
 
 void check_allocated(const ForwardArgs& args) {
-  check_allocated("input", args.input);
+  check_allocated(args.input, "input");
   check_allocated("residual", args.residual);
   check_allocated("weight", args.weight);
   check_allocated("bias", args.bias);
 }
 
 void check_allocated(const BackwardArgs& args) {
-  check_allocated("grad_output", args.grad_output);
-  check_allocated("input", args.input);
+  check_allocated(args.grad_output, "grad_output");
+  check_allocated(args.input, "input");
   check_allocated("mean", args.mean);
-  check_allocated("rstd", args.rstd);
+  check_allocated(args.rstd, "rstd");
   check_allocated("weight", args.weight);
   if (args.options.memory_efficient) check_allocated("bias", args.bias);  // else only its shape and dtype count
   check_allocated("grad_sum", args.grad_sum);

@@ -1,6 +1,8 @@
 // The checks of the arguments. Each names the argument and both values.
 #pragma once
 
+#include <string_view>
+
 #include "ops.h"
 
 namespace layernorm {
@@ -15,6 +17,9 @@ void check_in_place(const ForwardArgs& args);
 // pointer for an absent tensor.
 void check_allocated(const ForwardArgs& args);
 void check_allocated(const BackwardArgs& args);
+void check_allocated(const Tensor& tensor, std::string_view name);
+// The same through the dispatcher, which removes the wrappers of torch.func and vmap.
+void call_check_allocated(const Tensor& tensor, std::string_view name);
 // The same as check_forward() for a forward pass over the channels of images [N, C, *], before the channels are moved
 // last. An adaptive norm calls its parameters scale and shift.
 void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,

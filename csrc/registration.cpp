@@ -41,6 +41,10 @@ TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { Operators::implement_autograd(m); }
 
 TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { Operators::implement_vmap(m); }
 
+TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatched, m) { Operators::implement_batched(m); }
+
+TORCH_LIBRARY_IMPL(layernorm, CompositeExplicitAutograd, m) { Operators::implement_any_backend(m); }
+
 TORCH_LIBRARY_IMPL(layernorm, CompositeImplicitAutograd, m) { Operators::implement_composite(m); }
 
 }  // namespace layernorm

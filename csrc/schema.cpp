@@ -1,5 +1,6 @@
 // The schemas of the operators, their calls through the dispatcher, and the registrations that no backend owns.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
 
 #include "checks.h"
 #include "ops.h"
@@ -29,6 +30,7 @@ void Operators::define(torch::Library& m) {
   // nothing.
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
+  define("check_allocated(Tensor tensor, str name) -> ()");
   // It returns the input, because TorchScript removes calls without results.
   define(
       "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
@@ -77,6 +79,13 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
                  args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
 }
 
+void call_check_allocated(const Tensor& tensor, std::string_view name) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow((std::string(kOperatorNamespace) + "::check_allocated").c_str(), "")
+                             .typed<void(const Tensor&, std::string_view)>();
+  op.call(tensor, name);
+}
+
 // ---- registrations --------------------------------------------------------------------------------------------------
 
 namespace {
@@ -100,6 +109,17 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
 void Operators::implement_negative(torch::Library& m) {
   using Operator = ForwardOperator<forward_negative, true, const Tensor&>;
   m.impl("forward_.residual", TORCH_FN(Operator::call));
+}
+
+void Operators::implement_any_backend(torch::Library& m) {
+  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) { check_allocated(tensor, name); });
+}
+
+void Operators::implement_batched(torch::Library& m) {
+  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) {
+    const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
+    check_allocated(at::functorch::maybeGetBatchedImpl(tensor)->value(), name);
+  });
 }
 
 void Operators::implement_composite(torch::Library& m) {

@@ -358,6 +358,16 @@ def test_transforms_refuse_freed_tensors(argument):
     other = "weight" if argument == "input" else "input"  # torch makes no dual number of a freed tensor
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NOT_ALLOCATED):
         norm(**{other: forward_ad.make_dual(tensors[other], torch.ones(tensors[other].shape))})
-    if argument != "input":
-        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-            torch.vmap(lambda x: norm(input=x))(tensors["input"])
+    gradients = torch.func.grad(lambda t: norm(**{other: t}).sum())
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        gradients(tensors[other])
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        torch.vmap(gradients)(torch.stack([tensors[other]] * 2))
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        torch.func.grad(lambda t: torch.vmap(lambda row: norm(**{other: row}))(t).sum())(
+            torch.stack([tensors[other]] * 2)
+        )
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        torch.func.grad(lambda t: norm(**{argument: t}).sum())(tensors[argument])
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        torch.vmap(lambda t: norm(**{other: t}))(torch.stack([tensors[other]] * 2))

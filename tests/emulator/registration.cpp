@@ -32,6 +32,8 @@ const Library libraries[] = {
     library(Library::IMPL, DispatchKey::Negative, Operators::implement_negative),
     library(Library::IMPL, DispatchKey::Autograd, Operators::implement_autograd),
     library(Library::IMPL, DispatchKey::FuncTorchBatchedDecomposition, Operators::implement_vmap),
+    library(Library::IMPL, DispatchKey::FuncTorchBatched, Operators::implement_batched),
+    library(Library::IMPL, DispatchKey::CompositeExplicitAutograd, Operators::implement_any_backend),
     library(Library::IMPL, DispatchKey::CompositeImplicitAutograd, Operators::implement_composite),
 };
 
