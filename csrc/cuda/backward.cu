@@ -114,7 +114,7 @@ struct Segment {
   }
 };
 
-// What a warp reads of a row besides x and dy, in shared memory.
+// The statistics and the address of the results of a row, which a warp reads from shared memory besides x and dy.
 template <class X, class Acc, class Index>
 struct alignas(16) RowHeader {
   Acc mean, rstd;

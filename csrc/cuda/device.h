@@ -196,7 +196,7 @@ __device__ __forceinline__ int compute_once(int value) {
   return value;
 }
 
-// What is computed from the result is computed again for each call, instead of waiting in registers.
+// Returns the value, but makes the compiler compute all that depends on it again instead of keeping it in registers.
 __device__ __forceinline__ int compute_again(int value) {
   asm volatile("" : "+r"(value));
   return value;
