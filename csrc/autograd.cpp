@@ -158,7 +158,7 @@ bool is_unlike(const Tensor& bias, const Tensor& weight) {
 
 // Calls forward and records its derivative. The tensors may be `images` if they are plain.
 ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
-  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, in_place] = args;
   const bool records = torch::autograd::compute_requires_grad(input, residual, weight, bias);
   const auto call = [&] {
     if (args.in_place && records) {
@@ -238,16 +238,16 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
 }  // namespace
 
 ForwardOutputs forward_images(const ForwardArgs& args) {
-  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, in_place] = args;
   if (is_plain(args) && !is_transformed(input, residual, weight, bias)) {
     return forward_and_record(args, /*images=*/true);
   }
-  const int64_t dims = input.dim();
-  auto outputs = call_forward({channels_last(input, dims), channels_last(residual, dims), normalized_shape,
-                               channels_last(weight, dims), channels_last(bias, dims), eps, options});
+  ForwardArgs rows = args;
+  rows.in_place = false;  // the operator refuses to change a view
+  auto outputs = call_with(call_forward, rows, [&](const Tensor& t) { return channels_last(t, input.dim()); });
   outputs.output = outputs.output.movedim(-1, 1);
   if (present(residual)) outputs.sum = outputs.sum.movedim(-1, 1);
-  if (in_place) outputs.sum = residual->copy_(outputs.sum);  // the operator refuses to change a view
+  if (in_place) outputs.sum = residual->copy_(outputs.sum);
   return outputs;
 }
 

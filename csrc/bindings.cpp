@@ -82,7 +82,7 @@ double rms_eps(const optional<double>& eps, const Tensor& input) {
 optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape,
                                   const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
   if (needs_python(input)) return std::nullopt;
-  return layernorm::call_forward({input, {}, normalized_shape.sizes, weight, bias, eps, {}}).output;
+  return layernorm::call_forward({input, normalized_shape.sizes, weight, bias, eps, {}}).output;
 }
 
 // The signatures by whether the function adds a residual, and whether it is an RMSNorm.
@@ -115,7 +115,7 @@ PyObject* norm(PyObject*, PyObject* args, PyObject* kwargs) {
   const bool zero_centered_weight = a.toBool(next++);
   const bool in_place = kAdd && a.toBool(next++), memory_efficient = !kAdd && !kRms && a.toBool(next++);
   const layernorm::Options options = {kRms, zero_centered_weight, memory_efficient};
-  return call(layernorm::call_forward, {input, residual, normalized_shape, weight, bias, eps, options, in_place});
+  return call(layernorm::call_forward, {input, normalized_shape, weight, bias, eps, options, residual, in_place});
   END_HANDLE_TH_ERRORS
 }
 
@@ -133,7 +133,7 @@ PyObject* ada_norm(PyObject*, PyObject* args, PyObject* kwargs) {
   const auto weight = layernorm::insert_batch_dims(scale, input, normalized_shape);
   const auto bias = layernorm::insert_batch_dims(shift, input, normalized_shape);
   const layernorm::Options options = {/*rms=*/a.toBool(5), /*zero_centered_weight=*/true};
-  return call(layernorm::call_forward, {input, {}, normalized_shape, weight, bias, a.toDouble(4), options});
+  return call(layernorm::call_forward, {input, normalized_shape, weight, bias, a.toDouble(4), options});
   END_HANDLE_TH_ERRORS
 }
 
@@ -158,7 +158,7 @@ PyObject* norm_2d(PyObject*, PyObject* args, PyObject* kwargs) {
                    rms ? "rms" : "layer", "_norm_2d(): argument 'eps' must be float, not NoneType");
   const double eps = rms_eps(a.toDoubleOptional(4), input);
   const layernorm::Options options = {rms, a.toBool(6), a.toBool(7), /*preserve_layout=*/true};
-  return call(layernorm::forward_images, {input, residual, {input.sym_size(1)}, weight, bias, eps, options, in_place});
+  return call(layernorm::forward_images, {input, {input.sym_size(1)}, weight, bias, eps, options, residual, in_place});
   END_HANDLE_TH_ERRORS
 }
 

@@ -78,7 +78,7 @@ Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) 
 }  // namespace
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
-  const auto& [input, residual, normalized_shape, weight, bias, eps, options, in_place] = args;
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, in_place] = args;
   check_forward(input, residual, normalized_shape, weight, bias);
   check_allocated(args);
   if (in_place) check_in_place(args);

@@ -84,8 +84,9 @@ Tensor with_format(Tensor output, const ForwardArgs& args) {
 Tensor copy_to_layout(const Tensor& result, const Tensor& input) {
   return result.defined() ? at::empty_like(input, result.options()).copy_(result) : result;
 }
-optional<Tensor> expand_groups(const optional<Tensor>& parameter, const Tensor& input) {
-  return has_all_dims(parameter, input) ? parameter->expand(input.sizes()) : parameter;
+// Expands a parameter with batch dimensions to the input's shape.
+Tensor expand_groups(const Tensor& t, const Tensor& input) {
+  return t.dim() == input.dim() && t.numel() != input.numel() ? t.expand(input.sizes()) : t;
 }
 
 // Forward and backward for tensors that the kernels cannot use in place, see Geometry. Layouts that they do not have
@@ -98,9 +99,7 @@ ForwardOutputs forward_by_copies(ForwardArgs args) {
     if (!args.in_place) sum = copy_to_layout(sum, args.input);
     return {copy_to_layout(output, args.input), sum, mean, rstd};
   }
-  const auto weight = expand_groups(args.weight, args.input), bias = expand_groups(args.bias, args.input);
-  return kForward(
-      {args.input, args.residual, args.normalized_shape, weight, bias, args.eps, args.options, args.in_place});
+  return call_with(kForward, args, [&](const Tensor& t) { return expand_groups(t, args.input); });
 }
 
 template <Backward kBackward>
@@ -114,8 +113,7 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
   const auto acc = accumulate_type(args.input);
   const ParameterTypes types(args.input, args.weight, args.bias);
   const auto in_acc = [&](const optional<Tensor>& parameter) {
-    const auto expanded = expand_groups(parameter, args.input);
-    return present(expanded) ? expanded->to(acc) : expanded;
+    return present(parameter) ? expand_groups(*parameter, args.input).to(acc) : parameter;
   };
   auto [grad_input, grad_weight, grad_bias] =
       kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, in_acc(args.weight),
@@ -138,11 +136,7 @@ bool may_overlap(const ForwardArgs& args) {
 // Forward with copies of the tensors that may share elements with a residual that is overwritten.
 template <Forward kForward>
 ForwardOutputs forward_apart(const ForwardArgs& args) {
-  const auto apart = [&](const optional<Tensor>& t) {
-    return present(t) && may_overlap(*args.residual, *t) ? t->clone() : t;
-  };
-  return kForward({*apart(args.input), args.residual, args.normalized_shape, apart(args.weight), apart(args.bias),
-                   args.eps, args.options, args.in_place});
+  return call_with(kForward, args, [&](const Tensor& t) { return may_overlap(*args.residual, t) ? t.clone() : t; });
 }
 
 // A parameter as the kernels read it; undefined if absent.

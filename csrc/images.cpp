@@ -12,21 +12,18 @@ Tensor channels_last(Tensor t, int64_t dims) {
   while (t.dim() < dims) t = t.unsqueeze(-1);
   return t.movedim(1, -1);
 }
-optional<Tensor> channels_last(const optional<Tensor>& t, int64_t dims) {
-  return present(t) ? optional(channels_last(*t, dims)) : std::nullopt;
-}
 
 namespace {
 
 // channels_last() as an alias that autograd does not know, which takes a tenth of the time of a view.
-optional<Tensor> alias_channels_last(const optional<Tensor>& t, int64_t dims) {
-  if (!present(t) || t->dim() == 1) return t;
-  at::DimVector sizes(t->sizes()), strides(t->strides());
+Tensor alias_channels_last(const Tensor& t, int64_t dims) {
+  if (t.dim() == 1) return t;
+  at::DimVector sizes(t.sizes()), strides(t.strides());
   sizes.resize(dims, 1);
   strides.resize(dims, 1);
   std::rotate(sizes.begin() + 1, sizes.begin() + 2, sizes.end());
   std::rotate(strides.begin() + 1, strides.begin() + 2, strides.end());
-  auto alias = t->unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  auto alias = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
   alias->set_sizes_and_strides(sizes, strides);
   return Tensor(std::move(alias));
 }
@@ -58,9 +55,7 @@ bool is_plain(const ForwardArgs& args) {
 
 ForwardOutputs call_forward_on_images(const ForwardArgs& args) {
   const int64_t dims = args.input.dim();
-  auto outputs = call_forward({*alias_channels_last(args.input, dims), alias_channels_last(args.residual, dims),
-                               args.normalized_shape, alias_channels_last(args.weight, dims),
-                               alias_channels_last(args.bias, dims), args.eps, args.options, args.in_place});
+  auto outputs = call_with(call_forward, args, [&](const Tensor& t) { return alias_channels_last(t, dims); });
   channels_second(outputs.output);
   if (args.in_place) {
     outputs.sum = *args.residual;

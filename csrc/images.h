@@ -9,7 +9,6 @@ namespace layernorm {
 // lack the last dimensions, and parameters [C] have nothing to move. [N, C, 1, 1] becomes [N, C] first, so that
 // autograd gives its gradient contiguous strides.
 Tensor channels_last(Tensor t, int64_t dims);
-optional<Tensor> channels_last(const optional<Tensor>& t, int64_t dims);
 
 // Whether no kernel but those of autograd and of a backend takes part in a call, so that it may use aliases. Autocast
 // has no kernel for these operators.

@@ -17,6 +17,8 @@ using at::Tensor;
 using c10::SymIntArrayRef;
 using std::optional;
 
+inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
+
 // The options of all operators.
 struct Options {
   bool rms = false;                   // RMSNorm
@@ -25,16 +27,18 @@ struct Options {
   bool preserve_layout = false;  // output and gradients have the strides of a dense input; else they are contiguous
 };
 
-// The arguments of forward, forward.residual (if there is a residual) and forward_.residual (if in_place, too).
+inline const optional<Tensor> kAbsent;
+
+// The arguments of all overloads of forward.
 struct ForwardArgs {
   const Tensor& input;
-  const optional<Tensor>& residual;
   SymIntArrayRef normalized_shape;
   const optional<Tensor>& weight;
   const optional<Tensor>& bias;
   double eps;
   Options options;
-  bool in_place = false;
+  const optional<Tensor>& residual = kAbsent;
+  bool in_place = false;  // the sum overwrites the residual
 };
 // The sum is undefined without a residual, and is the residual if in_place. RMSNorm has no mean.
 struct ForwardOutputs {
@@ -65,20 +69,30 @@ ForwardOutputs forward_images(const ForwardArgs& args);
 using Forward = ForwardOutputs (*)(const ForwardArgs&);
 using Backward = BackwardOutputs (*)(const BackwardArgs&);
 
-// The function of `forward` for a dispatch key; of forward.residual if Residual is a tensor; or of forward_.residual.
-template <Forward kForward, bool kInPlace, class... Residual>
-struct ForwardOperator {
-  static constexpr bool kReturnsSum = sizeof...(Residual) == 1 && !kInPlace;
-  using Outputs =
-      std::conditional_t<kReturnsSum, std::tuple<Tensor, Tensor, Tensor, Tensor>, std::tuple<Tensor, Tensor, Tensor>>;
+// Calls `function` with f(t) in place of each tensor t of `args`.
+template <class Function, class F>
+ForwardOutputs call_with(const Function& function, const ForwardArgs& args, const F& f) {
+  const auto replace = [&](const optional<Tensor>& t) { return present(t) ? optional<Tensor>(f(*t)) : std::nullopt; };
+  const Tensor input = f(args.input);
+  const auto weight = replace(args.weight), bias = replace(args.bias), residual = replace(args.residual);
+  return function({input, args.normalized_shape, weight, bias, args.eps, args.options, residual, args.in_place});
+}
 
-  static Outputs call(const Tensor& input, Residual... residual, SymIntArrayRef normalized_shape,
-                      const optional<Tensor>& weight, const optional<Tensor>& bias, double eps, bool rms,
+// The function of `forward` for a dispatch key; of forward.fused if Residual is an optional tensor; or of
+// forward_.fused if it is a tensor.
+template <Forward kForward, class... Residual>
+struct ForwardOperator {
+  static constexpr bool kInPlace = (std::is_same_v<Residual, const Tensor&> || ...);
+  using Outputs = std::conditional_t<sizeof...(Residual) == 1 && !kInPlace, std::tuple<Tensor, Tensor, Tensor, Tensor>,
+                                     std::tuple<Tensor, Tensor, Tensor>>;
+
+  static Outputs call(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+                      const optional<Tensor>& bias, double eps, Residual... residual, bool rms,
                       bool zero_centered_weight, bool memory_efficient, bool preserve_layout) {
     const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
     auto [output, sum, mean, rstd] =
-        kForward({input, optional<Tensor>(residual...), normalized_shape, weight, bias, eps, options, kInPlace});
-    if constexpr (kReturnsSum) {
+        kForward({input, normalized_shape, weight, bias, eps, options, optional<Tensor>(residual...), kInPlace});
+    if constexpr (std::tuple_size_v<Outputs> == 4) {
       return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
     } else {
       return {std::move(output), std::move(mean), std::move(rstd)};
@@ -102,12 +116,12 @@ struct BackwardOperator {
 // Registers an implementation of all operators for one dispatch key.
 template <Forward kForward, Backward kBackward>
 void implement(torch::Library& m) {
-  using Norm = ForwardOperator<kForward, false>;
-  using AddNorm = ForwardOperator<kForward, false, const Tensor&>;
-  using AddNormInPlace = ForwardOperator<kForward, true, const Tensor&>;
+  using Norm = ForwardOperator<kForward>;
+  using Fused = ForwardOperator<kForward, const optional<Tensor>&>;
+  using FusedInPlace = ForwardOperator<kForward, const Tensor&>;
   m.impl("forward", TORCH_FN(Norm::call));
-  m.impl("forward.residual", TORCH_FN(AddNorm::call));
-  m.impl("forward_.residual", TORCH_FN(AddNormInPlace::call));
+  m.impl("forward.fused", TORCH_FN(Fused::call));
+  m.impl("forward_.fused", TORCH_FN(FusedInPlace::call));
   m.impl("backward", TORCH_FN(BackwardOperator<kBackward>::call));
 }
 
@@ -127,8 +141,6 @@ struct Operators {
 
 // The namespace under which the operators are registered.
 extern const char* const kOperatorNamespace;
-
-inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
 
 // Whether backward needs the means of the rows.
 inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }

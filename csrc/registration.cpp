@@ -27,7 +27,7 @@ TORCH_LIBRARY_IMPL(layernorm, CUDA, m) {
 #if defined(WITH_CUDA)
   Operators::implement_cuda(m);
 #else
-  for (const char* name : {"forward", "forward.residual", "forward_.residual", "backward"}) {
+  for (const char* name : {"forward", "forward.fused", "forward_.fused", "backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 #endif

@@ -17,11 +17,11 @@ void Operators::define(torch::Library& m) {
       "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
       "*, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
-      "forward.residual(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+      "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? residual=None, *, " OPTIONS ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   define(
-      "forward_.residual(Tensor input, Tensor(a!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+      "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor(a!) residual, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
@@ -54,20 +54,20 @@ auto find(const char* name, const char* overload) {
 ForwardOutputs call_forward(const ForwardArgs& args) {
   const auto call = [&](const auto& op, const auto&... residual) {
     const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
-    return op.call(args.input, residual..., args.normalized_shape, args.weight, args.bias, args.eps, rms,
+    return op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, residual..., rms,
                    zero_centered_weight, memory_efficient, preserve_layout);
   };
   if (args.in_place) {
-    static const auto op = find<ForwardOperator<nullptr, true, const Tensor&>>("forward_", "residual");
+    static const auto op = find<ForwardOperator<nullptr, const Tensor&>>("forward_", "fused");
     auto [output, mean, rstd] = call(op, *args.residual);
     return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
   }
   if (present(args.residual)) {
-    static const auto op = find<ForwardOperator<nullptr, false, const Tensor&>>("forward", "residual");
-    auto [output, sum, mean, rstd] = call(op, *args.residual);
+    static const auto op = find<ForwardOperator<nullptr, const optional<Tensor>&>>("forward", "fused");
+    auto [output, sum, mean, rstd] = call(op, args.residual);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
-  static const auto op = find<ForwardOperator<nullptr, false>>("forward", "");
+  static const auto op = find<ForwardOperator<nullptr>>("forward", "");
   auto [output, mean, rstd] = call(op);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
@@ -94,12 +94,8 @@ namespace {
 // torch.compile only with operators that do not.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   check_allocated(args);
-  const auto resolve = [](const optional<Tensor>& t) { return present(t) ? t->resolve_neg() : t; };
-  const auto residual = resolve(args.residual);
-  ForwardOutputs outputs =
-      call_forward({args.input.resolve_neg(), residual, args.normalized_shape, resolve(args.weight), resolve(args.bias),
-                    args.eps, args.options, args.in_place});
-  if (args.in_place && !residual->is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
+  ForwardOutputs outputs = call_with(call_forward, args, [](const Tensor& t) { return t.resolve_neg(); });
+  if (args.in_place && !outputs.sum.is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
   return outputs;
 }
 
@@ -107,8 +103,8 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
 
 // The other operators have torch's fallback.
 void Operators::implement_negative(torch::Library& m) {
-  using Operator = ForwardOperator<forward_negative, true, const Tensor&>;
-  m.impl("forward_.residual", TORCH_FN(Operator::call));
+  using Operator = ForwardOperator<forward_negative, const Tensor&>;
+  m.impl("forward_.fused", TORCH_FN(Operator::call));
 }
 
 void Operators::implement_any_backend(torch::Library& m) {

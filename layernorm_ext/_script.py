@@ -156,17 +156,17 @@ def _norm(
         )[0]
     elif inplace:
         output = torch.ops.layernorm.forward_(
-            input, residual, normalized_shape, weight, bias, eps, rms=rms, zero_centered_weight=zero_centered_weight
+            input, normalized_shape, weight, bias, eps, residual, rms=rms, zero_centered_weight=zero_centered_weight
         )[0]
         total = residual
     else:
         output, total, _, _ = torch.ops.layernorm.forward(
             input,
-            residual,
             normalized_shape,
             weight,
             bias,
             eps,
+            residual,
             rms=rms,
             zero_centered_weight=zero_centered_weight,
             preserve_layout=preserve_layout,

@@ -61,14 +61,14 @@ def _parameter(parameter: DTensorSpec | None, input: DTensorSpec, batch: Placeme
     return batch if has_own else Replicate()
 
 
-@_register(_ops.forward.residual)
-def _forward_residual(
+@_register(_ops.forward.fused)
+def _forward_fused(
     input: DTensorSpec,
-    residual: DTensorSpec | None,
     normalized_shape: Sequence[int],
     weight: DTensorSpec | None = None,
     bias: DTensorSpec | None = None,
     eps: float = 1e-5,
+    residual: DTensorSpec | None = None,
     *,
     rms: bool = False,
     **options: bool,
@@ -77,14 +77,14 @@ def _forward_residual(
     for batch in _batch_placements(normalized_shape, input, residual):
         parameters = [_parameter(parameter, input, batch) for parameter in (weight, bias)]
         outputs = [batch, _like(residual, batch), None if rms else batch, batch]  # output, sum, mean, rstd
-        rules.append((outputs, [batch, _like(residual, batch), None, *parameters, None]))
+        rules.append((outputs, [batch, None, *parameters, None, _like(residual, batch)]))
     return rules
 
 
 @_register(_ops.forward.default)
 def _forward(input: DTensorSpec, *arguments: object, **options: bool) -> list[Rule]:
-    rules = _forward_residual(input, None, *arguments, **options)
-    return [([output, mean, rstd], [x, *others]) for (output, _, mean, rstd), (x, _, *others) in rules]
+    rules = _forward_fused(input, *arguments, **options)
+    return [([output, mean, rstd], placements[:-1]) for (output, _, mean, rstd), placements in rules]
 
 
 @_register(_ops.backward.default)

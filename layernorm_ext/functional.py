@@ -347,12 +347,11 @@ def _norm(
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     arguments = (normalized_shape, weight, bias, eps)
     options |= {"memory_efficient": memory_efficient, "preserve_layout": preserve_layout}
-    # The overloads are named because a search would convert the residual to sizes, and print it to say why it cannot.
     if inplace:
-        return ops.forward_.residual(input, residual, *arguments, **options)[0], residual
+        return ops.forward_.fused(input, *arguments, residual, **options)[0], residual
     if residual is None:
         return ops.forward.default(input, *arguments, **options)[0], None
-    return ops.forward.residual(input, residual, *arguments, **options)[:2]
+    return ops.forward.fused(input, *arguments, residual, **options)[:2]
 
 
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:

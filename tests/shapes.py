@@ -60,7 +60,7 @@ def forward(backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None,
     """Return output, sum, mean and rstd. The sum is None without a residual."""
     arguments = (normalized_shape or x.shape[-1:], weight, bias, eps)
     if residual is not None:
-        return backend.ops.forward.residual(x, residual, *arguments, **options)
+        return backend.ops.forward.fused(x, *arguments, residual, **options)
     output, mean, rstd = backend.ops.forward(x, *arguments, **options)
     return output, None, mean, rstd
 

@@ -145,14 +145,14 @@ def test_errors_of_residuals(backend, context):
     other_shape = "Expected {0} to be of the shape of input, but got {0} of shape [1, 3] and input of shape [2, 3]"
     other_dtype = "Expected {0} to be of the dtype of input, but got {0} of dtype Half and input of dtype Float"
     for wrong, message in ((x[:1], other_shape), (x.half(), other_dtype)):
-        for operator in (backend.ops.forward.residual, backend.ops.forward_.residual):
+        for operator in (backend.ops.forward.fused, backend.ops.forward_.fused):
             with raises(message.format("residual")):
-                operator(x, wrong, [3])
+                operator(x, [3], None, None, 1e-5, wrong)
         with raises(message.format("grad_sum")):
             backend.backward(x, x, [3], statistics, statistics, None, None, ALL, wrong)
     for dtype, residual in ((F32, BF16), (F16, BF16), (F16, F64), (F64, F32)):
         with raises("Expected residual to be of the dtype of input, but got residual of"):
-            backend.forward.residual(x.to(dtype), x.to(residual), [3])
+            backend.forward.fused(x.to(dtype), [3], None, None, 1e-5, x.to(residual))
     with raises("Expected mean to be a tensor, but got None"):
         backend.backward(x, x, [3], None, statistics, None, None, ALL)
 
@@ -161,7 +161,7 @@ def test_in_place_residual_must_not_overlap(backend):
     x = X.to(backend.device)
     for residual in (torch.zeros(3, device=backend.device).expand(2, 3), x):
         with pytest.raises(RuntimeError, match="single memory location"):
-            backend.ops.forward_(x, residual, [3])
+            backend.ops.forward_(x, [3], None, None, 1e-5, residual)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "mean", "rstd", "grad_output"])
@@ -336,14 +336,14 @@ CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
 @pytest.mark.parametrize(
-    ("operator", "inputs"),
-    [(torch.ops.layernorm.forward.default, (X,)), (torch.ops.layernorm.forward.residual, (X, X))],
-    ids=["forward", "residual"],
+    ("operator", "others"),
+    [(torch.ops.layernorm.forward.default, ()), (torch.ops.layernorm.forward.fused, (None, None, 1e-5, X))],
+    ids=["forward", "fused"],
 )
-def test_build_without_cuda(operator, inputs):
+def test_build_without_cuda(operator, others):
     """A CUDA tensor gets this error."""
     with raises("layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints"):
-        operator.redispatch(CUDA_KEYS, *inputs, [3])
+        operator.redispatch(CUDA_KEYS, X, [3], *others)
 
 
 @pytest.mark.skipif(not _build_info.with_cuda or torch.cuda.is_available(), reason="needs CUDA kernels and no GPU")

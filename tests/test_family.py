@@ -117,7 +117,7 @@ def test_float32_residual_matches_float64(backend, dtypes, name, rms):
         assert torch.equal(total, x.float() + residual)
         check((output, *others), total, dy, w, b, grad_sum=grad_sum, rms=rms, dtype=dtypes[0], context=(cols,))
         in_place = residual.clone()
-        results = backend.ops.forward_.residual(x, in_place, (cols,), w, b, rms=rms)
+        results = backend.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, rms=rms)
         assert_same_bits((results[0], in_place, *results[1:]), (output, total, *others[:2]))
 
 
@@ -148,10 +148,10 @@ def test_in_place_addition_replaces_the_residual_by_the_sum(backend, dtype, rms)
         x, residual, w, b = (randn((4, cols), dtype, backend.device) for _ in range(4))
         if dtype == F32:
             x[1] *= 1e37  # squares overflow
-        expected = backend.ops.forward.residual(x, residual, (cols,), w[0], b[0], rms=rms)
+        expected = backend.ops.forward.fused(x, (cols,), w[0], b[0], 1e-5, residual, rms=rms)
         for r in (residual.clone(), amid_nans(residual), transposed(residual)):
             version = r._version
-            output, mean, rstd = backend.ops.forward_(x, r, (cols,), w[0], b[0], rms=rms)
+            output, mean, rstd = backend.ops.forward_(x, (cols,), w[0], b[0], 1e-5, r, rms=rms)
             assert r._version > version
             assert_same_bits((output, r, mean, rstd), expected, cols)
 

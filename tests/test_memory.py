@@ -31,7 +31,7 @@ def arguments_of(member):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
-@pytest.mark.parametrize("operator", ["forward", "forward.residual", "forward_.residual", "backward"])
+@pytest.mark.parametrize("operator", ["forward", "forward.fused", "forward_.fused", "backward"])
 @pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
 def test_operators_refuse_freed_tensors(backend, operator, images, view):
     """A kernel would take the null pointer of a parameter for an absent parameter, and read the input from it."""
@@ -46,7 +46,8 @@ def test_operators_refuse_freed_tensors(backend, operator, images, view):
         tensors = dict(zip(names, (dy, x, mean, rstd, w, b, grad_sum), strict=True))
         options |= {"output_mask": ALL, "memory_efficient": True}  # which reads the bias as well
     else:
-        tensors = {"input": x, "weight": w, "bias": b} | ({"residual": residual} if "residual" in operator else {})
+        tensors = {"input": x, "weight": w, "bias": b} | ({"residual": residual} if "fused" in operator else {})
+        options |= {"eps": 1e-5}
     name, _, overload = operator.partition(".")
     function = getattr(getattr(backend.ops, name), overload or "default")
     function(**tensors, normalized_shape=(8,), **options)
@@ -288,11 +289,12 @@ def test_arguments_beside_the_changed_residual(backend, name):
     """Slices of one projection share a storage, and torch cannot tell whether they overlap. These two do not."""
     projection = randn((3, 5, 2 * 64), F32, backend.device)
     residual, other = projection.chunk(2, dim=-1)
-    tensors = {"input": randn((3, 5, 64), F32, backend.device), "weight": None, "bias": None}
+    x = randn((3, 5, 64), F32, backend.device)
+    tensors = {"input": x, "normalized_shape": (64,), "weight": None, "bias": None, "eps": 1e-5, "residual": residual}
     tensors[name] = other if name == "input" else other[:, :1]
-    expected = backend.ops.forward.residual(tensors["input"], residual, (64,), tensors["weight"], tensors["bias"])
+    expected = backend.ops.forward.fused(**tensors)
     before = other.clone()
-    results = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
+    results = backend.ops.forward_.fused(**tensors)
     assert_same_bits((results[0], residual, *results[1:]), expected)
     assert torch.equal(other, before)
 
@@ -302,10 +304,11 @@ def test_slices_that_overlap_the_changed_residual(backend, name):
     """torch cannot tell that they do, so they are copied."""
     projection = randn((3, 5, 80), F32, backend.device)
     residual, other = projection[..., 16:], projection[..., :64]
-    tensors = {"input": randn((3, 5, 64), F32, backend.device), "weight": None, "bias": None}
+    x = randn((3, 5, 64), F32, backend.device)
+    tensors = {"input": x, "normalized_shape": (64,), "weight": None, "bias": None, "eps": 1e-5, "residual": residual}
     tensors[name] = other if name == "input" else other[:, :1]
-    expected = backend.ops.forward.residual(tensors["input"], residual, (64,), tensors["weight"], tensors["bias"])
-    results = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
+    expected = backend.ops.forward.fused(**tensors)
+    results = backend.ops.forward_.fused(**tensors)
     assert_same_bits((results[0], residual, *results[1:]), expected)
 
 

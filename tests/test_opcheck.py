@@ -22,7 +22,7 @@ def opcheck(backend, x, weight, bias, checks, normalized_shape=None, masks=(ALL,
     x, residual, dy = (t.detach().requires_grad_() for t in (x, torch.randn_like(x), torch.randn_like(x)))
     weight, bias = (p if p is None else p.detach().requires_grad_() for p in (weight, bias))
     torch.library.opcheck(ops.forward.default, (x, shape, weight, bias), options, **checks)
-    torch.library.opcheck(ops.forward.residual, (x, residual, shape, weight, bias), options, **checks)
+    torch.library.opcheck(ops.forward.fused, (x, shape, weight, bias, 1e-5, residual), options, **checks)
     _, _, mean, rstd = forward(backend, x.detach(), None, weight, bias, normalized_shape=shape, **options)
     mean, rstd = (t if t is None else t.detach() for t in (mean, rstd))
     for mask in masks:
@@ -43,7 +43,7 @@ def test_variants(backend, variant):
     """With parameters per sample."""
     x, residual, w = (torch.randn(s, device=backend.device) for s in ((3, 2, 5), (3, 2, 5), (3, 1, 5)))
     opcheck(backend, x, w, w, {}, **variant)
-    torch.library.opcheck(backend.ops.forward_.residual, (x.requires_grad_(), residual, (5,), w, None), variant)
+    torch.library.opcheck(backend.ops.forward_.fused, (x.requires_grad_(), (5,), w, None, 1e-5, residual), variant)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)

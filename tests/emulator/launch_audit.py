@@ -74,7 +74,7 @@ def on_cuda(overload):
 
 
 forward = on_cuda(torch.ops.layernorm.forward.default)
-forward_residual = on_cuda(torch.ops.layernorm.forward.residual)
+forward_fused = on_cuda(torch.ops.layernorm.forward.fused)
 backward = on_cuda(torch.ops.layernorm.backward.default)
 
 
@@ -91,7 +91,7 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
             yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
     if len(masks) == 1:
         return
-    yield "forward, residual", forward_residual(x, x, n, w, b, **layout)
+    yield "forward, residual", forward_fused(x, n, w, b, 1e-5, x, **layout)
     yield "forward, RMS, no parameters", forward(x, n, rms=True, **layout)
     for mask in masks[:3]:
         yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x, **layout)
@@ -99,7 +99,7 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
         yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
-        yield "forward, float32 residual", forward_residual(x, total, n, w, b, **layout)
+        yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total, **layout)
         for mask in masks[:2]:
             options = {"grad_sum": total, **layout}
             yield f"backward, float32 residual {mask}", backward(x, total, n, mean, rstd, w, b, mask, **options)

@@ -245,7 +245,7 @@ def test_options_match_float64(library, dtypes, run, path):
             total = results[1] if adds else x
             if adds and run is not run_pixels:
                 in_place = residual.clone()
-                others = library.ops.forward_.residual(x, in_place, (cols,), w, b, **variant)
+                others = library.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, **variant)
                 assert_same_bits((others[0], in_place, *others[1:]), results[:4], case)
         assert_same_bits(results[:-2], aligned[:-2], case)
         if adds:
