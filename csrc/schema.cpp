@@ -31,11 +31,9 @@ void Operators::define(torch::Library& m) {
   define(
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
   define("check_allocated(Tensor tensor, str name) -> ()");
-  // It returns the input, because TorchScript removes calls without results.
-  define(
-      "check_images(Tensor(a) input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> "
-      "Tensor(a)");
-  define("check_modulation(Tensor(a) input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> Tensor(a)");
+  define("check_images(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> ()");
+  define("check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> ()");
+  define_family(m);
 }
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
@@ -120,16 +118,8 @@ void Operators::implement_batched(torch::Library& m) {
 
 void Operators::implement_composite(torch::Library& m) {
   m.impl("check_forward", TORCH_FN(check_forward));
-  m.impl("check_images", [](const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                            const optional<Tensor>& bias, bool adaptive) {
-    check_images(input, residual, weight, bias, adaptive);
-    return input;
-  });
-  m.impl("check_modulation", [](const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
-                                const optional<Tensor>& shift) {
-    check_modulation(input, normalized_shape, scale, shift);
-    return input;
-  });
+  m.impl("check_images", TORCH_FN(check_images));
+  m.impl("check_modulation", TORCH_FN(check_modulation));
 }
 
 }  // namespace layernorm

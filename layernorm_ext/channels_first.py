@@ -5,7 +5,6 @@ Images have the shape ``[N, C, *]``. Each pixel is normalized over its channels.
 
 from __future__ import annotations
 
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from . import _script, tracing
+from . import tracing
 from ._ops import _C
-from .functional import _norm, override
+from ._script import compile_as_operators
+from .functional import _norm, override, rms_eps
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, to_fp32
 
 __all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "LayerNorm2d", "RMSNorm2d"]
@@ -65,10 +65,14 @@ def layer_norm_2d(
         >>> layer_norm_2d(x, torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 8, 4, 4])
     """
+    options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     if has_torch_function_variadic(input, weight, bias):
-        options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
         return override(layer_norm_2d, input, weight=weight, bias=bias, eps=eps, **options)
-    return _norm_2d(input, None, weight, bias, eps, False, zero_centered_weight, memory_efficient)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.layer_norm_2d(input, weight, bias, eps, **options)
+        if output is not None:
+            return output
+    return _norm_2d(input, None, weight, bias, eps, **options)
 
 
 def rms_norm_2d(
@@ -85,7 +89,11 @@ def rms_norm_2d(
     """
     if has_torch_function_variadic(input, weight):
         return override(rms_norm_2d, input, weight=weight, eps=eps, zero_centered_weight=zero_centered_weight)
-    return _norm_2d(input, None, weight, None, eps, True, zero_centered_weight)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered_weight)
+        if output is not None:
+            return output
+    return _norm_2d(input, None, weight, None, rms_eps(input, eps), rms=True, zero_centered_weight=zero_centered_weight)
 
 
 def add_layer_norm_2d(
@@ -117,10 +125,14 @@ def add_layer_norm_2d(
         >>> output.shape
         torch.Size([2, 8, 4, 4])
     """
+    options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if has_torch_function_variadic(input, residual, weight, bias):
-        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
         return override(add_layer_norm_2d, input, residual, weight=weight, bias=bias, eps=eps, **options)
-    return _norm_2d(input, residual, weight, bias, eps, False, zero_centered_weight, False, inplace)
+    if not torch.compiler.is_dynamo_compiling():
+        results = _C.add_layer_norm_2d(input, residual, weight, bias, eps, **options)
+        if results is not None:
+            return results
+    return _norm_2d(input, residual, weight, bias, eps, **options)
 
 
 def add_rms_norm_2d(
@@ -141,10 +153,14 @@ def add_rms_norm_2d(
     :func:`rms_norm_2d`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
+    options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
     if has_torch_function_variadic(input, residual, weight):
-        options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
         return override(add_rms_norm_2d, input, residual, weight=weight, eps=eps, **options)
-    return _norm_2d(input, residual, weight, None, eps, True, zero_centered_weight, False, inplace)
+    if not torch.compiler.is_dynamo_compiling():
+        results = _C.add_rms_norm_2d(input, residual, weight, eps, **options)
+        if results is not None:
+            return results
+    return _norm_2d(input, residual, weight, None, rms_eps(input, eps), rms=True, **options)
 
 
 def ada_layer_norm_2d(
@@ -167,7 +183,11 @@ def ada_layer_norm_2d(
     """
     if has_torch_function_variadic(input, scale, shift):
         return override(ada_layer_norm_2d, input, scale=scale, shift=shift, eps=eps)
-    return _norm_2d(input, None, scale, shift, eps, False, True, adaptive=True)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.ada_layer_norm_2d(input, scale, shift, eps)
+        if output is not None:
+            return output
+    return _norm_2d(input, None, scale, shift, eps, adaptive=True)
 
 
 def ada_rms_norm_2d(
@@ -184,14 +204,15 @@ def ada_rms_norm_2d(
     """
     if has_torch_function_variadic(input, scale, shift):
         return override(ada_rms_norm_2d, input, scale=scale, shift=shift, eps=eps)
-    return _norm_2d(input, None, scale, shift, eps, True, True, adaptive=True)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.ada_rms_norm_2d(input, scale, shift, eps)
+        if output is not None:
+            return output
+    return _norm_2d(input, None, scale, shift, eps, rms=True, adaptive=True)
 
 
-for _function in (
-    *(layer_norm_2d, rms_norm_2d, add_layer_norm_2d, add_rms_norm_2d),
-    *(ada_layer_norm_2d, ada_rms_norm_2d),
-):  # torch.jit.script compiles the counterparts
-    vars(_function)["__prepare_scriptable__"] = partial(getattr, _script, _function.__name__)
+compile_as_operators(layer_norm_2d, rms_norm_2d, add_layer_norm_2d, add_rms_norm_2d)
+compile_as_operators(ada_layer_norm_2d, ada_rms_norm_2d)
 
 
 def _norm_2d(
@@ -199,20 +220,14 @@ def _norm_2d(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float | None,
-    rms: bool,
-    zero_centered_weight: bool,
-    memory_efficient: bool = False,
+    eps: float,
+    *,
+    zero_centered_weight: bool = False,
     inplace: bool = False,
     adaptive: bool = False,
+    **options: bool,
 ) -> Any:
-    """Compute any member of the family: the output, and with a residual also the sum."""
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.norm_2d(
-            input, residual, weight, bias, eps, rms, zero_centered_weight, memory_efficient, inplace, adaptive
-        )
-        if results is not None:
-            return results
+    """Compute any member of the family by operators that a tracer can record."""
     tracing.check("check_images", input, residual, weight, bias, adaptive)
     last = input.dim() - 1
     rows = input.movedim(1, last)
@@ -220,13 +235,12 @@ def _norm_2d(
         rows,
         None if residual is None else residual.movedim(1, last),
         rows.shape[-1:],
-        _script.channels_last(_without_pixels(weight), last + 1),
-        _script.channels_last(_without_pixels(bias), last + 1),
-        _script.rms_eps(input, eps) if rms and not adaptive else eps,
-        rms=rms,
-        zero_centered_weight=zero_centered_weight,
-        memory_efficient=memory_efficient,
+        _channels_last(weight, last + 1),
+        _channels_last(bias, last + 1),
+        eps,
+        zero_centered_weight=zero_centered_weight or adaptive,
         preserve_layout=True,
+        **options,
     )
     output = output.movedim(last, 1)
     if tracing.records_aten():
@@ -235,6 +249,16 @@ def _norm_2d(
         return output
     total = total.movedim(last, 1)
     return output, residual.copy_(total) if inplace else total  # the operator refuses to change a view
+
+
+def _channels_last(parameter: Tensor | None, dims: int) -> Tensor | None:
+    """Move the channels of a parameter of images last; a parameter ``[N, C]`` lacks the last of ``dims`` dimensions."""
+    parameter = _without_pixels(parameter)
+    if parameter is None or parameter.dim() == 1:
+        return parameter
+    while parameter.dim() < dims:
+        parameter = parameter.unsqueeze(-1)
+    return parameter.movedim(1, dims - 1)  # torch's older ONNX exporter does not support -1
 
 
 def _without_pixels(parameter: Tensor | None) -> Tensor | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _script, tracing
+from . import tracing
 from ._ops import _C
+from ._script import compile_as_operators
 
 __all__ = ["ada_layer_norm", "ada_rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -129,7 +129,7 @@ def rms_norm(
         output = _C.rms_norm(input, normalized_shape, weight, eps, **options)
         if output is not None:
             return output
-    return _norm(input, None, normalized_shape, weight, None, _script.rms_eps(input, eps), rms=True, **options)[0]
+    return _norm(input, None, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)[0]
 
 
 def add_layer_norm(
@@ -218,7 +218,7 @@ def add_rms_norm(
         results = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
         if results is not None:
             return results
-    return _norm(input, residual, normalized_shape, weight, None, _script.rms_eps(input, eps), rms=True, **options)
+    return _norm(input, residual, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
 
 
 def ada_layer_norm(
@@ -265,6 +265,10 @@ def ada_layer_norm(
     """
     if _is_overridden(input, scale, shift):
         return override(ada_layer_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.ada_layer_norm(input, normalized_shape, scale, shift, eps)
+        if output is not None:
+            return output
     return _ada_norm(input, normalized_shape, scale, shift, eps, rms=False)
 
 
@@ -287,21 +291,19 @@ def ada_rms_norm(
     """
     if _is_overridden(input, scale, shift):
         return override(ada_rms_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.ada_rms_norm(input, normalized_shape, scale, shift, eps)
+        if output is not None:
+            return output
     return _ada_norm(input, normalized_shape, scale, shift, eps, rms=True)
 
 
-for _function in (layer_norm, rms_norm, add_layer_norm, add_rms_norm, ada_layer_norm, ada_rms_norm):
-    # torch.jit.script compiles the counterparts
-    vars(_function)["__prepare_scriptable__"] = partial(getattr, _script, _function.__name__)
+compile_as_operators(layer_norm, rms_norm, add_layer_norm, add_rms_norm, ada_layer_norm, ada_rms_norm)
 
 
 def _ada_norm(
     input: Tensor, normalized_shape: Sequence[int], scale: Tensor | None, shift: Tensor | None, eps: float, *, rms: bool
 ) -> Tensor:
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.ada_norm(input, normalized_shape, scale, shift, eps, rms)
-        if output is not None:
-            return output
     if input.is_nested:
         for name, parameter in {"scale": scale, "shift": shift}.items():
             if parameter is not None and parameter.dim() != len(normalized_shape):
@@ -312,7 +314,7 @@ def _ada_norm(
     else:
         normalized_shape = tracing.constant_sizes(normalized_shape)
         tracing.check("check_modulation", input, normalized_shape, scale, shift)
-        scale, shift = (_script.insert_batch_dims(t, input, len(normalized_shape)) for t in (scale, shift))
+        scale, shift = (_insert_batch_dims(t, input, len(normalized_shape)) for t in (scale, shift))
     return _norm(input, None, normalized_shape, scale, shift, eps, rms=rms, zero_centered_weight=True)[0]
 
 
@@ -330,7 +332,7 @@ def _norm(
     preserve_layout: bool = False,
     inplace: bool = False,
 ) -> tracing.Results:
-    """Compute any member of the family by operators that a tracer can record."""
+    """Compute any member of the family by operators that a tracer can record; also of nested tensors."""
     if eps is None:
         raise TypeError("layer_norm(): argument 'eps' must be float, not NoneType")
     # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls one
@@ -352,6 +354,22 @@ def _norm(
     if residual is None:
         return ops.forward.default(input, *arguments, **options)[0], None
     return ops.forward.fused(input, *arguments, residual, **options)[:2]
+
+
+def rms_eps(input: Tensor, eps: float | None) -> float:
+    """Return eps, by default torch.finfo(dtype).eps of the accumulation dtype, as in torch."""
+    if eps is None:
+        return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
+    return eps
+
+
+def _insert_batch_dims(parameter: Tensor | None, input: Tensor, normalized_dims: int) -> Tensor | None:
+    """Insert the batch dimensions that a scale or shift of :func:`ada_layer_norm` lacks after those that it has."""
+    if parameter is None or parameter.dim() == normalized_dims:
+        return parameter
+    for _ in range(input.dim() - parameter.dim()):
+        parameter = parameter.unsqueeze(-1 - normalized_dims)
+    return parameter
 
 
 def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:
