@@ -171,11 +171,11 @@ class AddLayerNorm(LayerNorm):
         residual_in_fp32: bool = False,
     ):
         """Create the parameters."""
-        self.inplace = inplace
-        self.residual_in_fp32 = residual_in_fp32
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias, device, dtype, zero_centered_weight=zero_centered_weight
         )
+        self.inplace = inplace
+        self.residual_in_fp32 = residual_in_fp32
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
@@ -251,11 +251,11 @@ class AddRMSNorm(RMSNorm):
         residual_in_fp32: bool = False,
     ):
         """Create the weight."""
-        self.inplace = inplace
-        self.residual_in_fp32 = residual_in_fp32
         super().__init__(
             normalized_shape, eps, elementwise_affine, device, dtype, zero_centered_weight=zero_centered_weight
         )
+        self.inplace = inplace
+        self.residual_in_fp32 = residual_in_fp32
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""

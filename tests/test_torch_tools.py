@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from family import MODULES
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
@@ -178,6 +179,17 @@ def test_flop_counter_counts_as_many_operations_as_for_the_original(cls):
 
 def run_in_new_process(code):
     return subprocess.check_output([sys.executable, "-c", code], text=True)
+
+
+@pytest.mark.parametrize("module_class", MODULES, ids=lambda module_class: module_class.__name__)
+def test_compiled_functions_may_create_modules(module_class):
+    """Dynamo cannot if a constructor sets two attributes before it calls that of the base class."""
+
+    def normalize(x):
+        return module_class(4)(*([x, x] if "Add" in module_class.__name__ else [x]))
+
+    x = torch.randn(2, 4, 4)
+    torch.testing.assert_close(torch.compile(normalize, backend="eager")(x), normalize(x), rtol=0, atol=0)
 
 
 def test_reloading_the_package_adds_no_import_hook():
