@@ -60,7 +60,8 @@ bool needs_python(const Tensor& input) {
          c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-// The usual call of layer_norm. It takes 2.3 us for 8 x 64 on an AMD EPYC; with torch's parser it would take 2.55 us.
+// The usual call of layer_norm. With torch's parser, a call of 8 x 64 would take 1.82 us instead of 1.65 us (torch 2.13
+// on an AMD EPYC Zen 5, least of 3000 alternating samples).
 optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape,
                                   const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
   if (needs_python(input)) return std::nullopt;

@@ -25,7 +25,7 @@ std::string signature(const Member& m, const Spelling& spelling) {
 ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   const Options options = {m.rms, args.zero_centered_weight || m.adaptive, args.memory_efficient,
                            /*preserve_layout=*/m.images};
-  const auto call = [&](Forward function, SymIntArrayRef shape, const optional<Tensor>& weight,
+  const auto call = [&](ForwardFunction function, SymIntArrayRef shape, const optional<Tensor>& weight,
                         const optional<Tensor>& bias) {
     return function({args.input, shape, weight, bias, args.eps, options, args.residual, args.in_place});
   };

@@ -89,9 +89,9 @@ Tensor expand_groups(const Tensor& t, const Tensor& input) {
   return t.dim() == input.dim() && t.numel() != input.numel() ? t.expand(input.sizes()) : t;
 }
 
-// Forward and backward for tensors that the kernels cannot use in place, see Geometry. Layouts that they do not have
+// Forward and backward for tensors that the kernels cannot use in place, see Views. Layouts that they do not have
 // are made by a copy, and parameters whose groups are not adjacent dimensions are expanded.
-template <Forward kForward>
+template <ForwardFunction kForward>
 ForwardOutputs forward_by_copies(ForwardArgs args) {
   if (args.options.preserve_layout) {
     args.options.preserve_layout = false;
@@ -102,7 +102,7 @@ ForwardOutputs forward_by_copies(ForwardArgs args) {
   return call_with(kForward, args, [&](const Tensor& t) { return expand_groups(t, args.input); });
 }
 
-template <Backward kBackward>
+template <BackwardFunction kBackward>
 BackwardOutputs backward_by_copies(BackwardArgs args) {
   if (args.options.preserve_layout) {
     args.options.preserve_layout = false;
@@ -134,26 +134,26 @@ bool may_overlap(const ForwardArgs& args) {
 }
 
 // Forward with copies of the tensors that may share elements with a residual that is overwritten.
-template <Forward kForward>
+template <ForwardFunction kForward>
 ForwardOutputs forward_apart(const ForwardArgs& args) {
   return call_with(kForward, args, [&](const Tensor& t) { return may_overlap(*args.residual, t) ? t.clone() : t; });
 }
 
 // A parameter as the kernels read it; undefined if absent.
-MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Geometry& geometry) {
+MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Views& views) {
   if (!present(t)) return MaybeOwned();
-  if (t->scalar_type() == type && geometry.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
+  if (t->scalar_type() == type && views.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
   return MaybeOwned::owned(t->to(type).contiguous());
 }
 
-void set_common(Params& params, const Geometry& geometry, const Options& options, const Tensor& weight,
-                const Tensor& bias, const LaunchScope& on, Allocator& allocator) {
-  params.groups = geometry.groups;
-  params.rows = geometry.rows;
-  params.cols = geometry.cols;
-  params.channels_first = geometry.channels_first;
-  params.weight = geometry.parameter_view(weight, on.input(weight, "weight"));
-  params.bias = geometry.parameter_view(bias, on.input(bias, "bias"));
+void set_common(Params& params, const Views& views, const Options& options, const Tensor& weight, const Tensor& bias,
+                const LaunchScope& on, Allocator& allocator) {
+  params.groups = views.groups;
+  params.rows = views.rows;
+  params.cols = views.cols;
+  params.channels_first = views.channels_first;
+  params.weight = views.parameter_view(weight, on.input(weight, "weight"));
+  params.bias = views.parameter_view(bias, on.input(bias, "bias"));
   params.rms = options.rms;
   params.zero_centered_weight = weight.defined() && options.zero_centered_weight;
   params.allocator = &allocator;
@@ -179,9 +179,9 @@ ForwardOutputs forward(const ForwardArgs& args) {
       input.options().dtype(accumulate_type(input)).memory_format(at::MemoryFormat::Contiguous);
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
-  const Geometry geometry(output, input, normalized_dims, args.weight, args.bias);
+  const Views views(output, input, normalized_dims, args.weight, args.bias);
   const bool empty = input.numel() == 0;  // its strides mean nothing
-  if (!empty && !(geometry.fits(output) && geometry.fits(rstd))) {
+  if (!empty && !(views.fits(output) && views.fits(rstd))) {
     return forward_by_copies<forward<kernel>>(args);
   }
   if (present(residual)) {
@@ -194,22 +194,22 @@ ForwardOutputs forward(const ForwardArgs& args) {
   }
 
   const auto parameter_type = ParameterTypes(present(residual) ? *residual : input, args.weight, args.bias).kernel;
-  const auto x = geometry.fit(input), weight = kernel_parameter(args.weight, parameter_type, geometry);
-  const auto bias = kernel_parameter(args.bias, parameter_type, geometry);
+  const auto x = views.fit(input), weight = kernel_parameter(args.weight, parameter_type, views);
+  const auto bias = kernel_parameter(args.bias, parameter_type, views);
   Workspace workspace(input, on);
   ForwardParams params;
-  set_common(params, geometry, args.options, *weight, *bias, on, workspace);
-  params.input = geometry.view(*x, on.input(*x, "input"));
+  set_common(params, views, args.options, *weight, *bias, on, workspace);
+  params.input = views.view(*x, on.input(*x, "input"));
   MaybeOwned added;
   if (present(residual)) {
-    added = geometry.fit(*residual);
-    params.sum = geometry.view(sum, sum.is_same(*added) ? on.in_out(sum, "residual") : on.output(sum, "sum"));
-    params.residual = sum.is_same(*added) ? params.sum : geometry.view(*added, on.input(*added, "residual"));
+    added = views.fit(*residual);
+    params.sum = views.view(sum, sum.is_same(*added) ? on.in_out(sum, "residual") : on.output(sum, "sum"));
+    params.residual = sum.is_same(*added) ? params.sum : views.view(*added, on.input(*added, "residual"));
   }
   params.eps = args.eps;
-  params.output = geometry.view(output, on.output(output, "output"));
-  params.mean = geometry.statistic_view(mean, on.output(mean, "mean"));
-  params.rstd = geometry.statistic_view(rstd, on.output(rstd, "rstd"));
+  params.output = views.view(output, on.output(output, "output"));
+  params.mean = views.statistic_view(mean, on.output(mean, "mean"));
+  params.rstd = views.statistic_view(rstd, on.output(rstd, "rstd"));
   params.dtype = dtype_of(input.scalar_type());
   params.sum_dtype = present(residual) ? dtype_of(residual->scalar_type()) : params.dtype;
   params.param_dtype = dtype_of(parameter_type);
@@ -233,9 +233,9 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const bool allocates =
       wants_input || !(args.options.preserve_layout ? input.is_non_overlapping_and_dense() : input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
-  const Geometry geometry(grad, input, normalized_dims, args.weight, args.bias);
+  const Views views(grad, input, normalized_dims, args.weight, args.bias);
   const bool empty = input.numel() == 0;
-  if (!empty && !(geometry.fits(grad) && geometry.fits(args.rstd.contiguous()))) {
+  if (!empty && !(views.fits(grad) && views.fits(args.rstd.contiguous()))) {
     return backward_by_copies<backward<kernel>>(args);
   }
   const auto parameter_gradient = [&](const GradientType& type) {
@@ -249,24 +249,24 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
 
   const auto statistic = [&](const Tensor& t) {
-    return geometry.fits(t) ? MaybeOwned::borrowed(t) : MaybeOwned::owned(t.contiguous());
+    return views.fits(t) ? MaybeOwned::borrowed(t) : MaybeOwned::owned(t.contiguous());
   };
-  const auto dy = geometry.fit(args.grad_output), x = geometry.fit(input);
-  const auto dsum = wants_input && present(args.grad_sum) ? geometry.fit(*args.grad_sum) : MaybeOwned();
-  const auto weight = kernel_parameter(args.weight, types.kernel, geometry);
-  const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, geometry) : MaybeOwned();
+  const auto dy = views.fit(args.grad_output), x = views.fit(input);
+  const auto dsum = wants_input && present(args.grad_sum) ? views.fit(*args.grad_sum) : MaybeOwned();
+  const auto weight = kernel_parameter(args.weight, types.kernel, views);
+  const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, views) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
   Workspace workspace(input, on);
   BackwardParams params;
-  set_common(params, geometry, args.options, *weight, *bias, on, workspace);
-  params.grad_output = geometry.view(*dy, on.input(*dy, "grad_output"));
-  params.input = geometry.view(*x, on.input(*x, "input"));
-  params.grad_sum = geometry.view(*dsum, on.input(*dsum, "grad_sum"));
-  params.mean = geometry.statistic_view(*mean, on.input(*mean, "mean"));
-  params.rstd = geometry.statistic_view(*rstd, on.input(*rstd, "rstd"));
-  params.grad_input = geometry.view(grad_input, on.output(grad_input, "grad_input"));
-  params.grad_weight = geometry.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
-  params.grad_bias = geometry.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
+  set_common(params, views, args.options, *weight, *bias, on, workspace);
+  params.grad_output = views.view(*dy, on.input(*dy, "grad_output"));
+  params.input = views.view(*x, on.input(*x, "input"));
+  params.grad_sum = views.view(*dsum, on.input(*dsum, "grad_sum"));
+  params.mean = views.statistic_view(*mean, on.input(*mean, "mean"));
+  params.rstd = views.statistic_view(*rstd, on.input(*rstd, "rstd"));
+  params.grad_input = views.view(grad_input, on.output(grad_input, "grad_input"));
+  params.grad_weight = views.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
+  params.grad_bias = views.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
   params.from_output = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output.scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());

@@ -66,8 +66,8 @@ BackwardOutputs call_backward(const BackwardArgs& args);
 // The same for images [N, C, *] and normalized_shape {C}, without the cost of moving the channels by views.
 ForwardOutputs forward_images(const ForwardArgs& args);
 
-using Forward = ForwardOutputs (*)(const ForwardArgs&);
-using Backward = BackwardOutputs (*)(const BackwardArgs&);
+using ForwardFunction = ForwardOutputs (*)(const ForwardArgs&);
+using BackwardFunction = BackwardOutputs (*)(const BackwardArgs&);
 
 // Calls `function` with f(t) in place of each tensor t of `args`.
 template <class Function, class F>
@@ -80,7 +80,7 @@ ForwardOutputs call_with(const Function& function, const ForwardArgs& args, cons
 
 // The function of `forward` for a dispatch key; of forward.fused if Residual is an optional tensor; or of
 // forward_.fused if it is a tensor.
-template <Forward kForward, class... Residual>
+template <ForwardFunction kForward, class... Residual>
 struct ForwardOperator {
   static constexpr bool kInPlace = (std::is_same_v<Residual, const Tensor&> || ...);
   using Outputs = std::conditional_t<sizeof...(Residual) == 1 && !kInPlace, std::tuple<Tensor, Tensor, Tensor, Tensor>,
@@ -101,7 +101,7 @@ struct ForwardOperator {
 };
 
 // The function of `backward` for a dispatch key.
-template <Backward kBackward>
+template <BackwardFunction kBackward>
 struct BackwardOperator {
   static BackwardOutputs call(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                               const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
@@ -114,7 +114,7 @@ struct BackwardOperator {
 };
 
 // Registers an implementation of all operators for one dispatch key.
-template <Forward kForward, Backward kBackward>
+template <ForwardFunction kForward, BackwardFunction kBackward>
 void implement(torch::Library& m) {
   using Norm = ForwardOperator<kForward>;
   using Fused = ForwardOperator<kForward, const optional<Tensor>&>;

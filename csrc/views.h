@@ -22,8 +22,8 @@ inline optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, con
   return result;
 }
 
-// The stride of dimensions [begin, end) for which `selected` holds, seen as one dimension; nothing if there is no such
-// stride. Dimensions of size 1 do not count; without others, the stride is `otherwise`.
+// The stride of the dimension into which the selected dimensions of [begin, end) can be merged without a copy, or
+// nullopt if they cannot. Dimensions of size 1 do not matter; if there is no other, returns `otherwise`.
 template <class F>
 optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int64_t otherwise, const F& selected) {
   int64_t stride = otherwise, expected = -1;
@@ -42,15 +42,15 @@ optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int6
 // A tensor of the caller or a copy. Borrowing takes a small call less time than counting a reference.
 using MaybeOwned = c10::MaybeOwned<Tensor>;
 
-// How the tensors of a call are seen as [groups, rows, cols].
+// The views [groups, rows, cols] of the tensors of a call.
 //
 // The batch dimensions in which a parameter has the input's size are groups, the others are rows. If all rows share the
 // parameters, groups and rows are outer and inner batch dimensions, divided so that the input need not be copied.
-class Geometry {
+class Views {
  public:
   // `output` has the layout of all outputs.
-  Geometry(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
-           const optional<Tensor>& bias)
+  Views(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
+        const optional<Tensor>& bias)
       : output_(output), batch_dims_(input.dim() - normalized_dims), is_group_(batch_dims_, false) {
     const auto sizes = input.sizes();
     for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= sizes[d];

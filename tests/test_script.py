@@ -1,12 +1,14 @@
 """torch.jit.script: modules and functions give the bits of eager calls, also after saving and loading."""
 
+import dataclasses
+import inspect
 import io
 import subprocess
 import sys
 
 import pytest
 import torch
-from family import MODULES, flags, with_gradients
+from family import MEMBERS, MODULES, family, flags, with_gradients
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm
@@ -78,6 +80,30 @@ def test_scripted_functions_have_the_same_bits():
     x, scripted = torch.randn(ROWS), torch.jit.script(call_functions)
     for each in (scripted, save_and_load(scripted)):
         assert torch.equal(each(x), call_functions(x))
+
+
+FUNCTIONS = sorted({member.function for member in MEMBERS}, key=lambda function: function.__name__)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_operators_have_the_arguments_of_the_functions(function):
+    arguments = getattr(torch.ops.layernorm, function.__name__).default._schema.arguments
+    parameters = inspect.signature(function).parameters.values()
+    assert [(a.name, a.kwarg_only, a.default_value) for a in arguments] == [
+        (p.name, p.kind == p.KEYWORD_ONLY, None if p.default is p.empty else p.default) for p in parameters
+    ]
+    assert [a.has_default_value() for a in arguments] == [p.default is not p.empty for p in parameters]
+
+
+@family
+def test_scripted_functions_have_the_same_results(member):
+    shape = (2, 5, 3, 8) if member.takes_images else (2, 5, 8)
+    x, r, w, b = (torch.randn(size) for size in (shape, shape, 8, 8))
+    scripted = torch.jit.script(member.function)
+    scripted.__name__ = member.function.__name__  # which a member looks at
+    results = dataclasses.replace(member, function=scripted)(x, r, w, b)
+    for actual, expected in zip(results, member(x, r, w, b), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_scripted_converted_model_has_the_same_bits():
