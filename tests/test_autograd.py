@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from family import EPS, formula
-from reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
-from shapes import ALL, data_dtypes, forward, hard_rows, randn, tiny_rows
+from support.family import EPS, formula
+from support.inputs import ALL, data_dtypes, forward, hard_rows, randn, tiny_rows
+from support.reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
 from test_family import GROUPS, arguments
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap

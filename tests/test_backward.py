@@ -2,20 +2,7 @@
 
 import pytest
 import torch
-from reference import (
-    BF16,
-    DTYPES_16_BIT,
-    F16,
-    F32,
-    F64,
-    Backward,
-    Forward,
-    check_backward,
-    check_forward,
-    dtypes_id,
-    exact,
-)
-from shapes import (
+from support.inputs import (
     ALL,
     all_dtypes,
     assert_same_bits,
@@ -29,6 +16,19 @@ from shapes import (
     rows_and_images,
     run,
     tiny_rows,
+)
+from support.reference import (
+    BF16,
+    DTYPES_16_BIT,
+    F16,
+    F32,
+    F64,
+    Backward,
+    Forward,
+    check_backward,
+    check_forward,
+    dtypes_id,
+    exact,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from shapes import (
+from support.inputs import (
     ALL,
     all_dtypes,
     amid_nans,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family import with_gradients
+from support.family import with_gradients
 from torch import nn
 
 from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm

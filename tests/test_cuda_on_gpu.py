@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import installed
-from reference import F32
-from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
+from support.inputs import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
+from support.reference import F32
 
 from layernorm_ext import LayerNorm, _build_info
 

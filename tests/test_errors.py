@@ -6,8 +6,8 @@ import re
 import numpy
 import pytest
 import torch
-from reference import BF16, F16, F32, F64
-from shapes import ALL
+from support.inputs import ALL
+from support.reference import BF16, F16, F32, F64
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 

@@ -7,19 +7,7 @@ import itertools
 
 import pytest
 import torch
-from reference import (
-    BF16,
-    DTYPES,
-    DTYPES_16_BIT,
-    F16,
-    F32,
-    F64,
-    broadcast_rows,
-    dtypes_id,
-    statistics_dtype,
-    xhat_error_from_output,
-)
-from shapes import (
+from support.inputs import (
     MASKS,
     all_dtypes,
     amid_nans,
@@ -31,6 +19,18 @@ from shapes import (
     rows_and_images,
     run,
     transposed,
+)
+from support.reference import (
+    BF16,
+    DTYPES,
+    DTYPES_16_BIT,
+    F16,
+    F32,
+    F64,
+    broadcast_rows,
+    dtypes_id,
+    statistics_dtype,
+    xhat_error_from_output,
 )
 
 from layernorm_ext import ada_layer_norm

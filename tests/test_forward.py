@@ -11,21 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import (
-    BF16,
-    DTYPES,
-    DTYPES_16_BIT,
-    F16,
-    F32,
-    F64,
-    Forward,
-    assert_within,
-    check_backward,
-    check_forward,
-    dtypes_id,
-    exact,
-)
-from shapes import (
+from support.inputs import (
     all_dtypes,
     amid_nans,
     assert_same_bits,
@@ -40,6 +26,20 @@ from shapes import (
     run,
     run_images,
     run_pixels,
+)
+from support.reference import (
+    BF16,
+    DTYPES,
+    DTYPES_16_BIT,
+    F16,
+    F32,
+    F64,
+    Forward,
+    assert_within,
+    check_backward,
+    check_forward,
+    dtypes_id,
+    exact,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

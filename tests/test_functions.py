@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from family import MEMBERS, family, with_gradients
-from reference import BF16, F16, F32, F64, dtypes_id
-from shapes import assert_same_bits, randn
+from support.family import MEMBERS, family, with_gradients
+from support.inputs import assert_same_bits, randn
+from support.reference import BF16, F16, F32, F64, dtypes_id
 from torch.nn import functional as F
 
 from layernorm_ext import add_layer_norm, add_layer_norm_2d, rms_norm

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from reference import BF16, F32, F64, dtypes_id
-from shapes import LAYOUTS, all_dtypes, amid_nans, assert_same_bits, randn, random_args, run, run_pixels
+from support.inputs import LAYOUTS, all_dtypes, amid_nans, assert_same_bits, randn, random_args, run, run_pixels
+from support.reference import BF16, F32, F64, dtypes_id
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

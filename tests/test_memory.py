@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from family import MEMBERS, with_gradients
-from reference import F32
-from shapes import ALL, MASKS, assert_same_bits, check, check_images, randn, run, run_images
+from support.family import MEMBERS, with_gradients
+from support.inputs import ALL, MASKS, assert_same_bits, check, check_images, randn, run, run_images
+from support.reference import F32
 
 import layernorm_ext
 from layernorm_ext import add_layer_norm, add_layer_norm_2d, add_rms_norm, add_rms_norm_2d, layer_norm_2d

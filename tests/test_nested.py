@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family import MEMBERS, with_gradients
+from support.family import MEMBERS, with_gradients
 
 from layernorm_ext import ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 

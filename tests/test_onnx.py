@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, dtypes_id
+from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 from test_convert import randomize
 from test_tracing import FAMILY, Model
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from reference import BF16, F16, F32, F64, dtypes_id
-from shapes import ALL, MASKS, forward
+from support.inputs import ALL, MASKS, forward
+from support.reference import BF16, F16, F32, F64, dtypes_id
 from test_family import arguments, groups, variants
 from test_torch_tools import IMAGES
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from family import MODULES, flags, with_gradients
+from support.family import MODULES, flags, with_gradients
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from family import MEMBERS, with_gradients
-from reference import BF16, DTYPES_16_BIT, F16, F32, F64, dtypes_id
-from shapes import randn
+from support.family import MEMBERS, with_gradients
+from support.inputs import randn
+from support.reference import BF16, DTYPES_16_BIT, F16, F32, F64, dtypes_id
 from test_errors import FUNCTION_ERRORS
 from test_script import save_and_load
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter

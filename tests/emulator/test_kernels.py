@@ -11,8 +11,7 @@ import random
 import emulated_build
 import pytest
 import torch
-from reference import BF16, DTYPES, DTYPES_16_BIT, F32, F64, broadcast_rows, dtypes_id, xhat_error_from_output
-from shapes import (
+from support.inputs import (
     ALL,
     MASKS,
     all_dtypes,
@@ -27,6 +26,7 @@ from shapes import (
     run_images,
     run_pixels,
 )
+from support.reference import BF16, DTYPES, DTYPES_16_BIT, F32, F64, broadcast_rows, dtypes_id, xhat_error_from_output
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 

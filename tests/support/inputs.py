@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, broadcast_rows, check_backward, check_forward, dtypes_id
+
+from support.reference import BF16, DTYPES, F16, F32, F64, broadcast_rows, check_backward, check_forward, dtypes_id
 
 ALL = [True, True, True]  # output_mask: all gradients
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
