@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
+from support.backends import Results, forward, run
 from support.family import EPS, formula
-from support.inputs import ALL, data_dtypes, forward, hard_rows, randn, tiny_rows
+from support.inputs import data_dtypes, hard_rows, randn, tiny_rows
 from support.reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
 from test_family import GROUPS, arguments
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -71,8 +72,8 @@ def test_first_and_second_derivatives(backend, batches, adds, requires_grad, opt
 
     def function(*inputs):
         given = iter(inputs)
-        y, total, *_ = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
-        return y if total is None else (y, total * 1.5)
+        results = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
+        return (results.output, results.total * 1.5) if adds else results.output
 
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)
@@ -220,18 +221,16 @@ def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, a
     dy = dy / 256  # else float16 gradients of tiny rows overflow
 
     def both_passes(x, residual, dy):
-        y, total, mean, rstd = forward(backend, x, residual if adds else None, w, b, eps, rms=rms)
-        arguments = (dy, total if adds else x, (cols,), mean, rstd, w, b, ALL, None)
-        grad_input, grad_weight, grad_bias = backend.backward(*arguments, rms=rms)
-        return y, *([] if rms else [mean]), rstd, grad_input, grad_weight, grad_bias
+        results = run(backend, x, dy, w, b, eps, residual=residual if adds else None, rms=rms)
+        return {name: t for name, t in results._asdict().items() if t is not None}
 
-    results = vmap(both_passes)(*(t[:, None] for t in (*halves, dy)))
-    y, *mean, rstd, grad_input, _, _ = (t[:, 0] for t in results)
-    check_forward((y, mean[0] if mean else None, rstd), x, w, b, eps, rms=rms)
-    gradients = grad_input, *(t.to(F64).sum(0).to(dtype) for t in results[-2:])
+    results = Results(**vmap(both_passes)(*(t[:, None] for t in (*halves, dy))))
+    rows = results.rows((slice(None), 0))
+    check_forward(rows.forward, x, w, b, eps, rms=rms)
+    check_backward(rows.gradients, dy, x, w, b, eps, rms=rms)
     if dtype in (F32, F64):  # else each row's gradient of a parameter is rounded
-        check_backward(gradients, dy, x, w, b, eps, rms=rms)
-    check_backward((grad_input, None, None), dy, x, w, b, eps, rms=rms)
+        sums = (t.to(F64).sum(0).to(dtype) for t in (results.grad_weight, results.grad_bias))
+        check_backward((None, *sums), dy, x, w, b, eps, rms=rms)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
@@ -244,7 +243,7 @@ def test_first_derivatives_of_hard_values(backend, dtype, cols, rms, rows, eps):
     dy, tangent = randn(x.shape, dtype, backend.device), x.flip(1) / 4
 
     def function(x):
-        return forward(backend, x, None, w, None, eps, rms=rms)[0]
+        return forward(backend, x, None, w, None, eps, rms=rms).output
 
     check_backward((vjp(function, x)[1](dy)[0], None, None), dy, x, w, None, eps, rms=rms)
     exact_forward = Forward(exact(x), eps, rms)
@@ -265,7 +264,7 @@ def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms
     x, w, v = (double(*shape).to(dtype).double() for shape in ((3, 40), (40,), (3, 40)))
 
     def function(x, w):
-        return forward(backend, x, None, w, None, 0.0, rms=rms)[0].pow(2).sum()
+        return forward(backend, x, None, w, None, 0.0, rms=rms).output.pow(2).sum()
 
     def of_autograd(x, w, v):
         inputs = [x.detach().requires_grad_(), w.detach().requires_grad_()]
@@ -313,7 +312,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
     x[:3, :-1] = 1
     x, bias = x.to(backend.device), torch.ones(49, device=backend.device)
     for eps in (1e-5, 1e-30):
-        y = vmap(lambda x, eps=eps: forward(backend, x, None, None, bias, eps, rms=rms)[0])(x)
+        y = vmap(lambda x, eps=eps: forward(backend, x, None, None, bias, eps, rms=rms).output)(x)
         assert y[0].isnan().all()
         assert rms or y[1:3].isnan().all()
         assert y[1:3, -1].isnan().all()
@@ -323,9 +322,9 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
             torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)
         else:
             assert (y[4:] == 1).all()
-    gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms)[0].sum()))(x[3:])
+    gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms).output.sum()))(x[3:])
     assert gradient.isfinite().all()
-    empty = vmap(lambda x: forward(backend, x, None, None, None, rms=rms)[0])(x[:, None, :0])
+    empty = vmap(lambda x: forward(backend, x, None, None, None, rms=rms).output)(x[:, None, :0])
     assert empty.shape == (9, 1, 0)
 
 

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import installed
-from support.inputs import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
+from support.backends import assert_same_bits, check, check_images, installed, run, run_images
+from support.inputs import all_dtypes, random_args
 from support.reference import F32
 
 from layernorm_ext import LayerNorm, _build_info

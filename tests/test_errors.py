@@ -6,7 +6,7 @@ import re
 import numpy
 import pytest
 import torch
-from support.inputs import ALL
+from support.backends import ALL
 from support.reference import BF16, F16, F32, F64
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only

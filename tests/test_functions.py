@@ -7,8 +7,9 @@ import itertools
 
 import pytest
 import torch
+from support.backends import assert_same_bits
 from support.family import MEMBERS, family, with_gradients
-from support.inputs import assert_same_bits, randn
+from support.inputs import randn
 from support.reference import BF16, F16, F32, F64, dtypes_id
 from torch.nn import functional as F
 

@@ -11,8 +11,8 @@ import re
 import numpy
 import pytest
 import torch
+from support.backends import assert_same_bits
 from support.family import MODULES, family, flags
-from support.inputs import assert_same_bits
 from support.reference import BF16, F16, F32, F64
 from torch.nn import functional as F
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.inputs import ALL, MASKS, forward
+from support.backends import ALL, MASKS, forward
 from support.reference import BF16, F16, F32, F64, dtypes_id
 from test_family import arguments, groups, variants
 from test_torch_tools import IMAGES
@@ -23,11 +23,10 @@ def opcheck(backend, x, weight, bias, checks, normalized_shape=None, masks=(ALL,
     weight, bias = (p if p is None else p.detach().requires_grad_() for p in (weight, bias))
     torch.library.opcheck(ops.forward.default, (x, shape, weight, bias), options, **checks)
     torch.library.opcheck(ops.forward.residual, (x, residual, shape, weight, bias), options, **checks)
-    _, _, mean, rstd = forward(backend, x.detach(), None, weight, bias, normalized_shape=shape, **options)
-    mean, rstd = (t if t is None else t.detach() for t in (mean, rstd))
+    saved = forward(backend, x.detach(), None, weight, bias, normalized_shape=shape, **options).map(torch.Tensor.detach)
     for mask in masks:
         grad_sum = residual if mask[2] else None
-        arguments = (dy, x, shape, mean, rstd, weight, bias, mask, grad_sum)
+        arguments = (dy, x, shape, saved.mean, saved.rstd, weight, bias, mask, grad_sum)
         torch.library.opcheck(ops.backward.default, arguments, options, **checks)
 
 

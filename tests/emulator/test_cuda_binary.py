@@ -6,7 +6,8 @@ import re
 import cuda_binary
 import emulated_build
 import pytest
-from support.inputs import amid_nans, random_args, run, run_pixels
+from support.backends import run, run_pixels
+from support.inputs import amid_nans, random_args
 from test_kernels import RESIDUALS
 
 from layernorm_ext import _build_info
