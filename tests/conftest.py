@@ -58,8 +58,9 @@ def backend(request):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def independence_of_other_tests():
     torch.manual_seed(0)
+    torch._dynamo.reset()  # else torch.compile reuses graphs, and gives up recompiling after some of them
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.backends import Results, forward, run
 from support.family import EPS, formula
-from support.inputs import data_dtypes, hard_rows, randn, tiny_rows
+from support.inputs import GROUPS, arguments, data_dtypes, hard_rows, randn, rms_or_not, tiny_rows
 from support.reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
-from test_family import GROUPS, arguments
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +43,7 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# Batch sizes as in test_family.py, with a residual or without, which of the tensors require a gradient, and options.
+# Batch sizes as in GROUPS, with a residual or without, which of the tensors require a gradient, and options.
 SHARED = [((4,), *parameters) for parameters in itertools.product([(), None], repeat=2)]
 CASES = [
     (batches, adds, requires_grad, {})
@@ -203,7 +202,6 @@ def test_transforms_check_their_arguments(backend, double):
 
 # Precision of the transforms, whose compositions of aten operations have the bounds of the kernels
 
-rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 hard_or_tiny = pytest.mark.parametrize("rows, eps", [(hard_rows, 1e-5), (tiny_rows, 0.0)], ids=["hard", "tiny"])
 
 

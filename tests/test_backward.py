@@ -11,6 +11,7 @@ from support.inputs import (
     lazy_zeros,
     randn,
     random_args,
+    rms_or_not,
     tiny_rows,
 )
 from support.reference import (
@@ -133,7 +134,7 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
 @rows_and_images
 @all_dtypes
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@rms_or_not
 def test_hard_values(backend, run, dtypes, cols, rms):
     """Sums and squares overflow (pytorch#162489), or add rounding errors that all have the same sign.
 
@@ -154,7 +155,7 @@ SMALLEST_EPS = {"cpu": (0.0, 0.0), "cuda": (1e-30, 1e-280), "emulated": (1e-30, 
 @rows_and_images
 @all_dtypes
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@rms_or_not
 @pytest.mark.parametrize("eps", [0.0, 1e-44])
 def test_tiny_values(backend, run, dtypes, cols, rms, eps):
     """Squares underflow without an eps that hides them. An ordinary row keeps its bits."""

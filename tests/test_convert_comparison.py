@@ -4,7 +4,8 @@ import time
 
 import pytest
 import torch
-from test_convert import BF16, F16, F32, F64, LikeLlama, MyNorm, build_ours, layer_with, randomize
+from support.models import LikeLlama, MyNorm, build_ours, layer_with, randomize
+from support.reference import BF16, F16, F32, F64
 from torch.nn.functional import layer_norm, rms_norm
 
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, _comparison, convert, register_conversion

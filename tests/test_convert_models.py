@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from test_convert import randomize
+from support.models import randomize
+from support.reference import BF16, F16, F32, F64
 
 from layernorm_ext import convert, revert
-
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
 
@@ -136,7 +135,6 @@ def test_float64_logits_and_gradients_match_the_original(name):
     ("name", "compiler"), [*((name, "aot_eager") for name in ARCHITECTURES), ("timm convnext_tiny", "inductor")]
 )
 def test_converted_models_compile_without_graph_breaks(name, compiler):
-    torch._dynamo.reset()
     model, inputs = model_and_inputs(name, F32)
     expected = logits_and_gradients(model.eval(), inputs)
     convert(model)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from test_convert import LikeLlama, MyNorm, randomize, snapshot
+from support.models import LikeLlama, MyNorm, randomize, snapshot
 
 from layernorm_ext import LayerNorm, RMSNorm, convert, register_conversion, revert
 

@@ -20,6 +20,7 @@ from layernorm_ext import (
     ada_rms_norm_2d,
     layer_norm,
     layer_norm_2d,
+    trace_as,
 )
 
 X, W, STATISTICS = torch.ones(2, 3), torch.ones(3), torch.ones(2, 1)
@@ -328,6 +329,31 @@ def test_errors_of_functions_and_modules(context, message, call):
 def test_shift_on_another_device():
     with raises("Expected shift to be on the device of input"):
         ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
+
+
+ERRORS = FUNCTION_ERRORS | {
+    "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta"))
+}
+TRACERS = {
+    "compile": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True)(X),
+    "export": lambda module: torch.export.export(module, (X,), strict=False),
+    "jit.trace": lambda module: torch.jit.trace(module, X),
+}
+
+
+@pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS.keys())
+def test_tracers_give_the_errors_of_eager_calls(call, trace):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x, call()
+
+    with pytest.raises(RuntimeError) as eager:
+        call()
+    with trace_as("aten"), pytest.raises(RuntimeError) as traced:
+        trace(Module())
+    traced_message = re.sub(r"tensor\((\d+)\)", r"\1", str(traced.value))  # torch.jit.trace makes tensors of sizes
+    assert str(eager.value).partition("\n")[0] in traced_message
 
 
 # Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.

@@ -8,7 +8,19 @@ import itertools
 import pytest
 import torch
 from support.backends import MASKS, Results, assert_same_bits, check, forward, rows_and_images, run
-from support.inputs import all_dtypes, amid_nans, data_dtypes, randn, transposed
+from support.inputs import (
+    GROUPS,
+    VARIANTS,
+    all_dtypes,
+    amid_nans,
+    arguments,
+    data_dtypes,
+    groups,
+    randn,
+    rms_or_not,
+    transposed,
+    variants,
+)
 from support.reference import (
     BF16,
     DTYPES,
@@ -24,42 +36,8 @@ from support.reference import (
 
 from layernorm_ext import ada_layer_norm
 
-VARIANTS = {
-    "layer": {"rms": False, "zero_centered_weight": False},
-    "layer-centred": {"rms": False, "zero_centered_weight": True},
-    "rms": {"rms": True, "zero_centered_weight": False},
-    "rms-centred": {"rms": True, "zero_centered_weight": True},
-}
-variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-
 # Numbers of columns on both sides of the limits between kernels: packs, several rows at a time, tiles, chunks, parts.
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
-
-# Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.
-GROUPS = {
-    "shared": ((3, 5), (), ()),
-    "shared, all dimensions": ((3, 5), (1, 1), (1, 1)),
-    "per sample": ((3, 5), (3, 1), (3, 1)),
-    "per position": ((3, 5), (1, 5), (1, 5)),
-    "per row": ((3, 5), (3, 5), (3, 5)),
-    "rows of a matrix": ((7,), (7,), (7,)),
-    "weight per sample, bias shared": ((3, 5), (3, 1), ()),
-    "weight shared, bias per position": ((3, 5), (1, 1), (1, 5)),
-    "bias alone": ((3, 5), None, (3, 1)),
-    "outer and inner dimension": ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
-    "middle dimension": ((2, 3, 4), (1, 3, 1), (1, 3, 1)),
-    "many rows": ((2, 70), (2, 1), (2, 1)),
-}
-groups = pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
-
-
-def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
-    """Return input, grad_output, weight and bias, of the dtypes of input and parameters, or of input, weight, bias."""
-    x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
-    parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)
-    return x, dy, *(None if p is None else surround(randn((*p, cols), dtype, device)) for p, dtype in parameters)
-
 
 # Results
 

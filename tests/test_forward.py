@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.backends import assert_same_bits, bits, check, installed, rows_and_images, run, run_images, run_pixels
-from support.inputs import all_dtypes, amid_nans, columns, data_dtypes, randn, random_args, rows_for
+from support.inputs import all_dtypes, amid_nans, columns, data_dtypes, randn, random_args, rms_or_not, rows_for
 from support.reference import (
     BF16,
     DTYPES,
@@ -51,7 +51,7 @@ def test_results_match_float64(backend, dtypes, columns):
 
 @rows_and_images
 @all_dtypes
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@rms_or_not
 @pytest.mark.parametrize("offset", [0, 1000])
 def test_weights_of_any_size(backend, run, dtypes, rms, offset):
     """The error is relative to the weight, without a bias and with one, however small or large."""

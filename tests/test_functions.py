@@ -209,7 +209,6 @@ def call_all(members):
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_first])
 def test_compiled_calls_have_the_same_bits(layout):
     """Also the gradients, in the memory format of the input, and when the sizes change."""
-    torch._dynamo.reset()
     members = [member for member in MEMBERS if layout in layouts(member)]
     compiled = torch.compile(call_all(members), fullgraph=True, dynamic=True, backend="aot_eager")
     for n, h in ((2, 3), (4, 5)):
@@ -226,7 +225,6 @@ def test_compiled_calls_have_the_same_bits(layout):
 
 def test_inductor_fuses_neighbours():
     """It decides whether an operator in place needs a copy. Residuals are float32 and parameters float64."""
-    torch._dynamo.reset()
     members = [member for member in MEMBERS if not member.takes_images]
 
     def function(*tensors):

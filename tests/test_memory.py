@@ -7,7 +7,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from support.backends import ALL, MASKS, assert_same_bits, check, check_images, run, run_images
 from support.family import MEMBERS, with_gradients
-from support.inputs import randn
+from support.inputs import randn, rms_or_not
 from support.reference import F32
 
 import layernorm_ext
@@ -122,22 +122,22 @@ overlapping = pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPP
 
 @overlapping
 @pytest.mark.parametrize("preserve_layout", [False, True], ids=["contiguous", "preserve_layout"])
-@pytest.mark.parametrize("options", [{}, {"rms": True}], ids=["layer", "rms"])
-def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, options):
+@rms_or_not
+def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, rms):
     """Copies must not have the strides of such a tensor, into which nothing can be written."""
     for shape in ((4, 8), (3, 4, 8), (2, 3, 4, 8)):
         x = make(shape, backend.device)
         w, b = (randn(8, F32, backend.device) for _ in range(2))
-        options = options | {"preserve_layout": preserve_layout}
+        options = {"rms": rms, "preserve_layout": preserve_layout}
         for dy in (randn(shape, F32, backend.device), randn(shape, F32, backend.device).transpose(0, 1).contiguous()):
             dy = dy if dy.shape == shape else dy.transpose(0, 1)
             results = run(backend, x, dy, w, b, **options)
-            check(results.map(torch.Tensor.contiguous), x, dy, w, b, rms="rms" in options)
+            check(results.map(torch.Tensor.contiguous), x, dy, w, b, rms=rms)
             for mask in MASKS:
                 assert_same_bits(run(backend, x, dy, w, b, mask=mask, **options), results.requested(mask), mask)
             inputs = {"residual": make(shape, backend.device), "grad_sum": make(shape, backend.device)}
             added = run(backend, x, dy, w, b, **inputs, **options).map(torch.Tensor.contiguous)
-            check(added, x, dy, w, b, **inputs, rms="rms" in options)
+            check(added, x, dy, w, b, **inputs, rms=rms)
 
 
 @overlapping

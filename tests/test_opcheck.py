@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 from support.backends import ALL, MASKS, forward
+from support.inputs import IMAGE_LAYOUTS, arguments, groups, variants
 from support.reference import BF16, F16, F32, F64, dtypes_id
-from test_family import arguments, groups, variants
-from test_torch_tools import IMAGES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Autograd and compilation, the other checks, take longest and do not depend on dtypes, layouts and parameter shapes.
@@ -52,7 +51,7 @@ def test_groups(backend, dtypes, batches):
     opcheck(backend, x, w, b, SHAPE_FUNCTIONS)
 
 
-LAYOUTS = IMAGES | {
+LAYOUTS = IMAGE_LAYOUTS | {
     "sliced": lambda: torch.randn(4, 6, 3, 5)[::2, 1:5],
     "expanded": lambda: torch.randn(2, 4, 1, 1).expand(2, 4, 3, 5),
 }

@@ -8,7 +8,7 @@ import emulated_build
 import pytest
 from support.backends import run, run_pixels
 from support.inputs import amid_nans, random_args
-from test_kernels import RESIDUALS
+from support.reference import RESIDUALS
 
 from layernorm_ext import _build_info
 

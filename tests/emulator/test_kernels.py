@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.backends import ALL, MASKS, Results, assert_same_bits, check, check_images, run, run_images, run_pixels
 from support.inputs import all_dtypes, amid_nans, hard_rows, randn, random_args
-from support.reference import BF16, DTYPES, DTYPES_16_BIT, F32, F64, broadcast_rows, dtypes_id, xhat_error_from_output
+from support.reference import BF16, F32, F64, RESIDUALS, broadcast_rows, dtypes_id, xhat_error_from_output
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
@@ -181,9 +181,6 @@ def test_few_rows_with_some_gradients(library):
 
 
 # Options and layouts on every path
-
-# Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
-RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
 
 
 def in_fused_projection(tensor):

@@ -144,3 +144,52 @@ def negative(t):
 
 
 LAYOUTS = [transposed, every_second_column, with_gaps, misaligned, negative]
+
+# Layouts of images and of rows of images.
+IMAGE_LAYOUTS = {
+    "contiguous": lambda: torch.randn(2, 3, 4, 5),
+    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    "sliced channels_last": lambda: torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)[:, 2:5],
+    "one channel": lambda: torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
+    "one pixel": lambda: torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
+    "transposed batch": lambda: torch.randn(3, 2, 4, 5).transpose(0, 1),
+    "transposed rows": lambda: torch.randn(2, 3, 5, 4).transpose(2, 3),
+    "empty": lambda: torch.randn(0, 3, 4, 5).to(memory_format=torch.channels_last),
+}
+
+
+# Options of the operators, and parameters with batch dimensions: groups of rows that share their parameters.
+
+VARIANTS = {
+    "layer": {"rms": False, "zero_centered_weight": False},
+    "layer-centred": {"rms": False, "zero_centered_weight": True},
+    "rms": {"rms": True, "zero_centered_weight": False},
+    "rms-centred": {"rms": True, "zero_centered_weight": True},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+
+# Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.
+GROUPS = {
+    "shared": ((3, 5), (), ()),
+    "shared, all dimensions": ((3, 5), (1, 1), (1, 1)),
+    "per sample": ((3, 5), (3, 1), (3, 1)),
+    "per position": ((3, 5), (1, 5), (1, 5)),
+    "per row": ((3, 5), (3, 5), (3, 5)),
+    "rows of a matrix": ((7,), (7,), (7,)),
+    "weight per sample, bias shared": ((3, 5), (3, 1), ()),
+    "weight shared, bias per position": ((3, 5), (1, 1), (1, 5)),
+    "bias alone": ((3, 5), None, (3, 1)),
+    "outer and inner dimension": ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
+    "middle dimension": ((2, 3, 4), (1, 3, 1), (1, 3, 1)),
+    "many rows": ((2, 70), (2, 1), (2, 1)),
+}
+groups = pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
+
+
+def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
+    """Return input, grad_output, weight and bias, of the dtypes of input and parameters, or of input, weight, bias."""
+    x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
+    parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)
+    return x, dy, *(None if p is None else surround(randn((*p, cols), dtype, device)) for p, dtype in parameters)

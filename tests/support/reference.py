@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in wider arithmetic, and the error bounds that the kernels must meet.
+"""The readable specification: LayerNorm and RMSNorm in wider arithmetic, and the errors that the kernels may have.
 
 float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-bit on Arm). Its exponent range also
 holds the square of every double. All other results are checked in float64. All arrays are [rows, cols].
@@ -15,6 +15,9 @@ NAMES = {F64: "fp64", F32: "fp32", F16: "fp16", BF16: "bf16"}
 # (data dtype, parameter dtype): all pairs that have kernels of their own.
 DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
 DTYPES_16_BIT = DTYPES[2:]
+
+# Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
+RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
 
 
 def dtypes_id(value):
