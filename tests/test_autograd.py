@@ -128,17 +128,6 @@ def test_checkpointing(layer_norm, leaves, reentrant):
 # torch.func and forward mode
 
 
-def of_vjp(function):
-    return grad(lambda x: vjp(function, x)[1](function(x))[0].sum())
-
-
-@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian, lambda f: jacrev(grad(f)), of_vjp])
-def test_func(layer_norm, double, transform):
-    x, w, b = double(2, 5), double(5), double(5)
-    actual, expected = (transform(lambda x, f=f: f(x, w, b).pow(3).sum())(x) for f in (layer_norm, formula))
-    assert_equal(actual, expected)
-
-
 SECOND_DERIVATIVES = {
     "hessian": hessian,
     "jacrev(jacrev)": lambda f, argnums: jacrev(jacrev(f, argnums), argnums),

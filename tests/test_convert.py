@@ -160,6 +160,10 @@ def divide_by_zero(self, x):
     raise ZeroDivisionError("their message\nand more")
 
 
+def long_error(self, x):
+    raise ValueError("word " * 100)
+
+
 torch_forward = torch.nn.LayerNorm.forward
 NAME = "not LayerNorm((5,), eps=1e-05, elementwise_affine=True, bias=True): "
 OUTPUT = NAME + "output differs by "
@@ -170,6 +174,7 @@ SKIPPED = {
     "other gradient": (lambda self, x: torch_forward(self, x) + x - x.detach(), NAME + "gradient of input differs by "),
     "channels first": (channels_first_for_images, NAME + "input of size[2, 3, 2, 5] raises RuntimeError: "),
     "error": (divide_by_zero, ": it refuses every input: ZeroDivisionError: their message"),
+    "long error": (long_error, ": it refuses every input: ValueError: " + "word " * 23 + "..."),
     "bfloat16": (rounded_for(BF16, BF16), "output of torch.bfloat16 and torch.bfloat16 differs by "),
     "mixed dtypes": (rounded_for(F16, F32), "output of torch.float16 and torch.float32 differs by "),
     "forward of the instance": (layer_with(torch_forward, forward=abs), "its forward was replaced by another"),

@@ -185,12 +185,6 @@ def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
         assert ((y != 0) & (y.abs() < smallest)).sum() > y.numel() / 2
 
 
-def test_overlapping_rows(backend):
-    """Rows that share memory, one element apart."""
-    x = randn(60, F32, backend.device).as_strided((11, 50), (1, 1))
-    check_forward(backend.forward(x, (50,), None, None, 1e-5), x)
-
-
 @all_dtypes
 @pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (17, 4112), (17, 8224), (17, 16385)])
 def test_large_arrays(backend, dtypes, megabytes, cols):

@@ -354,18 +354,16 @@ def test_transforms_refuse_freed_tensors(argument):
         return layernorm_ext.layer_norm(values["input"], (8,), values["weight"], values["bias"])
 
     other = "weight" if argument == "input" else "input"  # torch makes no dual number of a freed tensor
+    present, two = tensors[other], torch.stack([tensors[other]] * 2)
+    gradient = torch.func.grad(lambda t: norm(**{other: t}).sum())
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        norm(**{other: forward_ad.make_dual(tensors[other], torch.ones(tensors[other].shape))})
-    gradients = torch.func.grad(lambda t: norm(**{other: t}).sum())
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        gradients(tensors[other])
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.vmap(gradients)(torch.stack([tensors[other]] * 2))
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.func.grad(lambda t: torch.vmap(lambda row: norm(**{other: row}))(t).sum())(
-            torch.stack([tensors[other]] * 2)
-        )
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.func.grad(lambda t: norm(**{argument: t}).sum())(tensors[argument])
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.vmap(lambda t: norm(**{other: t}))(torch.stack([tensors[other]] * 2))
+        norm(**{other: forward_ad.make_dual(present, torch.ones_like(present))})
+    for transform, of in (
+        (gradient, present),
+        (torch.func.grad(lambda t: norm(**{argument: t}).sum()), tensors[argument]),
+        (torch.vmap(lambda t: norm(**{other: t})), two),
+        (torch.vmap(gradient), two),
+        (torch.func.grad(lambda t: torch.vmap(lambda row: norm(**{other: row}))(t).sum()), two),
+    ):
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            transform(of)
