@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 @pytest.fixture(params=["rows", "images"])
 def layer_norm(request, backend):
-    """The norm over the last dimension, computed as it is or as that of images, which have the channels second."""
+    """The norm over the last dimension, computed by the kernels for rows, or by those for images [N, C, *]."""
 
     def of_rows(x, weight=None, bias=None):
         return backend.layer_norm(x, x.shape[-1:], weight, bias, EPS)
@@ -174,7 +174,7 @@ def test_forward_mode_without_requires_grad(layer_norm, double):
 @pytest.mark.filterwarnings("error")  # vmap warns if it falls back to a loop
 @pytest.mark.parametrize("in_dims", [(0, None, None), (1, None, None), (None, 0, None), (None, None, 0), (2, 1, 0)])
 def test_vmap(layer_norm, double, in_dims):
-    """Over input, parameters and all of them, along any dimension."""
+    """Map over the input, over one parameter, or over all three tensors, along any dimension."""
     shapes = zip([(4, 5), (5,), (5,)], in_dims, strict=True)
     tensors = [double(*s) if d is None else double(*s[:d], 3, *s[d:]) for s, d in shapes]
     assert_equal(vmap(layer_norm, in_dims)(*tensors), vmap(formula, in_dims)(*tensors))

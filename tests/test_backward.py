@@ -148,7 +148,7 @@ def test_hard_values(backend, run, dtypes, cols, rms):
     assert_same_bits(results.rows(0), ordinary.rows(0))
 
 
-# The least eps, in float32 and in float64, that hides the squares which underflow in the CUDA kernels.
+# Tiny squares underflow in the CUDA kernels. An eps of at least this, in float32 and in float64, hides their loss.
 SMALLEST_EPS = {"cpu": (0.0, 0.0), "cuda": (1e-30, 1e-280), "emulated": (1e-30, 1e-280)}
 
 

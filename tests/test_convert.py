@@ -416,7 +416,7 @@ def test_fast_path_is_switched_off_if_any_layer_is_replaced():
 
 
 class WithSlots(torch.nn.Module):
-    """Has a layout in memory that instances of other classes lack."""
+    """Has __slots__, so that Python refuses to change the class of an instance."""
 
     __slots__ = ("extra",)
 

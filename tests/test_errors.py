@@ -33,7 +33,7 @@ def fake_tensors():
 
 @pytest.fixture(params=[contextlib.nullcontext, torch.inference_mode, fake_tensors], ids=["eager", "inference", "fake"])
 def context(request):
-    """Kernels and shape functions make the same checks, because some modes bypass the code in front of them."""
+    """The kernels and the shape functions check their arguments themselves, because some modes call nothing else."""
     with request.param():
         yield request.param
 
@@ -94,7 +94,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("dtype", UNSUPPORTED)
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 def test_unsupported_dtype(backend, context, name, dtype):
-    """It is a NotImplementedError for the input, except in shape functions, where it would mean that there is none."""
+    """For the input, it is a NotImplementedError, which from a shape function would mean that there is none."""
     arguments = {"input": X, "weight": W, "bias": W}
     arguments[name] = torch.empty(arguments[name].shape, dtype=UNSUPPORTED[dtype])
     with raises(f"Expected {name} of dtype Double, Float, Half or BFloat16, but got {name} of dtype {dtype}") as error:
@@ -231,7 +231,7 @@ WITH_DEFAULT_EPS = [norm for norm in NORMS if inspect.signature(norm).parameters
 
 @pytest.mark.parametrize("norm", WITH_DEFAULT_EPS, ids=lambda norm: norm.__name__)
 def test_eps_with_a_default_must_be_a_number(norm):
-    """In every mode; the number that was read instead was not even the same in each."""
+    """In every mode, eps=None must not be read as a number."""
 
     def call(x):
         shape = () if norm.__name__.endswith("2d") else ((4,),)

@@ -224,7 +224,7 @@ def test_compiled_calls_have_the_same_bits(layout):
 
 
 def test_inductor_fuses_neighbours():
-    """It decides whether an operator in place needs a copy. Residuals are float32 and parameters float64."""
+    """Inductor may copy a residual that changes in place. Residuals are float32 and parameters float64."""
     members = [member for member in MEMBERS if not member.takes_images]
 
     def function(*tensors):

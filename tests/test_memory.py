@@ -18,7 +18,7 @@ NOT_ALLOCATED = "^The tensor has a non-zero number of elements, but its data is 
 
 
 def freed(t, view=False):
-    """Return a copy of a tensor without memory, as FSDP and offloading leave behind, or a view with an offset of it."""
+    """Return a copy of a tensor whose storage was freed, as FSDP and offloading do, or a view of such a storage."""
     storage = torch.cat([t, t]) if view else t.clone()
     result = storage[len(t) :] if view else storage
     storage.untyped_storage().resize_(0)
@@ -36,7 +36,7 @@ def arguments_of(member):
 @pytest.mark.parametrize("operator", ["forward", "forward.residual", "forward_.residual", "backward"])
 @pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
 def test_operators_refuse_freed_tensors(backend, operator, images, view):
-    """A kernel would take the null pointer of a parameter for an absent parameter, and read the input from it."""
+    """A kernel would read from the null pointer of a freed input, and ignore a freed parameter as an absent one."""
     x, residual, dy, grad_sum = (randn((3, 5, 8), F32, backend.device) for _ in range(4))
     if images:
         x, residual, dy, grad_sum = (t.mT.contiguous().mT for t in (x, residual, dy, grad_sum))
@@ -125,7 +125,7 @@ overlapping = pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPP
 @pytest.mark.parametrize("preserve_layout", [False, True], ids=["contiguous", "preserve_layout"])
 @rms_or_not
 def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, rms):
-    """Copies must not have the strides of such a tensor, into which nothing can be written."""
+    """A result or copy must not have the strides of such a tensor, because its elements would share memory."""
     for shape in ((4, 8), (3, 4, 8), (2, 3, 4, 8)):
         x = make(shape, backend.device)
         w, b = (randn(8, F32, backend.device) for _ in range(2))
@@ -175,7 +175,7 @@ def test_functions_of_overlapping_tensors_with_every_mask(member, make):
 
 
 def test_frames_of_a_signal_as_images():
-    """The weight's gradient was off by more than its size."""
+    """The frames overlap in memory. A wrong copy of them once gave a weight gradient with an error above its value."""
     x = torch.randn(2, 3, 40).unfold(-1, 8, 3).movedim(1, -1)
     w, b = (torch.randn(x.shape[1], dtype=torch.float64) for _ in range(2))
 
@@ -227,7 +227,7 @@ def not_in_place(add, x, r):
 
 @additions
 def test_retained_gradient_and_hooks_of_a_changed_residual(add):
-    """They see the gradient that reaches the sum from where it is used later, as those of a sum that is returned."""
+    """The residual has become the sum, so its retained gradient and its hooks get the gradient of the sum."""
     x, leaf = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
     residual = leaf * 2
     residual.retain_grad()
@@ -250,7 +250,7 @@ def test_retained_gradient_and_hooks_of_a_changed_residual(add):
 @functions
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_negative_residual(add, requires_grad):
-    """A tensor may be the negative of what its memory holds."""
+    """A tensor with the negative bit is the negative of what its memory holds."""
     x, z = torch.randn(SHAPE), torch.complex(torch.randn(SHAPE), torch.randn(SHAPE))
     residual, imaginary = z.conj().imag, z.imag.clone()
     assert residual.is_neg()
