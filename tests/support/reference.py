@@ -4,6 +4,7 @@ float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-
 holds the square of every double. All other results are checked in float64. All arrays are [rows, cols].
 """
 
+import functools
 import math
 
 import numpy as np
@@ -62,15 +63,21 @@ class Backward:
     """The gradients, and the sum of the magnitudes of grad_input's terms, to which its error is proportional."""
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
-        xhat, rstd = forward.xhat, forward.rstd
-        g = dy if weight is None else dy * weight
-        mean_g, mean_gx = 0 if rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
-        self.grad_input = rstd * (g - mean_g - xhat * mean_gx) + grad_sum
-        self.grad_weight, self.grad_bias = (dy * xhat).sum(0), dy.sum(0)
+        self.g = dy if weight is None else dy * weight
+        self.xhat, self.rstd, self.rms, self.grad_sum = forward.xhat, forward.rstd, rms, grad_sum
+        self.grad_weight, self.grad_bias = (dy * forward.xhat).sum(0), dy.sum(0)
 
-        abs_g, abs_xhat = abs(g), abs(xhat)
+    @functools.cached_property
+    def grad_input(self):
+        g, xhat = self.g, self.xhat
+        mean_g, mean_gx = 0 if self.rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
+        return self.rstd * (g - mean_g - xhat * mean_gx) + self.grad_sum
+
+    @functools.cached_property
+    def terms(self):
+        abs_g, abs_xhat = abs(self.g), abs(self.xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-        self.terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(grad_sum)
+        return self.rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(self.grad_sum)
 
 
 # Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms.
@@ -223,10 +230,9 @@ def check_backward(
         # The gradient of an absent parameter has the shape and dtype of the other one.
         like = parameter if parameter is not None else given[0] if given else x[0]
         assert actual.shape == like.shape, (name, *context)
-        groups = math.prod(like.shape[:-1])
-        group = torch.arange(groups).view(like.shape[:-1]).expand(batch).flatten().numpy()
-        value, error = np.zeros((2, groups, x.shape[-1]), dy.dtype)
-        np.add.at(value, group, products)
-        np.add.at(error, group, (PARAMETER_GRADIENT[x.dtype] + sum_error) * terms + errors)
-        check(name, actual, like.dtype, value.reshape(like.shape), error.reshape(like.shape))
+        groups = range(math.prod(like.shape[:-1]))
+        group = torch.arange(len(groups)).view(like.shape[:-1]).expand(batch).flatten().numpy()
+        errors = (PARAMETER_GRADIENT[x.dtype] + sum_error) * terms + errors
+        sums = (np.array([t[group == i].sum(0) for i in groups]).reshape(like.shape) for t in (products, errors))
+        check(name, actual, like.dtype, *sums)
     return expected
