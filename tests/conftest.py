@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items):
         return backend != "emulated" or not item.get_closest_marker("large")  # it processes 10^7 elements per second
 
     items[:] = [item for item in items if applies(item)]
+    # The longest tests start first, so that no worker of pytest-xdist ends long after the others.
+    items.sort(key=lambda item: "lesser_set" not in item.name)
 
 
 @pytest.fixture(scope="session")
