@@ -2,6 +2,11 @@
 
 import contextlib
 import importlib
+import os
+
+# Threads without work sleep, instead of taking the cores from other processes of pytest-xdist. libgomp reads this when
+# torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
