@@ -278,8 +278,8 @@ def test_arguments_beside_the_changed_residual(backend, name):
     tensors[name] = other if name == "input" else other[:, :1]
     expected = backend.ops.forward.residual(tensors["input"], residual, (64,), tensors["weight"], tensors["bias"])
     before = other.clone()
-    results = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
-    assert_same_bits((results[0], residual, *results[1:]), expected)
+    output, mean, rstd = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
+    assert_same_bits((output, residual, mean, rstd), expected)
     assert torch.equal(other, before)
 
 
@@ -291,8 +291,8 @@ def test_slices_that_overlap_the_changed_residual(backend, name):
     tensors = {"input": randn((3, 5, 64), F32, backend.device), "weight": None, "bias": None}
     tensors[name] = other if name == "input" else other[:, :1]
     expected = backend.ops.forward.residual(tensors["input"], residual, (64,), tensors["weight"], tensors["bias"])
-    results = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
-    assert_same_bits((results[0], residual, *results[1:]), expected)
+    output, mean, rstd = backend.ops.forward_.residual(**tensors, residual=residual, normalized_shape=(64,))
+    assert_same_bits((output, residual, mean, rstd), expected)
 
 
 @pytest.mark.parametrize("name", ["input", "weight"])

@@ -203,9 +203,10 @@ def check_backward(
     Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
     backward starts from, and `sum_error` a relative error of sums over rows in addition to PARAMETER_GRADIENT.
     """
-    assert results[0] is None or results[0].shape == x.shape, context
+    grad_input, grad_weight, grad_bias = results
+    assert grad_input is None or grad_input.shape == x.shape, context
     batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
-    dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, results[0]))
+    dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, grad_input))
     forward, w = Forward(exact(x), eps, rms), factor(weights, zero_centered_weight)
     dy = exact(dy)
     expected = Backward(dy, forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
@@ -222,8 +223,8 @@ def check_backward(
         error = GRADIENT[x.dtype] * expected.terms + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
         check("grad_input", grad_input, x.dtype, expected.grad_input, error)
     for name, actual, parameter, products, terms, errors in (
-        ("grad_weight", results[1], weight, dy * forward.xhat, abs_dy * (1 + abs_xhat), abs_dy * xhat_error),
-        ("grad_bias", results[2], bias, dy, abs_dy, 0 * abs_dy),
+        ("grad_weight", grad_weight, weight, dy * forward.xhat, abs_dy * (1 + abs_xhat), abs_dy * xhat_error),
+        ("grad_bias", grad_bias, bias, dy, abs_dy, 0 * abs_dy),
     ):
         if actual is None:
             continue
