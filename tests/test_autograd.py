@@ -43,7 +43,7 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# Batch sizes as in GROUPS, with a residual or without, which of the tensors require a gradient, and options.
+# A case has batch sizes as in GROUPS, whether there is a residual, which tensors require a gradient, and options.
 SHARED = [((4,), *parameters) for parameters in itertools.product([(), None], repeat=2)]
 CASES = [
     (batches, adds, requires_grad, {})

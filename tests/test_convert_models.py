@@ -244,7 +244,7 @@ def test_layers_with_another_formula_are_skipped(path, arguments, reason):
 
 
 def test_x_transformers_rows_of_zero_or_tiny_norm_match():
-    """The original divides by at least 1e-12; the replacement has an eps with the same effect on these rows."""
+    """The original divides by a norm of at least 1e-12. The replacement has an eps of the same effect on these rows."""
     layer = randomize(make_layer(f"{X_TRANSFORMERS}.RMSNorm", 8).double())
     x, dy = torch.zeros(2, 8, dtype=F64), torch.randn(2, 8, dtype=F64)
     x[1, 3] = 1e-9

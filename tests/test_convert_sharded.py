@@ -45,7 +45,7 @@ def inject(model):
 
 
 def gather(model):
-    """Restore the parameters, as a hook before forward does."""
+    """Restore the parameters, as DeepSpeed does in a hook before forward."""
     for parameter in model.parameters():
         parameter.data = parameter.ds_tensor.view(parameter.ds_shape)
 

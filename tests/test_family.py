@@ -216,7 +216,7 @@ def test_weights_below_2_to_the_minus_16_give_nan(backend, dtypes, variant):
 
 
 def test_host_code_reads_no_tensor_values(backend):
-    """On a GPU it would wait for earlier kernels. All backends share the host code."""
+    """Reading a value would wait for earlier kernels on a GPU. All backends share the host code."""
     leaves = [torch.randn(s, device=backend.device, requires_grad=True) for s in ((4, 8), (4, 8), (8,))]
     flags = ("rms", "zero_centered_weight", "memory_efficient")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -114,7 +114,7 @@ def run_groups(backend, x, dy, w, b, samples, positions):
 
 
 def run_many(backend, x, dy, w, b, images):
-    """Run rows that are the pixels of several images."""
+    """Run the kernels for images on rows that are the pixels of several images."""
     return run_pixels(backend, *(t.unflatten(0, (images, -1)) for t in (x, dy)), w, b)
 
 

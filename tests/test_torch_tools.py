@@ -168,7 +168,7 @@ def run_in_new_process(code):
 
 
 def test_reloading_the_package_adds_no_import_hook():
-    """Neither does importing it again, or reloading the module that adds the hook."""
+    """Importing it again, or reloading the module that adds the hook, adds none either."""
     code = """
 import importlib, sys, layernorm_ext
 count = len(sys.meta_path)

@@ -413,7 +413,7 @@ def test_numbers_of_samples_that_depend_on_data(call, shape):
 
 
 def test_rows_per_sample_that_depend_on_data():
-    """A scale per position, of the positions that a mask selects."""
+    """A mask selects positions, each of which has its own weight and bias."""
 
     def call(x, w, positions):
         return layer_norm(x[:, positions], (8,), w[:, positions], w[:, positions])
@@ -463,7 +463,7 @@ def test_sizes_that_differ_at_run_time_are_refused():
 )
 @pytest.mark.parametrize("setting", ["kernel", "aten"])
 def test_eps_from_a_tensor_breaks_the_graph(norm, setting):
-    """As in torch's functions: operators take numbers that are known when they are recorded."""
+    """As with torch's functions, because a recorded operator needs a constant eps."""
     x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
     with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(lambda x, eps: norm(x, eps.item()), backend="aot_eager")
