@@ -8,10 +8,10 @@ import numpy
 import torch
 from torch import Tensor
 
-# The exact formulas are in tests/reference.py.
+# The exact formulas are in tests/support/reference.py.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from reference import BF16, DTYPES, F16, F32, F64, Backward, Forward, dtypes_id, exact  # noqa: E402
+from support.reference import BF16, DTYPES, F16, F32, F64, Backward, Forward, dtypes_id, exact  # noqa: E402
 
 PAIRS = {dtypes_id(pair): pair for pair in DTYPES}  # name -> dtypes of the data and of the parameters
 EPS = 1e-5
@@ -53,7 +53,7 @@ class Case:
 
 
 def exact_results(case: Case) -> dict[str, Exact]:
-    """Return the output and the gradients by tests/reference.py, in float64 or, if the data is float64, long double."""
+    """Return the exact output and gradients: in float64 or, if the data is float64, in long double."""
     wide = exact if case.dtype == F64 else lambda tensor: tensor.detach().double()
     weight, bias = wide(case.weight), wide(case.bias)
     forward = Forward(wide(case.x), EPS)

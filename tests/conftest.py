@@ -1,52 +1,18 @@
-"""Backends under test, fixtures, and options."""
+"""Options and fixtures."""
 
 import contextlib
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+
+# Threads without work sleep, instead of taking the cores from other processes of pytest-xdist. libgomp reads this when
+# torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+from support.backends import BACKENDS
 
-import layernorm_ext
 from layernorm_ext import _C, _build_info, conversion
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation of the operators. A test with the argument `backend` runs on each of them."""
-
-    name: str
-    device: str
-    ops: object  # the namespace of torch.ops
-    layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
-
-    @property
-    def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
-        return self.ops.forward
-
-    @property
-    def backward(self):  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask) -> gradients
-        return self.ops.backward
-
-    def __str__(self):
-        return self.name
-
-
-def installed(device):
-    """Return the installed package."""
-    return Backend(device, device, torch.ops.layernorm, layernorm_ext.layer_norm)
-
-
-def emulated():
-    """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
-    import emulated_build  # in tests/emulator
-
-    ops = emulated_build.library(emulated_build.PLAIN).ops
-    return Backend("emulated", "cpu", ops, lambda *args, **kwargs: ops.forward(*args, **kwargs)[0])
-
-
-BACKENDS = {"cpu": lambda: installed("cpu"), "cuda": lambda: installed("cuda"), "emulated": emulated}
 
 
 def pytest_addoption(parser):
@@ -70,6 +36,8 @@ def pytest_collection_modifyitems(items):
         return backend != "emulated" or not item.get_closest_marker("large")  # it processes 10^7 elements per second
 
     items[:] = [item for item in items if applies(item)]
+    # The longest tests start first, so that no worker of pytest-xdist ends long after the others.
+    items.sort(key=lambda item: "lesser_set" not in item.name)
 
 
 @pytest.fixture(scope="session")
@@ -97,8 +65,9 @@ def backend(request):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def independence_of_other_tests():
     torch.manual_seed(0)
+    torch._dynamo.reset()  # else torch.compile reuses graphs, and gives up recompiling after some of them
 
 
 @pytest.fixture

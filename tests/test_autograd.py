@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from family import EPS, formula
-from reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
-from shapes import ALL, data_dtypes, forward, hard_rows, randn, tiny_rows
-from test_family import GROUPS, arguments
+from support.backends import Results, forward, run
+from support.family import EPS, formula
+from support.inputs import GROUPS, arguments, data_dtypes, hard_rows, randn, rms_or_not, tiny_rows
+from support.reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 @pytest.fixture(params=["rows", "images"])
 def layer_norm(request, backend):
-    """The norm over the last dimension, computed as it is or as that of images, which have the channels second."""
+    """The norm over the last dimension, computed by the kernels for rows, or by those for images [N, C, *]."""
 
     def of_rows(x, weight=None, bias=None):
         return backend.layer_norm(x, x.shape[-1:], weight, bias, EPS)
@@ -43,7 +43,7 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# Batch sizes as in test_family.py, with a residual or without, which of the tensors require a gradient, and options.
+# A case has batch sizes as in GROUPS, whether there is a residual, which tensors require a gradient, and options.
 SHARED = [((4,), *parameters) for parameters in itertools.product([(), None], repeat=2)]
 CASES = [
     (batches, adds, requires_grad, {})
@@ -71,8 +71,8 @@ def test_first_and_second_derivatives(backend, batches, adds, requires_grad, opt
 
     def function(*inputs):
         given = iter(inputs)
-        y, total, *_ = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
-        return y if total is None else (y, total * 1.5)
+        results = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
+        return (results.output, results.total * 1.5) if adds else results.output
 
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_batched_grad=True)
@@ -128,17 +128,6 @@ def test_checkpointing(layer_norm, leaves, reentrant):
 # torch.func and forward mode
 
 
-def of_vjp(function):
-    return grad(lambda x: vjp(function, x)[1](function(x))[0].sum())
-
-
-@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian, lambda f: jacrev(grad(f)), of_vjp])
-def test_func(layer_norm, double, transform):
-    x, w, b = double(2, 5), double(5), double(5)
-    actual, expected = (transform(lambda x, f=f: f(x, w, b).pow(3).sum())(x) for f in (layer_norm, formula))
-    assert_equal(actual, expected)
-
-
 SECOND_DERIVATIVES = {
     "hessian": hessian,
     "jacrev(jacrev)": lambda f, argnums: jacrev(jacrev(f, argnums), argnums),
@@ -185,7 +174,7 @@ def test_forward_mode_without_requires_grad(layer_norm, double):
 @pytest.mark.filterwarnings("error")  # vmap warns if it falls back to a loop
 @pytest.mark.parametrize("in_dims", [(0, None, None), (1, None, None), (None, 0, None), (None, None, 0), (2, 1, 0)])
 def test_vmap(layer_norm, double, in_dims):
-    """Over input, parameters and all of them, along any dimension."""
+    """Map over the input, over one parameter, or over all three tensors, along any dimension."""
     shapes = zip([(4, 5), (5,), (5,)], in_dims, strict=True)
     tensors = [double(*s) if d is None else double(*s[:d], 3, *s[d:]) for s, d in shapes]
     assert_equal(vmap(layer_norm, in_dims)(*tensors), vmap(formula, in_dims)(*tensors))
@@ -202,7 +191,6 @@ def test_transforms_check_their_arguments(backend, double):
 
 # Precision of the transforms, whose compositions of aten operations have the bounds of the kernels
 
-rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 hard_or_tiny = pytest.mark.parametrize("rows, eps", [(hard_rows, 1e-5), (tiny_rows, 0.0)], ids=["hard", "tiny"])
 
 
@@ -220,18 +208,16 @@ def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, a
     dy = dy / 256  # else float16 gradients of tiny rows overflow
 
     def both_passes(x, residual, dy):
-        y, total, mean, rstd = forward(backend, x, residual if adds else None, w, b, eps, rms=rms)
-        arguments = (dy, total if adds else x, (cols,), mean, rstd, w, b, ALL, None)
-        grad_input, grad_weight, grad_bias = backend.backward(*arguments, rms=rms)
-        return y, *([] if rms else [mean]), rstd, grad_input, grad_weight, grad_bias
+        results = run(backend, x, dy, w, b, eps, residual=residual if adds else None, rms=rms)
+        return {name: t for name, t in results._asdict().items() if t is not None}
 
-    results = vmap(both_passes)(*(t[:, None] for t in (*halves, dy)))
-    y, *mean, rstd, grad_input, _, _ = (t[:, 0] for t in results)
-    check_forward((y, mean[0] if mean else None, rstd), x, w, b, eps, rms=rms)
-    gradients = grad_input, *(t.to(F64).sum(0).to(dtype) for t in results[-2:])
+    results = Results(**vmap(both_passes)(*(t[:, None] for t in (*halves, dy))))
+    rows = results.rows((slice(None), 0))
+    check_forward(rows.forward, x, w, b, eps, rms=rms)
+    check_backward(rows.gradients, dy, x, w, b, eps, rms=rms)
     if dtype in (F32, F64):  # else each row's gradient of a parameter is rounded
-        check_backward(gradients, dy, x, w, b, eps, rms=rms)
-    check_backward((grad_input, None, None), dy, x, w, b, eps, rms=rms)
+        sums = (t.to(F64).sum(0).to(dtype) for t in (results.grad_weight, results.grad_bias))
+        check_backward((None, *sums), dy, x, w, b, eps, rms=rms)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
@@ -244,7 +230,7 @@ def test_first_derivatives_of_hard_values(backend, dtype, cols, rms, rows, eps):
     dy, tangent = randn(x.shape, dtype, backend.device), x.flip(1) / 4
 
     def function(x):
-        return forward(backend, x, None, w, None, eps, rms=rms)[0]
+        return forward(backend, x, None, w, None, eps, rms=rms).output
 
     check_backward((vjp(function, x)[1](dy)[0], None, None), dy, x, w, None, eps, rms=rms)
     exact_forward = Forward(exact(x), eps, rms)
@@ -265,7 +251,7 @@ def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms
     x, w, v = (double(*shape).to(dtype).double() for shape in ((3, 40), (40,), (3, 40)))
 
     def function(x, w):
-        return forward(backend, x, None, w, None, 0.0, rms=rms)[0].pow(2).sum()
+        return forward(backend, x, None, w, None, 0.0, rms=rms).output.pow(2).sum()
 
     def of_autograd(x, w, v):
         inputs = [x.detach().requires_grad_(), w.detach().requires_grad_()]
@@ -313,7 +299,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
     x[:3, :-1] = 1
     x, bias = x.to(backend.device), torch.ones(49, device=backend.device)
     for eps in (1e-5, 1e-30):
-        y = vmap(lambda x, eps=eps: forward(backend, x, None, None, bias, eps, rms=rms)[0])(x)
+        y = vmap(lambda x, eps=eps: forward(backend, x, None, None, bias, eps, rms=rms).output)(x)
         assert y[0].isnan().all()
         assert rms or y[1:3].isnan().all()
         assert y[1:3, -1].isnan().all()
@@ -323,9 +309,9 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
             torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)
         else:
             assert (y[4:] == 1).all()
-    gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms)[0].sum()))(x[3:])
+    gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms).output.sum()))(x[3:])
     assert gradient.isfinite().all()
-    empty = vmap(lambda x: forward(backend, x, None, None, None, rms=rms)[0])(x[:, None, :0])
+    empty = vmap(lambda x: forward(backend, x, None, None, None, rms=rms).output)(x[:, None, :0])
     assert empty.shape == (9, 1, 0)
 
 

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from reference import (
+from support.backends import ALL, Results, assert_same_bits, check, rows_and_images, run
+from support.inputs import (
+    all_dtypes,
+    data_dtypes,
+    dtypes_and_offsets,
+    hard_rows,
+    lazy_zeros,
+    randn,
+    random_args,
+    rms_or_not,
+    tiny_rows,
+)
+from support.reference import (
     BF16,
     DTYPES_16_BIT,
     F16,
@@ -14,21 +26,7 @@ from reference import (
     check_forward,
     dtypes_id,
     exact,
-)
-from shapes import (
-    ALL,
-    all_dtypes,
-    assert_same_bits,
-    check,
-    data_dtypes,
-    dtypes_and_offsets,
-    hard_rows,
-    lazy_zeros,
-    randn,
-    random_args,
-    rows_and_images,
-    run,
-    tiny_rows,
+    statistics_dtype,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -60,14 +58,12 @@ def test_rows_of_more_than_a_million_elements(backend, dtypes):
 def test_empty_tensors(backend, run, dtypes, shape, adds):
     x, w = randn(shape, dtypes[0], backend.device), randn(shape[-1], dtypes[1], backend.device)
     options = {"residual": x.clone(), "grad_sum": x} if adds else {}
-    y, *total, mean, rstd, _, _, _ = results = run(backend, x, x, w, w, **options)
-    gradients = results[-3:]
-    assert all(t.shape == shape for t in total)
-    assert y.shape == shape and mean.shape == rstd.shape == (*shape[:-1], 1)
-    assert y.dtype == dtypes[0] and mean.dtype == rstd.dtype == (F64 if dtypes[0] == F64 else F32)
-    assert [g.shape for g in gradients] == [shape, shape[-1:], shape[-1:]]
-    assert [g.dtype for g in gradients] == [dtypes[0], dtypes[1], dtypes[1]]
-    assert not any(g.any() for g in gradients)
+    results = run(backend, x, x, w, w, **options)
+    row, parameter = (shape, dtypes[0]), (shape[-1:], dtypes[1])
+    statistic = (*shape[:-1], 1), statistics_dtype(dtypes[0])
+    expected = Results(row, row if adds else None, statistic, statistic, row, parameter, parameter)
+    assert results.map(lambda t: (t.shape, t.dtype)) == expected
+    assert not any(gradient.any() for gradient in results.gradients)
 
 
 @data_dtypes
@@ -77,7 +73,7 @@ def test_eps(backend, dtype, eps):
     check(run(backend, x, dy, eps=eps), x, dy, eps=eps)
     assert backend.forward(x, (100,), eps=-1e6)[0].isnan().all()
     if eps == 0:  # a constant row gives 0 * inf, as in torch
-        assert run(backend, torch.ones_like(x), dy, eps=eps)[0].isnan().all()
+        assert run(backend, torch.ones_like(x), dy, eps=eps).output.isnan().all()
 
 
 # Large means and many rows, where rounding errors would accumulate
@@ -98,11 +94,11 @@ def test_error_at_a_mean_of_10_000(backend, cols):
     """At most 5e-7 of the largest gradient. torch is off by 1.7e-4 for grad_input and 5.3e-4 for grad_weight."""
     x, _, w, b = random_args(backend, (F32, F32), 64, cols, offset=1e4)
     dy = randn((64, cols), F32, backend.device)
-    gradients = run(backend, x, dy, w, b)[3:]
+    results = run(backend, x, dy, w, b)
     expected = Backward(exact(dy), Forward(exact(x)), exact(w))
-    for name, gradient in zip(("grad_input", "grad_weight", "grad_bias"), gradients, strict=True):
+    for name in ("grad_input", "grad_weight", "grad_bias"):
         right = getattr(expected, name)
-        assert abs(exact(gradient) - right).max() <= 5e-7 * abs(right).max(), name
+        assert abs(exact(getattr(results, name)) - right).max() <= 5e-7 * abs(right).max(), name
 
 
 @rows_and_images
@@ -116,8 +112,9 @@ def test_parameter_gradients_of_equal_terms(backend, run, dtypes, cols):
         w = randn(cols, dtypes[1], backend.device)
         for value in (1 / 3, 0.7, 1.2345678, 1.1):
             dy = torch.full((rows, cols), value, dtype=dtypes[0], device=backend.device)
-            gradients = run(backend, x, dy, w, w, mask=[False, True, True])[3:]
-            check_backward(gradients, dy, x, w, w, context=(rows, value), sum_error=sum_error)
+            gradients = run(backend, x, dy, w, w, mask=[False, True, True]).gradients
+            total = rows * dy[:1].double()  # in float64, one row of it has the same gradients
+            check_backward(gradients, total, x[:1], w, w, context=(rows, value), sum_error=sum_error)
 
 
 @pytest.mark.parametrize("dtypes", [(F16, F16), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
@@ -125,10 +122,11 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
     """At most 0.3 % off, which leaves room for one rounding to bf16 (0.2 %). torch is off by up to 42 %."""
     x, dy = (randn((65536, 16), dtypes[0], backend.device) for _ in range(2))
     w = randn(16, dtypes[1], backend.device)
-    gradients = run(backend, x, dy, w, w, mask=[False, True, True])[3:]
-    expected = check_backward(gradients, dy, x, w)
-    for gradient, right in zip(gradients[1:], (expected.grad_weight, expected.grad_bias), strict=True):
-        assert abs(exact(gradient) - right).max() <= 3e-3 * abs(right).max()
+    results = run(backend, x, dy, w, w, mask=[False, True, True])
+    expected = check_backward(results.gradients, dy, x, w)
+    for name in ("grad_weight", "grad_bias"):
+        right = getattr(expected, name)
+        assert abs(exact(getattr(results, name)) - right).max() <= 3e-3 * abs(right).max(), name
 
 
 # Extreme values
@@ -137,7 +135,7 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
 @rows_and_images
 @all_dtypes
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@rms_or_not
 def test_hard_values(backend, run, dtypes, cols, rms):
     """Sums and squares overflow (pytorch#162489), or add rounding errors that all have the same sign.
 
@@ -148,18 +146,17 @@ def test_hard_values(backend, run, dtypes, cols, rms):
     results = run(backend, x, dy, w, b, rms=rms)
     check(results, x, dy, w, b, rms=rms)
     ordinary = run(backend, x[[0, 0]], dy[[0, 0]], w, b, rms=rms)
-    chosen = (0, 2, 3) if rms else range(4)  # without the mean
-    assert_same_bits([results[i][0] for i in chosen], [ordinary[i][0] for i in chosen])
+    assert_same_bits(results.rows(0), ordinary.rows(0))
 
 
-# The least eps, in float32 and in float64, that hides the squares which underflow in the CUDA kernels.
+# Tiny squares underflow in the CUDA kernels. An eps of at least this, in float32 and in float64, hides their loss.
 SMALLEST_EPS = {"cpu": (0.0, 0.0), "cuda": (1e-30, 1e-280), "emulated": (1e-30, 1e-280)}
 
 
 @rows_and_images
 @all_dtypes
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@rms_or_not
 @pytest.mark.parametrize("eps", [0.0, 1e-44])
 def test_tiny_values(backend, run, dtypes, cols, rms, eps):
     """Squares underflow without an eps that hides them. An ordinary row keeps its bits."""
@@ -170,8 +167,7 @@ def test_tiny_values(backend, run, dtypes, cols, rms, eps):
     results = run(backend, x, dy, w, b, eps, rms=rms)
     check(results, x, dy, w, b, eps, rms=rms)
     ordinary = run(backend, x[[-1, -1]], dy[[-1, -1]], w, b, eps, rms=rms)
-    chosen = (0, 2, 3) if rms else range(4)  # without the mean
-    assert_same_bits([results[i][-1] for i in chosen], [ordinary[i][0] for i in chosen])
+    assert_same_bits(results.rows(-1), ordinary.rows(0))
 
 
 @rows_and_images
@@ -185,14 +181,15 @@ def test_constant_rows_of_any_size(backend, run, dtype, eps):
     for cols in (1, 7, 64, 1024):
         x = values[:, None].repeat(1, cols).to(backend.device)
         dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, cols, cols))
-        y, mean, rstd, *gradients = run(backend, x, dy, w, b, eps)
-        assert torch.equal(y, b.expand_as(y)) and torch.equal(mean, x[:, :1].to(mean.dtype))
+        results = run(backend, x, dy, w, b, eps)
+        mean, rstd = results.mean, results.rstd
+        assert torch.equal(results.output, b.expand_as(x)) and torch.equal(mean, x[:, :1].to(mean.dtype))
         right = torch.tensor(eps**-0.5, dtype=rstd.dtype, device=backend.device)  # infinity in float32 for 1e-300
         torch.testing.assert_close(rstd, right.expand_as(rstd), rtol=torch.finfo(rstd.dtype).eps, atol=0)
         if right.isfinite():
-            assert not gradients[1].any()
+            assert not results.grad_weight.any()
             if eps**-0.5 < limits.max / 1000:
-                check_backward(gradients, dy, x, w, b, eps, context=(cols,))
+                check_backward(results.gradients, dy, x, w, b, eps, context=(cols,))
 
 
 @rows_and_images
@@ -201,9 +198,9 @@ def test_infinite_eps_gives_the_bias_and_zero_gradients(backend, run, dtype):
     """Also where differences overflow."""
     x = hard_rows(dtype, 64).to(backend.device)
     dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, 64, 64))
-    y, _, rstd, grad_input, grad_weight, _ = run(backend, x, dy, w, b, torch.inf)
-    assert torch.equal(y, b.expand_as(y))
-    assert not (rstd.any() or grad_input.any() or grad_weight.any())
+    results = run(backend, x, dy, w, b, torch.inf)
+    assert torch.equal(results.output, b.expand_as(x))
+    assert not (results.rstd.any() or results.grad_input.any() or results.grad_weight.any())
 
 
 @rows_and_images
@@ -221,7 +218,7 @@ def test_flushing_subnormal_numbers_keeps_gradients_of_huge_rows(backend, run, d
         results = run(backend, x, dy, w, b)
     finally:
         torch.set_flush_denormal(False)
-    assert (expected[2] < torch.finfo(expected[2].dtype).tiny).any()
+    assert (expected.rstd < torch.finfo(expected.rstd.dtype).tiny).any()
     assert_same_bits(results, expected)
 
 
@@ -239,16 +236,16 @@ def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
         bad_x = x.clone()
         bad_x[row, col] = value
         results = run(backend, bad_x, dy)
-        y, _, rstd, grad_input, grad_weight, grad_bias = results
-        assert y[row].isnan().all() and rstd[row].isnan() and not grad_input[row].isfinite().any()
-        assert_same_bits([r[others] for r in results[:4]], [r[others] for r in expected[:4]], row)
-        assert grad_weight.isnan().all() and grad_bias.isfinite().all()
+        bad = results.rows(row)
+        assert bad.output.isnan().all() and bad.rstd.isnan() and not bad.grad_input.isfinite().any()
+        assert_same_bits(results.rows(others), expected.rows(others), row)
+        assert results.grad_weight.isnan().all() and results.grad_bias.isfinite().all()
 
         bad_dy = dy.clone()
         bad_dy[row, col] = value
-        grad_input, *parameter_gradients = run(backend, x, bad_dy)[3:]
+        grad_input, *parameter_gradients = run(backend, x, bad_dy).gradients
         assert not grad_input[row].isfinite().any()
-        assert_same_bits([grad_input[others]], [expected[3][others]], row)
+        assert_same_bits([grad_input[others]], [expected.grad_input[others]], row)
         for gradient in parameter_gradients:
             assert gradient.isfinite().tolist() == [c != col for c in range(cols)]
 
@@ -260,16 +257,7 @@ def test_products_outside_the_range(backend, run, deviation, gradient):
     for cols in (3, 64, 700):
         x, dy = (randn((5, cols), F32, backend.device) * 2.0**exponent for exponent in (deviation, gradient))
         w, b = (randn(cols, F32, backend.device) for _ in range(2))
-        check_backward(run(backend, x, dy, w, b, eps=0.0)[3:], dy, x, w, eps=0.0, context=(cols,))
-
-
-@rows_and_images
-def test_constant_rows_of_huge_numbers(backend, run):
-    """The product of their mean and rstd overflows. Powers of two have an exact mean."""
-    for cols in (1, 64, 1024):
-        x, dy = torch.full((5, cols), 2.0**126, device=backend.device), randn((5, cols), F32, backend.device)
-        w, b = (randn(cols, F32, backend.device) for _ in range(2))
-        check_backward(run(backend, x, dy, w, b, eps=1e-14)[3:], dy, x, w, eps=1e-14, context=(cols,))
+        check_backward(run(backend, x, dy, w, b, eps=0.0).gradients, dy, x, w, eps=0.0, context=(cols,))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
@@ -279,9 +267,10 @@ def test_subnormal_gradients_are_kept(backend, run, dtypes, cols):
     smallest = torch.finfo(dtypes[0]).smallest_normal
     x, dy = randn((9, cols), dtypes[0]), (randn((9, cols), F64) * smallest / 4).to(dtypes[0])
     x, dy, w = (t.to(backend.device) for t in (x, dy, torch.ones(cols, dtype=dtypes[1])))
-    gradients = run(backend, x, dy, w, w)[3:]
-    check_backward(gradients, dy, x, w)
-    assert ((gradients[0] != 0) & (gradients[0].abs() < smallest)).sum() > gradients[0].numel() / 2
+    results = run(backend, x, dy, w, w)
+    check_backward(results.gradients, dy, x, w)
+    grad_input = results.grad_input
+    assert ((grad_input != 0) & (grad_input.abs() < smallest)).sum() > grad_input.numel() / 2
 
 
 @pytest.mark.large
@@ -321,5 +310,4 @@ def test_halfway_sums_round_to_even(backend, dtype):
         dy = torch.stack([1 + step * torch.randint(int(1 / step), (cols,)), torch.full((cols,), step / 2)])
         dy = dy.to(dtype).to(backend.device)
         x, _, w, b = random_args(backend, (dtype, dtype), 2, cols)
-        grad_bias = run(backend, x, dy, w, b)[5]
-        assert torch.equal(grad_bias, dy.to(F64).sum(0).to(dtype)), cols
+        assert torch.equal(run(backend, x, dy, w, b).grad_bias, dy.to(F64).sum(0).to(dtype)), cols

@@ -8,20 +8,16 @@ import itertools
 
 import pytest
 import torch
-from shapes import (
-    ALL,
+from support.backends import ALL, assert_same_bits, bits, check_images, run_images
+from support.inputs import (
     all_dtypes,
     amid_nans,
-    assert_same_bits,
-    bits,
-    check_images,
     data_dtypes,
     every_second_column,
     misaligned,
     negative,
     randn,
     random_args,
-    run_images,
     transposed,
     with_gaps,
 )
@@ -83,13 +79,13 @@ def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
         copy = x.to(memory_format=CHANNELS_LAST) if as_rows else x
         results = run_images(backend, *views, w, b)
         assert_same_bits(results, run_images(backend, copy, dy, w, b))
-        assert results[0].stride() == results[3].stride() == torch.empty_like(views[0]).stride()
+        assert results.output.stride() == results.grad_input.stride() == torch.empty_like(views[0]).stride()
     for images in (x, x.to(memory_format=CHANNELS_LAST)):
-        _, mean, rstd, *gradients = run_images(backend, images, dy, w, b)
-        rows = (t.movedim(1, -1) for t in (dy, images, layout(mean), layout(rstd)))
+        results = run_images(backend, images, dy, w, b)
+        rows = (t.movedim(1, -1) for t in (dy, images, layout(results.mean), layout(results.rstd)))
         dy_rows, x_rows, *statistics = rows
         grad_input, *others = backend.backward(dy_rows, x_rows, (6,), *statistics, w, b, ALL, preserve_layout=True)
-        assert_same_bits([grad_input.movedim(-1, 1), *others], gradients)
+        assert_same_bits([grad_input.movedim(-1, 1), *others], results.gradients)
 
 
 @data_dtypes
@@ -112,7 +108,7 @@ def test_bits_of_a_pixel_depend_on_the_pixel_alone(backend, dtypes):
     parts = [slice(0, 2), slice(1, 34), slice(37, 300), slice(290, 300), torch.randperm(300)]
     for images, pixels in itertools.product((slice(0, 1), slice(1, 3)), parts):
         results = run_images(backend, x[images, :, pixels], dy[images, :, pixels], w, b)
-        assert_same_bits(results[:4], [right[images, :, pixels] for right in expected[:4]], images, pixels)
+        assert_same_bits(results.rows(), expected.rows((images, slice(None), pixels)), images, pixels)
     for gap, offset in ((0, 0), (0, 1), (1, 3), (5, 13)):
         views = [amid_nans(t, gap, offset) for t in (x, dy)]
         assert_same_bits(run_images(backend, *views, w, b), expected, gap, offset)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family import with_gradients
+from support.family import with_gradients
 from torch import nn
 
 from layernorm_ext import LayerNorm, LazyLayerNorm, layer_norm
@@ -37,7 +37,7 @@ def trailing_dimensions(x, gamma, beta, eps=1e-5):
 
 
 class PerPosition(nn.Module):
-    """Has parameters for each position; the input may have more dimensions than they have."""
+    """Has its own parameters for each position. The input may have batch dimensions in front of the positions."""
 
     def __init__(self, shape):
         super().__init__()

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import torch
-from test_classical import eps_beside_deviation
+from support.models import LikeLlama, LikeT5, MyNorm, build_ours, layer_with, randomize, snapshot
+from support.reference import BF16, F16, F32, F64
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.functional import layer_norm
 from torch.nn.utils import parametrize
@@ -17,22 +18,7 @@ from torch.nn.utils import parametrize
 import layernorm_ext
 from layernorm_ext import LayerNorm, RMSNorm, conversion, convert, converted, register_conversion, revert
 
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
 pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
-
-
-def snapshot(module):
-    """Return a module's class and attributes; comparing two snapshots compares tensors and hooks by identity."""
-    return type(module), {name: copy.copy(value) for name, value in vars(module).items()}
-
-
-def randomize(module):
-    """Change all parameters: weights of one and biases of zero would hide errors."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
-    return module
 
 
 # Replacing and restoring
@@ -133,7 +119,6 @@ def test_revert_refuses_a_layer_whose_class_changed_again():
 
 
 def test_conversion_recompiles_a_compiled_model():
-    torch._dynamo.reset()
     graphs = EagerAndRecordGraphs()
     model, x = torch.nn.Sequential(torch.nn.LayerNorm(5)), torch.randn(3, 5)
     compiled = torch.compile(model, backend=graphs)
@@ -154,30 +139,6 @@ class SomeLayerNorm(torch.nn.Module):
     pass
 
 
-class MyNorm(torch.nn.Module):
-    """RMSNorm with a zero-centred weight and attribute names of its own."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.width, self.normalized_shape, self.small = width, "unused", 1e-3
-        self.weight = torch.nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        return x / (x.square().mean(-1, keepdim=True) + self.small).sqrt() * (1 + self.weight)
-
-
-def build_ours(module, cls=RMSNorm):
-    return cls(module.width, module.small, zero_centered_weight=True, device="meta")
-
-
-def layer_with(forward, /, **attributes):
-    """Return an instance of a new subclass of torch.nn.LayerNorm with this forward and further attributes."""
-    layer = type("Lookalike", (torch.nn.LayerNorm,), {"forward": forward})(5)
-    for name, value in attributes.items():
-        setattr(layer, name, value)
-    return layer
-
-
 def rounded_for(*dtypes):
     """Return a forward that rounds its output to integers for one pair of input and weight dtypes."""
 
@@ -191,8 +152,16 @@ def channels_first_for_images(self, x):
     return torch_forward(self, x.movedim(1, -1)).movedim(-1, 1) if x.dim() == 4 else torch_forward(self, x)
 
 
+def eps_beside_deviation(self, x):
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + self.eps)
+
+
 def divide_by_zero(self, x):
     raise ZeroDivisionError("their message\nand more")
+
+
+def long_error(self, x):
+    raise ValueError("word " * 100)
 
 
 torch_forward = torch.nn.LayerNorm.forward
@@ -200,11 +169,12 @@ NAME = "not LayerNorm((5,), eps=1e-05, elementwise_affine=True, bias=True): "
 OUTPUT = NAME + "output differs by "
 # Case -> the layer or its forward, the reason, and the function that builds the replacement, if not the default.
 SKIPPED = {
-    "std plus eps": (lambda self, x: eps_beside_deviation(x, eps=self.eps), OUTPUT),
+    "std plus eps": (eps_beside_deviation, OUTPUT),
     "other eps": (lambda self, x: layer_norm(x, (5,), self.weight, self.bias, 1e-6), OUTPUT),
     "other gradient": (lambda self, x: torch_forward(self, x) + x - x.detach(), NAME + "gradient of input differs by "),
     "channels first": (channels_first_for_images, NAME + "input of size[2, 3, 2, 5] raises RuntimeError: "),
     "error": (divide_by_zero, ": it refuses every input: ZeroDivisionError: their message"),
+    "long error": (long_error, ": it refuses every input: ValueError: " + "word " * 23 + "..."),
     "bfloat16": (rounded_for(BF16, BF16), "output of torch.bfloat16 and torch.bfloat16 differs by "),
     "mixed dtypes": (rounded_for(F16, F32), "output of torch.float16 and torch.float32 differs by "),
     "forward of the instance": (layer_with(torch_forward, forward=abs), "its forward was replaced by another"),
@@ -264,7 +234,7 @@ def test_layers_on_devices_without_kernels_are_skipped(monkeypatch):
 # Layers that users register
 
 
-@pytest.mark.parametrize("key", [MyNorm, f"{__name__}.MyNorm", "*.MyN*"], ids=str)
+@pytest.mark.parametrize("key", [MyNorm, f"{MyNorm.__module__}.MyNorm", "*.MyN*"], ids=str)
 def test_registered_layers_are_replaced_and_restored(key):
     register_conversion(key, build_ours)
     layer, x = MyNorm(5), torch.randn(3, 5)
@@ -365,26 +335,6 @@ def test_registrations_pass_type_checkers(checker, tmp_path):
     assert errors(TYPED + "\n".join(WRONGLY_TYPED)) == set(range(first, first + len(WRONGLY_TYPED)))
 
 
-class LikeT5(torch.nn.Module):
-    """Returns the weight's dtype if that has 16 bits."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), 1e-6
-
-    def forward(self, x):
-        x = x * torch.rsqrt(x.to(F32).square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x.to(self.weight.dtype) if self.weight.dtype in (F16, BF16) else x)
-
-
-class LikeLlama(LikeT5):
-    """Returns the wider dtype of input and weight."""
-
-    def forward(self, x):
-        y = x.to(F32)
-        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
 @pytest.mark.parametrize("cls", [LikeT5, LikeLlama])
 def test_output_dtype_is_kept_for_every_pair_of_dtypes_and_by_copies(cls):
     register_conversion(cls)
@@ -404,7 +354,6 @@ def test_output_dtype_is_kept_for_every_pair_of_dtypes_and_by_copies(cls):
         assert layer.weight.grad.dtype == dtype
         if {x_dtype, dtype} == {F32, BF16}:
             copied = pickle.loads(pickle.dumps(layer))
-            torch._dynamo.reset()
             compiled = torch.compile(copied, backend="aot_eager", fullgraph=True)
             for other in (copied, torch.fx.symbolic_trace(torch.nn.Sequential(copied)), compiled):
                 torch.testing.assert_close(other(x), ours, rtol=0, atol=0)  # checks the dtype, too
@@ -467,7 +416,7 @@ def test_fast_path_is_switched_off_if_any_layer_is_replaced():
 
 
 class WithSlots(torch.nn.Module):
-    """Has a layout in memory that instances of other classes lack."""
+    """Has __slots__, so that Python refuses to change the class of an instance."""
 
     __slots__ = ("extra",)
 

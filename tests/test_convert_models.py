@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from test_convert import randomize
+from support.models import randomize
+from support.reference import BF16, F16, F32, F64
 
 from layernorm_ext import convert, revert
-
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
 
@@ -136,7 +135,6 @@ def test_float64_logits_and_gradients_match_the_original(name):
     ("name", "compiler"), [*((name, "aot_eager") for name in ARCHITECTURES), ("timm convnext_tiny", "inductor")]
 )
 def test_converted_models_compile_without_graph_breaks(name, compiler):
-    torch._dynamo.reset()
     model, inputs = model_and_inputs(name, F32)
     expected = logits_and_gradients(model.eval(), inputs)
     convert(model)
@@ -246,7 +244,7 @@ def test_layers_with_another_formula_are_skipped(path, arguments, reason):
 
 
 def test_x_transformers_rows_of_zero_or_tiny_norm_match():
-    """The original divides by at least 1e-12; the replacement has an eps with the same effect on these rows."""
+    """The original divides by a norm of at least 1e-12. The replacement has an eps of the same effect on these rows."""
     layer = randomize(make_layer(f"{X_TRANSFORMERS}.RMSNorm", 8).double())
     x, dy = torch.zeros(2, 8, dtype=F64), torch.randn(2, 8, dtype=F64)
     x[1, 3] = 1e-9

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from test_convert import LikeLlama, MyNorm, randomize, snapshot
+from support.models import LikeLlama, MyNorm, randomize, snapshot
 
 from layernorm_ext import LayerNorm, RMSNorm, convert, register_conversion, revert
 
@@ -45,7 +45,7 @@ def inject(model):
 
 
 def gather(model):
-    """Restore the parameters, as a hook before forward does."""
+    """Restore the parameters, as DeepSpeed does in a hook before forward."""
     for parameter in model.parameters():
         parameter.data = parameter.ds_tensor.view(parameter.ds_shape)
 

@@ -2,12 +2,12 @@
 
 import copy
 import inspect
-import io
 import pickle
 
 import pytest
 import torch
-from test_convert import F32, F64, randomize, snapshot
+from support.models import randomize, save_and_load, snapshot
+from support.reference import F32, F64
 
 from layernorm_ext import (
     LayerNorm,
@@ -106,7 +106,6 @@ def test_keyword_and_signature_are_the_originals(cls, name, ours):
 @cases
 def test_compiled_and_exported_layers_have_the_keyword(cls, name, ours):
     layer, x, _ = converted_layer(cls)
-    torch._dynamo.reset()
     compiled = torch.compile(Outer(layer, name), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x), **SAME_BITS)
     larger, dynamic_shapes = torch.randn(5, *SHAPE[1:]), {name: {0: torch.export.Dim("batch")}}
@@ -127,10 +126,7 @@ def test_traced_graph_has_the_name(cls, name, ours):
 @pytest.mark.parametrize("cls", [cls for cls, _, _ in CASES if cls is not Wide])  # TorchScript has no table of dtypes
 def test_layers_that_keep_the_dtype_are_scripted(cls):
     layer, x, _ = converted_layer(cls)
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(layer), buffer)
-    buffer.seek(0)
-    torch.testing.assert_close(torch.jit.load(buffer)(x), layer(x), **SAME_BITS)
+    torch.testing.assert_close(save_and_load(torch.jit.script(layer))(x), layer(x), **SAME_BITS)
 
 
 @cases

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import installed
-from reference import F32
-from shapes import all_dtypes, assert_same_bits, check, check_images, random_args, run, run_images
+from support.backends import assert_same_bits, check, check_images, installed, run, run_images
+from support.inputs import all_dtypes, random_args
+from support.reference import F32
 
 from layernorm_ext import LayerNorm, _build_info
 
@@ -143,7 +143,6 @@ def test_autocast_keeps_the_dtype_of_the_input(dtype):
 
 def test_compiled_module():
     """Inductor calls the operator, so that the output has its bits."""
-    torch._dynamo.reset()
     module = LayerNorm(64, device="cuda")
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(5, 64, device="cuda")

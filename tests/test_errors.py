@@ -1,13 +1,14 @@
 """Wrong arguments are refused, with torch's error where torch checks them too, and before any memory is touched."""
 
 import contextlib
+import inspect
 import re
 
 import numpy
 import pytest
 import torch
-from reference import BF16, F16, F32, F64
-from shapes import ALL
+from support.backends import ALL
+from support.reference import BF16, F16, F32, F64
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -20,6 +21,7 @@ from layernorm_ext import (
     ada_rms_norm_2d,
     layer_norm,
     layer_norm_2d,
+    trace_as,
 )
 
 X, W, STATISTICS = torch.ones(2, 3), torch.ones(3), torch.ones(2, 1)
@@ -31,7 +33,7 @@ def fake_tensors():
 
 @pytest.fixture(params=[contextlib.nullcontext, torch.inference_mode, fake_tensors], ids=["eager", "inference", "fake"])
 def context(request):
-    """Kernels and shape functions make the same checks, because some modes bypass the code in front of them."""
+    """The kernels and the shape functions check their arguments themselves, because some modes call nothing else."""
     with request.param():
         yield request.param
 
@@ -92,7 +94,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("dtype", UNSUPPORTED)
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 def test_unsupported_dtype(backend, context, name, dtype):
-    """It is a NotImplementedError for the input, except in shape functions, where it would mean that there is none."""
+    """For the input, it is a NotImplementedError, which from a shape function would mean that there is none."""
     arguments = {"input": X, "weight": W, "bias": W}
     arguments[name] = torch.empty(arguments[name].shape, dtype=UNSUPPORTED[dtype])
     with raises(f"Expected {name} of dtype Double, Float, Half or BFloat16, but got {name} of dtype {dtype}") as error:
@@ -222,43 +224,26 @@ def test_errors_of_residual_functions():
         layernorm_ext.add_rms_norm(X, X, 3)
 
 
-IMAGE_NORMS = {
-    "layer_norm_2d": lambda x, eps: layer_norm_2d(x, eps=eps),
-    "add_layer_norm_2d": lambda x, eps: layernorm_ext.add_layer_norm_2d(x, x, eps=eps),
-    "ada_layer_norm_2d": lambda x, eps: ada_layer_norm_2d(x, eps=eps),
-    "LayerNorm2d": lambda x, eps: layernorm_ext.LayerNorm2d(4, eps=eps)(x),
-    "AddLayerNorm2d": lambda x, eps: layernorm_ext.AddLayerNorm2d(4, eps=eps)(x, x),
-    "AdaLayerNorm2d": lambda x, eps: layernorm_ext.AdaLayerNorm2d(4, eps=eps)(x),
-    "ada_rms_norm_2d": lambda x, eps: ada_rms_norm_2d(x, eps=eps),
-    "AdaRMSNorm2d": lambda x, eps: layernorm_ext.AdaRMSNorm2d(4, eps=eps)(x),
-}
-ROW_NORMS = {
-    "layer_norm": lambda x, eps: layer_norm(x, (4,), eps=eps),
-    "add_layer_norm": lambda x, eps: layernorm_ext.add_layer_norm(x, x, (4,), eps=eps),
-    "ada_layer_norm": lambda x, eps: ada_layer_norm(x, (4,), eps=eps),
-    "ada_rms_norm": lambda x, eps: ada_rms_norm(x, (4,), eps=eps),
-    "LayerNorm": lambda x, eps: layernorm_ext.LayerNorm(4, eps=eps)(x),
-    "AdaRMSNorm": lambda x, eps: layernorm_ext.AdaRMSNorm(4, eps=eps)(x),
-}
+NORMS = [getattr(layernorm_ext, name) for name in layernorm_ext.__all__ if "orm" in name and "Lazy" not in name]
+NO_NUMBER = r"argument 'eps'.* must be float, not NoneType$"
+WITH_DEFAULT_EPS = [norm for norm in NORMS if inspect.signature(norm).parameters["eps"].default is not None]
 
 
-@pytest.mark.parametrize("norm", [*IMAGE_NORMS.values(), *ROW_NORMS.values()], ids=[*IMAGE_NORMS, *ROW_NORMS])
-def test_eps_without_a_default_must_be_a_number(norm):
-    """In every mode; the number that was read instead was not even the same in each."""
-    message = r"argument 'eps'.* must be float, not NoneType$"
-    x = torch.randn(2, 4, 4)
-    modes = [
-        norm,
-        torch.compile(norm, backend="eager"),
-        lambda *args: torch.vmap(lambda x: norm(x[None], *args[1:]))(x),
-    ]
-    for mode in modes:
-        with pytest.raises(TypeError, match=message):
-            mode(x, None)
-    with torch.inference_mode(), pytest.raises(TypeError, match=message):
-        norm(x, None)
-    with fake_tensors(), pytest.raises(TypeError, match=message):
-        norm(torch.randn(2, 4, 4), None)
+@pytest.mark.parametrize("norm", WITH_DEFAULT_EPS, ids=lambda norm: norm.__name__)
+def test_eps_with_a_default_must_be_a_number(norm):
+    """In every mode, eps=None must not be read as a number."""
+
+    def call(x):
+        shape = () if norm.__name__.endswith("2d") else ((4,),)
+        return norm(*[x] * (1 + norm.__name__.startswith("add")), *shape, eps=None)
+
+    call = norm(4, eps=None) if isinstance(norm, type) else call
+    for function in (call, torch.vmap(lambda x: call(x[None])), torch.compile(call, backend="eager")):
+        with pytest.raises(TypeError, match=NO_NUMBER):
+            function(torch.randn(2, 4, 4))
+    for mode in (torch.inference_mode, fake_tensors):
+        with mode(), pytest.raises(TypeError, match=NO_NUMBER):
+            call(torch.randn(2, 4, 4))
 
 
 # The public functions and modules
@@ -325,9 +310,32 @@ def test_errors_of_functions_and_modules(context, message, call):
         call()
 
 
-def test_shift_on_another_device():
-    with raises("Expected shift to be on the device of input"):
-        ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
+ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices
+    "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta")),
+    "Expected shift to be on the device of input": (
+        lambda: ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
+    ),
+}
+TRACERS = {
+    "compile": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True)(X),
+    "export": lambda module: torch.export.export(module, (X,), strict=False),
+    "jit.trace": lambda module: torch.jit.trace(module, X),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), ERRORS.items())
+@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS)
+def test_tracers_give_the_errors_of_eager_calls(message, call, trace):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x, call()
+
+    with raises(message) as eager:
+        call()
+    with trace_as("aten"), pytest.raises(RuntimeError) as traced:
+        trace(Module())
+    traced_message = re.sub(r"tensor\((\d+)\)", r"\1", str(traced.value))  # torch.jit.trace makes tensors of sizes
+    assert str(eager.value).partition("\n")[0] in traced_message
 
 
 # Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.

@@ -7,7 +7,21 @@ import itertools
 
 import pytest
 import torch
-from reference import (
+from support.backends import MASKS, Results, assert_same_bits, check, forward, rows_and_images, run
+from support.inputs import (
+    GROUPS,
+    VARIANTS,
+    all_dtypes,
+    amid_nans,
+    arguments,
+    data_dtypes,
+    groups,
+    randn,
+    rms_or_not,
+    transposed,
+    variants,
+)
+from support.reference import (
     BF16,
     DTYPES,
     DTYPES_16_BIT,
@@ -19,58 +33,11 @@ from reference import (
     statistics_dtype,
     xhat_error_from_output,
 )
-from shapes import (
-    MASKS,
-    all_dtypes,
-    amid_nans,
-    assert_same_bits,
-    check,
-    data_dtypes,
-    forward,
-    randn,
-    rows_and_images,
-    run,
-    transposed,
-)
 
 from layernorm_ext import ada_layer_norm
 
-VARIANTS = {
-    "layer": {"rms": False, "zero_centered_weight": False},
-    "layer-centred": {"rms": False, "zero_centered_weight": True},
-    "rms": {"rms": True, "zero_centered_weight": False},
-    "rms-centred": {"rms": True, "zero_centered_weight": True},
-}
-variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-
 # Numbers of columns on both sides of the limits between kernels: packs, several rows at a time, tiles, chunks, parts.
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
-
-# Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.
-GROUPS = {
-    "shared": ((3, 5), (), ()),
-    "shared, all dimensions": ((3, 5), (1, 1), (1, 1)),
-    "per sample": ((3, 5), (3, 1), (3, 1)),
-    "per position": ((3, 5), (1, 5), (1, 5)),
-    "per row": ((3, 5), (3, 5), (3, 5)),
-    "rows of a matrix": ((7,), (7,), (7,)),
-    "weight per sample, bias shared": ((3, 5), (3, 1), ()),
-    "weight shared, bias per position": ((3, 5), (1, 1), (1, 5)),
-    "bias alone": ((3, 5), None, (3, 1)),
-    "outer and inner dimension": ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
-    "middle dimension": ((2, 3, 4), (1, 3, 1), (1, 3, 1)),
-    "many rows": ((2, 70), (2, 1), (2, 1)),
-}
-groups = pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
-
-
-def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
-    """Return input, grad_output, weight and bias, of the dtypes of input and parameters, or of input, weight, bias."""
-    x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
-    parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)
-    return x, dy, *(None if p is None else surround(randn((*p, cols), dtype, device)) for p, dtype in parameters)
-
 
 # Results
 
@@ -89,10 +56,11 @@ def test_results_match_float64(backend, dtypes, variant):
         total = amid_nans(x + residual)
         plain = run(backend, total, dy, w, b, **variant)
         check(plain, total, dy, w, b, context=(cols,), **variant)
-        output, actual_total, *others = run(backend, x, dy, w, b, residual=residual, grad_sum=grad_sum, **variant)
-        assert actual_total.is_contiguous()
-        assert_same_bits((output, actual_total, *others[:2], *others[3:]), (plain[0], total, *plain[1:3], *plain[4:]))
-        check((output, *others), total, dy, w, b, context=(cols,), grad_sum=grad_sum, **variant)
+        inputs = {"residual": residual, "grad_sum": grad_sum}
+        added = run(backend, x, dy, w, b, **inputs, **variant)
+        assert added.total.is_contiguous()
+        assert_same_bits(added._replace(total=None, grad_input=None), plain._replace(grad_input=None))
+        check(added, x, dy, w, b, context=(cols,), **inputs, **variant)
 
 
 @all_dtypes
@@ -113,12 +81,12 @@ def test_float32_residual_matches_float64(backend, dtypes, name, rms):
     for cols in (5, 100, 1025, 4100):
         x, dy, w, b = arguments(GROUPS[name], cols, dtypes, backend.device, amid_nans)
         residual, grad_sum = (amid_nans(randn(x.shape, F32, backend.device) * 4) for _ in range(2))
-        output, total, *others = run(backend, x, dy, w, b, residual=residual, grad_sum=grad_sum, rms=rms)
-        assert torch.equal(total, x.float() + residual)
-        check((output, *others), total, dy, w, b, grad_sum=grad_sum, rms=rms, dtype=dtypes[0], context=(cols,))
+        inputs = {"residual": residual, "grad_sum": grad_sum}
+        results = run(backend, x, dy, w, b, **inputs, rms=rms)
+        check(results, x, dy, w, b, context=(cols,), **inputs, rms=rms)
         in_place = residual.clone()
-        results = backend.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, rms=rms)
-        assert_same_bits((results[0], in_place, *results[1:]), (output, total, *others[:2]))
+        output, mean, rstd = backend.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, rms=rms)
+        assert_same_bits(Results(output, in_place, mean, rstd), results.requested([False] * 3))
 
 
 @all_dtypes
@@ -133,11 +101,11 @@ def test_absent_parameters_and_masks(backend, run, dtypes, rms):
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         residual, grad_sum = (randn(x.shape, dtypes[0], backend.device) for _ in range(2))
         options = {"residual": residual, "grad_sum": grad_sum, **variant}
-        output, total, *others = run(backend, x, dy, w, b, **options)
-        check((output, *others), total, dy, w, b, context=(batches, cols), grad_sum=grad_sum, **variant)
+        results = run(backend, x, dy, w, b, **options)
+        check(results, x, dy, w, b, context=(batches, cols), **options)
         for mask in MASKS:
-            gradients = [g if requested else None for g, requested in zip(others[2:], mask, strict=True)]
-            assert_same_bits(run(backend, x, dy, w, b, mask=mask, **options)[4:], gradients, batches, cols, mask)
+            some = run(backend, x, dy, w, b, mask=mask, **options)
+            assert_same_bits(some, results.requested(mask), batches, cols, mask)
 
 
 @data_dtypes
@@ -165,9 +133,11 @@ def test_other_groups_change_no_bit(backend, dtypes):
         together = run(backend, *tensors, memory_efficient=efficient)
         for some in ([0], [3], [1, 3], [2, 0, 1]):
             results = run(backend, *(t[some] for t in tensors), memory_efficient=efficient)
+            expected = together.map(lambda t, some=some: t[some])
             # A GPU divides the rows of a single group among all multiprocessors, and so adds them in another order.
-            count = 6 if backend.name == "cpu" or len(some) > 1 else 4
-            assert_same_bits(results[:count], [t[some] for t in together[:count]], cols, rows, some)
+            if backend.name != "cpu" and len(some) == 1:
+                results, expected = results.rows(), expected.rows()
+            assert_same_bits(results, expected, cols, rows, some)
 
 
 # Parameters of other dtypes
@@ -190,12 +160,13 @@ def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
     for name in ("shared", "per sample", "outer and inner dimension"):
         x, dy, w, b = arguments(GROUPS[name], 40, dtypes, backend.device)
         w = w.abs() if rms else w  # near -1, the sum 1 + w would lose the digits of a rounded weight
-        output, mean, rstd, *gradients = results = run(backend, x, dy, w, b, **options)
+        results = run(backend, x, dy, w, b, **options)
         check(results, x, dy, w, b, context=(name,), **options)
         converted = [parameter.to(statistics_dtype(x.dtype)) for parameter in (w, b)]
         expected = run(backend, x, dy, *converted, **options)
-        assert_same_bits(results[:3], expected[:3])
-        assert_same_bits(gradients, [g.to(dtype) for g, dtype in zip(expected[3:], dtypes, strict=True)])
+        gradients = (g.to(dtype) for g, dtype in zip(expected.gradients, dtypes, strict=True))
+        assert_same_bits(results.requested([False] * 3), expected.requested([False] * 3))
+        assert_same_bits(results.gradients, [*gradients])
         for present in ((w, None), (None, b)):
             check(run(backend, x, dy, *present, **options), x, dy, *present, context=(name,), **options)
 
@@ -234,24 +205,24 @@ def test_weights_below_2_to_the_minus_16_give_nan(backend, dtypes, variant):
         x, dy = (randn((3, cols), dtypes[0], backend.device) for _ in range(2))
         w = torch.full((cols,), 0.5 - centre, dtype=dtypes[1], device=backend.device)
         w[cols // 2] = size - centre
-        gradients = run(backend, x, dy, w, memory_efficient=True, **variant)[3:]
+        results = run(backend, x, dy, w, memory_efficient=True, **variant)
         if abs(size) < 2.0**-16:
-            assert gradients[0].isnan().all() and gradients[1][cols // 2].isnan(), (cols, size)
+            assert results.grad_input.isnan().all() and results.grad_weight[cols // 2].isnan(), (cols, size)
         else:
-            assert all(gradient.isfinite().all() for gradient in gradients), (cols, size)
+            assert all(gradient.isfinite().all() for gradient in results.gradients), (cols, size)
 
 
 # Host code
 
 
 def test_host_code_reads_no_tensor_values(backend):
-    """On a GPU it would wait for earlier kernels. All backends share the host code."""
+    """Reading a value would wait for earlier kernels on a GPU. All backends share the host code."""
     leaves = [torch.randn(s, device=backend.device, requires_grad=True) for s in ((4, 8), (4, 8), (8,))]
     flags = ("rms", "zero_centered_weight", "memory_efficient")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for values, residual in itertools.product(MASKS, (None, leaves[1])):
             options = dict(zip(flags, values, strict=True))
-            output = forward(backend, leaves[0], residual, leaves[2], None, **options)[0]
+            output = forward(backend, leaves[0], residual, leaves[2], None, **options).output
             output.backward(torch.ones_like(output))
     called = {event.key for event in profile.key_averages()}
     assert any("::backward" in name for name in called)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import (
+from support.backends import assert_same_bits, bits, check, installed, rows_and_images, run, run_images, run_pixels
+from support.inputs import all_dtypes, amid_nans, columns, data_dtypes, randn, random_args, rms_or_not, rows_for
+from support.reference import (
     BF16,
     DTYPES,
     DTYPES_16_BIT,
@@ -24,22 +26,6 @@ from reference import (
     check_forward,
     dtypes_id,
     exact,
-)
-from shapes import (
-    all_dtypes,
-    amid_nans,
-    assert_same_bits,
-    bits,
-    check,
-    columns,
-    data_dtypes,
-    randn,
-    random_args,
-    rows_and_images,
-    rows_for,
-    run,
-    run_images,
-    run_pixels,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -54,18 +40,18 @@ def test_results_match_float64(backend, dtypes, columns):
             x, dy, w, b = random_args(backend, dtypes, rows, cols)
             x, dy, w, b = amid_nans(x, gap=3), amid_nans(dy, gap=5), amid_nans(w), amid_nans(b)
             before = bits(x), bits(dy)
-            _, mean, rstd, *_ = results = run(backend, x, dy, w, b)
+            results = run(backend, x, dy, w, b)
             check(results, x, dy, w, b, context=(rows, cols))
             assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
         for weight, bias in ((w, None), (None, b), (None, None)):
-            results = backend.forward(x, (cols,), weight, bias, 1e-5)
-            check_forward(results, x, weight, bias, context=(rows, cols))
-            assert torch.equal(results[1], mean) and torch.equal(results[2], rstd)
+            output, mean, rstd = backend.forward(x, (cols,), weight, bias, 1e-5)
+            check_forward((output, mean, rstd), x, weight, bias, context=(rows, cols))
+            assert torch.equal(mean, results.mean) and torch.equal(rstd, results.rstd)
 
 
 @rows_and_images
 @all_dtypes
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@rms_or_not
 @pytest.mark.parametrize("offset", [0, 1000])
 def test_weights_of_any_size(backend, run, dtypes, rms, offset):
     """The error is relative to the weight, without a bias and with one, however small or large."""
@@ -75,8 +61,8 @@ def test_weights_of_any_size(backend, run, dtypes, rms, offset):
         magnitudes = 10.0 ** torch.randint(-4, largest + 1, (2, cols))
         w, b = (magnitudes * (torch.rand(2, cols) + 0.1)).to(dtypes[1]).to(backend.device)
         for bias in (None, b):
-            output, mean, rstd, *_ = run(backend, x, x, w, bias, mask=[False] * 3, rms=rms)
-            check_forward((output, mean, rstd), x, w, bias, context=(rows, cols), rms=rms)
+            results = run(backend, x, x, w, bias, mask=[False] * 3, rms=rms)
+            check_forward(results.forward, x, w, bias, context=(rows, cols), rms=rms)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES[1:], ids=dtypes_id)  # in float64, rounding 1 / cols may change rstd
@@ -151,13 +137,14 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes):
         w, b = (randn(cols, parameter_dtype, backend.device) for _ in range(2))
         x = torch.tensor(constants, dtype=F64)[:, None].repeat(1, cols).to(dtype).to(backend.device)
         dy = randn(x.shape, dtype, backend.device)
-        y, mean, rstd, *gradients = run(backend, x, dy, w, b)
-        assert torch.equal(y, b.to(dtype).expand_as(y)), cols
+        results = run(backend, x, dy, w, b)
+        mean, rstd = results.mean, results.rstd
+        assert torch.equal(results.output, b.to(dtype).expand_as(x)), cols
         assert torch.equal(mean, x[:, :1].to(mean.dtype)), cols
         torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5**-0.5), rtol=torch.finfo(rstd.dtype).eps, atol=0)
-        assert not gradients[1].any(), cols
-        check_backward(gradients, dy, x, w, context=(cols,))
-        assert not run(backend, x, dy, w)[0].any(), cols
+        assert not results.grad_weight.any(), cols
+        check_backward(results.gradients, dy, x, w, context=(cols,))
+        assert not run(backend, x, dy, w).output.any(), cols
 
 
 @data_dtypes
@@ -186,22 +173,16 @@ def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
     smallest = torch.finfo(dtype).smallest_normal
     if dtype == F16:  # the reciprocal of bf16's subnormal numbers is infinite in float32
         x = (randn((3, cols), F64) * smallest / 4).to(dtype).to(backend.device)
-        check_forward(run(backend, x, x, eps=0.0)[:3], x, eps=0.0)
+        check_forward(run(backend, x, x, eps=0.0).forward, x, eps=0.0)
     parameter = (randn(cols, F64) * smallest / 8).to(parameter_dtype).to(backend.device)
     for weight, bias in ((parameter, None), (parameter, parameter), (None, parameter)):
         x = randn((3, cols), dtype, backend.device) * (weight is not None)
-        y = run(backend, x, x, weight, bias)[0]
+        y = run(backend, x, x, weight, bias).output
         value = Forward(exact(x)).output(*(None if p is None else exact(p) for p in (weight, bias)))
         # Half of the smallest subnormal number, and the error of xhat (at most 5), which is tiny after the weight.
         step = smallest * torch.finfo(dtype).eps
         assert_within(y, value, step / 2 * (1 + 1e-3), weight is None, bias is None)
         assert ((y != 0) & (y.abs() < smallest)).sum() > y.numel() / 2
-
-
-def test_overlapping_rows(backend):
-    """Rows that share memory, one element apart."""
-    x = randn(60, F32, backend.device).as_strided((11, 50), (1, 1))
-    check_forward(backend.forward(x, (50,), None, None, 1e-5), x)
 
 
 @all_dtypes
@@ -215,9 +196,10 @@ def test_large_arrays(backend, dtypes, megabytes, cols):
     if backend.name == "emulated":
         pytest.skip("the CUDA kernels write outputs of all sizes alike")
     x, dy, w, b = random_args(backend, dtypes, (megabytes << 20) // (cols * dtypes[0].itemsize) + 1, cols)
-    results = run(backend, x, dy, w, b)[:4]
+    results = run(backend, x, dy, w, b)
     for part in torch.arange(len(x)).chunk(16):
-        assert_same_bits(run(backend, x[part], dy[part], w, b)[:4], [result[part] for result in results])
+        of_part = run(backend, x[part], dy[part], w, b)
+        assert_same_bits(of_part.rows(), results.rows(part))
 
 
 def test_nothing_is_written_outside_the_results(backend):
@@ -234,8 +216,6 @@ def test_nothing_is_written_outside_the_results(backend):
 
 
 def run_all_tails():
-    from conftest import installed
-
     cpu = installed("cpu")
     for dtypes in DTYPES:
         for cols in [*range(1, 131), 255, 257, 513, 1025, 1087, 1100, 1215, 4097, 5000]:

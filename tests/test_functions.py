@@ -7,9 +7,10 @@ import itertools
 
 import pytest
 import torch
-from family import MEMBERS, family, with_gradients
-from reference import BF16, F16, F32, F64, dtypes_id
-from shapes import assert_same_bits, randn
+from support.backends import assert_same_bits
+from support.family import MEMBERS, family, with_gradients
+from support.inputs import randn
+from support.reference import BF16, F16, F32, F64, dtypes_id
 from torch.nn import functional as F
 
 from layernorm_ext import add_layer_norm, add_layer_norm_2d, rms_norm
@@ -80,19 +81,19 @@ def loss(outputs):
 def test_derivatives_with_mixed_dtypes(member, dtypes):
     """First and second derivatives, torch.func's gradient, vmap and forward mode agree with float64.
 
-    test_autograd.py compares with finite differences. With memory_efficient, there is no second derivative.
-
-    Images are contiguous. The gradient of a float32 residual is rounded once to that of the input.
+    test_autograd.py compares with finite differences. With memory_efficient, there is no second derivative, which is
+    that of a product of gradients. Images are contiguous. The gradient of a float32 residual is rounded once to that of
+    the input.
     """
 
     def derivatives(function, tensors):
-        y, *_ = outputs = function(*tensors)
+        outputs = function(*tensors)
         first = torch.autograd.grad(loss(outputs), tensors, create_graph=True, materialize_grads=True)
         if "memory_efficient" in member.options:
-            return *outputs, *first
-        # The second derivatives are those of a product of gradients.
-        product = loss(first[:2]) * first[2].double().sin().sum()
-        return *outputs, *first, *torch.autograd.grad(product, tensors[:3], materialize_grads=True)
+            return outputs, first, ()
+        (x, r, w, _), (dx, dr, dw, _) = tensors, first
+        product = loss((dx, dr)) * dw.double().sin().sum()
+        return outputs, first, torch.autograd.grad(product, (x, r, w), materialize_grads=True)
 
     def transforms(function, tensors):
         many = [torch.stack([t, 2 * t]) for t in tensors[:2]]
@@ -110,20 +111,20 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
     # Sums of some products of size 1, and 64 roundings to the narrowest dtype: a memory-efficient backward divides the
     # rounded output by weights as small as 0.1.
     tolerance = 64 * max(torch.finfo(dtype).eps for dtype in dtypes)
-    outputs = dtypes[: 2 if member.adds else 1]  # the sum has the dtype of the residual
-    actual = derivatives(member, tensors)
-    result_dtypes = [*outputs, *dtypes, *dtypes[:3]][: len(actual)]
-    assert_near(actual, derivatives(member.formula, wide), tolerance, result_dtypes)
+    actual = outputs, first, _ = derivatives(member, tensors)
+    output_dtypes = dtypes[: len(outputs)]  # the sum has the dtype of the residual
+    for results, expected in zip(actual, derivatives(member.formula, wide), strict=True):
+        assert_near(results, expected, tolerance, output_dtypes if results is outputs else dtypes[: len(results)])
     if "memory_efficient" in member.options:
         with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
-            actual[1].sum().backward()
+            first[0].sum().backward()
     if member.adds:
-        dx, dresidual = actual[2:4]
-        assert torch.equal(actual[1], tensors[0] + tensors[1]) and torch.equal(dx, dresidual.to(dx.dtype))
+        (x, r, *_), (dx, dr, *_) = tensors, first
+        assert torch.equal(outputs[1], x + r) and torch.equal(dx, dr.to(dx.dtype))
     with torch.inference_mode():
-        assert_same_bits(member(*(t.detach().clone() for t in tensors)), actual[: len(outputs)])
+        assert_same_bits(member(*(t.detach().clone() for t in tensors)), outputs)
     if "inplace" not in member.options:  # r.clone() has no tangent within vmap
-        result_dtypes = [dtypes[0], *dtypes[2:], *outputs, *outputs]
+        result_dtypes = [dtypes[0], *dtypes[2:], *output_dtypes, *output_dtypes]
         assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
 
 
@@ -208,7 +209,6 @@ def call_all(members):
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_first])
 def test_compiled_calls_have_the_same_bits(layout):
     """Also the gradients, in the memory format of the input, and when the sizes change."""
-    torch._dynamo.reset()
     members = [member for member in MEMBERS if layout in layouts(member)]
     compiled = torch.compile(call_all(members), fullgraph=True, dynamic=True, backend="aot_eager")
     for n, h in ((2, 3), (4, 5)):
@@ -224,8 +224,7 @@ def test_compiled_calls_have_the_same_bits(layout):
 
 
 def test_inductor_fuses_neighbours():
-    """It decides whether an operator in place needs a copy. Residuals are float32 and parameters float64."""
-    torch._dynamo.reset()
+    """Inductor may copy a residual that changes in place. Residuals are float32 and parameters float64."""
     members = [member for member in MEMBERS if not member.takes_images]
 
     def function(*tensors):

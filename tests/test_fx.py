@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_script import cases, module_and_inputs
+from support.family import module_and_inputs, module_cases
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
@@ -15,7 +15,7 @@ from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
 
-@cases
+@module_cases
 def test_graph_of_a_module_calls_its_function(cls, options, shapes):
     """Its arguments are the module's inputs, parameters and options of the same names."""
     module, inputs = module_and_inputs(cls, options, shapes)

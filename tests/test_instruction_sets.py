@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import BF16, F16, F32, F64
+from support.reference import BF16, F16, F32, F64
 
 import layernorm_ext
 from layernorm_ext import _C

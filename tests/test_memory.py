@@ -1,22 +1,24 @@
 """Tensors whose memory is unusual: freed storages, elements that share memory, and residuals changed in place."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from family import MEMBERS, with_gradients
-from reference import F32
-from shapes import ALL, MASKS, assert_same_bits, check, check_images, randn, run, run_images
+from support.backends import ALL, MASKS, assert_same_bits, check, check_images, run, run_images
+from support.family import MEMBERS
+from support.inputs import randn, rms_or_not
+from support.reference import F32
 
 import layernorm_ext
-from layernorm_ext import add_layer_norm, add_layer_norm_2d, add_rms_norm, add_rms_norm_2d, layer_norm_2d
+from layernorm_ext import add_layer_norm, layer_norm_2d
 
 NOT_ALLOCATED = "^The tensor has a non-zero number of elements, but its data is not allocated yet: "
 
 
 def freed(t, view=False):
-    """Return a copy of a tensor without memory, as FSDP and offloading leave behind, or a view with an offset of it."""
+    """Return a copy of a tensor whose storage was freed, as FSDP and offloading do, or a view of such a storage."""
     storage = torch.cat([t, t]) if view else t.clone()
     result = storage[len(t) :] if view else storage
     storage.untyped_storage().resize_(0)
@@ -34,7 +36,7 @@ def arguments_of(member):
 @pytest.mark.parametrize("operator", ["forward", "forward.fused", "forward_.fused", "backward"])
 @pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
 def test_operators_refuse_freed_tensors(backend, operator, images, view):
-    """A kernel would take the null pointer of a parameter for an absent parameter, and read the input from it."""
+    """A kernel would read from the null pointer of a freed input, and ignore a freed parameter as an absent one."""
     x, residual, dy, grad_sum = (randn((3, 5, 8), F32, backend.device) for _ in range(4))
     if images:
         x, residual, dy, grad_sum = (t.mT.contiguous().mT for t in (x, residual, dy, grad_sum))
@@ -122,24 +124,22 @@ overlapping = pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPP
 
 @overlapping
 @pytest.mark.parametrize("preserve_layout", [False, True], ids=["contiguous", "preserve_layout"])
-@pytest.mark.parametrize("options", [{}, {"rms": True}], ids=["layer", "rms"])
-def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, options):
-    """Copies must not have the strides of such a tensor, into which nothing can be written."""
+@rms_or_not
+def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, rms):
+    """A result or copy must not have the strides of such a tensor, because its elements would share memory."""
     for shape in ((4, 8), (3, 4, 8), (2, 3, 4, 8)):
-        x, residual = make(shape, backend.device), make(shape, backend.device)
+        x = make(shape, backend.device)
         w, b = (randn(8, F32, backend.device) for _ in range(2))
-        options = options | {"preserve_layout": preserve_layout}
+        options = {"rms": rms, "preserve_layout": preserve_layout}
         for dy in (randn(shape, F32, backend.device), randn(shape, F32, backend.device).transpose(0, 1).contiguous()):
             dy = dy if dy.shape == shape else dy.transpose(0, 1)
             results = run(backend, x, dy, w, b, **options)
-            contiguous = [results[i].contiguous() for i in range(4) if results[i] is not None]
-            names = [*contiguous[:1], *([None] if options.get("rms") else []), *contiguous[1:], *results[4:]]
-            check(names, x.contiguous(), dy.contiguous(), w, b, rms="rms" in options)
+            check(results.map(torch.Tensor.contiguous), x, dy, w, b, rms=rms)
             for mask in MASKS:
-                gradients = run(backend, x, dy, w, b, mask=mask, **options)[3:]
-                assert_same_bits(gradients, [g if m else None for g, m in zip(results[3:], mask, strict=True)], mask)
-            added = run(backend, x, dy, w, b, residual=residual, grad_sum=make(shape, backend.device), **options)
-            assert torch.equal(added[1], x + residual)
+                assert_same_bits(run(backend, x, dy, w, b, mask=mask, **options), results.requested(mask), mask)
+            inputs = {"residual": make(shape, backend.device), "grad_sum": make(shape, backend.device)}
+            added = run(backend, x, dy, w, b, **inputs, **options).map(torch.Tensor.contiguous)
+            check(added, x, dy, w, b, **inputs, rms=rms)
 
 
 @overlapping
@@ -150,8 +150,7 @@ def test_overlapping_images_with_every_mask(backend, make):
     results = run_images(backend, x, dy, w, b)
     check_images(results, x, dy, w, b)
     for mask in MASKS:
-        gradients = run_images(backend, x, dy, w, b, 1e-5, None, mask)[3:]
-        assert_same_bits(gradients, [g if m else None for g, m in zip(results[3:], mask, strict=True)], mask)
+        assert_same_bits(run_images(backend, x, dy, w, b, mask=mask), results.requested(mask), mask)
 
 
 @pytest.mark.parametrize("member", [m for m in MEMBERS if "inplace" not in m.options], ids=lambda member: member.name)
@@ -176,22 +175,6 @@ def test_functions_of_overlapping_tensors_with_every_mask(member, make):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_frames_of_a_signal_as_images():
-    """The weight's gradient was off by more than its size."""
-    x = torch.randn(2, 3, 40).unfold(-1, 8, 3).movedim(1, -1)
-    w, b = (torch.randn(x.shape[1], dtype=torch.float64) for _ in range(2))
-
-    def loss(x, w, b):
-        return (layer_norm_2d(x, w, b).sin(),)
-
-    x, w, b = x.float(), w.float().requires_grad_(), b.float().requires_grad_()
-    _, actual = with_gradients(lambda w, b: loss(x, w, b), (w, b))
-    _, expected = with_gradients(lambda w, b: loss(x.double(), w, b), (w, b))
-    for a, e in zip(actual, expected, strict=True):
-        # 48 pixels a channel: each term is off by a few 2^-24 of values below 4.
-        torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6), (2, 6, 4, 1), (1, 6, 4, 5)], ids=str)
 def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter):
     """DistributedDataParallel warns if the strides differ, also those of dimensions of size 1."""
@@ -205,18 +188,21 @@ def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(p
 
 # Residuals changed in place
 
-ADDITIONS = {
-    "add_layer_norm": lambda x, r, w=None: add_layer_norm(x, r, (8,), w, inplace=True),
-    "add_rms_norm": lambda x, r, w=None: add_rms_norm(x, r, (8,), w, inplace=True),
-    "add_layer_norm_2d": lambda x, r, w=None: add_layer_norm_2d(x, r, w, inplace=True),
-    "add_rms_norm_2d": lambda x, r, w=None: add_rms_norm_2d(x, r, w, inplace=True),
-    "AddLayerNorm": layernorm_ext.AddLayerNorm(8, inplace=True),
-    "AddRMSNorm": layernorm_ext.AddRMSNorm(8, inplace=True),
-    "AddLayerNorm2d": layernorm_ext.AddLayerNorm2d(8, inplace=True),
-    "AddRMSNorm2d": layernorm_ext.AddRMSNorm2d(8, inplace=True),
-}
+
+def in_place(name):
+    """Return the function or module as a function of input, residual and, if it is a function, weight."""
+    member = getattr(layernorm_ext, name)
+    if isinstance(member, type):
+        return member(8, inplace=True)
+    if name.endswith("2d"):
+        return functools.partial(member, inplace=True)
+    return lambda x, r, *weight: member(x, r, (8,), *weight, inplace=True)
+
+
+ADDITIONS = {name: in_place(name) for name in layernorm_ext.__all__ if name.lower().startswith("add")}
+FUNCTIONS = {name: add for name, add in ADDITIONS.items() if "_" in name}
 additions = pytest.mark.parametrize("add", ADDITIONS.values(), ids=ADDITIONS)
-functions = pytest.mark.parametrize("add", [*ADDITIONS.values()][:4], ids=[*ADDITIONS][:4])
+functions = pytest.mark.parametrize("add", FUNCTIONS.values(), ids=FUNCTIONS)
 SHAPE = (3, 8, 8)  # rows and images of eight columns
 
 
@@ -226,7 +212,7 @@ def not_in_place(add, x, r):
 
 @additions
 def test_retained_gradient_and_hooks_of_a_changed_residual(add):
-    """They see the gradient that reaches the sum from where it is used later, as those of a sum that is returned."""
+    """The residual has become the sum, so its retained gradient and its hooks get the gradient of the sum."""
     x, leaf = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
     residual = leaf * 2
     residual.retain_grad()
@@ -249,7 +235,7 @@ def test_retained_gradient_and_hooks_of_a_changed_residual(add):
 @functions
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_negative_residual(add, requires_grad):
-    """A tensor may be the negative of what its memory holds."""
+    """A tensor with the negative bit is the negative of what its memory holds."""
     x, z = torch.randn(SHAPE), torch.complex(torch.randn(SHAPE), torch.randn(SHAPE))
     residual, imaginary = z.conj().imag, z.imag.clone()
     assert residual.is_neg()
@@ -294,8 +280,8 @@ def test_arguments_beside_the_changed_residual(backend, name):
     tensors[name] = other if name == "input" else other[:, :1]
     expected = backend.ops.forward.fused(**tensors)
     before = other.clone()
-    results = backend.ops.forward_.fused(**tensors)
-    assert_same_bits((results[0], residual, *results[1:]), expected)
+    output, mean, rstd = backend.ops.forward_.fused(**tensors)
+    assert_same_bits((output, residual, mean, rstd), expected)
     assert torch.equal(other, before)
 
 
@@ -308,14 +294,8 @@ def test_slices_that_overlap_the_changed_residual(backend, name):
     tensors = {"input": x, "normalized_shape": (64,), "weight": None, "bias": None, "eps": 1e-5, "residual": residual}
     tensors[name] = other if name == "input" else other[:, :1]
     expected = backend.ops.forward.fused(**tensors)
-    results = backend.ops.forward_.fused(**tensors)
-    assert_same_bits((results[0], residual, *results[1:]), expected)
-
-
-def test_members_in_place_are_listed():
-    """The tests above call every function and module that can work in place."""
-    names = {member.function.__name__ for member in MEMBERS if member.adds}
-    assert names | {name for name in layernorm_ext.__all__ if name.startswith("Add")} == {*ADDITIONS}
+    output, mean, rstd = backend.ops.forward_.fused(**tensors)
+    assert_same_bits((output, residual, mean, rstd), expected)
 
 
 @pytest.mark.parametrize("name", ["input", "weight"])
@@ -359,18 +339,16 @@ def test_transforms_refuse_freed_tensors(argument):
         return layernorm_ext.layer_norm(values["input"], (8,), values["weight"], values["bias"])
 
     other = "weight" if argument == "input" else "input"  # torch makes no dual number of a freed tensor
+    present, two = tensors[other], torch.stack([tensors[other]] * 2)
+    gradient = torch.func.grad(lambda t: norm(**{other: t}).sum())
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        norm(**{other: forward_ad.make_dual(tensors[other], torch.ones(tensors[other].shape))})
-    gradients = torch.func.grad(lambda t: norm(**{other: t}).sum())
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        gradients(tensors[other])
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.vmap(gradients)(torch.stack([tensors[other]] * 2))
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.func.grad(lambda t: torch.vmap(lambda row: norm(**{other: row}))(t).sum())(
-            torch.stack([tensors[other]] * 2)
-        )
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.func.grad(lambda t: norm(**{argument: t}).sum())(tensors[argument])
-    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-        torch.vmap(lambda t: norm(**{other: t}))(torch.stack([tensors[other]] * 2))
+        norm(**{other: forward_ad.make_dual(present, torch.ones_like(present))})
+    for transform, of in (
+        (gradient, present),
+        (torch.func.grad(lambda t: norm(**{argument: t}).sum()), tensors[argument]),
+        (torch.vmap(lambda t: norm(**{other: t})), two),
+        (torch.vmap(gradient), two),
+        (torch.func.grad(lambda t: torch.vmap(lambda row: norm(**{other: row}))(t).sum()), two),
+    ):
+        with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+            transform(of)

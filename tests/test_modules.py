@@ -11,9 +11,9 @@ import re
 import numpy
 import pytest
 import torch
-from family import MODULES, family, flags
-from reference import BF16, F16, F32, F64
-from shapes import assert_same_bits
+from support.backends import assert_same_bits
+from support.family import MODULES, family, flags
+from support.reference import BF16, F16, F32, F64
 from torch.nn import functional as F
 
 import layernorm_ext

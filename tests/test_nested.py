@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family import MEMBERS, with_gradients
+from support.family import MEMBERS, with_gradients
 
 from layernorm_ext import ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -89,7 +89,6 @@ def test_ragged_dimension_is_normalized_in_each_component(function, over_ragged,
     """The output has the ragged shape of the input."""
     x = nested(torch.jagged, dtype=torch.float64)
     tolerance = ANOTHER_FORMULA if compiled else {"rtol": 0, "atol": 0}
-    torch._dynamo.reset()
 
     def call(x):
         return function(x, x.shape[1:] if x.is_nested and over_ragged else x.shape if over_ragged else (8,))
@@ -106,7 +105,6 @@ def test_ragged_dimension_is_normalized_in_each_component(function, over_ragged,
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_compiled_ragged_dimension_between_others_matches_eager(function, inplace, dtype):
     """With 16-bit input, the residual is float32, and the output may round to the other neighbour."""
-    torch._dynamo.reset()
     x = ragged_between_others().to(dtype)
     residual_dtype = torch.promote_types(dtype, torch.float32)
 

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, dtypes_id
-from test_convert import randomize
-from test_tracing import FAMILY, Model
+from support.models import FAMILY, Model, randomize
+from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, trace_as
 

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from reference import BF16, F16, F32, F64, dtypes_id
-from shapes import ALL, MASKS, forward
-from test_family import arguments, groups, variants
-from test_torch_tools import IMAGES
+from support.backends import ALL, MASKS, forward
+from support.inputs import GROUPS, IMAGE_LAYOUTS, arguments, groups, variants
+from support.reference import BF16, F16, F32, F64, dtypes_id
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Autograd and compilation, the other checks, take longest and do not depend on dtypes, layouts and parameter shapes.
@@ -23,11 +22,10 @@ def opcheck(backend, x, weight, bias, checks, normalized_shape=None, masks=(ALL,
     weight, bias = (p if p is None else p.detach().requires_grad_() for p in (weight, bias))
     torch.library.opcheck(ops.forward.default, (x, shape, weight, bias), options, **checks)
     torch.library.opcheck(ops.forward.fused, (x, shape, weight, bias, 1e-5, residual), options, **checks)
-    _, _, mean, rstd = forward(backend, x.detach(), None, weight, bias, normalized_shape=shape, **options)
-    mean, rstd = (t if t is None else t.detach() for t in (mean, rstd))
+    saved = forward(backend, x.detach(), None, weight, bias, normalized_shape=shape, **options).map(torch.Tensor.detach)
     for mask in masks:
         grad_sum = residual if mask[2] else None
-        arguments = (dy, x, shape, mean, rstd, weight, bias, mask, grad_sum)
+        arguments = (dy, x, shape, saved.mean, saved.rstd, weight, bias, mask, grad_sum)
         torch.library.opcheck(ops.backward.default, arguments, options, **checks)
 
 
@@ -46,14 +44,20 @@ def test_variants(backend, variant):
     torch.library.opcheck(backend.ops.forward_.fused, (x.requires_grad_(), (5,), w, None, 1e-5, residual), variant)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
 @groups
-def test_groups(backend, dtypes, batches):
-    x, _, w, b = arguments(batches, 6, dtypes, backend.device)
+def test_groups(backend, batches):
+    """Each dtype has one test below, because the shapes of the results do not depend on it."""
+    x, _, w, b = arguments(batches, 6, (BF16, F32), backend.device)
     opcheck(backend, x, w, b, SHAPE_FUNCTIONS)
 
 
-LAYOUTS = IMAGES | {
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
+def test_dtypes(backend, dtypes):
+    x, _, w, b = arguments(GROUPS["per sample"], 6, dtypes, backend.device)
+    opcheck(backend, x, w, b, SHAPE_FUNCTIONS)
+
+
+LAYOUTS = IMAGE_LAYOUTS | {
     "sliced": lambda: torch.randn(4, 6, 3, 5)[::2, 1:5],
     "expanded": lambda: torch.randn(2, 4, 1, 1).expand(2, 4, 3, 5),
 }

@@ -2,55 +2,21 @@
 
 import dataclasses
 import inspect
-import io
 import subprocess
 import sys
 
 import pytest
 import torch
-from family import MEMBERS, MODULES, family, flags, with_gradients
+from support.family import MEMBERS, ROWS, family, module_and_inputs, module_cases, with_gradients
+from support.models import save_and_load
 
 import layernorm_ext
 from layernorm_ext import LayerNorm, LayerNorm2d, add_layer_norm, add_rms_norm, layer_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
-ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
 
-# Every module with each of its options: its class, the options, and the shapes of its inputs.
-CASES = [
-    (LayerNorm, {"normalized_shape": (5, 8)}, [ROWS]),
-    (layernorm_ext.AdaRMSNorm, {}, [ROWS, (8,), ROWS]),
-    (layernorm_ext.AdaRMSNorm2d, {}, [IMAGES, (2, 8, 1, 1)]),
-]
-for module_class in MODULES:
-    shape = IMAGES if module_class.__name__.endswith("2d") else ROWS
-    others = {"Add": [shape], "Ada": [(shape[0], 8)] * 2}.get(module_class.__name__[:3], [])
-    choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
-    choices += [] if "Ada" in module_class.__name__ else [{"elementwise_affine": False}, {"dtype": torch.float64}]
-    CASES += [(module_class, options, [shape, *others]) for options in choices]
-    if others:  # the residual, or scale and shift, may be absent
-        CASES += [(module_class, options, [shape]) for options in choices]
-cases = pytest.mark.parametrize(("cls", "options", "shapes"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
-
-
-def save_and_load(scripted):
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    return torch.jit.load(buffer)
-
-
-def module_and_inputs(cls, options, shapes):
-    """Return a module for 8 features with random parameters, and inputs of their dtype."""
-    module = cls(**options) if "normalized_shape" in options else cls(8, **options)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    dtype = options.get("dtype", torch.float32)
-    return module, [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-@cases
+@module_cases
 def test_scripted_modules_have_the_same_bits(cls, options, shapes):
     module, inputs = module_and_inputs(cls, options, shapes)
 

@@ -7,7 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from family import MODULES
+from support.family import MODULES
+from support.inputs import IMAGE_LAYOUTS
+from support.reference import F64
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
@@ -15,24 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import layernorm_ext
 
-F64 = torch.float64
-
 # torch.ao.quantization is deprecated and warns in every function.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 # Strides of rms_norm
-
-IMAGES = {
-    "contiguous": lambda: torch.randn(2, 3, 4, 5),
-    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "channels_last_3d": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
-    "sliced channels_last": lambda: torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)[:, 2:5],
-    "one channel": lambda: torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
-    "one pixel": lambda: torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
-    "transposed batch": lambda: torch.randn(3, 2, 4, 5).transpose(0, 1),
-    "transposed rows": lambda: torch.randn(2, 3, 5, 4).transpose(2, 3),
-    "empty": lambda: torch.randn(0, 3, 4, 5).to(memory_format=torch.channels_last),
-}
 
 
 def relevant_strides(x):
@@ -42,12 +30,11 @@ def relevant_strides(x):
 
 @pytest.mark.parametrize(
     ("image", "dims", "is_compiled"),
-    [(image, dims, False) for image in IMAGES for dims in (1, 3)]
+    [(image, dims, False) for image in IMAGE_LAYOUTS for dims in (1, 3)]
     + [(image, 1, True) for image in ("channels_last", "sliced channels_last", "transposed batch")],
 )
 def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
-    torch._dynamo.reset()
-    x = IMAGES[image]().double().requires_grad_()
+    x = IMAGE_LAYOUTS[image]().double().requires_grad_()
     weight = torch.randn(x.shape[-dims:], dtype=F64)
     ours = layernorm_ext.rms_norm
     if is_compiled:
@@ -193,7 +180,7 @@ def test_compiled_functions_may_create_modules(module_class):
 
 
 def test_reloading_the_package_adds_no_import_hook():
-    """Neither does importing it again, or reloading the module that adds the hook."""
+    """Importing it again, or reloading the module that adds the hook, adds none either."""
     code = """
 import importlib, sys, layernorm_ext
 count = len(sys.meta_path)

@@ -3,17 +3,15 @@
 test_functions.py compiles the rest of the family.
 """
 
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from family import MEMBERS, with_gradients
-from reference import BF16, DTYPES_16_BIT, F16, F32, F64, dtypes_id
-from shapes import randn
-from test_errors import FUNCTION_ERRORS
-from test_script import save_and_load
+from support.family import with_gradients
+from support.inputs import randn
+from support.models import FAMILY, Model, save_and_load
+from support.reference import BF16, DTYPES_16_BIT, F16, F32, F64, dtypes_id
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch._inductor.utils import run_and_get_code
 
@@ -39,39 +37,9 @@ SAME_BITS = {"rtol": 0, "atol": 0}
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+def default_setting():
     yield
     trace_as(None)
-
-
-# Calls with input x [batch, 5, 8], residual r, weight w and bias b.
-FAMILY = {member.name: member for member in MEMBERS} | {
-    "layer_norm without parameters": lambda x, r, w, b: (layer_norm(x, (8,)),),
-    "layer_norm without weight": lambda x, r, w, b: (layer_norm(x, (8,), None, b),),
-    "rms_norm with default eps": lambda x, r, w, b: (rms_norm(x * 1e-5, (8,)),),
-    "parameters per sample": lambda x, r, w, b: (layer_norm(x, (8,), x[:, :1], x[:, 1:2]),),
-    "weight per position, shared bias": lambda x, r, w, b: (layer_norm(x, (8,), x[:1], b),),
-    "scale per sample, shared shift": lambda x, r, w, b: (layernorm_ext.ada_layer_norm(x, (8,), x[:, 0], b),),
-    "contiguous images": lambda x, r, w, b: (ada_rms_norm_2d(x.transpose(1, 2).contiguous(), x[:, 0], b),),
-}
-
-
-class Model(torch.nn.Module):
-    """Calls members of the family, by default all of them, and returns a tuple of the outputs of each."""
-
-    def __init__(self, *members, dtypes=(F64, F64, F64)):
-        super().__init__()
-        self.calls = [FAMILY[member] for member in members or FAMILY]
-        self.dtype, self.residual_dtype, parameter_dtype = dtypes
-        self.w, self.b = (torch.nn.Parameter(torch.randn(8).to(parameter_dtype)) for _ in range(2))
-
-    def forward(self, x):
-        residual = x.flip(1).to(self.residual_dtype)
-        return tuple(call(x, residual, self.w, self.b) for call in self.calls)
-
-    def input(self, batch):
-        return torch.randn(batch, 5, 8).to(self.dtype)
 
 
 def calls_kernels(module):
@@ -201,7 +169,7 @@ def parameter_gradients(model, function):
 
 @pytest.mark.parametrize(
     "options",
-    [{"dynamic": None}, {"dynamic": True}, {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"}],
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}],
     ids=str,
 )
 def test_compiled_training_matches_eager(options):
@@ -445,7 +413,7 @@ def test_numbers_of_samples_that_depend_on_data(call, shape):
 
 
 def test_rows_per_sample_that_depend_on_data():
-    """A scale per position, of the positions that a mask selects."""
+    """A mask selects positions, each of which has its own weight and bias."""
 
     def call(x, w, positions):
         return layer_norm(x[:, positions], (8,), w[:, positions], w[:, positions])
@@ -495,7 +463,7 @@ def test_sizes_that_differ_at_run_time_are_refused():
 )
 @pytest.mark.parametrize("setting", ["kernel", "aten"])
 def test_eps_from_a_tensor_breaks_the_graph(norm, setting):
-    """As in torch's functions: operators take numbers that are known when they are recorded."""
+    """As with torch's functions, because a recorded operator needs a constant eps."""
     x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
     with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(lambda x, eps: norm(x, eps.item()), backend="aot_eager")
@@ -503,35 +471,6 @@ def test_eps_from_a_tensor_breaks_the_graph(norm, setting):
         as_float = torch.compile(norm, backend="aot_eager", fullgraph=True)
         for number in (0.5, 0.25, 0.0, 1):
             torch.testing.assert_close(as_float(x, number), norm(x, number), **REORDERED_BY_INDUCTOR)
-
-
-# Errors
-
-
-X = torch.ones(3, 8)
-ERRORS = FUNCTION_ERRORS | {
-    "Expected weight to be on the device of input": lambda: layer_norm(X, (8,), torch.ones(8, device="meta"))
-}
-TRACERS = {
-    "compile": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True)(X),
-    "export": lambda module: torch.export.export(module, (X,), strict=False),
-    "jit.trace": lambda module: torch.jit.trace(module, X),
-}
-
-
-@pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS)
-@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS.keys())
-def test_tracers_give_the_errors_of_eager_calls(call, trace):
-    class Module(torch.nn.Module):
-        def forward(self, x):
-            return x, call()
-
-    with pytest.raises(RuntimeError) as eager:
-        call()
-    with trace_as("aten"), pytest.raises(RuntimeError) as traced:
-        trace(Module())
-    traced_message = re.sub(r"tensor\((\d+)\)", r"\1", str(traced.value))  # torch.jit.trace makes tensors of sizes
-    assert str(eager.value).partition("\n")[0] in traced_message
 
 
 # trace_as

@@ -11,22 +11,9 @@ import random
 import emulated_build
 import pytest
 import torch
-from reference import BF16, DTYPES, DTYPES_16_BIT, F32, F64, broadcast_rows, dtypes_id, xhat_error_from_output
-from shapes import (
-    ALL,
-    MASKS,
-    all_dtypes,
-    amid_nans,
-    assert_same_bits,
-    check,
-    check_images,
-    hard_rows,
-    randn,
-    random_args,
-    run,
-    run_images,
-    run_pixels,
-)
+from support.backends import ALL, MASKS, Results, assert_same_bits, check, check_images, run, run_images, run_pixels
+from support.inputs import all_dtypes, amid_nans, hard_rows, randn, random_args
+from support.reference import BF16, F32, F64, RESIDUALS, broadcast_rows, dtypes_id, xhat_error_from_output
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
@@ -73,7 +60,7 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
             assert_same_bits(results, expected, cols, seed)
         check(results, x, dy, w, b, context=(cols,))
         if cols == 1:  # g - mean(g) is exactly 0, unless the product g is fused with the subtraction
-            assert not results[3].any()
+            assert not results.grad_input.any()
 
 
 @all_dtypes
@@ -93,7 +80,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
                 results = run_images(library, amid_nans(x, *place), amid_nans(dy, *place), w, b)
             expected = expected or results
             check_images(results, x, dy, w, b, context=(shape, seed))
-            assert_same_bits(results[:4], expected[:4], shape, seed)
+            assert_same_bits(results.rows(), expected.rows(), shape, seed)
 
 
 # Which kernels are launched
@@ -129,12 +116,12 @@ def test_long_rows_in_clusters_and_read_twice(library, dtypes):
         for architecture in (89, 90):
             library.launched()
             with library.schedule(chunks, architecture=architecture, path_limit=limit):
-                forward = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
+                output, *statistics = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
                 forward_launches = launches(library, "forward")
-                saved = saved or forward[1:]
+                saved = saved or statistics
                 gradients = library.ops.backward(dy, x, x.shape[1:], *saved, w, b, ALL)
                 backward_launches = launches(library, "backward")
-            check((*forward, *gradients), x, dy, w, b, context=(chunks, architecture))
+            check(Results(output, None, *statistics, *gradients), x, dy, w, b, context=(chunks, architecture))
             grad_input[architecture] = gradients[:1]
             in_cluster = architecture >= 90 and chunks <= 80
             blocks = math.ceil(chunks / max(4, math.ceil(chunks / 8)))
@@ -195,9 +182,6 @@ def test_few_rows_with_some_gradients(library):
 
 # Options and layouts on every path
 
-# Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
-RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
-
 
 def in_fused_projection(tensor):
     """Return a tensor with gaps between groups, like the queries of a fused projection, which are read in place."""
@@ -242,21 +226,19 @@ def test_options_match_float64(library, dtypes, run, path):
             tensors = {name: draw([in_fused_projection, amid_nans, torch.clone])(t) for name, t in tensors.items()}
             results = run(library, **tensors, **options)
             x, dy, w, b, residual = map(tensors.get, ("x", "dy", "weight", "bias", "residual"))
-            total = results[1] if adds else x
+            total = results.total if adds else x
             if adds and run is not run_pixels:
                 in_place = residual.clone()
-                others = library.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, **variant)
-                assert_same_bits((others[0], in_place, *others[1:]), results[:4], case)
-        assert_same_bits(results[:-2], aligned[:-2], case)
-        if adds:
-            assert_same_bits([total], [x.to(sum_dtype) + residual], case)
-        more = {"grad_sum": tensors.get("grad_sum"), "dtype": dtypes[0], "context": (case,), **variant}
+                output, mean, rstd = library.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, **variant)
+                assert_same_bits(Results(output, in_place, mean, rstd), results.requested(NONE), case)
+        assert_same_bits(results.rows(), aligned.rows(), case)
+        more = {"residual": residual, "grad_sum": tensors.get("grad_sum"), "context": (case,), **variant}
         if options["memory_efficient"]:
             rows_of = [broadcast_rows(t, x.shape[:-1]) for t in (total, w, b)]
             more["xhat_error"] = xhat_error_from_output(*rows_of, **variant)
-        for output, *others in (aligned, results):
-            assert [gradient is not None for gradient in others[-3:]] == options["mask"], case
-            check((output, *others[-5:]), total, dy, w, b, **more)
+        for each in (aligned, results):
+            assert [gradient is not None for gradient in each.gradients] == options["mask"], case
+            check(each, x, dy, w, b, **more)
 
 
 @pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "pixels"])
@@ -291,10 +273,10 @@ def test_nan_and_inf_stay_in_their_row(library, run, path):
         x[1::2] *= 1e37  # read again after the sums have overflowed
         x[2, 3], x[4, 0] = torch.inf, torch.nan
         with library.schedule(cols, **path):
-            output, _, _, dx, *_ = run(library, x, dy, w, b, mask=[True, False, False])
+            results = run(library, x, dy, w, b, mask=[True, False, False])
         wrong = torch.zeros(9, dtype=torch.bool)
         wrong[[2, 4]] = True
-        for result in (output, dx):
+        for result in (results.output, results.grad_input):
             assert torch.equal(result.isnan().all(1), wrong) and torch.equal(result.isnan().any(1), wrong), cols
 
 
@@ -312,12 +294,11 @@ def test_constant_rows_have_no_deviation(library, dtype, run, path):
     for step, cols in ((1, 7), (3, 300), (13, 5000)):
         x = torch.cat([CONSTANTS[::step], huge]).to(dtype)[:, None].repeat(1, cols)
         with library.schedule(cols, **path):
-            output, _, _, _, grad_weight, _ = run(library, x, torch.ones_like(x), mask=WEIGHT_ONLY)
+            results = run(library, x, torch.ones_like(x), mask=WEIGHT_ONLY)
             x = x[:-3]
-            output_for_small_eps, *_ = run(library, x, x, eps=1e-30, mask=NONE)
-            _, _, rstd, *_ = run(library, x, x, eps=0.0, mask=NONE)
-        assert not output.any() and not grad_weight.any() and not output_for_small_eps.any(), cols
-        assert rstd.gt(10).all(), cols
+            small_eps, no_eps = (run(library, x, x, eps=eps, mask=NONE) for eps in (1e-30, 0.0))
+        assert not (results.output.any() or results.grad_weight.any() or small_eps.output.any()), cols
+        assert no_eps.rstd.gt(10).all(), cols
 
 
 @pytest.mark.parametrize("rows", [257, 511])

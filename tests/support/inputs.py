@@ -1,15 +1,12 @@
 """Inputs for the kernels: sizes, ordinary and extreme values, memory layouts."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from reference import BF16, DTYPES, F16, F32, F64, broadcast_rows, check_backward, check_forward, dtypes_id
 
-ALL = [True, True, True]  # output_mask: all gradients
-MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
+from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtypes_id)
@@ -54,88 +51,6 @@ def random_args(backend, dtypes, *shape, offset=0):
     """
     x, dy = (randn(shape, dtypes[0], backend.device, mean) for mean in (offset, 0.5))
     return x, dy, *(randn(shape[1], dtypes[1], backend.device) for _ in range(2))
-
-
-def forward(backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None, **options):
-    """Return output, sum, mean and rstd. The sum is None without a residual."""
-    arguments = (normalized_shape or x.shape[-1:], weight, bias, eps)
-    if residual is not None:
-        return backend.ops.forward.fused(x, *arguments, residual, **options)
-    output, mean, rstd = backend.ops.forward(x, *arguments, **options)
-    return output, None, mean, rstd
-
-
-def run(
-    backend,
-    x,
-    dy,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    normalized_shape=None,
-    mask=ALL,
-    *,
-    residual=None,
-    grad_sum=None,
-    **options,
-):
-    """Return output, sum if there is a residual, mean, rstd, grad_input, grad_weight and grad_bias."""
-    shape = normalized_shape or x.shape[-1:]
-    output, total, mean, rstd = forward(backend, x, residual, weight, bias, eps, shape, **options)
-    saved = output if options.get("memory_efficient") else x if residual is None else total
-    gradients = backend.ops.backward(dy, saved, shape, mean, rstd, weight, bias, mask, grad_sum, **options)
-    return output, *([] if residual is None else [total]), mean, rstd, *gradients
-
-
-def run_images(backend, x, dy, *args, **options):
-    """Return the results of `run` for images [N, C, *], as images."""
-    x, dy = (t.movedim(1, -1) for t in (x, dy))
-    results = run(backend, x, dy, *args, preserve_layout=True, **options)
-    return [*(t if t is None else t.movedim(-1, 1) for t in results[:4]), *results[4:]]
-
-
-def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
-    """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
-    images = [t if t is None else t.mT.contiguous().mT for t in (x, dy, residual, grad_sum)]
-    options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
-    return [t if t is None else t.contiguous() for t in run(backend, *images[:2], *args, **options)]
-
-
-# A test with the argument `run` tests the kernels for rows and those for channels-first images.
-rows_and_images = pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "images"])
-
-
-def check(
-    results, x, dy, weight=None, bias=None, eps=1e-5, context=(), *, grad_sum=None, xhat_error=0, dtype=None, **variant
-):
-    """Check the results of `run` against float64: row by row, and the parameters' gradients group by group.
-
-    With a residual, `x` is the sum, and `dtype` is that of the output.
-    """
-    batch = x.shape[:-1]
-    assert results[0].shape == x.shape and all(t is None or t.shape == (*batch, 1) for t in results[1:3])
-    matrices = [broadcast_rows(t, batch) for t in (*results[:3], x, weight, bias)]
-    check_forward(matrices[:3], *matrices[3:], eps, context, dtype=dtype, **variant)
-    options = {"grad_sum": grad_sum, "xhat_error": xhat_error}
-    check_backward(results[3:], dy, x, weight, bias, eps, context, **options, **variant)
-
-
-def check_images(results, x, dy, *args, **kwargs):
-    """Check the results of `run_images` against float64."""
-    x, dy, *rows = (t.movedim(1, -1).contiguous() for t in (x, dy, *results[:4]))
-    check((*rows, *results[4:]), x, dy, *args, **kwargs)
-
-
-def bits(tensor):
-    """Return the tensor's bytes. Unlike values, they distinguish -0 from 0, and a NaN equals itself."""
-    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def assert_same_bits(results, expected, *context):
-    """Compare two lists of tensors or None."""
-    for i, (actual, right) in enumerate(zip(results, expected, strict=True)):
-        same = actual is right is None or (actual.dtype == right.dtype and torch.equal(bits(actual), bits(right)))
-        assert same, (f"result {i}", *context)
 
 
 def amid_nans(tensor, gap=3, offset=1):
@@ -229,3 +144,52 @@ def negative(t):
 
 
 LAYOUTS = [transposed, every_second_column, with_gaps, misaligned, negative]
+
+# Layouts of images and of rows of images.
+IMAGE_LAYOUTS = {
+    "contiguous": lambda: torch.randn(2, 3, 4, 5),
+    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    "sliced channels_last": lambda: torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)[:, 2:5],
+    "one channel": lambda: torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
+    "one pixel": lambda: torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
+    "transposed batch": lambda: torch.randn(3, 2, 4, 5).transpose(0, 1),
+    "transposed rows": lambda: torch.randn(2, 3, 5, 4).transpose(2, 3),
+    "empty": lambda: torch.randn(0, 3, 4, 5).to(memory_format=torch.channels_last),
+}
+
+
+# Options of the operators, and parameters with batch dimensions: groups of rows that share their parameters.
+
+VARIANTS = {
+    "layer": {"rms": False, "zero_centered_weight": False},
+    "layer-centred": {"rms": False, "zero_centered_weight": True},
+    "rms": {"rms": True, "zero_centered_weight": False},
+    "rms-centred": {"rms": True, "zero_centered_weight": True},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+
+# Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.
+GROUPS = {
+    "shared": ((3, 5), (), ()),
+    "shared, all dimensions": ((3, 5), (1, 1), (1, 1)),
+    "per sample": ((3, 5), (3, 1), (3, 1)),
+    "per position": ((3, 5), (1, 5), (1, 5)),
+    "per row": ((3, 5), (3, 5), (3, 5)),
+    "rows of a matrix": ((7,), (7,), (7,)),
+    "weight per sample, bias shared": ((3, 5), (3, 1), ()),
+    "weight shared, bias per position": ((3, 5), (1, 1), (1, 5)),
+    "bias alone": ((3, 5), None, (3, 1)),
+    "outer and inner dimension": ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
+    "middle dimension": ((2, 3, 4), (1, 3, 1), (1, 3, 1)),
+    "many rows": ((2, 70), (2, 1), (2, 1)),
+}
+groups = pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
+
+
+def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
+    """Return input, grad_output, weight and bias, of the dtypes of input and parameters, or of input, weight, bias."""
+    x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
+    parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)
+    return x, dy, *(None if p is None else surround(randn((*p, cols), dtype, device)) for p, dtype in parameters)

@@ -1,9 +1,10 @@
-"""LayerNorm and RMSNorm in wider arithmetic, and the error bounds that the kernels must meet.
+"""The readable specification: LayerNorm and RMSNorm in wider arithmetic, and the errors that the kernels may have.
 
 float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-bit on Arm). Its exponent range also
 holds the square of every double. All other results are checked in float64. All arrays are [rows, cols].
 """
 
+import functools
 import math
 
 import numpy as np
@@ -15,6 +16,9 @@ NAMES = {F64: "fp64", F32: "fp32", F16: "fp16", BF16: "bf16"}
 # (data dtype, parameter dtype): all pairs that have kernels of their own.
 DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
 DTYPES_16_BIT = DTYPES[2:]
+
+# Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
+RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
 
 
 def dtypes_id(value):
@@ -59,15 +63,21 @@ class Backward:
     """The gradients, and the sum of the magnitudes of grad_input's terms, to which its error is proportional."""
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
-        xhat, rstd = forward.xhat, forward.rstd
-        g = dy if weight is None else dy * weight
-        mean_g, mean_gx = 0 if rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
-        self.grad_input = rstd * (g - mean_g - xhat * mean_gx) + grad_sum
-        self.grad_weight, self.grad_bias = (dy * xhat).sum(0), dy.sum(0)
+        self.g = dy if weight is None else dy * weight
+        self.xhat, self.rstd, self.rms, self.grad_sum = forward.xhat, forward.rstd, rms, grad_sum
+        self.grad_weight, self.grad_bias = (dy * forward.xhat).sum(0), dy.sum(0)
 
-        abs_g, abs_xhat = abs(g), abs(xhat)
+    @functools.cached_property
+    def grad_input(self):
+        g, xhat = self.g, self.xhat
+        mean_g, mean_gx = 0 if self.rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
+        return self.rstd * (g - mean_g - xhat * mean_gx) + self.grad_sum
+
+    @functools.cached_property
+    def terms(self):
+        abs_g, abs_xhat = abs(self.g), abs(self.xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-        self.terms = rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(grad_sum)
+        return self.rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(self.grad_sum)
 
 
 # Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms.
@@ -193,9 +203,10 @@ def check_backward(
     Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
     backward starts from, and `sum_error` a relative error of sums over rows in addition to PARAMETER_GRADIENT.
     """
-    assert results[0] is None or results[0].shape == x.shape, context
+    grad_input, grad_weight, grad_bias = results
+    assert grad_input is None or grad_input.shape == x.shape, context
     batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
-    dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, results[0]))
+    dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, grad_input))
     forward, w = Forward(exact(x), eps, rms), factor(weights, zero_centered_weight)
     dy = exact(dy)
     expected = Backward(dy, forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
@@ -212,18 +223,17 @@ def check_backward(
         error = GRADIENT[x.dtype] * expected.terms + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
         check("grad_input", grad_input, x.dtype, expected.grad_input, error)
     for name, actual, parameter, products, terms, errors in (
-        ("grad_weight", results[1], weight, dy * forward.xhat, abs_dy * (1 + abs_xhat), abs_dy * xhat_error),
-        ("grad_bias", results[2], bias, dy, abs_dy, 0 * abs_dy),
+        ("grad_weight", grad_weight, weight, dy * forward.xhat, abs_dy * (1 + abs_xhat), abs_dy * xhat_error),
+        ("grad_bias", grad_bias, bias, dy, abs_dy, 0 * abs_dy),
     ):
         if actual is None:
             continue
         # The gradient of an absent parameter has the shape and dtype of the other one.
         like = parameter if parameter is not None else given[0] if given else x[0]
         assert actual.shape == like.shape, (name, *context)
-        groups = math.prod(like.shape[:-1])
-        group = torch.arange(groups).view(like.shape[:-1]).expand(batch).flatten().numpy()
-        value, error = np.zeros((2, groups, x.shape[-1]), dy.dtype)
-        np.add.at(value, group, products)
-        np.add.at(error, group, (PARAMETER_GRADIENT[x.dtype] + sum_error) * terms + errors)
-        check(name, actual, like.dtype, value.reshape(like.shape), error.reshape(like.shape))
+        groups = range(math.prod(like.shape[:-1]))
+        group = torch.arange(len(groups)).view(like.shape[:-1]).expand(batch).flatten().numpy()
+        errors = (PARAMETER_GRADIENT[x.dtype] + sum_error) * terms + errors
+        sums = (np.array([t[group == i].sum(0) for i in groups]).reshape(like.shape) for t in (products, errors))
+        check(name, actual, like.dtype, *sums)
     return expected

@@ -97,6 +97,36 @@ def flags(module_class):
     return [p.name for p in inspect.signature(module_class).parameters.values() if p.kind == p.KEYWORD_ONLY]
 
 
+ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
+
+# Every module with each of its options: its class, the options, and the shapes of its inputs.
+MODULE_CASES = [
+    (layernorm_ext.LayerNorm, {"normalized_shape": (5, 8)}, [ROWS]),
+    (layernorm_ext.AdaRMSNorm, {}, [ROWS, (8,), ROWS]),
+    (layernorm_ext.AdaRMSNorm2d, {}, [IMAGES, (2, 8, 1, 1)]),
+]
+for module_class in MODULES:
+    shape = IMAGES if module_class.__name__.endswith("2d") else ROWS
+    others = {"Add": [shape], "Ada": [(shape[0], 8)] * 2}.get(module_class.__name__[:3], [])
+    choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
+    choices += [] if "Ada" in module_class.__name__ else [{"elementwise_affine": False}, {"dtype": torch.float64}]
+    MODULE_CASES += [(module_class, options, [shape, *others]) for options in choices]
+    if others:  # the residual, or scale and shift, may be absent
+        MODULE_CASES += [(module_class, options, [shape]) for options in choices]
+module_cases = pytest.mark.parametrize(
+    ("cls", "options", "shapes"), MODULE_CASES, ids=lambda v: getattr(v, "__name__", str(v))
+)
+
+
+def module_and_inputs(cls, options, shapes):
+    """Return a module for 8 features with random parameters, and inputs of their dtype."""
+    module = cls(**options) if "normalized_shape" in options else cls(8, **options)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    dtype = options.get("dtype", torch.float32)
+    return module, [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
 def with_gradients(function, tensors, grad_outputs=None, **options):
     """Return the outputs of a function and, for a given or simple loss, the gradients of all tensors."""
     outputs = function(*tensors)

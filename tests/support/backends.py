@@ -1,0 +1,181 @@
+"""The backends under test, the results of their operators, and the comparison of results with float64."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import layernorm_ext
+from support.reference import broadcast_rows, check_backward, check_forward
+
+ALL = [True, True, True]  # output_mask: all gradients
+MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the operators. A test with the argument `backend` runs on each of them."""
+
+    name: str
+    device: str
+    ops: object  # the namespace of torch.ops
+    layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
+
+    @property
+    def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
+        return self.ops.forward
+
+    @property
+    def backward(self):  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask) -> gradients
+        return self.ops.backward
+
+    def __str__(self):
+        return self.name
+
+
+def installed(device):
+    """Return the installed package."""
+    return Backend(device, device, torch.ops.layernorm, layernorm_ext.layer_norm)
+
+
+def emulated():
+    """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
+    import emulated_build  # in tests/emulator
+
+    ops = emulated_build.library(emulated_build.PLAIN).ops
+    return Backend("emulated", "cpu", ops, lambda *args, **kwargs: ops.forward(*args, **kwargs)[0])
+
+
+BACKENDS = {"cpu": lambda: installed("cpu"), "cuda": lambda: installed("cuda"), "emulated": emulated}
+
+
+class Results(NamedTuple):
+    """The results of forward and backward. Those that were not computed are None."""
+
+    output: torch.Tensor
+    total: torch.Tensor | None = None  # the sum of input and residual
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+    grad_input: torch.Tensor | None = None
+    grad_weight: torch.Tensor | None = None
+    grad_bias: torch.Tensor | None = None
+
+    @property
+    def forward(self):
+        return self.output, self.mean, self.rstd
+
+    @property
+    def gradients(self):
+        return self.grad_input, self.grad_weight, self.grad_bias
+
+    def map(self, function):
+        return Results(*(t if t is None else function(t) for t in self))
+
+    def rows(self, index=...):
+        """Index the results that have a row for each row of the input. The parameters' gradients become None."""
+        return self._replace(grad_weight=None, grad_bias=None).map(lambda t: t[index])
+
+    def map_rows(self, function):
+        return self.rows().map(function)._replace(grad_weight=self.grad_weight, grad_bias=self.grad_bias)
+
+    def requested(self, mask):
+        """Return the results of a call with this output_mask."""
+        gradients = (g if requested else None for g, requested in zip(self.gradients, mask, strict=True))
+        return Results(self.output, self.total, self.mean, self.rstd, *gradients)
+
+
+def forward(backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None, **options):
+    """Return the results of the forward operator, with or without a residual."""
+    arguments = (normalized_shape or x.shape[-1:], weight, bias, eps)
+    if residual is not None:
+        return Results(*backend.ops.forward.fused(x, *arguments, residual, **options))
+    output, mean, rstd = backend.ops.forward(x, *arguments, **options)
+    return Results(output, None, mean, rstd)
+
+
+def run(
+    backend,
+    x,
+    dy,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    normalized_shape=None,
+    mask=ALL,
+    *,
+    residual=None,
+    grad_sum=None,
+    **options,
+):
+    """Return the results of both operators."""
+    shape = normalized_shape or x.shape[-1:]
+    output, total, mean, rstd, *_ = forward(backend, x, residual, weight, bias, eps, shape, **options)
+    saved = output if options.get("memory_efficient") else x if residual is None else total
+    gradients = backend.ops.backward(dy, saved, shape, mean, rstd, weight, bias, mask, grad_sum, **options)
+    return Results(output, total, mean, rstd, *gradients)
+
+
+def run_images(backend, x, dy, *args, **options):
+    """Return the results of `run` for images [N, C, *], as images."""
+    x, dy = (t.movedim(1, -1) for t in (x, dy))
+    results = run(backend, x, dy, *args, preserve_layout=True, **options)
+    return results.map_rows(lambda t: t.movedim(-1, 1))
+
+
+def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
+    """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
+    images = [t if t is None else t.mT.contiguous().mT for t in (x, dy, residual, grad_sum)]
+    options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
+    return run(backend, *images[:2], *args, **options).map(torch.Tensor.contiguous)
+
+
+# A test with the argument `run` tests the kernels for rows and those for channels-first images.
+rows_and_images = pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "images"])
+
+
+def check(
+    results,
+    x,
+    dy,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    context=(),
+    *,
+    residual=None,
+    grad_sum=None,
+    xhat_error=0,
+    **variant,
+):
+    """Check the results of `run`: rows and the parameters' gradients against float64, and the sum bit by bit."""
+    batch, dtype = x.shape[:-1], x.dtype
+    if residual is not None:
+        x = x.to(residual.dtype) + residual
+        assert_same_bits([results.total], [x], *context)
+    assert results.output.shape == x.shape
+    assert all(t is None or t.shape == (*batch, 1) for t in (results.mean, results.rstd))
+    rows, arguments = ([broadcast_rows(t, batch) for t in group] for group in (results.forward, (x, weight, bias)))
+    check_forward(rows, *arguments, eps, context, dtype=dtype, **variant)
+    options = {"grad_sum": grad_sum, "xhat_error": xhat_error}
+    check_backward(results.gradients, dy, x, weight, bias, eps, context, **options, **variant)
+
+
+def check_images(results, x, dy, *args, **kwargs):
+    """Check the results of `run_images`."""
+    results = results.map_rows(lambda t: t.movedim(1, -1).contiguous())
+    check(results, x.movedim(1, -1), dy.movedim(1, -1), *args, **kwargs)
+
+
+def bits(tensor):
+    """Return the tensor's bytes. Unlike values, they distinguish -0 from 0, and a NaN equals itself."""
+    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def assert_same_bits(results, expected, *context):
+    """Compare two lists of tensors or None."""
+    for i, (actual, right) in enumerate(zip(results, expected, strict=True)):
+        same = actual is right is None or (actual.dtype == right.dtype and torch.equal(bits(actual), bits(right)))
+        assert same, (f"result {i}", *context)
