@@ -1,6 +1,9 @@
-"""Compares the installed torch with the one that the compiled module was built for."""
+"""Compares the versions of installed packages with those that this package was built for or needs."""
+
+from importlib import metadata
 
 import torch
+from torch.torch_version import TorchVersion
 
 from . import _build_info as built
 
@@ -15,3 +18,14 @@ def check_torch() -> None:
             f"and does not fit the installed torch {torch.__version__} (CUDA {torch.version.cuda}); "
             "run `pip install .` in its checkout again"
         )
+
+
+def require(package: str, minimum: str) -> None:
+    """Raise an ImportError if the installed version of an optional package is older than ``minimum``, or missing."""
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        installed = None
+    if installed is None or TorchVersion(installed) < minimum:
+        found = f"{package} {installed} is installed" if installed else "it is not installed"
+        raise ImportError(f"layernorm_ext needs {package} {minimum} or newer here, but {found}")
