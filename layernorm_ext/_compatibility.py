@@ -1,6 +1,7 @@
 """Compares the versions of installed packages with those that this package was built for or needs."""
 
-from importlib import metadata
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch.torch_version import TorchVersion
@@ -20,12 +21,18 @@ def check_torch() -> None:
         )
 
 
-def require(package: str, minimum: str) -> None:
-    """Raise an ImportError if the installed version of an optional package is older than ``minimum``, or missing."""
+def require(package: str, minimum: str, module: str | None = None) -> ModuleType:
+    """Import and return an optional package, or its module of this name.
+
+    Raises:
+        ImportError: The package is missing or older than ``minimum``.
+    """
+    needed = f"layernorm_ext needs {package} {minimum} or newer here"
     try:
-        installed = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        installed = None
-    if installed is None or TorchVersion(installed) < minimum:
-        found = f"{package} {installed} is installed" if installed else "it is not installed"
-        raise ImportError(f"layernorm_ext needs {package} {minimum} or newer here, but {found}")
+        found = import_module(module or package)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{needed}, but there is {str(error).lower()}") from error
+    installed = found.__version__
+    if TorchVersion(installed) < minimum and not installed.startswith("0.0.0"):  # a checkout that is not installed
+        raise ImportError(f"{needed}, but {package} {installed} is installed")
+    return found

@@ -26,11 +26,9 @@ from . import _build_info
 from ._compatibility import require
 from .functional import layer_norm, rms_norm
 
-require("kernels", "0.17")
-
-import kernels
-
 __all__ = ["register"]
+
+kernels = require("kernels", "0.17")
 
 
 def register() -> None:
@@ -52,8 +50,7 @@ def register() -> None:
 
 def _register_with_transformers(mapping: dict[str, dict[str, _Repository]]) -> None:
     require("transformers", "5.16")
-    from transformers.utils import import_utils
-
+    import_utils = import_module("transformers.utils.import_utils")
     if not import_utils.is_kernels_available():
         raise ImportError(
             f"The installed transformers needs kernels {import_utils.KERNELS_MIN_VERSION} or newer, before "
