@@ -9,7 +9,7 @@ import pytest
 
 from layernorm_ext import _compatibility
 
-HOOKS = {"hub": "kernels", "megatron": "megatron.core"}
+HOOKS = {"hub": "kernels", "megatron": "megatron.core", "torchtitan": "torchtitan"}
 
 
 def test_the_package_does_not_import_its_hooks():
