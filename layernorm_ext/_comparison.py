@@ -49,7 +49,7 @@ def difference(module: Module, ours: Any) -> str | None:
         SkippedError: The module differs from all replacements.
     """
     others: dict[str, object] = {}  # attributes of both layers during the comparison
-    if module._modules.keys() <= ACTIVATION.keys():
+    if module._modules and module._modules.keys() <= ACTIVATION.keys():
         others["_modules"] = {name: ACTIVATION[name] for name in module._modules}
     names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
     unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in ACTIVATION]

@@ -142,23 +142,36 @@ def test_every_decorated_class_of_transformers_gets_its_output_and_dtype(kernels
             torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=1e-6)
 
 
-def test_torchs_layer_norm_is_replaced_where_users_decorate_it(kernels, monkeypatch):
-    class Subclass(torch.nn.LayerNorm):
-        def forward(self, input):
-            return super().forward(input) + 1
+def test_output_dtypes_of_mixed_dtypes_are_compiled(kernels):
+    """The original is asked for the dtype, with an empty input."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for cls, dtype in ((LlamaRMSNorm, F32), (GptOssRMSNorm, BF16)):
+        layer, x = randomize(cls(8)), torch.randn(3, 8, dtype=BF16)
+        kernels.kernelize(layer, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
+        torch._dynamo.reset()
+        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_torchs_layers_are_replaced_where_users_decorate_them(cls, kernels, monkeypatch):
+    class Subclass(cls):
+        def forward(self, x):
+            return super().forward(x) + 1
 
     for attribute in ("kernel_layer_name", "kernel_condition"):  # undone after the test
-        monkeypatch.setattr(torch.nn.LayerNorm, attribute, None, raising=False)
-    kernels.replace_kernel_forward_from_hub(
-        torch.nn.LayerNorm, "LayerNorm", condition=lambda norm: type(norm) is torch.nn.LayerNorm
-    )
-    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.LayerNorm(8, bias=False), Subclass(8)).double()
+        monkeypatch.setattr(cls, attribute, None, raising=False)
+    kernels.replace_kernel_forward_from_hub(cls, cls.__name__, condition=lambda norm: type(norm) is cls)
+    model = torch.nn.Sequential(cls(8, eps=1e-3), cls((3, 8)), cls(8, elementwise_affine=False), Subclass(8)).double()
     randomize(model)
-    x = torch.randn(3, 8, dtype=F64)
+    x = torch.randn(2, 3, 8, dtype=F64)
     expected = model(x)
     kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
-    assert [is_ours(model[0]), is_ours(model[1]), "forward" in vars(model[2])] == [True, True, False]
-    torch.testing.assert_close(model(x), expected, rtol=1e-14, atol=1e-14)  # three layers of ten roundings by 1e-16
+    assert [is_ours(layer) for layer in model] == [True, True, True, False]
+    torch.testing.assert_close(model(x), expected, rtol=1e-13, atol=1e-13)  # four layers of ten roundings by 1e-16
 
 
 def test_users_mappings_of_other_layers_stay_in_force(kernels):
