@@ -149,7 +149,7 @@ def test_converted_models_compile_without_graph_breaks(name, compiler):
 MAMBA2 = MAMBA | {"num_heads": 4, "n_groups": 1, "expand": 2, "chunk_size": 4}
 # Name of the model -> its options and the number of layers.
 MIXED_MODELS = {f"{name}ForConditionalGeneration": (T5, 12) for name in ("T5", "MT5", "UMT5", "Pop2Piano")}
-MIXED_MODELS |= {"MambaForCausalLM": (MAMBA, 3), "Mamba2ForCausalLM": (MAMBA2, 3), "FalconMambaForCausalLM": (MAMBA, 3)}
+MIXED_MODELS |= {"MambaForCausalLM": (MAMBA, 3), "Mamba2ForCausalLM": (MAMBA2, 3), "FalconMambaForCausalLM": (MAMBA, 9)}
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
