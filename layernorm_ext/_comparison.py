@@ -49,10 +49,13 @@ def difference(module: Module, ours: Any) -> str | None:
         SkippedError: The module differs from all replacements.
     """
     others: dict[str, object] = {}  # attributes of both layers during the comparison
-    if module._modules and module._modules.keys() <= ACTIVATION.keys():
-        others["_modules"] = {name: ACTIVATION[name] for name in module._modules}
+    children: dict[str, Module] = {}
+    if module._modules.keys() <= ACTIVATION.keys():
+        children = {name: ACTIVATION[name] for name in module._modules}
+    if children:
+        others["_modules"] = children
     names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
-    unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in ACTIVATION]
+    unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in children]
     if unknown:
         raise SkippedError(f"it has a parameter {unknown[0]}")
     shape = tuple(ours.normalized_shape)
@@ -80,7 +83,7 @@ def difference(module: Module, ours: Any) -> str | None:
             tensor.requires_grad_(dy is not None)
         try:
             y = _forward(module, inputs[0], dict(zip(parameters, inputs[1:], strict=True)), others)
-            if y.shape != x.shape:  # parameters such as [C, 1, 1] add dimensions
+            if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
                 return [y]

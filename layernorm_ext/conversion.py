@@ -194,8 +194,8 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
 
 _REGISTRY: dict[type[Module] | str, _Build | None] = {torch.nn.LayerNorm: None, torch.nn.RMSNorm: None}
 
-# Classes of these packages whose names contain either norm are candidates, too; a comparison of results decides.
-# Remote code of transformers is in transformers_modules.
+# Further candidates are the classes of these packages whose names match _NAME; a comparison of results decides. Remote
+# code of transformers is in transformers_modules.
 _PACKAGES = re.compile(
     "chronos|clip|diffusers|esm|k_diffusion|kokoro|kornia|lavis|litgpt|open_clip|rfdetr|sam2|segment_anything|"
     "segmentation_models_pytorch|tabpfn|timm|torchao|torchtune|torchvision|transformers|transformers_modules|"
@@ -225,7 +225,7 @@ def _name(cls: type) -> str:
 
 
 def _builds(cls: type) -> list[_Build | None]:
-    """Return what is registered for a class, of which the last applies, or an empty list."""
+    """Return the functions registered for a class, or an empty list; the last one applies."""
     if cls in _REGISTRY:
         return [_REGISTRY[cls]]
     name = _name(cls)
@@ -363,7 +363,9 @@ def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[
     if weight is None:
         return ()
     shape = full_shape(weight)
-    return shape if weight_name == "weight" else tuple(size for size in shape if size != 1) or (1,)  # as of [C, 1, 1]
+    if weight_name != "weight":  # its shape may be [C, 1, 1]
+        shape = tuple(size for size in shape if size != 1) or (1,)
+    return shape
 
 
 def _rms_and_layer_norm_eps(module: Any, shape: tuple[int, ...]) -> tuple[float | None, float | None]:

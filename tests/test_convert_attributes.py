@@ -325,6 +325,18 @@ def test_equal_layers_share_a_class_though_their_activations_differ():
     assert isinstance(model[0].act, torch.nn.ReLU) and isinstance(model[1].act, torch.nn.SiLU)
 
 
+def test_parameters_of_other_children_are_refused():
+    """They may be zeros that training changes."""
+
+    class Adapted(Activated):
+        def __init__(self):
+            super().__init__(8, torch.nn.PReLU())
+            self.adapter = torch.nn.Identity()
+
+    register_conversion(Adapted)
+    assert "it has a parameter act.weight" in convert(Adapted()).skipped[""]
+
+
 def test_an_activation_before_the_norm_is_skipped():
     class Before(Activated):
         def forward(self, x):
