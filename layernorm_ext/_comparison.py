@@ -34,6 +34,10 @@ _SMALLEST_SCALE = 1e-8
 # Torch's own layers compute the same for all sizes. They are compared in sizes of at most _WIDTH.
 TORCH_LAYERS, _WIDTH = (torch.nn.LayerNorm, torch.nn.RMSNorm), 8
 
+# Layers with children of these names apply them to the result of the norm. To compare the norm, and the order of the
+# children, functions that do not commute take their places.
+ACTIVATION: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Tanh()}
+
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # of input and parameters, if there are any
 
@@ -44,17 +48,25 @@ def difference(module: Module, ours: Any) -> str | None:
     Raises:
         SkippedError: The module differs from all replacements.
     """
+    others: dict[str, object] = {}  # attributes of both layers during the comparison
+    children: dict[str, Module] = {}
+    if module._modules.keys() <= ACTIVATION.keys():
+        children = {name: ACTIVATION[name] for name in module._modules}
+    if children:
+        others["_modules"] = children
     names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
-    unknown = [name for name in names if name not in ours._parameters]
+    unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in children]
     if unknown:
         raise SkippedError(f"it has a parameter {unknown[0]}")
     shape = tuple(ours.normalized_shape)
-    others: dict[str, object] = {}
-    if type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape:
+    is_reduced = (
+        type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape
+    )
+    if is_reduced:
         shape = tuple(min(size, _WIDTH) for size in shape)
-        others = {"normalized_shape": shape}
+        others["normalized_shape"] = shape
     tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
-    shapes = {name: shape if others else full_shape(p) for name, p in tensors.items() if p is not None}
+    shapes = {name: shape if is_reduced else full_shape(p) for name, p in tensors.items() if p is not None}
     small = max((torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)) ** 0.5, _SMALLEST_SCALE)
 
     def random(size: tuple[int, ...], seed: int) -> Tensor:
@@ -71,6 +83,8 @@ def difference(module: Module, ours: Any) -> str | None:
             tensor.requires_grad_(dy is not None)
         try:
             y = _forward(module, inputs[0], dict(zip(parameters, inputs[1:], strict=True)), others)
+            if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
+                raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
                 return [y]
             return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)]
@@ -82,8 +96,8 @@ def difference(module: Module, ours: Any) -> str | None:
         x[0] *= small  # eps matters for these rows
         return x, dy
 
-    m, n = [size for size in range(2, 4 + len(shape)) if size not in shape][:2]  # unlike any size to be normalized
-    sizes = ((n, *shape), (m, n, *shape), (m, n, m, *shape), (m, *shape, n, m))  # the last has channels first
+    widths = [shape] if shape else [(_WIDTH,), (_WIDTH + 1,)]
+    sizes = [size for width in widths for size in _sizes(width)]
     # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
     for dtypes in itertools.product(_FLOATS[:2], _FLOATS[:2] if parameters else (None,)):
         attempts = ((size, results(module, dtypes, *sample(size))) for size in sizes)
@@ -97,7 +111,7 @@ def difference(module: Module, ours: Any) -> str | None:
         x, dy = sample(size)
         theirs, mine = results(module, dtypes, x, dy), results(ours, dtypes, x, dy)
         if isinstance(theirs, Exception):
-            takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d)) and len(size) != 4  # images of any rank
+            takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d))  # images of any rank
             if not isinstance(mine, Exception) and not takes_more:
                 return f"input of size{list(size)} raises {_shortened(theirs)}"
         elif isinstance(mine, Exception):
@@ -114,6 +128,13 @@ def difference(module: Module, ours: Any) -> str | None:
     parity = sum(torch.ones(accepted, device="cpu").cumsum(dim) for dim in range(len(accepted))) % 2
     x = random(accepted, 2) + 4 * parity - 1
     return _difference_by_dtype(module, ours, x, results, bool(parameters))
+
+
+def _sizes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return sizes of inputs to be normalized over their last dimensions, and of images, which have channels first."""
+    m, n = [size for size in range(2, 4 + len(shape)) if size not in shape][:2]  # unlike any size to be normalized
+    sizes = [(n, *shape), (m, n, *shape), (m, n, m, *shape), (m, *shape, n, m)]
+    return [*sizes, (m, *shape, n), (m, *shape, n, m, n)] if len(shape) == 1 else sizes
 
 
 def _forward(module: Module, x: Tensor, parameters: dict[str, Tensor], others: dict[str, object]) -> Tensor:

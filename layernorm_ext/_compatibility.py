@@ -1,6 +1,10 @@
-"""Compares the installed torch with the one that the compiled module was built for."""
+"""Compares the versions of installed packages with those that this package was built for or needs."""
+
+from importlib import import_module
+from types import ModuleType
 
 import torch
+from torch.torch_version import TorchVersion
 
 from . import _build_info as built
 
@@ -15,3 +19,20 @@ def check_torch() -> None:
             f"and does not fit the installed torch {torch.__version__} (CUDA {torch.version.cuda}); "
             "run `pip install .` in its checkout again"
         )
+
+
+def require(package: str, minimum: str, module: str | None = None) -> ModuleType:
+    """Import and return an optional package, or its module of this name.
+
+    Raises:
+        ImportError: The package is missing or older than ``minimum``.
+    """
+    needed = f"layernorm_ext needs {package} {minimum} or newer here"
+    try:
+        found = import_module(module or package)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{needed}, but there is {str(error).lower()}") from error
+    installed = found.__version__
+    if TorchVersion(installed) < minimum and not installed.startswith("0.0.0"):  # a checkout that is not installed
+        raise ImportError(f"{needed}, but {package} {installed} is installed")
+    return found

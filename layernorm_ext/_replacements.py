@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .channels_first import LayerNorm2d, RMSNorm2d
+from .channels_first import LayerNorm2d, RMSNorm2d, rms_norm_2d
+from .functional import rms_norm
 from .modules import LayerNorm, RMSNorm
 
 # The output dtype for the dtypes of input and weight, if it is not that of the input.
@@ -66,24 +67,111 @@ class _RMSNorm2d(_KeepsOutputDtypes, RMSNorm2d):
     pass
 
 
-class _RMSNormWithGain(_KeepsOutputDtypes, RMSNorm):
-    """A layer whose weight is called ``g``."""
-
-    weight = property(lambda self: self.g)
-
-
 _KEEPS_OUTPUT_DTYPES: dict[type, type] = {
     LayerNorm: _LayerNorm,
     LayerNorm2d: _LayerNorm2d,
     RMSNorm: _RMSNorm,
     RMSNorm2d: _RMSNorm2d,
 }
-_CLASSES = {cls.__name__: cls for cls in (*_KEEPS_OUTPUT_DTYPES, *_KEEPS_OUTPUT_DTYPES.values(), _RMSNormWithGain)}
 
 
-def call_weight_g(layer: RMSNorm) -> None:
-    """Rename the weight of a layer to ``g``."""
-    layer.__class__, layer._parameters = _RMSNormWithGain, {"g": layer._parameters["weight"]}
+class _AnyWidth(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], None, self.eps)
+
+
+class _AnyWidth2d(RMSNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm_2d(x, None, self.eps)
+
+
+class _RMSNormAnyWidth(_KeepsOutputDtypes, _AnyWidth):
+    pass
+
+
+class _RMSNorm2dAnyWidth(_KeepsOutputDtypes, _AnyWidth2d):
+    pass
+
+
+def of_any_width(cls: type, eps: float | None) -> Module:
+    """Return an RMSNorm or RMSNorm2d without a weight that takes rows of any width."""
+    layer: Any = cls(1, eps, elementwise_affine=False)
+    layer.__class__ = _RMSNormAnyWidth if cls is RMSNorm else _RMSNorm2dAnyWidth
+    layer.normalized_shape = ()
+    return layer
+
+
+class _Activated(Module):
+    """A layer that applies its children to the result of the norm."""
+
+    drop: Any
+    act: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+    _get_name = public_name
+
+
+class _LayerNormAct(_Activated, _LayerNorm):
+    pass
+
+
+class _LayerNorm2dAct(_Activated, _LayerNorm2d):
+    pass
+
+
+class _RMSNormAct(_Activated, _RMSNorm):
+    pass
+
+
+class _RMSNorm2dAct(_Activated, _RMSNorm2d):
+    pass
+
+
+_ACTIVATED: dict[type, type] = {
+    LayerNorm: _LayerNormAct,
+    LayerNorm2d: _LayerNorm2dAct,
+    RMSNorm: _RMSNormAct,
+    RMSNorm2d: _RMSNorm2dAct,
+}
+
+
+def apply_activation(layer: Module) -> None:
+    """Make a layer apply its children ``drop`` and ``act`` to the result of the norm."""
+    layer.__class__ = _ACTIVATED[type(layer)]
+
+
+_CLASSES = {
+    cls.__name__: cls
+    for cls in (
+        *_KEEPS_OUTPUT_DTYPES,
+        *_KEEPS_OUTPUT_DTYPES.values(),
+        *_ACTIVATED.values(),
+        *(_RMSNormAnyWidth, _RMSNorm2dAnyWidth),
+    )
+}
+
+
+def rename_parameters(layer: Any, weight: str, bias: str) -> None:
+    """Rename the parameters of a layer, which may have other shapes, such as ``[C, 1, 1]``."""
+    names = {"weight": weight, "bias": bias}
+    layer._parameters = {names[name]: parameter for name, parameter in layer._parameters.items()}
+    layer.__class__ = _with_parameters(_KEEPS_OUTPUT_DTYPES.get(type(layer), type(layer)), weight, bias)
+
+
+@cache
+def _with_parameters(cls: type, weight: str, bias: str) -> type:
+    """Return a subclass whose parameters have these names, as in ``_LayerNorm_gamma_beta``."""
+
+    def alias(name: str) -> property:
+        return property(lambda self: getattr(self, name).reshape(self.normalized_shape))
+
+    names = {"weight": weight, "bias": bias}
+    attributes = {name: alias(other) for name, other in names.items() if other != name}
+    # LayerNorm would rename them in a state_dict.
+    attributes |= {"__module__": __name__, "_load_from_state_dict": Module._load_from_state_dict}  # type: ignore[dict-item]
+    return type(f"{cls.__name__}_{weight}_{bias}", (cls,), attributes)
 
 
 def keep_output_dtypes(layer: Any, dtypes: OutputDtypes) -> None:
@@ -94,7 +182,7 @@ def keep_output_dtypes(layer: Any, dtypes: OutputDtypes) -> None:
 
 def take_argument(layer: Module, name: str) -> None:
     """Make forward of a layer take the input by this name, if its class is this package's."""
-    if type(layer) in _CLASSES.values():
+    if type(layer) in _CLASSES.values() or type(layer).__module__ == __name__:
         layer.__class__ = _with_argument(type(layer), name)  # type: ignore[arg-type]
 
 
@@ -116,8 +204,10 @@ def _with_argument(cls: type, name: str) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class that _with_argument() has given this name, for pickle, which finds classes by their names."""
+    """Return the class of this name that a function above has made, for pickle, which finds classes by their names."""
     cls, _, argument = name.partition("__")
-    if cls in _CLASSES and argument:
-        return _with_argument(_CLASSES[cls], argument)
+    base, *names = [cls] if cls in _CLASSES else cls.rsplit("_", 2)
+    if base in _CLASSES and (names or argument):
+        found = _with_parameters(_CLASSES[base], *names) if names else _CLASSES[base]
+        return _with_argument(found, argument) if argument else found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,8 +17,8 @@ import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
 from . import _build_info
-from ._comparison import TORCH_LAYERS, SkippedError, difference, full_shape, tensor_attribute
-from ._replacements import call_weight_g, take_argument
+from ._comparison import ACTIVATION, TORCH_LAYERS, SkippedError, difference, full_shape, tensor_attribute
+from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
 from .channels_first import LayerNorm2d, RMSNorm2d
 from .modules import LayerNorm, RMSNorm
 
@@ -53,8 +54,8 @@ def convert(model: Module) -> ConversionReport:
     r"""Replace the normalization layers of a model with layernorm_ext's, in place.
 
     A module is replaced if its class is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, and if it
-    computes the same as its replacement. The layers of timm, torchvision, Hugging Face, diffusers, x-transformers, CLIP
-    and Whisper are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
+    computes the same as its replacement. The layers of Hugging Face, also in remote code, diffusers, timm and many
+    other packages are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
     random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
     gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
@@ -162,9 +163,8 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
             matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
             or ``RMSNorm2d`` that should replace it. Its parameters must have the same names; their values are not used,
-            so the device can be "meta". If ``None``, all four layers are tried, also with a zero-centered weight; the
-            attributes ``normalized_shape`` (or else the shape of ``weight``) and ``eps`` (or else
-            ``variance_epsilon``) are used.
+            so the device can be "meta". If ``None``, all four layers are tried, also with a zero-centered weight. The
+            attributes that they need may have the names that ``docs/convert.md`` lists.
 
     Raises:
         TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
@@ -192,53 +192,21 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
     _REGISTRY[cls] = build
 
 
-_REGISTRY: dict[type[Module] | str, _Build | None] = {}
+_REGISTRY: dict[type[Module] | str, _Build | None] = {torch.nn.LayerNorm: None, torch.nn.RMSNorm: None}
 
-# Classes that may be replaced; a comparison of results decides.
-for _cls in (
-    torch.nn.LayerNorm,
-    torch.nn.RMSNorm,
-    "clip.model.LayerNorm",
-    "diffusers.models.normalization.FP32LayerNorm",
-    "lavis.models.*LayerNorm",
-    "open_clip.transformer.LayerNorm",
-    "open_clip.transformer.LayerNormFp32",
-    "timm.layers.norm.LayerNorm",
-    "timm.layers.norm.LayerNorm2d",
-    "timm.layers.norm.LayerNorm2dFp32",
-    "timm.layers.norm.LayerNormFp32",
-    "timm.layers.norm.RmsNorm",
-    "timm.layers.norm.RmsNormFp32",
-    "timm.models.metaformer.LayerNorm2dNoBias",
-    "timm.models.metaformer.LayerNormNoBias",
-    "torchvision.models.convnext.LayerNorm2d",
-    "transformers.models.*LayerNorm",
-    "transformers.models.*LayerNorm1P",
-    "transformers.models.*LayerNorm2d",
-    "transformers.models.*RMSNorm",
-    "whisper.model.LayerNorm",
-):
-    register_conversion(_cls)
+# Further candidates are the classes of these packages whose names match _NAME; a comparison of results decides. Remote
+# code of transformers is in transformers_modules.
+_PACKAGES = re.compile(
+    "chronos|clip|diffusers|esm|k_diffusion|kokoro|kornia|lavis|litgpt|open_clip|rfdetr|sam2|segment_anything|"
+    "segmentation_models_pytorch|tabpfn|timm|torchao|torchtune|torchvision|transformers|transformers_modules|"
+    "ultralytics|vit_pytorch|whisper|x_transformers"
+)
+_NAME = re.compile("(layer|rms)_?norm", re.IGNORECASE)
 
-
-# Layers with other attributes or parameters
-
-
-def _diffusers_rms_norm(module: Any) -> RMSNorm:
-    return RMSNorm(module.dim, module.eps, module.weight is not None, device="meta")
-
-
-def _x_transformers_rms_norm(module: Any) -> RMSNorm:
-    # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
-    # and gradient for zero rows, and for rows with a norm of at least 1e-9.
-    (width,) = full_shape(module.g)
-    ours = RMSNorm(width, 1e-24 / width, zero_centered_weight=getattr(module, "unit_offset", False), device="meta")
-    call_weight_g(ours)
-    return ours
-
-
-register_conversion("diffusers.models.normalization.RMSNorm", _diffusers_rms_norm)
-register_conversion("x_transformers.x_transformers.RMSNorm", _x_transformers_rms_norm)
+# Names of the attributes of candidates. A class that has none for eps may be based on torch.nn.functional.normalize.
+_WEIGHTS = ("weight", "gamma", "scale", "g")
+_BIASES = ("bias", "beta", "b")
+_EPS = ("eps", "variance_epsilon")
 
 
 # The choice of a replacement
@@ -256,12 +224,13 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _key(cls: type) -> type | str | None:
-    """Return the key of a class in the registry: the class, or else the last name that matches."""
+def _builds(cls: type) -> list[_Build | None]:
+    """Return the functions registered for a class, or an empty list; the last one applies."""
     if cls in _REGISTRY:
-        return cls
-    names = [key for key in _REGISTRY if isinstance(key, str) and fnmatchcase(_name(cls), key)]
-    return names[-1] if names else None
+        return [_REGISTRY[cls]]
+    name = _name(cls)
+    builds = [None] if _PACKAGES.fullmatch(name.partition(".")[0]) and _NAME.search(cls.__name__) else []
+    return [*builds, *(build for key, build in _REGISTRY.items() if isinstance(key, str) and fnmatchcase(name, key))]
 
 
 def _is_normalization(module: Module) -> bool:
@@ -270,10 +239,10 @@ def _is_normalization(module: Module) -> bool:
         return False
     if isinstance(module, tuple(key for key in _REGISTRY if isinstance(key, type))):
         return True
-    if list(module.children()):  # a block that is named after the layer in it
+    if not module._modules.keys() <= ACTIVATION.keys():  # a block that is named after the layer in it
         return False
     cls = type(module)
-    return any(map(_key, cls.__mro__)) or re.search("(layer|rms)_?norm", cls.__name__, re.IGNORECASE) is not None
+    return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(Module()))
@@ -283,7 +252,8 @@ def _kind(module: Module) -> Hashable:
     """Return a key that modules share if they compute the same for all values of their parameters."""
     attributes = [(name, value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
-    others = (module.training, *module._parameters, *module._buffers.items(), *module._modules.items())
+    children = module._modules if module._modules.keys() <= ACTIVATION.keys() else module._modules.items()
+    others = (module.training, *module._parameters, *module._buffers.items(), *children)
     kind = (type(module), *others, *attributes, *parameters)
     try:
         hash(kind)
@@ -310,8 +280,8 @@ def _replacement(module: Module) -> Module:
     cls = type(module)
     if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
         raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
-    key = _key(cls)
-    if key is None:
+    builds = _builds(cls)
+    if not builds:
         raise SkippedError("not registered by layernorm_ext.register_conversion")
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
@@ -324,7 +294,7 @@ def _replacement(module: Module) -> Module:
     if cls not in TORCH_LAYERS:  # whose shapes are attributes
         for parameter in module.parameters():
             full_shape(parameter)  # raises an error if it is unknown
-    build = _REGISTRY[key]
+    build = builds[-1]
     reasons = []
     for ours in _candidates(module) if build is None else [build(module)]:
         if not isinstance(ours, (LayerNorm, RMSNorm)):
@@ -354,26 +324,61 @@ def _check_class(module: Module, cls: type[Module]) -> None:
 
 def _candidates(module: Any) -> Iterator[Module]:
     """Yield all layers that a module with the common attributes may be."""
-    weight, bias = tensor_attribute(module, "weight"), tensor_attribute(module, "bias")
-    shape = getattr(module, "normalized_shape", None)
-    if shape is None and weight is None:
-        raise SkippedError("it has neither normalized_shape nor weight")
-    if not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
-        raise SkippedError("it has neither eps nor variance_epsilon")
-    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    if not isinstance(eps, (Real, type(None))):
-        raise SkippedError(f"its eps is of type {type(eps).__name__}")
-    shape = full_shape(weight) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
-    options: dict[str, Any] = {"eps": eps, "elementwise_affine": weight is not None, "device": "meta"}
+    weight_name, weight = _first_tensor(module, _WEIGHTS)
+    bias_name, bias = _first_tensor(module, _BIASES)
+    shape = _shape(module, weight_name, weight)
+    rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
     kinds: list[tuple[Any, Any, Any]] = [(shape, RMSNorm, LayerNorm)]
     if len(shape) == 1:
         kinds.append((shape[0], RMSNorm2d, LayerNorm2d))
-    for size, rms_norm, layer_norm in kinds:
+    layers: list[Module] = []
+    for size, rms_norm, layer_norm in kinds if shape else []:
         for zero_centered in (False,) if weight is None else (False, True):
+            options = {"elementwise_affine": weight is not None, "zero_centered_weight": zero_centered}
             if bias is None:
-                yield rms_norm(size, zero_centered_weight=zero_centered, **options)
+                layers.append(rms_norm(size, rms_eps, device="meta", **options))
             if eps is not None:
-                yield layer_norm(size, bias=bias is not None, zero_centered_weight=zero_centered, **options)
+                layers.append(layer_norm(size, eps, bias=bias is not None, device="meta", **options))
+    if bias is None and not module._modules:  # one class has a weight that it never uses
+        layers += [of_any_width(cls, rms_eps) for cls in (RMSNorm, RMSNorm2d)]
+    for ours in layers:
+        if "act" in module._modules:
+            apply_activation(ours)
+        if (weight_name, bias_name) != ("weight", "bias"):
+            rename_parameters(ours, weight_name, bias_name)
+        yield ours
+
+
+def _first_tensor(module: Module, names: Sequence[str]) -> tuple[str, torch.Tensor | None]:
+    """Return the first of these names that is a tensor's, and the tensor."""
+    tensors = ((name, tensor_attribute(module, name)) for name in names)
+    return next(((name, tensor) for name, tensor in tensors if tensor is not None), (names[0], None))
+
+
+def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the sizes over which a module may normalize, or no sizes if it may take rows of any width."""
+    shape = getattr(module, "normalized_shape", None)
+    if shape is not None:
+        return (shape,) if isinstance(shape, int) else tuple(shape)
+    if weight is None:
+        return ()
+    shape = full_shape(weight)
+    if weight_name != "weight":  # its shape may be [C, 1, 1]
+        shape = tuple(size for size in shape if size != 1) or (1,)
+    return shape
+
+
+def _rms_and_layer_norm_eps(module: Any, shape: tuple[int, ...]) -> tuple[float | None, float | None]:
+    """Return eps, or what it may be if no attribute says so: as an RMSNorm, and as a LayerNorm."""
+    for name in _EPS:
+        if hasattr(module, name):
+            eps = getattr(module, name)
+            if not isinstance(eps, (Real, type(None))):
+                raise SkippedError(f"its {name} is of type {type(eps).__name__}")
+            return eps, eps  # type: ignore[return-value]
+    # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
+    # and gradient for zero rows, and for rows with a norm of at least 1e-9.
+    return 1e-24 / math.prod(shape) if shape else None, 1e-5
 
 
 # Changes to a module
@@ -399,7 +404,9 @@ def _is_changed(module: Module) -> bool:
 def _become(module: Module, ours: Module) -> None:
     """Give a module the class of ``ours``, and the attributes that not every module has."""
     attributes = {name: value for name, value in vars(ours).items() if name not in _MODULE_ATTRIBUTES}
-    _change(module, type(ours), attributes, [name for name in ours._parameters if not hasattr(module, name)])
+    missing = [name for name in ours._parameters if tensor_attribute(module, name) is None]
+    attributes |= {name: None for name in missing if name in vars(module)}  # such as a flag called bias
+    _change(module, type(ours), attributes, [name for name in missing if not hasattr(module, name)])
 
 
 def _set(module: Module, name: str, value: object) -> str:

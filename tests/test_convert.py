@@ -180,9 +180,8 @@ SKIPPED = {
     "forward of the instance": (layer_with(torch_forward, forward=abs), "its forward was replaced by another"),
     "two inputs": (lambda self, x, gate=None: x, "its forward has the parameters self, x, gate"),
     "other parameter": (layer_with(torch_forward, gamma=torch.nn.Parameter(torch.ones(5))), "it has a parameter gamma"),
-    "no eps": (type("NoEps", (torch.nn.Module,), {"normalized_shape": 5})(), "neither eps nor variance_epsilon"),
+    "no forward": (type("NoForward", (torch.nn.Module,), {})(), "it refuses every input: NotImplementedError: "),
     "eps is a tensor": (layer_with(torch_forward, eps=torch.tensor(1e-5)), "its eps is of type Tensor"),
-    "no shape": (type("NoShape", (torch.nn.Module,), {"eps": 1e-5})(), "neither normalized_shape nor weight"),
     "other output dtype": (
         MyNorm(5),
         "output of torch.float32 and torch.float64 is torch.float64",

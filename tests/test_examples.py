@@ -22,7 +22,7 @@ PROMISES = {
 
 
 def parameter(*values, id=None):
-    needs_package = re.search("transformers|torchvision", values[-1])
+    needs_package = re.search("transformers|torchvision|(from|import) (kernels|megatron|timm|torchtitan)", values[-1])
     return pytest.param(*values, id=id, marks=[pytest.mark.integration] if needs_package else [])
 
 
@@ -51,8 +51,11 @@ def blocks(language):
 
 @pytest.mark.parametrize(("document", "line_above", "code"), blocks("python"))
 def test_python_block_runs_when_copied(document, line_above, code, one_thread, request):
-    if "torchvision" in code and request.getfixturevalue("torchvision") is None:
-        pytest.skip("needs torchvision")
+    packages = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
+    if {"timm", "torchvision", "transformers"} & {*packages}:
+        request.getfixturevalue("torchvision")  # the others import it
+    for package in packages:
+        pytest.importorskip(package, exc_type=ImportError)
     exec(compile(code, document, "exec"), {"__name__": "__main__"})
 
 

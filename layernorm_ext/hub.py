@@ -1,0 +1,134 @@
+"""This package's kernels for Hugging Face's ``kernels``, which replaces the ``forward`` of decorated layers.
+
+After :func:`register`, ``kernels.kernelize`` and ``use_kernels=True`` of transformers use them on CPUs and, if this
+package was built with CUDA, on GPUs, in all modes, ``torch.compile`` included.
+
+========================  ======================================================================
+name of the layer         classes
+========================  ======================================================================
+``RMSNorm``               nearly all RMSNorms of transformers
+``RMSNormZeroCentered``   those that multiply by ``weight + 1``, such as Gemma's
+``LayerNorm``             ``torch.nn.LayerNorm``, after ``kernels.replace_kernel_forward_from_hub``
+========================  ======================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _build_info
+from ._compatibility import require
+from .functional import layer_norm, rms_norm
+
+__all__ = ["register"]
+
+kernels = require("kernels", "0.17")
+
+
+def register() -> None:
+    """Map the layers ``RMSNorm``, ``RMSNormZeroCentered`` and ``LayerNorm`` to this package's kernels.
+
+    If transformers is installed, its own mapping, which ``use_kernels=True`` registers, is changed in the same way, and
+    its zero-centered RMSNorms that no decorator names, such as Gemma's, get the name ``RMSNormZeroCentered``. Mappings
+    for other layers and devices stay in force.
+
+    Raises:
+        ImportError: transformers is older than 5.16, or needs another version of ``kernels``.
+    """
+    devices = ("cpu", "cuda") if _build_info.with_cuda else ("cpu",)
+    mapping = {name: dict.fromkeys(devices, _Repository(layer)) for name, layer in _LAYERS.items()}
+    if find_spec("transformers"):
+        _register_with_transformers(mapping)
+    kernels.register_kernel_mapping(mapping)
+
+
+def _register_with_transformers(mapping: dict[str, dict[str, _Repository]]) -> None:
+    require("transformers", "5.16")
+    import_utils = import_module("transformers.utils.import_utils")
+    if not import_utils.is_kernels_available():
+        raise ImportError(
+            f"The installed transformers needs kernels {import_utils.KERNELS_MIN_VERSION} or newer, before "
+            f"{import_utils.KERNELS_MAX_VERSION}, but kernels {kernels.__version__} is installed"
+        )
+    hub_kernels = import_module("transformers.integrations.hub_kernels")
+    theirs = hub_kernels.get_kernel_mapping_transformers()
+    for name, repositories in mapping.items():
+        theirs.setdefault(name, {}).update(repositories)
+    for model, cls in _ZERO_CENTERED.items():
+        module = f"transformers.models.{model}.modeling_{model}"
+        if find_spec(f"transformers.models.{model}"):  # older versions have fewer models
+            hub_kernels.replace_kernel_forward_from_hub(getattr(import_module(module), cls), "RMSNormZeroCentered")
+
+
+# Models of transformers, and their RMSNorms that are zero-centered and not decorated.
+_ZERO_CENTERED = {
+    "gemma": "GemmaRMSNorm",
+    "gemma2": "Gemma2RMSNorm",
+    "gemma3": "Gemma3RMSNorm",
+    "minimax_m3_vl": "MiniMaxM3VLRMSNorm",
+    "qwen3_next": "Qwen3NextRMSNorm",
+    "recurrent_gemma": "RecurrentGemmaRMSNorm",
+    "step3p7": "Step3p7RMSNorm",
+    "t5gemma": "T5GemmaRMSNorm",
+    "t5gemma2": "T5Gemma2RMSNorm",
+    "vaultgemma": "VaultGemmaRMSNorm",
+}
+
+
+# The layers. ``kernels`` binds their ``forward`` to modules of other classes, and allows no further methods.
+
+
+class _RMSNorm(torch.nn.Module):
+    has_backward = can_torch_compile = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return _rms_norm(self, hidden_states, zero_centered_weight=False)
+
+
+class _RMSNormZeroCentered(torch.nn.Module):
+    has_backward = can_torch_compile = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(self, x, zero_centered_weight=True)
+
+
+class _LayerNorm(torch.nn.Module):
+    has_backward = can_torch_compile = True
+    normalized_shape: Any
+    weight: Any
+    bias: Any
+    eps: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+_LAYERS = {"RMSNorm": _RMSNorm, "RMSNormZeroCentered": _RMSNormZeroCentered, "LayerNorm": _LayerNorm}
+
+
+def _rms_norm(module: Any, x: Tensor, *, zero_centered_weight: bool) -> Tensor:
+    """Compute what the module's own ``forward`` computes, in the dtype that it returns."""
+    weight = module.weight
+    shape = module.normalized_shape if weight is None else weight.shape
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    dtype = x.dtype
+    if weight is not None and weight.dtype != dtype:  # some classes return the input's dtype, others the wider one
+        dtype = type(module).forward(module, x.new_empty(0, *shape)).dtype
+        x = x.to(torch.promote_types(x.dtype, dtype))
+    return rms_norm(x, shape, weight, eps, zero_centered_weight=zero_centered_weight).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """The object from which ``kernels`` loads a layer."""
+
+    layer: type[torch.nn.Module]
+
+    def load(self) -> type[torch.nn.Module]:
+        return self.layer

@@ -1,0 +1,205 @@
+"""layernorm_ext.hub gives Hugging Face's kernels this package's layers, which compute what the originals compute."""
+
+import copy
+import importlib
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_convert import randomize
+from test_convert_models import (
+    Float64Throughout,
+    assert_close,
+    build_inputs,
+    build_model,
+    logits_and_gradients,
+)
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
+
+
+@pytest.fixture(scope="module")
+def kernels(torchvision):
+    """Return the package kernels, to which this package is registered."""
+    package = pytest.importorskip("kernels")
+    importlib.import_module("layernorm_ext.hub").register()
+    return package
+
+
+def modes(kernels):
+    either = (kernels.Mode.INFERENCE, kernels.Mode.TRAINING)
+    return [*either, *(mode | kernels.Mode.TORCH_COMPILE for mode in either)]
+
+
+def is_ours(module):
+    return module.forward.__func__.__module__ == "layernorm_ext.hub"
+
+
+def norms(model):
+    """Return the layers that this package replaces."""
+    names = ("RMSNorm", "RMSNormZeroCentered")
+    return [module for module in model.modules() if getattr(module, "kernel_layer_name", None) in names]
+
+
+# Models
+
+# Layers without experts, whose operators take no float64.
+QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
+QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
+QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+# Name of the model -> its options, and the number of kernelized layers.
+MODELS = {
+    "LlamaForCausalLM": ({}, 5),
+    "Qwen3ForCausalLM": ({}, 9),
+    "GemmaForCausalLM": ({}, 5),
+    "Qwen3NextForCausalLM": (QWEN3_NEXT, 7),
+}
+
+
+def model_and_inputs(name, dtype):
+    model = randomize(build_model(name, MODELS[name][0])).to(dtype)
+    return model, build_inputs(model, dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernelized_models_match_float64_logits_and_gradients_in_every_mode(name, kernels):
+    model, inputs = model_and_inputs(name, F64)
+    with Float64Throughout():
+        expected = logits_and_gradients(model, inputs)
+        for mode in modes(kernels):
+            kernelized = kernels.kernelize(copy.deepcopy(model), mode=mode, device="cpu")
+            assert sum(map(is_ours, norms(kernelized))) == MODELS[name][1]
+            # Some ten layers each round some ten times by 1e-16.
+            assert_close(logits_and_gradients(kernelized, inputs), expected, 1e-13)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernelized_models_compile_without_graph_breaks(name, kernels):
+    torch._dynamo.reset()
+    model, inputs = model_and_inputs(name, F32)
+    expected = logits_and_gradients(model, inputs)
+    kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
+    backend = "inductor" if "Next" in name else "aot_eager"  # which cannot run the original model's backward either
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert_close(logits_and_gradients(compiled, inputs), expected, 1e-5)  # some ten layers with ten roundings of 6e-8
+
+
+def test_transformers_own_switch_uses_the_mapping(kernels, tmp_path):
+    model, inputs = model_and_inputs("LlamaForCausalLM", F32)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, use_kernels=True)
+    assert all(map(is_ours, norms(loaded))) and len(norms(loaded)) == 5
+    assert_close({"logits": loaded(**inputs).logits}, {"logits": model(**inputs).logits}, 1e-5)
+
+
+def test_transformers_own_mapping_has_this_package_only_where_it_has_kernels(kernels):
+    """`use_kernels=True` registers that mapping again, over this package's, before it kernelizes the model."""
+    from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
+
+    mapping = get_kernel_mapping_transformers()
+    ours = {device for device, repository in mapping["RMSNorm"].items() if "layernorm_ext.hub" in repr(repository)}
+    assert ours == {"cpu", "cuda"} if torch.version.cuda else ours == {"cpu"}
+    assert set(mapping["RMSNorm"]) > ours and len(mapping) > 3
+
+
+# Layers
+
+
+def decorated_classes():
+    """Yield the classes of transformers that this package's layers replace, and whether their weight is zero-centered.
+
+    The classes must take a width.
+    """
+    import transformers
+
+    for path in sorted(Path(transformers.__path__[0]).glob("models/*/modeling_*.py")):
+        if re.search("class .*RMSNorm", path.read_text()):
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            for cls in vars(module).values():
+                name = getattr(cls, "kernel_layer_name", "")
+                if name.startswith("RMSNorm") and name != "RMSNormGated" and cls.__module__ == module.__name__:
+                    yield cls, name == "RMSNormZeroCentered"
+
+
+def test_every_decorated_class_of_transformers_gets_its_output_and_dtype(kernels):
+    classes = dict(decorated_classes())
+    assert len(classes) > 100 and sum(classes.values()) >= 12
+    for cls, zero_centered in classes.items():
+        for x_dtype, dtype in itertools.product((F64, F32, F16, BF16), repeat=2):
+            layer, x = randomize(cls(8)).to(dtype), torch.randn(3, 8).to(x_dtype)
+            theirs = layer(x)
+            kernels.kernelize(layer, mode=kernels.Mode.TRAINING, device="cpu")
+            ours = layer(x)
+            assert is_ours(layer) and ours.dtype == theirs.dtype
+            eps = getattr(layer, "variance_epsilon", None) or layer.eps
+            exact = torch.nn.functional.rms_norm(x.double(), (8,), layer.weight.double() + zero_centered, eps)
+            # float32 arithmetic loses less than 1e-6, and the output is rounded once.
+            rtol = torch.finfo(ours.dtype).eps / 2 + 1e-6
+            torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=1e-6)
+
+
+def test_output_dtypes_of_mixed_dtypes_are_compiled(kernels):
+    """The original is asked for the dtype, with an empty input."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for cls, dtype in ((LlamaRMSNorm, F32), (GptOssRMSNorm, BF16)):
+        layer, x = randomize(cls(8)), torch.randn(3, 8, dtype=BF16)
+        kernels.kernelize(layer, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
+        torch._dynamo.reset()
+        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_torchs_layers_are_replaced_where_users_decorate_them(cls, kernels, monkeypatch):
+    class Subclass(cls):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    for attribute in ("kernel_layer_name", "kernel_condition"):  # undone after the test
+        monkeypatch.setattr(cls, attribute, None, raising=False)
+    kernels.replace_kernel_forward_from_hub(cls, cls.__name__, condition=lambda norm: type(norm) is cls)
+    model = torch.nn.Sequential(cls(8, eps=1e-3), cls((3, 8)), cls(8, elementwise_affine=False), Subclass(8)).double()
+    randomize(model)
+    x = torch.randn(2, 3, 8, dtype=F64)
+    expected = model(x)
+    kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+    assert [is_ours(layer) for layer in model] == [True, True, True, False]
+    torch.testing.assert_close(model(x), expected, rtol=1e-13, atol=1e-13)  # four layers of ten roundings by 1e-16
+
+
+def test_users_mappings_of_other_layers_stay_in_force(kernels):
+    class Doubles(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    class Other(torch.nn.Module):
+        kernel_layer_name = "Other"
+
+        def forward(self, x):
+            return x
+
+    class Repository:
+        def load(self):
+            return Doubles
+
+    kernels.register_kernel_mapping({"Other": {"cpu": Repository()}})
+    importlib.import_module("layernorm_ext.hub").register()
+    assert kernels.kernelize(Other(), mode=kernels.Mode.INFERENCE, device="cpu")(3) == 6
+
+
+# Versions
+
+
+def test_a_transformers_for_other_kernels_is_an_import_error(kernels, monkeypatch):
+    from transformers.utils import import_utils
+
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
+    with pytest.raises(ImportError, match=r"transformers needs kernels [\d.]+ or newer, before [\d.]+, but kernels "):
+        importlib.import_module("layernorm_ext.hub").register()
