@@ -7,7 +7,8 @@ import types
 
 import pytest
 import torch
-from test_convert import BF16, F32, F64, randomize, snapshot
+from support.models import randomize, snapshot
+from support.reference import BF16, F32, F64
 from torch.nn.functional import layer_norm, normalize, rms_norm
 
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, register_conversion, revert

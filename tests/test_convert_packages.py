@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_convert import randomize
+from support.models import randomize
 
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, revert
 

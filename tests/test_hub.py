@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_convert import randomize
-from test_convert_models import (
-    Float64Throughout,
-    assert_close,
-    build_inputs,
-    build_model,
-    logits_and_gradients,
-)
-
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+from support.models import randomize
+from support.packages import Float64Throughout, assert_close, build_inputs, build_model, logits_and_gradients
+from support.reference import BF16, F16, F32, F64
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
 

@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from test_convert import BF16, F64, randomize
+from support.models import randomize
+from support.reference import BF16, F64
 
 from layernorm_ext import LayerNorm, RMSNorm
 

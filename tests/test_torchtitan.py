@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_convert import randomize
+from support.models import randomize
 
 import layernorm_ext
 
