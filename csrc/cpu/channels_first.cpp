@@ -6,11 +6,12 @@
 // few channels at a time, each along its pixels, which is the fastest way to read the memory. The block stays in the
 // second-level cache, so memory traffic is the same as for rows.
 //
-// Order of summation: the channels in order, in runs of kRun in Acc; the runs in double. It depends only on the number
-// of channels. Weight gradients: lanes and packs of a block, blocks of a slot, then slots in order and in double.
+// Order of summation: the channels in order, in chunks of kChannelChunk in Acc; the chunks in double. It depends only
+// on the number of channels. Weight gradients: lanes and packs of a block, blocks of a segment, then segments in order
+// and in double.
 //
-// Precision is that of rows. In forward the average of the first run of channels estimates a pixel's mean; a block with
-// a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
+// Precision is that of rows. In forward the average of the first chunk of channels estimates a pixel's mean; a block
+// with a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <cmath>
@@ -22,7 +23,7 @@ namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
 // Channels that are added in Acc before the sum goes to a double; see kChunk.
-constexpr int64_t kRun = 16;
+constexpr int64_t kChannelChunk = 16;
 
 // One value for each pixel of a block, in the lane order of X.
 template <class Number>
@@ -61,18 +62,18 @@ void prefetch_next(const Block<const T>& block, int64_t c, int64_t j) {
   prefetch_to_l2(block.next + c * block.stride + j);
 }
 
-// Calls f(first channel, channels) for each run.
+// Calls f(first channel, channels) for each chunk.
 template <class F>
-void for_each_run(int64_t channels, const F& f) {
-  for (int64_t c = 0; c < channels; c += kRun) f(c, min(kRun, channels - c));
+void for_each_chunk(int64_t channels, const F& f) {
+  for (int64_t c = 0; c < channels; c += kChannelChunk) f(c, min(kChannelChunk, channels - c));
 }
 
-// The parameters of a run of channels, plus `offset`, or `fallback` without parameters.
+// The parameters of a chunk of channels, plus `offset`, or `fallback` without parameters.
 template <class X>
-struct RunParameters {
+struct ChunkParameters {
   using Acc = AccOf<X>;
   template <class W>
-  RunParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
+  ChunkParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
     if (!parameters) {
       for (Acc& value : values) value = fallback;
       return;
@@ -83,13 +84,13 @@ struct RunParameters {
     });
   }
   Acc operator[](int64_t k) const { return values[k]; }
-  Acc values[kRun + kMaxPackSize];
+  Acc values[kChannelChunk + kMaxPackSize];
 };
 
-// Sums over runs, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art of
-// Computer Programming, volume 2, section 4.2.2, theorem B).
+// Sums over chunks, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art
+// of Computer Programming, volume 2, section 4.2.2, theorem B).
 template <class Acc>
-struct RunSums {
+struct ChunkSums {
   void add(int64_t j, const Pack<Acc>& pack) {
     DoublePack<Acc> sum, rounded;
     std::memcpy(&sum, sums + j, sizeof(sum));
@@ -130,7 +131,7 @@ int64_t padded(int64_t pixels) {
 
 // The mean is (center + correction) / scale.
 template <class Acc>
-struct Statistics {
+struct PixelStatistics {
   PerPixel<Acc> scale;       // 1, kShrink if a sum would overflow, or kEnlarge if squares would underflow
   PerPixel<Acc> center;      // an estimate of the mean, times scale
   PerPixel<Acc> correction;  // mean of (x * scale - center)
@@ -150,24 +151,24 @@ void add_residual(const ForwardParams& p, const Place& place) {
   }
 }
 
-// Sets all statistics but, if `scaled`, the scale. The average of the first run of channels estimates the mean; if it
+// Sets all statistics but, if `scaled`, the scale. The average of the first chunk of channels estimates the mean; if it
 // is too far off in a pixel, the block is read again. Returns whether no pixel needs a scale.
 template <bool scaled, class X>
-bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
-                     Statistics<AccOf<X>>& stats) {
+bool compute_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
+                        PixelStatistics<AccOf<X>>& stats) {
   using Acc = AccOf<X>;
-  const ChunkGroups runs(p.cols, kRun);
-  const int64_t first_run = min(p.cols, kRun);
+  const Chunks chunks(p.cols, kChannelChunk);
+  const int64_t first_chunk = min(p.cols, kChannelChunk);
   for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
     Pack<Acc> sum = {};
-    for (int64_t k = 0; k < first_run && !p.rms; ++k) {
+    for (int64_t k = 0; k < first_chunk && !p.rms; ++k) {
       sum = sum + load_scaled<scaled>(x.channel(k) + j, stats.scale + j, lanes);
     }
-    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(first_run)), AllLanes{});
+    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(first_chunk)), AllLanes{});
   });
   for (bool is_estimate = !p.rms;; is_estimate = false) {
-    RunSums<Acc> deviations, squares;
-    for_each_run(p.cols, [&](int64_t c, int64_t n) {
+    ChunkSums<Acc> deviations, squares;
+    for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
       for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
         const auto center = read(stats.center + j, AllLanes{});
         Pack<Acc> deviation = {}, square = {};
@@ -182,8 +183,8 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
     });
     bool in_range = true, is_far = false;
     for (int64_t j = 0; j < padded<Acc>(block_pixels); ++j) {
-      const double correction = p.rms ? 0 : runs.mean<Acc>(deviations[j]);
-      double variance = runs.mean<Acc>(squares[j]) - correction * correction;
+      const double correction = p.rms ? 0 : chunks.mean<Acc>(deviations[j]);
+      double variance = chunks.mean<Acc>(squares[j]) - correction * correction;
       variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
       double rstd = 1 / std::sqrt(variance + p.eps);
       if (scaled && stats.scale[j] != 1) rstd = scaled_rstd(variance, p.eps, stats.scale[j]);
@@ -202,21 +203,21 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
 }
 
 template <bool scaled, class W, class T, class X>
-void normalize(const ForwardParams& p, const Place& place, const Block<const X> x, const Statistics<AccOf<X>>& stats,
-               const Block<T> y) {
+void normalize(const ForwardParams& p, const Place& place, const Block<const X> x,
+               const PixelStatistics<AccOf<X>>& stats, const Block<T> y) {
   using Acc = AccOf<X>;
   const W* const weight = p.weight.row<const W>(place.image, 0);
   const W* const bias = p.bias.row<const W>(place.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t pixels = place.pixels;
-  for_each_run(p.cols, [&](int64_t c, int64_t n) {
-    const RunParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
+  for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
+    const ChunkParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
     for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
       const auto center = read(stats.center + j, AllLanes{}), rstd = read(stats.rstd + j, AllLanes{});
-      const auto minus_shift = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
+      const auto minus_correction = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
       for (int64_t k = 0; k < n; ++k) {
         const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - center;
-        auto v = fma(d, rstd, minus_shift);  // xhat
+        auto v = fma(d, rstd, minus_correction);  // xhat
         if (weight && bias) {
           v = fma(v, w[k], b[k]);
         } else if (weight) {
@@ -237,11 +238,11 @@ void forward_block(const ForwardParams& p, const Place& place) {
   if (p.residual.data) add_residual<T, X>(p, place);
   const auto x = place.of<const X>(p.residual.data ? p.sum : p.input);
   const auto y = place.of<T>(p.output);
-  Statistics<Acc> stats;
-  if (find_statistics<false>(p, x, place.pixels, stats)) {
+  PixelStatistics<Acc> stats;
+  if (compute_statistics<false>(p, x, place.pixels, stats)) {
     normalize<false, W>(p, place, x, stats, y);
   } else {  // a pixel's sums overflowed or its squares underflowed, or it holds NaN or infinity
-    find_statistics<true>(p, x, place.pixels, stats);
+    compute_statistics<true>(p, x, place.pixels, stats);
     normalize<true, W>(p, place, x, stats, y);
   }
   for (int64_t j = 0; j < padded<Acc>(place.pixels); ++j) {
@@ -257,10 +258,10 @@ void forward_block(const ForwardParams& p, const Place& place) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The coefficients of each pixel for the second loop; see Coefficients in backward.cpp.
+// The coefficients of each pixel for the gradients loop; see Coefficients in backward.cpp.
 template <class Acc>
-struct Coefficients {
-  PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2;
+struct PixelCoefficients {
+  PerPixel<Acc> scale, mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, mean_g;
 };
 
 // The arrays of one block, with the parameters of its image.
@@ -284,13 +285,13 @@ struct BackwardBlock {
   const int64_t pixels = place.pixels;
 };
 
-// The loops over one run of channels, which share the parameters.
+// The loops over one chunk of channels, which share the parameters.
 template <bool special, class B>
-struct Run {
+struct ChannelChunk {
   using X = typename B::X;
   using Acc = AccOf<X>;
 
-  Run(const B& b, const Coefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
+  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
       : b(b),
         coef(coef),
         c(c),
@@ -306,26 +307,26 @@ struct Run {
   }
 
   const B& b;
-  const Coefficients<Acc>& coef;
+  const PixelCoefficients<Acc>& coef;
   const int64_t c;
-  const RunParameters<X> weight, bias;
+  const ChunkParameters<X> weight, bias;
 };
 
 template <bool special, bool with_g, class B>
-void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
+void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   using Acc = typename B::Acc;
-  const ChunkGroups runs(b.p.cols, kRun);
-  RunSums<Acc> xhat_sums, g_sums, g_xhat_sums;
-  for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
-    const Run<special, B> run(b, coef, c, n, with_g || b.p.from_output);
+  const Chunks chunks(b.p.cols, kChannelChunk);
+  ChunkSums<Acc> xhat_sums, g_sums, g_xhat_sums;
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<special, B> chunk(b, coef, c, n, with_g || b.p.from_output);
     for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
       const auto rstd_scaled = read(coef.rstd_scaled + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
       for (int64_t k = 0; k < n; ++k) {
-        const auto xhat = run.deviation(k, j, lanes) * rstd_scaled;
+        const auto xhat = chunk.deviation(k, j, lanes) * rstd_scaled;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<typename B::X>(b.dy.channel(c + k) + j, lanes) * run.weight[k];
+          const auto g = load<typename B::X>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -335,21 +336,22 @@ void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
     });
   });
   for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-    const double shift = b.p.rms ? 0 : runs.mean<Acc>(xhat_sums[j]), mean_g = b.p.rms ? 0 : runs.mean<Acc>(g_sums[j]);
-    coef.minus_shift[j] = static_cast<Acc>(-shift);
-    coef.minus_c1[j] = static_cast<Acc>(-(runs.mean<Acc>(g_xhat_sums[j]) - shift * mean_g));
-    coef.c2[j] = static_cast<Acc>(mean_g);
+    const double mean_xhat = b.p.rms ? 0 : chunks.mean<Acc>(xhat_sums[j]),
+                 mean_g = b.p.rms ? 0 : chunks.mean<Acc>(g_sums[j]);
+    coef.minus_mean_xhat[j] = static_cast<Acc>(-mean_xhat);
+    coef.minus_mean_g_xhat[j] = static_cast<Acc>(-(chunks.mean<Acc>(g_xhat_sums[j]) - mean_xhat * mean_g));
+    coef.mean_g[j] = static_cast<Acc>(mean_g);
   }
 }
 
-// The second loop. `first` says that the block is the first of its slot.
+// dx and the partial sums of dweight and dbias. `first` says that the block is the first of its segment.
 template <bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void second_loop(const B& b, const Coefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
-                 typename B::Acc* dbias) {
+void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
+                    typename B::Acc* dbias) {
   using X = typename B::X;
   using Acc = typename B::Acc;
-  for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
-    const Run<special, B> run(b, coef, c, n, true);
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<special, B> chunk(b, coef, c, n, true);
     for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
       for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
@@ -357,13 +359,14 @@ void second_loop(const B& b, const Coefficients<typename B::Acc>& coef, bool fir
         prefetch_next(b.dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
-          const auto d = run.deviation(k, j, lanes);
+          const auto d = chunk.deviation(k, j, lanes);
           prefetch_next(b.x, c + k, j);
-          const auto xhat = fma(d, read(coef.rstd_scaled + j, AllLanes{}), read(coef.minus_shift + j, AllLanes{}));
+          const auto xhat = fma(d, read(coef.rstd_scaled + j, AllLanes{}), read(coef.minus_mean_xhat + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
-            const auto g = v * run.weight[k] - read(coef.c2 + j, AllLanes{});
-            auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd_scaled + j, AllLanes{});
+            const auto g = v * chunk.weight[k] - read(coef.mean_g + j, AllLanes{});
+            auto result =
+                fma(xhat, read(coef.minus_mean_g_xhat + j, AllLanes{}), g) * read(coef.rstd_scaled + j, AllLanes{});
             if constexpr (special) result = result * read(coef.scale + j, AllLanes{});
             if (b.dsum.data) result = result + load<X>(b.dsum.channel(c + k) + j, lanes);
             store<X, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
@@ -380,7 +383,7 @@ template <class B>
 void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B::Acc* dbias) {
   using Acc = typename B::Acc;
   const auto& p = b.p;
-  Coefficients<Acc> coef;
+  PixelCoefficients<Acc> coef;
   bool any_special = p.from_output;
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
     const Pack<Acc> ones = broadcast(Acc(1));
@@ -401,8 +404,8 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
   }
   dispatch_flags(
       [&](auto special, auto with_dx, auto with_dweight, auto with_dbias) {
-        if (with_dx || with_dweight) first_loop<special, with_dx>(b, coef);
-        second_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, dweight, dbias);
+        if (with_dx || with_dweight) sums_loop<special, with_dx>(b, coef);
+        gradients_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, dweight, dbias);
       },
       any_special, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
@@ -427,19 +430,19 @@ void channels_first_backward(const BackwardParams& p) {
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
     const Blocks blocks(p, sizeof(X), has_gradient_per_group(p));
-    const int64_t pitch = padded_cols(p), slot_elements = blocks.per_slot * min(blocks.pixels, p.rows) * p.cols;
-    const auto bytes = 2 * blocks.slots * pitch * static_cast<int64_t>(sizeof(Acc));
+    const int64_t pitch = padded_cols(p), segment_elements = blocks.per_segment * min(blocks.pixels, p.rows) * p.cols;
+    const auto bytes = 2 * blocks.segments * pitch * static_cast<int64_t>(sizeof(Acc));
     Acc* const partials = static_cast<Acc*>(wants_parameters(p) ? p.allocator->allocate(bytes) : nullptr);
-    parallel_for(blocks.slots, ceil_div(kGrain, slot_elements), [&](int64_t slot, int64_t end) {
-      for (; slot < end; ++slot) {
-        const int64_t first = slot * blocks.per_slot;
-        for (int64_t block = first; block < min(blocks.count, first + blocks.per_slot); ++block) {
+    parallel_for(blocks.segments, ceil_div(kGrain, segment_elements), [&](int64_t segment, int64_t end) {
+      for (; segment < end; ++segment) {
+        const int64_t first = segment * blocks.per_segment;
+        for (int64_t block = first; block < min(blocks.count, first + blocks.per_segment); ++block) {
           const BackwardBlock<typename decltype(types)::T, X, W> b = {p, Place(p, blocks, block)};
-          backward_block(b, block == first, partials + 2 * slot * pitch, partials + (2 * slot + 1) * pitch);
+          backward_block(b, block == first, partials + 2 * segment * pitch, partials + (2 * segment + 1) * pitch);
         }
       }
     });
-    reduce_slots<Acc, W>(p, partials, blocks.slots);  // the channels are in memory order
+    add_partials<Acc, W>(p, partials, blocks.segments);  // the channels are in memory order
   });
 }
 

@@ -45,7 +45,7 @@ constexpr int64_t kMaxDifferences = 4096, kMaxBytesWithDifferences = int64_t{1} 
 
 // sum = input + residual, for kCount rows.
 template <class Threads, int kCount, class T, class X>
-void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
+void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
   X* const sum = p.sum.row<X>(group, r);
@@ -64,9 +64,9 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
 // the mean is read again. If scaled, the rows are first multiplied by the scale. The differences are stored unless
 // `differences` is nullptr.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
-                                        AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center, bool is_estimate,
-                                        Differences differences = nullptr) {
+Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                                AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center,
+                                                bool is_estimate, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
   Acc centers[kCount];
@@ -107,7 +107,7 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     if (!(correction[r] * correction[r] > variance[r])) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
     const auto row =
-        statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
+        compute_statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
     stats.center[r] = row.center[0], stats.correction[r] = row.correction[0], stats.rstd[r] = row.rstd[0];
   }
   return stats;
@@ -115,8 +115,8 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
 
 // The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
-                                        AccOf<X> scale, Differences differences = nullptr) {
+Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                                AccOf<X> scale, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   PerRow<Acc, kCount> center = {};
   if (!rms) {
@@ -128,7 +128,8 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     });
     center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, scale, center, !rms, differences);
+  return compute_statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, scale, center, !rms,
+                                                             differences);
 }
 
 // Whether output that is not streamed is prefetched if the input is, because a store to a line in memory would wait for
@@ -151,7 +152,7 @@ void prefetch_for_write(T* p) {
 }
 
 template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, class T, class X, class W>
-void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
+void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const Chunks& chunks,
                const Statistics<AccOf<X>, kCount>& stats, AccOf<X> scale, int64_t prefetched) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
@@ -164,7 +165,8 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const X* const next_x = prefetched ? x + prefetched * x_stride : nullptr;
   const T* const next_y =
       prefetched && !streaming && should_prefetch_output<T>(p.cols, kCount) ? y + prefetched * y_stride : nullptr;
-  const auto center = stats.center, rstd = stats.rstd, minus_shift = -stats.correction * rstd;  // no store aliases them
+  const auto center = stats.center, rstd = stats.rstd,
+             minus_correction = -stats.correction * rstd;  // local: no store aliases them
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, b;
@@ -177,7 +179,7 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
         } else {
           d = load_row<X, scaled>(x + k * x_stride + j, scale, lanes) - center[k];
         }
-        auto v = fma(d, rstd[k], minus_shift[k]);  // xhat
+        auto v = fma(d, rstd[k], minus_correction[k]);  // xhat
         if (weight && bias) {
           v = fma(v, w, b);
         } else if (weight) {
@@ -203,8 +205,8 @@ constexpr int64_t kMinStreamedOutput = int64_t{1} << 24;
 // Stores the output and the statistics of rows r to r + kCount - 1 of a group, whose values, the input or its sum with
 // the residual, are in `values`.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
-void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
-                 const Statistics<AccOf<X>, kCount>& stats) {
+void store_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const Chunks& chunks,
+                const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
   Acc* const mean = p.mean.row<Acc>(group, r);
@@ -232,13 +234,13 @@ void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& v
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
-      const auto row =
-          statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms, /*scale=*/1);
-      finish_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks, row);
+      const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
+                                                                     /*scale=*/1);
+      store_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc scale = scale_for(stats.rstd[0], stats.center[0]);
-    const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
+    const auto scaled = compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
     normalize<Threads, 1, true, false, false, T, X, W>(p, group, r, values, chunks, scaled, scale, prefetched);
     if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / scale);
     store_rstd(rstd, scaled.rstd[0], scale, p.eps);
@@ -252,7 +254,7 @@ constexpr int64_t kMaxBlockCols = 192;
 
 // Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a group, kCount at a time.
 template <class Threads, int kAll, int kCount, int kPacks, class T, class X, class W>
-void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
+void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
   using Acc = AccOf<X>;
   constexpr bool kStores = kMayStoreDifferences<Threads, kPacks, T, X>;
   const View& values = p.residual.data ? p.sum : p.input;
@@ -264,13 +266,13 @@ void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
     if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
-      stats[k / kCount] =
-          statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms, /*scale=*/1, to...);
+      stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
+                                                                             /*scale=*/1, to...);
     };
     stores ? find(differences + k * padded_cols(p)) : find();
   }
   for (int k = 0; k < kAll; k += kCount) {
-    finish_rows<Threads, kCount, kPacks, T, X, W>(p, group, r + k, values, chunks, stats[k / kCount]);
+    store_rows<Threads, kCount, kPacks, T, X, W>(p, group, r + k, values, chunks, stats[k / kCount]);
   }
 }
 
@@ -282,7 +284,7 @@ void forward(const ForwardParams& p) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
-    const ChunkGroups chunks(p.cols, kChunk<AccOf<X>>);
+    const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const int64_t rows = p.groups * p.rows;
     const auto for_rows = [&](const auto& f) {
       parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
@@ -302,7 +304,7 @@ void forward(const ForwardParams& p) {
         }
         for (; r < end; ++r) forward_rows<OneThread, 1, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
       });
-    } else if (rows < num_threads() && chunks.count > 1) {
+    } else if (rows < num_threads() && chunks.runs > 1) {
       for (int64_t r = 0; r < rows; ++r) {
         forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, r / p.rows, r % p.rows, chunks);
       }

@@ -62,48 +62,50 @@ inline bool has_gradient_per_group(const BackwardParams& p) {
 // sum of 256 is off by up to 3.8e-6, and the sum of four sums of 64 by up to 1.01e-6.
 constexpr int64_t kSumRows = 64;
 
-// Weight gradients are summed over up to kSumRows rows of a slot in order, then over these sums in order, then over the
-// slots in order and in double, so the result does not depend on which thread takes which slot. A parameter that all
-// groups share has slots of consecutive rows of [groups * rows]; else each group has its own slots.
+// Weight gradients are summed over up to kSumRows rows of a segment in order, then over these sums in order, then over
+// the segments in order and in double, so the result does not depend on which thread takes which segment. A parameter
+// that all groups share has segments of consecutive rows of [groups * rows]; else each group has its own segments.
 //
-// A group has up to 64 slots, enough for many threads, or more of 256 rows, for the precision of fp32 sums. It has
+// A group has up to 64 segments, enough for many threads, or more of 256 rows, for the precision of fp32 sums. It has
 // fewer if they would have less than 32 rows or kGrain elements, because another core reads half of the partial sums:
-// 3136 x 192 bf16 take 0.92 of the time that 64 slots take, and 0.8 if the two cores share no cache (AMD EPYC).
+// 3136 x 192 bf16 take 0.92 of the time that 64 segments take, and 0.8 if the two cores share no cache (AMD EPYC).
 //
-// If each group has one slot, its sums are the gradients. The thread that has them stores them, and reuses its area.
-struct Slots {
-  explicit Slots(const BackwardParams& p)
+// If each group has one segment, its sums are the gradients. The thread that has them stores them, and reuses its
+// buffer.
+struct Segments {
+  explicit Segments(const BackwardParams& p)
       : groups(has_gradient_per_group(p) ? p.groups : 1),
         group_rows(p.groups * p.rows / groups),
-        rows(ceil_div(group_rows, slots_for(group_rows, p.cols))),
+        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
         per_group(ceil_div(group_rows, rows)),
         count(groups * per_group),
         share_columns(count < num_threads() && p.cols > kTile),
         are_gradients(per_group == 1 && (groups == 1 || (is_grouped(p.grad_weight) && is_grouped(p.grad_bias)))),
-        areas(are_gradients && !share_columns ? min(min(count, num_threads()), ceil_div(count * rows * p.cols, kGrain))
-                                              : count),
-        second_areas(rows > kSumRows && wants_parameters(p) ? areas : 0) {}
+        buffers(are_gradients && !share_columns
+                    ? min(min(count, num_threads()), ceil_div(count * rows * p.cols, kGrain))
+                    : count),
+        second_buffers(rows > kSumRows && wants_parameters(p) ? buffers : 0) {}
 
-  int64_t begin(int64_t slot) const { return slot / per_group * group_rows + slot % per_group * rows; }
-  int64_t end(int64_t slot) const { return min(begin(slot) + rows, (slot / per_group + 1) * group_rows); }
+  int64_t begin(int64_t segment) const { return segment / per_group * group_rows + segment % per_group * rows; }
+  int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_group + 1) * group_rows); }
 
   int64_t groups, group_rows, rows, per_group, count;
-  bool share_columns;  // whether there are too few slots for the threads
+  bool share_columns;  // whether there are too few segments for the threads
   bool are_gradients;
-  int64_t areas;         // of the workspace: one for each slot, or one for each thread
-  int64_t second_areas;  // for all sums of kSumRows rows but the first of a slot; a thread uses one of them
+  int64_t buffers;         // of the workspace: one for each segment, or one for each thread
+  int64_t second_buffers;  // for all sums of kSumRows rows but the first of a segment; a thread uses one of them
 
  private:
-  static int64_t slots_for(int64_t rows, int64_t cols) {
+  static int64_t segments_for(int64_t rows, int64_t cols) {
     const int64_t useful = min(min(64, ceil_div(rows, 32)), (rows * cols + kGrain / 2) / kGrain);
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
-    return n > 1 ? n + n % 2 : n;  // even, so that two threads share the slots well
+    return n > 1 ? n + n % 2 : n;  // even, so that two threads share the segments well
   }
   static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };
 
 // Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
-// channel has at least a few cache lines of pixels. Blocks of small images share a slot, so that partial sums stay
+// channel has at least a few cache lines of pixels. Blocks of small images share a segment, so that partial sums stay
 // small beside the images, unless each image has its own parameters.
 struct Blocks {
   Blocks(const Params& p, int64_t element_size, bool own_parameters) {
@@ -111,10 +113,10 @@ struct Blocks {
     pixels = max(kMinBlockPixels, min(fitting, kMaxBlockPixels));
     per_image = ceil_div(p.rows, pixels);
     count = p.groups * per_image;
-    per_slot = p.rows < 32 && !own_parameters ? (31 + p.rows) / p.rows : 1;
-    slots = ceil_div(count, per_slot);
+    per_segment = p.rows < 32 && !own_parameters ? (31 + p.rows) / p.rows : 1;
+    segments = ceil_div(count, per_segment);
   }
-  int64_t pixels, per_image, count, per_slot, slots;
+  int64_t pixels, per_image, count, per_segment, segments;
 };
 
 inline int64_t padded_cols(const Params& p) { return ceil_div(p.cols, kMaxPackSize) * kMaxPackSize; }

@@ -46,14 +46,14 @@ void dispatch_flags(const F& f, bool flag, Flags... flags) {
 //   1. the elements of a chunk, in the lanes of kPacks packs in turn;
 //   2. the lanes and packs of the chunk;
 //   3. the chunks in order, in double;
-//   4. in rows of more than 256 chunks, groups of chunks in order, so that threads can share the row.
+//   4. in rows of more than 256 chunks, runs of adjacent chunks in order, so that threads can share the row.
 
 // A chunk gives each lane at most 16 floats to add. With 64, one outlier among 8191 equal values exceeds the promised
 // error, because adding small equal values to a large sum rounds in the same direction each time. Doubles have longer
 // chunks, because sums over chunks round in their type, too.
 template <class Acc>
 constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
-constexpr int64_t kMaxGroups = 256;
+constexpr int64_t kMaxRuns = 256;
 
 // The loops handle kRows narrow rows together. This hides the latency of additions and shares the loads of the
 // parameters: rows of 768 floats take 0.7 of the time. Wider rows have two packs in flight, and are summed one or two
@@ -135,17 +135,18 @@ inline void for_each_pack(int64_t begin, int64_t n, const F& f) {
 }
 static_assert(kNarrowPacks <= 2 && kWidePacks <= 2, "for_each_pack handles one whole pack at the end");
 
-struct ChunkGroups {
-  ChunkGroups(int64_t cols, int64_t chunk)
+// The chunks of a row, in up to kMaxRuns runs of adjacent chunks.
+struct Chunks {
+  Chunks(int64_t cols, int64_t chunk)
       : cols(cols),
         chunk(chunk),
-        length(chunk * ceil_div(ceil_div(cols, chunk), kMaxGroups)),
-        count(ceil_div(cols, length)) {}
+        run_length(chunk * ceil_div(ceil_div(cols, chunk), kMaxRuns)),
+        runs(ceil_div(cols, run_length)) {}
 
-  // Adds f(begin, columns) over the chunks of one group.
+  // Adds f(begin, columns) over the chunks of one run.
   template <class Sum, class F>
-  Sum sum(int64_t group, const F& f) const {
-    const int64_t begin = group * length, end = min(cols, begin + length);
+  Sum sum(int64_t run, const F& f) const {
+    const int64_t begin = run * run_length, end = min(cols, begin + run_length);
     Sum total = f(begin, min(chunk, end - begin));
     for (int64_t j = begin + chunk; j < end; j += chunk) total += f(j, min(chunk, end - j));
     return total;
@@ -158,51 +159,51 @@ struct ChunkGroups {
     return sizeof(Acc) == 4 ? sum * inverse_cols : sum / static_cast<double>(cols);
   }
 
-  int64_t cols, chunk, length, count;
+  int64_t cols, chunk, run_length, runs;  // columns of the row, of a chunk and of a run; the number of runs
   double inverse_cols = 1.0 / static_cast<double>(cols);
 };
 
-// How a row is processed: by the calling thread, or by all threads, which share its groups of chunks.
+// How a row is processed: by the calling thread, or by all threads, which share its runs of chunks.
 struct OneThread {
   template <class Sum, class F>
-  static Sum sum(const ChunkGroups& groups, const F& f) {
-    Sum total = groups.sum<Sum>(0, f);
-    for (int64_t g = 1; g < groups.count; ++g) total += groups.sum<Sum>(g, f);
+  static Sum sum(const Chunks& chunks, const F& f) {
+    Sum total = chunks.sum<Sum>(0, f);
+    for (int64_t run = 1; run < chunks.runs; ++run) total += chunks.sum<Sum>(run, f);
     return total;
   }
   template <class F>
-  static void for_each(const ChunkGroups& groups, const F& f) {
-    f(0, groups.cols);
+  static void for_each(const Chunks& chunks, const F& f) {
+    f(0, chunks.cols);
   }
 };
 
-// For narrow rows, each of whose groups is one chunk. GCC inlines f, because it is called in one place only; 8192 rows
+// For narrow rows, each of whose runs is one chunk. GCC inlines f, because it is called in one place only; 8192 rows
 // of 64 floats take 0.93 of the time.
 struct NarrowRow : OneThread {
   template <class Sum, class F>
-  static Sum sum(const ChunkGroups& groups, const F& f) {
+  static Sum sum(const Chunks& chunks, const F& f) {
     Sum total;
     for (auto& value : total.values) value = -value;  // -0, to which adding x gives x, even for -0
-    for (int64_t j = 0; j < groups.cols; j += groups.chunk) total += f(j, min(groups.chunk, groups.cols - j));
+    for (int64_t j = 0; j < chunks.cols; j += chunks.chunk) total += f(j, min(chunks.chunk, chunks.cols - j));
     return total;
   }
 };
 
 struct AllThreads {
   template <class Sum, class F>
-  static Sum sum(const ChunkGroups& groups, const F& f) {
-    Sum sums[kMaxGroups];
-    parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
-      for (int64_t g = begin; g < end; ++g) sums[g] = groups.sum<Sum>(g, f);
+  static Sum sum(const Chunks& chunks, const F& f) {
+    Sum sums[kMaxRuns];
+    parallel_for(chunks.runs, ceil_div(kGrain, chunks.run_length), [&](int64_t begin, int64_t end) {
+      for (int64_t run = begin; run < end; ++run) sums[run] = chunks.sum<Sum>(run, f);
     });
     Sum total = sums[0];
-    for (int64_t g = 1; g < groups.count; ++g) total += sums[g];
+    for (int64_t run = 1; run < chunks.runs; ++run) total += sums[run];
     return total;
   }
   template <class F>
-  static void for_each(const ChunkGroups& groups, const F& f) {
-    parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
-      f(begin * groups.length, min(groups.cols, end * groups.length) - begin * groups.length);
+  static void for_each(const Chunks& chunks, const F& f) {
+    parallel_for(chunks.runs, ceil_div(kGrain, chunks.run_length), [&](int64_t begin, int64_t end) {
+      f(begin * chunks.run_length, min(chunks.cols, end * chunks.run_length) - begin * chunks.run_length);
     });
   }
 };
@@ -337,37 +338,38 @@ inline Pack<Acc> divisor(const Pack<Acc>& weight) {
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// Adds the partial sums [count, 2, padded_cols] of slots over columns [begin, end) of a parameter's gradient. Their
+// Adds the partial sums [count, 2, padded_cols] of segments over columns [begin, end) of a parameter's gradient. Their
 // packs are in the lane order of X.
 template <class X, class W>
-void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t count, int64_t begin, int64_t end, W* gradient) {
+void add_partials(const Params& p, const AccOf<X>* partials, int64_t count, int64_t begin, int64_t end, W* gradient) {
   using Acc = AccOf<X>;
   const int64_t pitch = 2 * padded_cols(p);
   for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
     auto sum = read(partials + j, AllLanes{});
     if (count > 1) {
       DoublePack<Acc> total = {};
-      for (int64_t slot = 0; slot < count; ++slot) add(total, read(partials + slot * pitch + j, AllLanes{}));
+      for (int64_t segment = 0; segment < count; ++segment)
+        add(total, read(partials + segment * pitch + j, AllLanes{}));
       sum = rounded<Acc>(total);
     }
     store<X, true>(gradient + j, sum, lanes);
   });
 }
 
-// Adds the partial sums of all slots, or of each group's for a gradient per group.
+// Adds the partial sums of all segments, or of each group's for a gradient per group.
 template <class X, class W>
-void reduce_slots(const BackwardParams& p, const AccOf<X>* partials, int64_t slots) {
+void add_partials(const BackwardParams& p, const AccOf<X>* partials, int64_t segments) {
   if (!wants_parameters(p)) return;
   const View* const gradients[] = {&p.grad_weight, &p.grad_bias};
   const int64_t groups = has_gradient_per_group(p) ? p.groups : 1;
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
-  parallel_for(groups * tiles, ceil_div(kGrain, 2 * slots / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
+  parallel_for(groups * tiles, ceil_div(kGrain, 2 * segments / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
       for (const View* gradient : gradients) {
-        const int64_t count = gradient->group_stride ? slots / groups : slots;
-        if (!gradient->data || group * count >= slots) continue;
+        const int64_t count = gradient->group_stride ? segments / groups : segments;
+        if (!gradient->data || group * count >= segments) continue;
         const auto* const sums = partials + (2 * group * count + (gradient == &p.grad_bias)) * padded_cols(p);
-        reduce_slots<X>(p, sums, count, tile * kMaxPackSize, min(p.cols, (tile + n) * kMaxPackSize),
+        add_partials<X>(p, sums, count, tile * kMaxPackSize, min(p.cols, (tile + n) * kMaxPackSize),
                         gradient->row<W>(group, 0));
       }
     });
