@@ -28,49 +28,7 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-constexpr int kFewRows = 2;
-// The rows that the gradients loop handles together at most. The coefficients of two fill the 16 registers of AVX2:
-// 1576 x 384 floats take 0.9 of the time of four.
-constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
-constexpr int64_t kMaxBlockRows = kSumRows;
 constexpr int kByColumns = 0;  // in place of a number of rows
-constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
-
-// How many rows the loops handle at a time. The figures are for an AMD EPYC with AVX-512, unless they name another CPU.
-template <class T>
-struct RowSteps {
-  RowSteps(int64_t rows, int64_t cols) {
-    const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-    in_memory = rows * row_bytes > kMinBytesInMemory;
-    if (sizeof(T) > 2 && in_memory && row_bytes > (kVectorBytes > 16 ? 1024 : 256) && !is_long<T>(cols)) {
-      together = block = 1;  // one stream is read faster: 32768 x 768 take 0.7 of the time
-    } else {
-      const bool is_short = row_bytes <= (sizeof(T) == 2 ? 4095 : 2048);
-      const bool four = is_short || (!is_narrow<T>(cols) && !in_memory && row_bytes % 4096 != 0);
-      together = four ? kRows : kFewRows;
-      block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
-    }
-    by_columns = (in_memory ? row_bytes : cols) <= 256 && block > 1;
-    prefetched = row_bytes <= 3072 ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
-  }
-
-  bool in_memory;
-  // Whether the gradients loop takes kColumnPacks packs of columns at a time, for all rows of a block, whose partial
-  // sums then stay in registers. Row by row, it has few iterations in short rows: 16384 x 64 take 0.9 of the time,
-  // 20000 x 17 0.76 to 0.88, and both 0.73 to 0.84 with AVX2. More streams read longer rows in memory more slowly.
-  bool by_columns;
-  // The rows that share the loads of the weight and the loads and stores of the partial sums: four (700 x 1600 floats
-  // take 0.75 of the time of single rows), but two if they are wide and in memory, if they are a multiple of 4 KiB
-  // apart and take the same places of the first-level cache (four of 77 x 2048 bf16 took 1.3 of the time), or if they
-  // are narrow and exceed 2 KiB of 32- or 64-bit elements, because four such streams are read more slowly (Intel Xeon).
-  int64_t together;
-  // The rows whose sums are computed before the gradients loop starts, so that it does not wait for the coefficients of
-  // each row: of short rows, as many as 8 KiB hold.
-  int64_t block;
-  // How many rows ahead x and dy are prefetched, or 0. The next block of short rows fits into the first-level cache
-  // beside this one: 48 x 384 floats in the second-level cache take 0.88 of the time, 200000 x 17 in memory 0.5.
-  int64_t prefetched;
-};
 
 // The coefficients of rows for the gradients loop, of which each is an array: with d = x * scale - mean,
 //   rstd = rstd_scaled * scale
@@ -91,7 +49,8 @@ struct Coefficients {
   Acc* minus_mean_g_xhat() const { return values + 4 * stride; }  // -mean(g * xhat)
   Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
 };
-static_assert(kCoefficients == 6 && kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
+constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
+static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
 
 template <class T_, class X_, class W_>
 struct Backward {
@@ -99,12 +58,11 @@ struct Backward {
   using X = X_;
   using W = W_;
   using Acc = AccOf<X>;
-  // Rows are handled together, except beside a float32 residual, which keeps the library small.
-  static constexpr bool kTogether = std::is_same_v<T, X>;
+  static constexpr bool kTogether = kHandlesRowsTogether<T, X>;
   static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
-  Backward(const BackwardParams& p, const Segments& segments, Acc* partials)
-      : p(p), segments(segments), partials(partials) {}
+  Backward(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
+      : p(p), policy(policy), partials(partials) {}
 
   // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
   // from the output. A subnormal rstd may be read as zero, see divide_rstd().
@@ -120,17 +78,12 @@ struct Backward {
 
   const BackwardParams& p;
   const Chunks chunks = {p.cols, kChunk<Acc>};
-  const Segments segments;
+  const BackwardPolicy& policy;
+  const Segments& segments = policy.segments;
   const int64_t padded_cols = cpu::padded_cols(p);
   const Acc weight_offset = p.zero_centered_weight;
-  const RowSteps<X> steps = {p.groups * p.rows, p.cols};
-  // Whether dx is written with streaming stores.
-  const bool streaming = should_stream<X>(p.grad_input, (p.groups * p.rows) * p.cols, kMinBytesInMemory);
-  // Whether dx is prefetched before the sums of a row are computed, because stores would wait for lines in memory: 8192
-  // x 1000 floats take 0.7 of the time.
-  const bool prefetches_dx = steps.in_memory && !streaming && p.grad_input.data;
   Acc* const partials;  // [buffers + second_buffers, 2, padded_cols], packs in the order of X
-  const Coefficients<Acc> coefficients = {partials + 2 * (segments.buffers + segments.second_buffers) * padded_cols,
+  const Coefficients<Acc> coefficients = {partials + 2 * (policy.buffers + policy.second_buffers) * padded_cols,
                                           p.groups * p.rows};  // of all rows
 };
 
@@ -239,7 +192,7 @@ bool compute_coefficients(const B& b, int64_t group, int64_t r, const Coefficien
 // The coefficients of rows r to r + count - 1 of a group. Returns whether one of the rows is special.
 template <class B>
 bool compute_coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
-  const bool narrow = is_narrow<typename B::X>(b.p.cols);
+  const bool narrow = b.policy.is_narrow;
   bool special = false;
   int64_t k = 0;
   const auto find = [&](auto rows, auto packs) {
@@ -248,7 +201,7 @@ bool compute_coefficients(const B& b, int64_t group, int64_t r, int64_t count, c
       special |= compute_coefficients<Threads, rows, packs>(b, group, r + k, c.from(k));
   };
   if constexpr (B::kTogether) {
-    if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
+    if (narrow && b.policy.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
     narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
   }
   narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
@@ -332,7 +285,7 @@ void gradients_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_
   };
 
   if constexpr (kCount == kByColumns) {
-    const int64_t ahead_x = b.steps.prefetched * x_stride, ahead_dy = b.steps.prefetched * dy_stride;
+    const int64_t ahead_x = b.policy.prefetched * x_stride, ahead_dy = b.policy.prefetched * dy_stride;
     const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
       Pack<Acc> w[packs], dw[packs], db[packs];
       for (int i = 0; i < packs; ++i) load_columns(j + i * kStep, lanes, w[i], dw[i], db[i]);
@@ -358,9 +311,9 @@ void gradients_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_
     // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
     // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
     const bool adjacent = x_stride == n && dy_stride == n;
-    const bool prefetches = b.steps.prefetched && (adjacent || n >= kCount * kStep);
-    const X* next_x = x + b.steps.prefetched * x_stride + begin;
-    const T* next_dy = dy + b.steps.prefetched * dy_stride + begin;
+    const bool prefetches = b.policy.prefetched && (adjacent || n >= kCount * kStep);
+    const X* next_x = x + b.policy.prefetched * x_stride + begin;
+    const T* next_dy = dy + b.policy.prefetched * dy_stride + begin;
     int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
     load_coefficients(0);
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
@@ -399,11 +352,11 @@ void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int
     k += rows;
   };
   // For the usual gradients only, because each copy of the loop enlarges the library.
-  if constexpr (B::kTogether && with_dx && kWithDweight && kVectorBytes > 16) {
-    if (b.steps.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
+  if constexpr (kHasColumnLoop && B::kTogether && with_dx && kWithDweight) {
+    if (b.policy.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
   }
   if constexpr (B::kTogether) {
-    const int64_t at_once = any_special ? 1 : min(b.steps.together, kMostRows);
+    const int64_t at_once = any_special ? 1 : min(b.policy.together, kMostRows);
     while (at_once == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
     while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
   }
@@ -419,7 +372,7 @@ template <class B>
 auto choose_gradients(const B& b) {
   auto* chosen = compute_gradients<B, true, true, true, true>;
   dispatch_flags([&](auto... flags) { chosen = compute_gradients<B, flags...>; }, b.p.grad_input.data != nullptr,
-                 b.streaming, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+                 b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
   return chosen;
 }
 
@@ -438,7 +391,7 @@ void for_rows_of_segment(const B& b, int64_t segment, int64_t step, const F& f) 
                  [&](int64_t group, int64_t row, int64_t count) {
                    for (int64_t k = 0; k < count; k += step) f(group, row + k, min(step, count - k));
                  });
-  if (b.streaming) streaming_fence();
+  if (b.policy.streams) streaming_fence();
 }
 
 // Runs gradients_loop() for columns [begin, begin + n) of the rows of a segment. The partial sums of up to kSumRows
@@ -447,7 +400,7 @@ template <class B>
 class SegmentSums {
  public:
   SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, int64_t begin, int64_t n)
-      : b_(b), buffer_(buffer), second_buffer_(b.segments.buffers + second_buffer), begin_(begin), n_(n) {}
+      : b_(b), buffer_(buffer), second_buffer_(b.policy.buffers + second_buffer), begin_(begin), n_(n) {}
 
   // Adds rows r to r + count - 1 of a group.
   void add(int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_special) {
@@ -488,10 +441,10 @@ class SegmentSums {
 template <class B>
 void backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
   SegmentSums<B> sums(b, buffer, second_buffer, 0, b.p.cols);
-  for_rows_of_segment(b, segment, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
+  for_rows_of_segment(b, segment, b.policy.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
-    for (int64_t k = 0; b.prefetches_dx && k < count; ++k) {
+    for (int64_t k = 0; b.policy.prefetches_dx && k < count; ++k) {
       prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
     }
     sums.add(group, r, count, c, compute_coefficients(b, group, r, count, c));
@@ -514,22 +467,22 @@ template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
   const int64_t rows = p.groups * p.rows;
-  if (rows < num_threads() && !is_narrow<typename B::X>(p.cols)) {
+  if (b.policy.shares_rows) {
     for (int64_t r = 0; r < rows; ++r) {
       compute_coefficients<AllThreads, 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
     }
   } else {
-    parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
+    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) {
       for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
         compute_coefficients(b, group, r, count, b.coefficients.from(group * p.rows + r));
       });
     });
   }
-  const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
-  parallel_for(b.segments.count * tiles, ceil_div(kGrain, b.segments.rows * kTile), [&](int64_t task, int64_t end) {
+  const int64_t tiles = ceil_div(p.cols, kTileCols), step = b.policy.block;
+  parallel_for(b.segments.count * tiles, grain(b.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
-      const int64_t segment = task / tiles, begin = task % tiles * kTile;
-      SegmentSums<B> sums(b, segment, segment, begin, min(kTile, p.cols - begin));
+      const int64_t segment = task / tiles, begin = task % tiles * kTileCols;
+      SegmentSums<B> sums(b, segment, segment, begin, min(kTileCols, p.cols - begin));
       for_rows_of_segment(b, segment, step, [&](int64_t group, int64_t r, int64_t count) {
         const auto c = b.coefficients.from(group * p.rows + r);
         bool any_special = false;
@@ -537,7 +490,7 @@ void backward_sharing_columns(const B& b) {
         sums.add(group, r, count, c, any_special);
       });
       sums.end();
-      if (b.segments.are_gradients) store_gradients(b, segment, segment, begin, min(begin + kTile, p.cols));
+      if (b.segments.are_gradients) store_gradients(b, segment, segment, begin, min(begin + kTileCols, p.cols));
     }
   });
 }
@@ -547,21 +500,22 @@ void backward(const B& b) {
   using X = typename B::X;
   using W = typename B::W;
   const BackwardParams& p = b.p;
+  const BackwardPolicy& policy = b.policy;
   const Segments& segments = b.segments;
-  if (segments.share_columns) {
+  if (policy.shares_columns) {
     backward_sharing_columns(b);
   } else if (segments.are_gradients) {
-    parallel_for(segments.buffers, 1, [&](int64_t buffer, int64_t end) {
+    parallel_for(policy.buffers, 1, [&](int64_t buffer, int64_t end) {
       for (; buffer < end; ++buffer) {
-        for (int64_t segment = buffer * segments.count / segments.buffers;
-             segment < (buffer + 1) * segments.count / segments.buffers; ++segment) {
+        for (int64_t segment = buffer * segments.count / policy.buffers;
+             segment < (buffer + 1) * segments.count / policy.buffers; ++segment) {
           backward_segment(b, segment, buffer, buffer);
           store_gradients(b, segment, buffer, 0, p.cols);
         }
       }
     });
   } else {
-    parallel_for(segments.count, max(1, kGrain / (segments.rows * p.cols)), [&](int64_t first, int64_t end) {
+    parallel_for(segments.count, segment_grain(segments, p.cols), [&](int64_t first, int64_t end) {
       for (int64_t segment = first; segment < end; ++segment) {
         // Another core may have read these partial sums in the last call, so that stores would wait for it: 3136 x 192
         // bf16 take 0.93 of the time if two cores share no cache (AMD EPYC).
@@ -582,15 +536,14 @@ void backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const Segments segments(p);
-    // The partial sums, and the coefficients of all rows. Those of few short rows are on the stack, which saves a fifth
-    // of a microsecond per call.
-    const int64_t buffers = segments.buffers + segments.second_buffers;
+    const BackwardPolicy policy(p, sizeof(X));
+    // The partial sums, and the coefficients of all rows if the threads share the columns.
+    const int64_t buffers = policy.buffers + policy.second_buffers;
     const int64_t elements = 2 * buffers * padded_cols(p) + kCoefficients * p.groups * p.rows;
-    alignas(kVectorBytes) Acc stack[4 * kStackCols];
-    const bool fits_stack = segments.count == 1 && p.cols <= kStackCols;
-    void* const workspace = fits_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-    backward(Backward<T, X, W>(p, segments, static_cast<Acc*>(workspace)));
+    alignas(kVectorBytes) Acc stack[4 * kMaxStackCols];
+    void* const workspace =
+        policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+    backward(Backward<T, X, W>(p, policy, static_cast<Acc*>(workspace)));
   });
 }
 

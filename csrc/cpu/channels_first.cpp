@@ -1,14 +1,14 @@
 // Normalization over the channels of images x [images, channels, pixels], and its gradients. The formulas are those of
 // forward.cpp and backward.cpp; a row is a pixel.
 //
-// A thread handles blocks of adjacent pixels (kernels.h). The lanes of a pack hold pixels, so only the weight gradients
-// are summed across lanes. Forward reads a block twice (statistics, output), and so does backward (sums, gradients), a
-// few channels at a time, each along its pixels, which is the fastest way to read the memory. The block stays in the
-// second-level cache, so memory traffic is the same as for rows.
+// A thread handles blocks of adjacent pixels (PixelBlocks). The lanes of a pack hold pixels, so only the weight
+// gradients are summed across lanes. Forward reads a block twice (statistics, output), and so does backward (sums,
+// gradients), a few channels at a time, each along its pixels, which is the fastest way to read the memory. The block
+// stays in the second-level cache, so memory traffic is the same as for rows.
 //
-// Order of summation: the channels in order, in chunks of kChannelChunk in Acc; the chunks in double. It depends only
-// on the number of channels. Weight gradients: lanes and packs of a block, blocks of a segment, then segments in order
-// and in double.
+// Order of summation over channels: the channels of a chunk in order, in Acc, then the chunks in order, in double. It
+// depends only on the number of channels. Order of summation of weight gradients: the packs of a block, then their
+// lanes, the blocks of a segment, and the segments in order and in double.
 //
 // Precision is that of rows. In forward the average of the first chunk of channels estimates a pixel's mean; a block
 // with a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
@@ -21,9 +21,6 @@
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
-
-// Channels that are added in Acc before the sum goes to a double; see kChunk.
-constexpr int64_t kChannelChunk = 16;
 
 // One value for each pixel of a block, in the lane order of X.
 template <class Number>
@@ -38,9 +35,9 @@ struct Block {
   T* channel(int64_t c) const { return data + c * stride; }
 };
 
-// The place of a block among the images.
+// The position of a block among the images, and of the block that follows.
 struct Place {
-  Place(const Params& p, const Blocks& blocks, int64_t block)
+  Place(const Params& p, const PixelBlocks& blocks, int64_t block)
       : image(block / blocks.per_image),
         begin(block % blocks.per_image * blocks.pixels),
         next_image((block + 1) / blocks.per_image),
@@ -56,7 +53,7 @@ struct Place {
 };
 
 // Prefetches a pack of the next block in the last loop over this one. Hardware prefetchers do not follow as many
-// streams as there are channels: forward takes 0.9 of the time (32x192x28x28, Intel Xeon with AVX-512).
+// streams as there are channels.
 template <class T>
 void prefetch_next(const Block<const T>& block, int64_t c, int64_t j) {
   prefetch_to_l2(block.next + c * block.stride + j);
@@ -285,7 +282,7 @@ struct BackwardBlock {
   const int64_t pixels = place.pixels;
 };
 
-// The loops over one chunk of channels, which share the parameters.
+// What the loops over one chunk of channels have in common.
 template <bool special, class B>
 struct ChannelChunk {
   using X = typename B::X;
@@ -393,7 +390,7 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
       write(coef.scale + j, zero_outside<kEvenOdd<typename B::X>>(ones, lanes), AllLanes{});
     });
     for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-      // No difference overflows in a pixel whose standard deviation is below 2^60.
+      // No difference overflows in a pixel whose standard deviation is below 2^60. Others are scaled.
       const bool is_inside = coef.scale[j] != 0, is_huge = is_inside && coef.rstd_scaled[j] < Acc(0x1p-60);
       any_special |= is_huge;
       coef.scale[j] = p.from_output ? coef.rstd_scaled[j] : is_huge ? kShrink<Acc> : Acc(1);
@@ -416,9 +413,9 @@ void channels_first_forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;
-    const Blocks blocks(p, sizeof(X), false);
+    const PixelBlocks blocks(p, sizeof(X), false);
     const int64_t block_elements = min(blocks.pixels, p.rows) * p.cols;
-    parallel_for(blocks.count, ceil_div(kGrain, block_elements), [&](int64_t block, int64_t end) {
+    parallel_for(blocks.count, grain(block_elements), [&](int64_t block, int64_t end) {
       for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, Place(p, blocks, block));
     });
   });
@@ -429,11 +426,11 @@ void channels_first_backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const Blocks blocks(p, sizeof(X), has_gradient_per_group(p));
+    const PixelBlocks blocks(p, sizeof(X), has_gradient_per_group(p));
     const int64_t pitch = padded_cols(p), segment_elements = blocks.per_segment * min(blocks.pixels, p.rows) * p.cols;
     const auto bytes = 2 * blocks.segments * pitch * static_cast<int64_t>(sizeof(Acc));
     Acc* const partials = static_cast<Acc*>(wants_parameters(p) ? p.allocator->allocate(bytes) : nullptr);
-    parallel_for(blocks.segments, ceil_div(kGrain, segment_elements), [&](int64_t segment, int64_t end) {
+    parallel_for(blocks.segments, grain(segment_elements), [&](int64_t segment, int64_t end) {
       for (; segment < end; ++segment) {
         const int64_t first = segment * blocks.per_segment;
         for (int64_t block = first; block < min(blocks.count, first + blocks.per_segment); ++block) {
