@@ -7,11 +7,11 @@
 // RMSNorm has a mean of 0 and dx = rstd * (g - xhat * mean(g * xhat)). The gradient of the sum that forward returns
 // with a residual is added to dx.
 //
-// Rows are divided into segments. A thread takes a segment and handles a few rows at a time: it first computes the sums
-// of each row (sums_loop), then, column by column for all of them (gradients_loop), dx and the segment's partial sums
-// of dweight and dbias [segments, 2, cols]. A last loop adds the partial sums. x and dy come from memory once, so 3 *
-// rows * cols * sizeof(T) bytes are moved. If there are fewer segments than threads, the sums of all rows are computed
-// first, and then the threads share the columns. The order of every sum stays the same.
+// Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
+// sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
+// dbias, which are in the workspace. A last loop adds the partial sums of all segments. x and dy come from memory once,
+// so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments than threads, the sums of all rows are
+// computed first, and then the threads share the columns. The order of every sum stays the same.
 //
 // Precision: the saved mean is rounded, so xhat is off by a constant within a row. This constant is the average of xhat
 // and is subtracted from it.
@@ -28,12 +28,10 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-constexpr int kByColumns = 0;  // in place of a number of rows
-
-// The coefficients of rows for the gradients loop, of which each is an array: with d = x * scale - mean,
-//   rstd = rstd_scaled * scale
+// The coefficients of rows, which the sums loop computes for the gradients loop. Each is an array of one value per row:
+//   d    = x * scale - mean, or xhat itself if it is computed from the output
 //   xhat = d * rstd_scaled + minus_mean_xhat
-//   dx = rstd * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
+//   dx   = rstd_scaled * scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
 // g + minus_mean_g is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one
 // column.
 template <class Acc>
@@ -42,10 +40,10 @@ struct Coefficients {
   int64_t stride;
 
   Coefficients from(int64_t row) const { return {values + row, stride}; }
-  Acc* scale() const { return values; }                           // 1; a power of two near rstd; or rstd, with d = xhat
-  Acc* mean() const { return values + stride; }                   // times scale
+  Acc* scale() const { return values; }                           // 1, or that of a special row (Backward::scale)
+  Acc* mean() const { return values + stride; }                   // mean * scale
   Acc* rstd_scaled() const { return values + 2 * stride; }        // rstd / scale
-  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of xhat before this correction
+  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * rstd_scaled
   Acc* minus_mean_g_xhat() const { return values + 4 * stride; }  // -mean(g * xhat)
   Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
 };
@@ -64,9 +62,12 @@ struct Backward {
   Backward(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
       : p(p), policy(policy), partials(partials) {}
 
-  // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
-  // from the output. A subnormal rstd may be read as zero, see divide_rstd().
+  // Special rows need instructions that the loops for other rows omit. In backward from the output, all rows are
+  // special. Otherwise a row is special if its standard deviation is so large or so small that x - mean, or its product
+  // with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is subnormal
+  // are special even if the processor reads it as zero.
   bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
+  // The scale of a special row. In backward from the output it is rstd, because d is xhat.
   Acc scale(Acc mean, Acc rstd) const {
     if (p.from_output) return rstd;
     // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
@@ -87,7 +88,7 @@ struct Backward {
                                           p.groups * p.rows};  // of all rows
 };
 
-// d (see Coefficients) for a pack of x. Weight and bias are those of the row's group.
+// d of Coefficients, for a pack of x. `weight` and `bias` are those of the row's group.
 template <bool special, class B, class Mean, class Lanes>
 Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc scale, const Mean& mean,
                                 const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
@@ -212,153 +213,209 @@ bool compute_coefficients(const B& b, int64_t group, int64_t r, int64_t count, c
 template <int kCount, class T>
 void prefetch_packs(const T* p) {
   constexpr int kBytes = kCount * kPackSize<AccOf<T>> * static_cast<int>(sizeof(T));
-  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+  for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of kCount rows from row r of a group on,
-// or of `count` rows column by column. `first` says that they are the first of their segment. The flags for the
-// gradients are template parameters because testing them in the loop costs a third of the speed.
-template <int kCount, bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias, class B>
-void gradients_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
-                    const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+// What a gradients loop computes. These are template parameters, because tests in the loop would slow it down.
+template <bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
+struct Wanted {
+  static constexpr bool kSpecial = special, kDx = with_dx, kStreaming = streaming;
+  static constexpr bool kDweight = with_dweight, kDbias = with_dbias;
+};
+
+// The coefficients of a row as packs. GCC needs one more instruction to load and broadcast a scalar.
+template <class Acc>
+struct RowCoefficients {
+  Pack<Acc> mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
+
+  [[gnu::always_inline]] void load(const Coefficients<Acc>& c, int64_t row) {
+    mean = broadcast(c.mean()[row]), rstd_scaled = broadcast(c.rstd_scaled()[row]);
+    minus_mean_xhat = broadcast(c.minus_mean_xhat()[row]);
+    minus_mean_g_xhat = broadcast(c.minus_mean_g_xhat()[row]);
+    minus_mean_g = broadcast(c.minus_mean_g()[row]);
+  }
+};
+
+// The weight and the partial sums for a pack of columns.
+template <class Acc>
+struct ColumnSums {
+  Pack<Acc> weight, dweight, dbias;
+};
+
+// The operands of a gradients loop over rows r, r + 1, ... of a group, and its steps. It is a local variable of the
+// loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
+// down short rows.
+template <class Wanted, class B>
+struct GradientOperands {
   using T = typename B::T;
   using X = typename B::X;
   using W = typename B::W;
   using Acc = typename B::Acc;
-  constexpr int kStep = kPackSize<Acc>;
-  const BackwardParams& p = b.p;
-  const X* const x = p.input.row<const X>(group, r);
-  const T* const dy = p.grad_output.row<const T>(group, r);
-  const X* const dsum = p.grad_sum.row<const X>(group, r);
-  const W* const weight = p.weight.row<const W>(group, 0);
-  const W* const bias = p.bias.row<const W>(group, 0);
-  const Acc weight_offset = b.weight_offset;
-  X* const dx = p.grad_input.row<X>(group, r);
-  Acc* const dweight = b.dweight(buffer);
-  Acc* const dbias = b.dbias(buffer);
-  const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
-  const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
-  const Acc scale = *c.scale();  // used for special rows, which are handled one by one
 
-  // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
-  constexpr int kAtOnce = kCount == kByColumns ? 1 : kCount;
-  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce];
-  Pack<Acc> minus_mean_xhat[kAtOnce], minus_mean_g_xhat[kAtOnce], minus_mean_g[kAtOnce];
-  const auto load_coefficients = [&](int64_t row) {
-    for (int k = 0; k < kAtOnce; ++k) {
-      mean[k] = broadcast(c.mean()[row + k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[row + k]);
-      minus_mean_xhat[k] = broadcast(c.minus_mean_xhat()[row + k]);
-      minus_mean_g_xhat[k] = broadcast(c.minus_mean_g_xhat()[row + k]);
-      minus_mean_g[k] = broadcast(c.minus_mean_g()[row + k]);
-    }
-  };
-  const auto load_columns = [&](int64_t j, auto lanes, Pack<Acc>& w, Pack<Acc>& dw, Pack<Acc>& db) {
-    if (with_dx) w = load_weight<X>(weight, weight_offset, j, lanes);
-    dw = Pack<Acc>{}, db = Pack<Acc>{};
-    if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
-    if (with_dbias && !first) db = read(dbias + j, AllLanes{});
-  };
-  const auto store_sums = [&](int64_t j, const Pack<Acc>& dw, const Pack<Acc>& db) {
-    if (with_dweight) write(dweight + j, dw, AllLanes{});
-    if (with_dbias) write(dbias + j, db, AllLanes{});
-  };
-  // One pack of the rows whose coefficients are loaded. Without the attributes, GCC calls lambdas in the loop, and
-  // short rows take up to 1.13 times as long.
-  const auto add_rows = [&](int64_t row, int64_t j, auto lanes, const Pack<Acc>& w, Pack<Acc>& dw,
-                            Pack<Acc>& db) __attribute__((always_inline)) {
-    for (int k = 0; k < kAtOnce; ++k) {
-      auto v = load<X>(dy + (row + k) * dy_stride + j, lanes);
-      if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
-      if constexpr (with_dbias) db = db + v;
-      if constexpr (with_dx || with_dweight) {
-        const auto d = deviation<special>(b, x + (row + k) * x_stride, scale, mean[k], weight, bias, j, lanes);
-        const auto xhat = fma(d, rstd_scaled[k], minus_mean_xhat[k]);
-        if constexpr (with_dweight) dw = fma(v, xhat, dw);
-        if constexpr (with_dx) {
-          auto result = fma(xhat, minus_mean_g_xhat[k], multiply_add<T, W>(v, w, minus_mean_g[k])) * rstd_scaled[k];
-          if constexpr (special) result = result * scale;
-          if (dsum) result = result + load<X>(dsum + (row + k) * dsum_stride + j, lanes);
-          store<X, B::kMayHaveNan>(dx + (row + k) * dx_stride + j, result, store_lanes<streaming>(lanes));
-        }
-      }
-    }
-  };
+  // `first` says that the rows are the first of a sum, so that the buffer holds no partial sums yet.
+  [[gnu::always_inline]] GradientOperands(const B& b, int64_t buffer, int64_t group, int64_t r, bool first, Acc scale)
+      : b(b),
+        x(b.p.input.template row<const X>(group, r)),
+        dy(b.p.grad_output.template row<const T>(group, r)),
+        dsum(b.p.grad_sum.template row<const X>(group, r)),
+        dx(b.p.grad_input.template row<X>(group, r)),
+        weight(b.p.weight.template row<const W>(group, 0)),
+        bias(b.p.bias.template row<const W>(group, 0)),
+        dweight(b.dweight(buffer)),
+        dbias(b.dbias(buffer)),
+        x_stride(b.p.input.row_stride),
+        dy_stride(b.p.grad_output.row_stride),
+        dsum_stride(b.p.grad_sum.row_stride),
+        dx_stride(b.p.grad_input.row_stride),
+        scale(scale),
+        weight_offset(b.weight_offset),
+        first(first) {}
 
-  if constexpr (kCount == kByColumns) {
-    const int64_t ahead_x = b.policy.prefetched * x_stride, ahead_dy = b.policy.prefetched * dy_stride;
-    const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
-      Pack<Acc> w[packs], dw[packs], db[packs];
-      for (int i = 0; i < packs; ++i) load_columns(j + i * kStep, lanes, w[i], dw[i], db[i]);
-      for (int64_t row = 0; row < count; ++row) {
-        load_coefficients(row);
-        for (int i = 0; i < packs; ++i) add_rows(row, j + i * kStep, lanes, w[i], dw[i], db[i]);
-        prefetch_packs<packs>(x + row * x_stride + ahead_x + j);
-        prefetch_packs<packs>(dy + row * dy_stride + ahead_dy + j);
-      }
-      for (int i = 0; i < packs; ++i) store_sums(j + i * kStep, dw[i], db[i]);
-    };
-    const int64_t end = begin + n;
-    int64_t j = begin;
-    for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
-      handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
-    }
-    if (kColumnPacks > 1 && j + kStep <= end) {
-      handle_columns(Constant<1>{}, j, AllLanes{});
-      j += kStep;
-    }
-    if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
-  } else {
-    // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
-    // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
-    const bool adjacent = x_stride == n && dy_stride == n;
-    const bool prefetches = b.policy.prefetched && (adjacent || n >= kCount * kStep);
-    const X* next_x = x + b.policy.prefetched * x_stride + begin;
-    const T* next_dy = dy + b.policy.prefetched * dy_stride + begin;
-    int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
-    load_coefficients(0);
-    for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-      Pack<Acc> w, dw, db;
-      load_columns(j, lanes, w, dw, db);
-      add_rows(0, j, lanes, w, dw, db);
-      store_sums(j, dw, db);
-      if (prefetches) {
-        if (kCount > 1 && j >= row_end) {
-          row_end += n / kCount;
-          next_x += x_stride - n, next_dy += dy_stride - n;
-        }
-        prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
-        next_x += kCount * kStep, next_dy += kCount * kStep;
-      }
-    });
+  template <class Lanes>
+  [[gnu::always_inline]] ColumnSums<Acc> load_columns(int64_t j, Lanes lanes) const {
+    ColumnSums<Acc> columns = {};
+    if (Wanted::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
+    if (Wanted::kDweight && !first) columns.dweight = read(dweight + j, AllLanes{});
+    if (Wanted::kDbias && !first) columns.dbias = read(dbias + j, AllLanes{});
+    return columns;
   }
+  [[gnu::always_inline]] void store_sums(int64_t j, const ColumnSums<Acc>& columns) const {
+    if (Wanted::kDweight) write(dweight + j, columns.dweight, AllLanes{});
+    if (Wanted::kDbias) write(dbias + j, columns.dbias, AllLanes{});
+  }
+
+  // Stores dx of a row, counted from r, for a pack of columns, and adds the row to the partial sums.
+  template <class Lanes>
+  [[gnu::always_inline]] void add_row(int64_t row, const RowCoefficients<Acc>& c, int64_t j, Lanes lanes,
+                                      ColumnSums<Acc>& columns) const {
+    auto v = load<X>(dy + row * dy_stride + j, lanes);
+    if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
+    if constexpr (Wanted::kDbias) columns.dbias = columns.dbias + v;
+    if constexpr (Wanted::kDx || Wanted::kDweight) {
+      const auto d = deviation<Wanted::kSpecial>(b, x + row * x_stride, scale, c.mean, weight, bias, j, lanes);
+      const auto xhat = fma(d, c.rstd_scaled, c.minus_mean_xhat);
+      if constexpr (Wanted::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
+      if constexpr (Wanted::kDx) {
+        const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
+        auto result = fma(xhat, c.minus_mean_g_xhat, g) * c.rstd_scaled;
+        if constexpr (Wanted::kSpecial) result = result * scale;
+        if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
+        store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Wanted::kStreaming>(lanes));
+      }
+    }
+  }
+
+  const B& b;
+  const X* const x;
+  const T* const dy;
+  const X* const dsum;
+  X* const dx;
+  const W* const weight;
+  const W* const bias;
+  Acc* const dweight;
+  Acc* const dbias;
+  const int64_t x_stride, dy_stride, dsum_stride, dx_stride;
+  const Acc scale, weight_offset;  // the scale is for special rows, which are handled one by one
+  const bool first;
+};
+
+// Handles columns [begin, begin + n) of kCount rows from row r of a group on, pack by pack.
+template <int kCount, class Wanted, class B>
+void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r, bool first,
+                            const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
+  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, *c.scale());
+  RowCoefficients<Acc> rows[kCount];
+  for (int k = 0; k < kCount; ++k) rows[k].load(c, k);
+
+  // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
+  // column row_end, the pointers go on to another row.
+  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.prefetched;
+  const bool adjacent = x_stride == n && dy_stride == n;
+  const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
+  const auto* next_x = operands.x + prefetched * x_stride + begin;
+  const auto* next_dy = operands.dy + prefetched * dy_stride + begin;
+  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
+  for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    auto columns = operands.load_columns(j, lanes);
+    for (int k = 0; k < kCount; ++k) operands.add_row(k, rows[k], j, lanes, columns);
+    operands.store_sums(j, columns);
+    if (prefetches) {
+      if (kCount > 1 && j >= row_end) {
+        row_end += n / kCount;
+        next_x += x_stride - n, next_dy += dy_stride - n;
+      }
+      prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
+      next_x += kCount * kStep, next_dy += kCount * kStep;
+    }
+  });
 }
 
-// Whether the gradients loop has to scale the values of a row.
+// Handles columns [begin, begin + n) of `count` rows from row r of a group on: kColumnPacks packs of columns at a time,
+// for all rows, so that their partial sums stay in registers.
+template <class Wanted, class B>
+void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
+                               const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
+  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, /*scale=*/1);
+  const auto* const next_x = operands.x + b.policy.prefetched * operands.x_stride;
+  const auto* const next_dy = operands.dy + b.policy.prefetched * operands.dy_stride;
+  const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
+    ColumnSums<Acc> columns[packs];
+    for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
+    for (int64_t row = 0; row < count; ++row) {
+      RowCoefficients<Acc> coefficients;
+      coefficients.load(c, row);
+      for (int i = 0; i < packs; ++i) operands.add_row(row, coefficients, j + i * kStep, lanes, columns[i]);
+      prefetch_packs<packs>(next_x + row * operands.x_stride + j);
+      prefetch_packs<packs>(next_dy + row * operands.dy_stride + j);
+    }
+    for (int i = 0; i < packs; ++i) operands.store_sums(j + i * kStep, columns[i]);
+  };
+  const int64_t end = begin + n;
+  int64_t j = begin;
+  for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
+    handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
+  }
+  if (kColumnPacks > 1 && j + kStep <= end) {
+    handle_columns(Constant<1>{}, j, AllLanes{});
+    j += kStep;
+  }
+  if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
+}
+
+// Whether the gradients loop has to scale the values of a row, see Coefficients::scale().
 template <class B>
 bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
   return b.p.from_output || c.scale()[row] != 1;
 }
 
-// gradients_loop() for columns [begin, begin + n) of rows r to r + count - 1 of a group.
+// Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
+// group.
 template <class B, bool with_dx, bool streaming, bool wants_dweight, bool with_dbias>
 void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
                        const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
   constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
-  int64_t k = 0;
-  const auto loop = [&](auto at_once, auto special) {
-    const int64_t rows = at_once == kByColumns ? count : at_once;
-    gradients_loop<at_once, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
-        b, buffer, group, r + k, rows, first && k == 0, c.from(k), begin, n);
-    k += rows;
-  };
+  constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
   // For the usual gradients only, because each copy of the loop enlarges the library.
   if constexpr (kHasColumnLoop && B::kTogether && with_dx && kWithDweight) {
-    if (b.policy.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
+    if (b.policy.by_columns && !any_special) {
+      return gradients_loop_by_columns<Wanted<false, with_dx, kStreaming, kWithDweight, with_dbias>>(
+          b, buffer, group, r, count, first, c, begin, n);
+    }
   }
+  int64_t k = 0;
+  const auto loop = [&](auto rows, auto special) {
+    gradients_loop_by_rows<rows, Wanted<special, with_dx, kStreaming, kWithDweight, with_dbias>>(
+        b, buffer, group, r + k, first && k == 0, c.from(k), begin, n);
+    k += rows;
+  };
   if constexpr (B::kTogether) {
-    const int64_t at_once = any_special ? 1 : min(b.policy.together, kMostRows);
-    while (at_once == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
-    while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+    const int64_t together = any_special ? 1 : min(b.policy.together, kMostRows);
+    while (together == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
+    while (together >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
   }
   while (k < count) {
     const bool scaled = any_special && is_scaled(b, c, k);
@@ -366,8 +423,8 @@ void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int
   }
 }
 
-// Returns compute_gradients() for the gradients that are wanted. A segment asks once, because asking for every block of
-// rows takes short rows a tenth of the time if GCC does not inline it.
+// Returns compute_gradients() for the gradients that are wanted. A segment calls this once, because a call for every
+// block of rows would slow down short rows.
 template <class B>
 auto choose_gradients(const B& b) {
   auto* chosen = compute_gradients<B, true, true, true, true>;
@@ -378,7 +435,7 @@ auto choose_gradients(const B& b) {
 
 template <class T>
 void prefetch_row_for_write(T* row, int64_t cols) {
-  for (int64_t j = 0; j < cols; j += 64 / sizeof(T)) {
+  for (int64_t j = 0; j < cols; j += kCacheLineBytes / sizeof(T)) {
     __builtin_prefetch(row + j, 1);
     asm volatile("");  // GCC removes a loop that only prefetches
   }
@@ -394,8 +451,9 @@ void for_rows_of_segment(const B& b, int64_t segment, int64_t step, const F& f) 
   if (b.policy.streams) streaming_fence();
 }
 
-// Runs gradients_loop() for columns [begin, begin + n) of the rows of a segment. The partial sums of up to kSumRows
-// rows go to a buffer; those of the next ones go to the second buffer and are then added to the first.
+// The partial sums of a segment for columns [begin, begin + n). Those of the first kSumRows rows or less go to a
+// buffer. Those of the rows that follow go to the second buffer and are then added to the first, kSumRows rows at a
+// time.
 template <class B>
 class SegmentSums {
  public:
@@ -462,7 +520,7 @@ void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, i
   store(b.dbias(buffer), b.p.grad_bias);
 }
 
-// Handles few long rows: first the coefficients of all rows, then the threads share the columns.
+// Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.
 template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
@@ -517,8 +575,7 @@ void backward(const B& b) {
   } else {
     parallel_for(segments.count, segment_grain(segments, p.cols), [&](int64_t first, int64_t end) {
       for (int64_t segment = first; segment < end; ++segment) {
-        // Another core may have read these partial sums in the last call, so that stores would wait for it: 3136 x 192
-        // bf16 take 0.93 of the time if two cores share no cache (AMD EPYC).
+        // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
         if (wants_parameters(p)) prefetch_row_for_write(b.dweight(segment), 2 * b.padded_cols);
         backward_segment(b, segment, segment, first);
       }
@@ -537,7 +594,7 @@ void backward(const BackwardParams& p) {
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
     const BackwardPolicy policy(p, sizeof(X));
-    // The partial sums, and the coefficients of all rows if the threads share the columns.
+    // The partial sums, and the coefficients of all rows, which are used if the threads share the columns.
     const int64_t buffers = policy.buffers + policy.second_buffers;
     const int64_t elements = 2 * buffers * padded_cols(p) + kCoefficients * p.groups * p.rows;
     alignas(kVectorBytes) Acc stack[4 * kMaxStackCols];
