@@ -26,7 +26,7 @@ namespace {
 template <class Number>
 using PerPixel = Number[kMaxBlockPixels];
 
-// A block of an array of images; null if the array is.
+// A block of an array of images; the pointers are null for an absent array.
 template <class T>
 struct Block {
   T* data;         // [channels, pixels]
@@ -36,8 +36,8 @@ struct Block {
 };
 
 // The position of a block among the images, and of the block that follows.
-struct Place {
-  Place(const Params& p, const PixelBlocks& blocks, int64_t block)
+struct BlockPosition {
+  BlockPosition(const Params& p, const PixelBlocks& blocks, int64_t block)
       : image(block / blocks.per_image),
         begin(block % blocks.per_image * blocks.pixels),
         next_image((block + 1) / blocks.per_image),
@@ -45,7 +45,7 @@ struct Place {
         pixels(min(blocks.pixels, p.rows - begin)) {}
 
   template <class T>
-  Block<T> of(const View& images) const {
+  Block<T> block(const View& images) const {
     return {images.row<T>(image, begin), images.row<T>(next_image, next_begin), images.col_stride};
   }
 
@@ -136,12 +136,12 @@ struct PixelStatistics {
 };
 
 template <class T, class X>
-void add_residual(const ForwardParams& p, const Place& place) {
-  const auto input = place.of<const T>(p.input);
-  const auto residual = place.of<const X>(p.residual);
-  const auto sum = place.of<X>(p.sum);
+void add_residual(const ForwardParams& p, const BlockPosition& position) {
+  const auto input = position.block<const T>(p.input);
+  const auto residual = position.block<const X>(p.residual);
+  const auto sum = position.block<X>(p.sum);
   for (int64_t c = 0; c < p.cols; ++c) {
-    for_each_pack<AccOf<X>, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+    for_each_pack<AccOf<X>, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
       const auto v = load<X>(input.channel(c) + j, lanes) + load<X>(residual.channel(c) + j, lanes);
       store<X, !std::is_same_v<T, X>>(sum.channel(c) + j, v, lanes);
     });
@@ -200,13 +200,13 @@ bool compute_statistics(const ForwardParams& p, const Block<const X> x, const in
 }
 
 template <bool scaled, class W, class T, class X>
-void normalize(const ForwardParams& p, const Place& place, const Block<const X> x,
+void normalize(const ForwardParams& p, const BlockPosition& position, const Block<const X> x,
                const PixelStatistics<AccOf<X>>& stats, const Block<T> y) {
   using Acc = AccOf<X>;
-  const W* const weight = p.weight.row<const W>(place.image, 0);
-  const W* const bias = p.bias.row<const W>(place.image, 0);
+  const W* const weight = p.weight.row<const W>(position.image, 0);
+  const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t pixels = place.pixels;
+  const int64_t pixels = position.pixels;
   for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
     const ChunkParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
     for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
@@ -230,24 +230,24 @@ void normalize(const ForwardParams& p, const Place& place, const Block<const X> 
 }
 
 template <class T, class X, class W>
-void forward_block(const ForwardParams& p, const Place& place) {
+void forward_block(const ForwardParams& p, const BlockPosition& position) {
   using Acc = AccOf<X>;
-  if (p.residual.data) add_residual<T, X>(p, place);
-  const auto x = place.of<const X>(p.residual.data ? p.sum : p.input);
-  const auto y = place.of<T>(p.output);
+  if (p.residual.data) add_residual<T, X>(p, position);
+  const auto x = position.block<const X>(p.residual.data ? p.sum : p.input);
+  const auto y = position.block<T>(p.output);
   PixelStatistics<Acc> stats;
-  if (compute_statistics<false>(p, x, place.pixels, stats)) {
-    normalize<false, W>(p, place, x, stats, y);
+  if (compute_statistics<false>(p, x, position.pixels, stats)) {
+    normalize<false, W>(p, position, x, stats, y);
   } else {  // a pixel's sums overflowed or its squares underflowed, or it holds NaN or infinity
-    compute_statistics<true>(p, x, place.pixels, stats);
-    normalize<true, W>(p, place, x, stats, y);
+    compute_statistics<true>(p, x, position.pixels, stats);
+    normalize<true, W>(p, position, x, stats, y);
   }
-  for (int64_t j = 0; j < padded<Acc>(place.pixels); ++j) {
+  for (int64_t j = 0; j < padded<Acc>(position.pixels); ++j) {
     stats.center[j] = static_cast<Acc>((double(stats.center[j]) + stats.correction[j]) / stats.scale[j]);
     if (stats.scale[j] != 1) store_rstd(stats.rstd + j, stats.rstd[j], stats.scale[j], p.eps);
   }
-  const auto mean = place.of<Acc>(p.mean), rstd = place.of<Acc>(p.rstd);
-  for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+  const auto mean = position.block<Acc>(p.mean), rstd = position.block<Acc>(p.rstd);
+  for_each_pack<Acc, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
     if (mean.data) store<X, true>(mean.data + j, read(stats.center + j, AllLanes{}), lanes);
     store<X, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
@@ -270,16 +270,16 @@ struct BackwardBlock {
   static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
   const BackwardParams& p;
-  const Place place;
-  const Block<const T> dy = place.of<const T>(p.grad_output);
-  const Block<const X> x = place.of<const X>(p.input), dsum = place.of<const X>(p.grad_sum);
-  const Block<X> dx = place.of<X>(p.grad_input);
-  const Acc* const mean = place.of<const Acc>(p.mean).data;
-  const Acc* const rstd = place.of<const Acc>(p.rstd).data;
-  const W* const weight = p.weight.row<const W>(place.image, 0);
-  const W* const bias = p.bias.row<const W>(place.image, 0);
+  const BlockPosition position;
+  const Block<const T> dy = position.block<const T>(p.grad_output);
+  const Block<const X> x = position.block<const X>(p.input), dsum = position.block<const X>(p.grad_sum);
+  const Block<X> dx = position.block<X>(p.grad_input);
+  const Acc* const mean = position.block<const Acc>(p.mean).data;
+  const Acc* const rstd = position.block<const Acc>(p.rstd).data;
+  const W* const weight = p.weight.row<const W>(position.image, 0);
+  const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t pixels = place.pixels;
+  const int64_t pixels = position.pixels;
 };
 
 // What the loops over one chunk of channels have in common.
@@ -416,7 +416,7 @@ void channels_first_forward(const ForwardParams& p) {
     const PixelBlocks blocks(p, sizeof(X), false);
     const int64_t block_elements = min(blocks.pixels, p.rows) * p.cols;
     parallel_for(blocks.count, grain(block_elements), [&](int64_t block, int64_t end) {
-      for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, Place(p, blocks, block));
+      for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, BlockPosition(p, blocks, block));
     });
   });
 }
@@ -434,7 +434,7 @@ void channels_first_backward(const BackwardParams& p) {
       for (; segment < end; ++segment) {
         const int64_t first = segment * blocks.per_segment;
         for (int64_t block = first; block < min(blocks.count, first + blocks.per_segment); ++block) {
-          const BackwardBlock<typename decltype(types)::T, X, W> b = {p, Place(p, blocks, block)};
+          const BackwardBlock<typename decltype(types)::T, X, W> b = {p, BlockPosition(p, blocks, block)};
           backward_block(b, block == first, partials + 2 * segment * pitch, partials + (2 * segment + 1) * pitch);
         }
       }
