@@ -31,7 +31,7 @@ from support.reference import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Parameter gradients are summed over slots. Around these numbers of rows, slots get more or longer.
+# Parameter gradients are summed over segments. Around these numbers of rows, segments get more or longer.
 SLOT_ROWS = [15, 17, 31, 33, 47, 49, 63, 65, 96, 97, 255, 257, 511, 513, 1025, 2049, 4097, 16384, 16385, 65537]
 
 

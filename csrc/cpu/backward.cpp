@@ -7,11 +7,11 @@
 // RMSNorm has a mean of 0 and dx = rstd * (g - xhat * mean(g * xhat)). The gradient of the sum that forward returns
 // with a residual is added to dx.
 //
-// Rows are divided into slots. A thread takes a slot and handles a few rows at a time: it first computes the sums of
-// each row, then, column by column for all of them, dx and the slot's partial sums of dweight and dbias [slots, 2,
-// cols]. A last loop adds the slots. x and dy come from memory once, so 3 * rows * cols * sizeof(T) bytes are moved. If
-// there are fewer slots than threads, the sums of all rows are computed first, and then the threads share the columns.
-// The order of every sum stays the same.
+// Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
+// sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
+// dbias, which are in the workspace. A last loop adds the partial sums of all segments. x and dy come from memory once,
+// so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments than threads, the sums of all rows are
+// computed first, and then the threads share the columns. The order of every sum stays the same.
 //
 // Precision: the saved mean is rounded, so xhat is off by a constant within a row. This constant is the average of xhat
 // and is subtracted from it.
@@ -28,69 +28,27 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-constexpr int kFewRows = 2;
-// The rows that the second loop handles together at most. The coefficients of two fill the 16 registers of AVX2: 1576 x
-// 384 floats take 0.9 of the time of four.
-constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
-constexpr int64_t kMaxBlockRows = kSumRows;
-constexpr int kByColumns = 0;  // in place of a number of rows
-constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
-
-// How many rows the loops handle at a time. The figures are for an AMD EPYC with AVX-512, unless they name another CPU.
-template <class T>
-struct RowSteps {
-  RowSteps(int64_t rows, int64_t cols) {
-    const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-    in_memory = rows * row_bytes > kMinBytesInMemory;
-    if (sizeof(T) > 2 && in_memory && row_bytes > (kVectorBytes > 16 ? 1024 : 256) && !is_long<T>(cols)) {
-      together = block = 1;  // one stream is read faster: 32768 x 768 take 0.7 of the time
-    } else {
-      const bool is_short = row_bytes <= (sizeof(T) == 2 ? 4095 : 2048);
-      const bool four = is_short || (!is_narrow<T>(cols) && !in_memory && row_bytes % 4096 != 0);
-      together = four ? kRows : kFewRows;
-      block = max(together, min(kMaxBlockRows, 8192 / row_bytes / kRows * kRows));
-    }
-    by_columns = (in_memory ? row_bytes : cols) <= 256 && block > 1;
-    prefetched = row_bytes <= 3072 ? max(block, ceil_div(4096, row_bytes)) : rows_to_prefetch<T>(rows, cols, block);
-  }
-
-  bool in_memory;
-  // Whether the second loop takes kColumnPacks packs of columns at a time, for all rows of a block, whose partial sums
-  // then stay in registers. Row by row, it has few iterations in short rows: 16384 x 64 take 0.9 of the time, 20000 x
-  // 17 0.76 to 0.88, and both 0.73 to 0.84 with AVX2. More streams read longer rows in memory more slowly.
-  bool by_columns;
-  // The rows that share the loads of the weight and the loads and stores of the partial sums: four (700 x 1600 floats
-  // take 0.75 of the time of single rows), but two if they are wide and in memory, if they are a multiple of 4 KiB
-  // apart and take the same places of the first-level cache (four of 77 x 2048 bf16 took 1.3 of the time), or if they
-  // are narrow and exceed 2 KiB of 32- or 64-bit elements, because four such streams are read more slowly (Intel Xeon).
-  int64_t together;
-  // The rows whose sums are computed before the second loop starts, so that it does not wait for the coefficients of
-  // each row: of short rows, as many as 8 KiB hold.
-  int64_t block;
-  // How many rows ahead x and dy are prefetched, or 0. The next block of short rows fits into the first-level cache
-  // beside this one: 48 x 384 floats in the second-level cache take 0.88 of the time, 200000 x 17 in memory 0.5.
-  int64_t prefetched;
-};
-
-// The coefficients of rows for the second loop, of which each is an array: with d = x * scale - mean,
-//   rstd = rstd_scaled * scale
-//   xhat = d * rstd_scaled + minus_shift
-//   dx = rstd * ((g + minus_c2) + xhat * minus_c1)
-// g + minus_c2 is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one column.
+// The coefficients of rows, which the sums loop computes for the gradients loop. Each is an array of one value per row:
+//   d    = x * scale - mean, or xhat itself if it is computed from the output
+//   xhat = d * rstd_scaled + minus_mean_xhat
+//   dx   = rstd_scaled * scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
+// g + minus_mean_g is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one
+// column.
 template <class Acc>
 struct Coefficients {
   Acc* values;
   int64_t stride;
 
   Coefficients from(int64_t row) const { return {values + row, stride}; }
-  Acc* scale() const { return values; }                     // 1; a power of two near rstd; or rstd, with d = xhat
-  Acc* mean() const { return values + stride; }             // times scale
-  Acc* rstd_scaled() const { return values + 2 * stride; }  // rstd / scale
-  Acc* minus_shift() const { return values + 3 * stride; }  // minus the average of xhat before this correction
-  Acc* minus_c1() const { return values + 4 * stride; }     // -mean(g * xhat)
-  Acc* minus_c2() const { return values + 5 * stride; }     // -mean(g)
+  Acc* scale() const { return values; }                           // 1, or that of a special row (Backward::scale)
+  Acc* mean() const { return values + stride; }                   // mean * scale
+  Acc* rstd_scaled() const { return values + 2 * stride; }        // rstd / scale
+  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * rstd_scaled
+  Acc* minus_mean_g_xhat() const { return values + 4 * stride; }  // -mean(g * xhat)
+  Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
 };
-static_assert(kCoefficients == 6 && kMaxPackSize % kPackSize<float> == 0 && kTile % kMaxPackSize == 0);
+constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
+static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
 
 template <class T_, class X_, class W_>
 struct Backward {
@@ -98,41 +56,39 @@ struct Backward {
   using X = X_;
   using W = W_;
   using Acc = AccOf<X>;
-  // Rows are handled together, except beside a float32 residual, which keeps the library small.
-  static constexpr bool kTogether = std::is_same_v<T, X>;
+  static constexpr bool kTogether = kHandlesRowsTogether<T, X>;
   static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
-  Backward(const BackwardParams& p, const Slots& slots, Acc* partials) : p(p), slots(slots), partials(partials) {}
+  Backward(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
+      : p(p), policy(policy), partials(partials) {}
 
-  // Special rows are scaled, because x - mean or its product with g might overflow or underflow, or have xhat computed
-  // from the output. A subnormal rstd may be read as zero, see divide_rstd().
+  // Special rows need instructions that the loops for other rows omit. In backward from the output, all rows are
+  // special. Otherwise a row is special if its standard deviation is so large or so small that x - mean, or its product
+  // with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is subnormal
+  // are special even if the processor reads it as zero.
   bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
+  // The scale of a special row. In backward from the output it is rstd, because d is xhat.
   Acc scale(Acc mean, Acc rstd) const {
     if (p.from_output) return rstd;
     // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
-  Acc* dweight(int64_t area) const { return wants_parameters(p) ? partials + 2 * area * padded_cols : nullptr; }
-  Acc* dbias(int64_t area) const { return p.grad_bias.data ? partials + (2 * area + 1) * padded_cols : nullptr; }
+  Acc* dweight(int64_t buffer) const { return wants_parameters(p) ? partials + 2 * buffer * padded_cols : nullptr; }
+  Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? partials + (2 * buffer + 1) * padded_cols : nullptr; }
 
   const BackwardParams& p;
-  const ChunkGroups chunks = {p.cols, kChunk<Acc>};
-  const Slots slots;
+  const Chunks chunks = {p.cols, kChunk<Acc>};
+  const BackwardPolicy& policy;
+  const Segments& segments = policy.segments;
   const int64_t padded_cols = cpu::padded_cols(p);
   const Acc weight_offset = p.zero_centered_weight;
-  const RowSteps<X> steps = {p.groups * p.rows, p.cols};
-  // Whether dx is written with streaming stores.
-  const bool streaming = should_stream<X>(p.grad_input, (p.groups * p.rows) * p.cols, kMinBytesInMemory);
-  // Whether dx is prefetched before the sums of a row are computed, because stores would wait for lines in memory: 8192
-  // x 1000 floats take 0.7 of the time.
-  const bool prefetches_dx = steps.in_memory && !streaming && p.grad_input.data;
-  Acc* const partials;  // [areas + second_areas, 2, padded_cols], packs in the order of X
-  const Coefficients<Acc> coefficients = {partials + 2 * (slots.areas + slots.second_areas) * padded_cols,
+  Acc* const partials;  // [buffers + second_buffers, 2, padded_cols], packs in the order of X
+  const Coefficients<Acc> coefficients = {partials + 2 * (policy.buffers + policy.second_buffers) * padded_cols,
                                           p.groups * p.rows};  // of all rows
 };
 
-// d (see Coefficients) for a pack of x. Weight and bias are those of the row's group.
+// d of Coefficients, for a pack of x. `weight` and `bias` are those of the row's group.
 template <bool special, class B, class Mean, class Lanes>
 Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc scale, const Mean& mean,
                                 const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
@@ -152,10 +108,10 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
   return v * w + c;
 }
 
-// The first loop, for rows r to r + kCount - 1 of a group. Its operands are local variables, which a store cannot
-// alias.
+// The sums of rows r to r + kCount - 1 of a group, from which it stores their coefficients. Its operands are local
+// variables, which a store cannot alias.
 template <class Threads, int kCount, int kPacks, bool special, bool with_g, class B>
-void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
+void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
   using X = typename B::X;
   using Acc = typename B::Acc;
   enum { kD, kG, kGD, kKinds };
@@ -199,53 +155,54 @@ void first_loop(const B& b, int64_t group, int64_t r, const Coefficients<typenam
     });
     return Sums<kCount, kKinds>(s.total());
   });
-  PerRow<double, kCount> shift = {}, mean_g = {};
+  PerRow<double, kCount> mean_xhat = {}, mean_g = {};
   if (!b.p.rms) {
-    shift = b.chunks.template mean<Acc>(sums.values[kD]) * rstd_scaled;
+    mean_xhat = b.chunks.template mean<Acc>(sums.values[kD]) * rstd_scaled;
     mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
   }
-  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rstd_scaled - shift * mean_g;
+  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rstd_scaled - mean_xhat * mean_g;
   const auto store = [](Acc* to, const auto& values) {
     const auto rounded = __builtin_convertvector(values, PerRow<Acc, kCount>);
     std::memcpy(to, &rounded, sizeof(rounded));
   };
   for (int k = 0; k < kCount; ++k) c.scale()[k] = scale, c.mean()[k] = mean[k];
-  store(c.rstd_scaled(), rstd_scaled), store(c.minus_shift(), -shift);
-  store(c.minus_c1(), -mean_g_xhat), store(c.minus_c2(), -mean_g);
+  store(c.rstd_scaled(), rstd_scaled), store(c.minus_mean_xhat(), -mean_xhat);
+  store(c.minus_mean_g_xhat(), -mean_g_xhat), store(c.minus_mean_g(), -mean_g);
 }
 
 // Returns whether one of the rows is special.
 template <class Threads, int kCount, int kPacks, class B>
-bool coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
+bool compute_coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
   const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(group, r);
   bool any_special = false;
   for (int k = 0; k < kCount; ++k) any_special |= b.is_special(rstds[k * b.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
     if (any_special) {
-      for (int k = 0; k < kCount; ++k) coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
+      for (int k = 0; k < kCount; ++k) compute_coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
       return true;
     }
   } else if (any_special) {
-    first_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
+    sums_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
     return true;
   }
-  b.p.grad_input.data ? first_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
-                      : first_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
+  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
+                      : sums_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
   return false;
 }
 
 // The coefficients of rows r to r + count - 1 of a group. Returns whether one of the rows is special.
 template <class B>
-bool coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
-  const bool narrow = is_narrow<typename B::X>(b.p.cols);
+bool compute_coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
+  const bool narrow = b.policy.is_narrow;
   bool special = false;
   int64_t k = 0;
   const auto find = [&](auto rows, auto packs) {
     using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
-    for (; k + rows <= count; k += rows) special |= coefficients<Threads, rows, packs>(b, group, r + k, c.from(k));
+    for (; k + rows <= count; k += rows)
+      special |= compute_coefficients<Threads, rows, packs>(b, group, r + k, c.from(k));
   };
   if constexpr (B::kTogether) {
-    if (narrow && b.steps.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
+    if (narrow && b.policy.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
     narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
   }
   narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
@@ -256,152 +213,209 @@ bool coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coe
 template <int kCount, class T>
 void prefetch_packs(const T* p) {
   constexpr int kBytes = kCount * kPackSize<AccOf<T>> * static_cast<int>(sizeof(T));
-  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+  for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// The second loop, for columns [begin, begin + n) of kCount rows from row r of a group on, or of `count` rows column by
-// column. `first` says that they are the first of their slot. The flags for the gradients are template parameters
-// because testing them in the loop costs a third of the speed.
-template <int kCount, bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias, class B>
-void second_loop(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
-                 const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+// What a gradients loop computes. These are template parameters, because tests in the loop would slow it down.
+template <bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
+struct Wanted {
+  static constexpr bool kSpecial = special, kDx = with_dx, kStreaming = streaming;
+  static constexpr bool kDweight = with_dweight, kDbias = with_dbias;
+};
+
+// The coefficients of a row as packs. GCC needs one more instruction to load and broadcast a scalar.
+template <class Acc>
+struct RowCoefficients {
+  Pack<Acc> mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
+
+  [[gnu::always_inline]] void load(const Coefficients<Acc>& c, int64_t row) {
+    mean = broadcast(c.mean()[row]), rstd_scaled = broadcast(c.rstd_scaled()[row]);
+    minus_mean_xhat = broadcast(c.minus_mean_xhat()[row]);
+    minus_mean_g_xhat = broadcast(c.minus_mean_g_xhat()[row]);
+    minus_mean_g = broadcast(c.minus_mean_g()[row]);
+  }
+};
+
+// The weight and the partial sums for a pack of columns.
+template <class Acc>
+struct ColumnSums {
+  Pack<Acc> weight, dweight, dbias;
+};
+
+// The operands of a gradients loop over rows r, r + 1, ... of a group, and its steps. It is a local variable of the
+// loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
+// down short rows.
+template <class Wanted, class B>
+struct GradientOperands {
   using T = typename B::T;
   using X = typename B::X;
   using W = typename B::W;
   using Acc = typename B::Acc;
-  constexpr int kStep = kPackSize<Acc>;
-  const BackwardParams& p = b.p;
-  const X* const x = p.input.row<const X>(group, r);
-  const T* const dy = p.grad_output.row<const T>(group, r);
-  const X* const dsum = p.grad_sum.row<const X>(group, r);
-  const W* const weight = p.weight.row<const W>(group, 0);
-  const W* const bias = p.bias.row<const W>(group, 0);
-  const Acc weight_offset = b.weight_offset;
-  X* const dx = p.grad_input.row<X>(group, r);
-  Acc* const dweight = b.dweight(area);
-  Acc* const dbias = b.dbias(area);
-  const int64_t x_stride = p.input.row_stride, dy_stride = p.grad_output.row_stride;
-  const int64_t dsum_stride = p.grad_sum.row_stride, dx_stride = p.grad_input.row_stride;
-  const Acc scale = *c.scale();  // used for special rows, which are handled one by one
 
-  // Packs instead of scalars, for which GCC needs one more instruction to load and broadcast.
-  constexpr int kAtOnce = kCount == kByColumns ? 1 : kCount;
-  Pack<Acc> mean[kAtOnce], rstd_scaled[kAtOnce];
-  Pack<Acc> minus_shift[kAtOnce], minus_c1[kAtOnce], minus_c2[kAtOnce];
-  const auto load_coefficients = [&](int64_t row) {
-    for (int k = 0; k < kAtOnce; ++k) {
-      mean[k] = broadcast(c.mean()[row + k]), rstd_scaled[k] = broadcast(c.rstd_scaled()[row + k]);
-      minus_shift[k] = broadcast(c.minus_shift()[row + k]), minus_c1[k] = broadcast(c.minus_c1()[row + k]);
-      minus_c2[k] = broadcast(c.minus_c2()[row + k]);
-    }
-  };
-  const auto load_columns = [&](int64_t j, auto lanes, Pack<Acc>& w, Pack<Acc>& dw, Pack<Acc>& db) {
-    if (with_dx) w = load_weight<X>(weight, weight_offset, j, lanes);
-    dw = Pack<Acc>{}, db = Pack<Acc>{};
-    if (with_dweight && !first) dw = read(dweight + j, AllLanes{});
-    if (with_dbias && !first) db = read(dbias + j, AllLanes{});
-  };
-  const auto store_sums = [&](int64_t j, const Pack<Acc>& dw, const Pack<Acc>& db) {
-    if (with_dweight) write(dweight + j, dw, AllLanes{});
-    if (with_dbias) write(dbias + j, db, AllLanes{});
-  };
-  // One pack of the rows whose coefficients are loaded. Without the attributes, GCC calls lambdas in the loop, and
-  // short rows take up to 1.13 times as long.
-  const auto add_rows = [&](int64_t row, int64_t j, auto lanes, const Pack<Acc>& w, Pack<Acc>& dw,
-                            Pack<Acc>& db) __attribute__((always_inline)) {
-    for (int k = 0; k < kAtOnce; ++k) {
-      auto v = load<X>(dy + (row + k) * dy_stride + j, lanes);
-      if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
-      if constexpr (with_dbias) db = db + v;
-      if constexpr (with_dx || with_dweight) {
-        const auto d = deviation<special>(b, x + (row + k) * x_stride, scale, mean[k], weight, bias, j, lanes);
-        const auto xhat = fma(d, rstd_scaled[k], minus_shift[k]);
-        if constexpr (with_dweight) dw = fma(v, xhat, dw);
-        if constexpr (with_dx) {
-          auto result = fma(xhat, minus_c1[k], multiply_add<T, W>(v, w, minus_c2[k])) * rstd_scaled[k];
-          if constexpr (special) result = result * scale;
-          if (dsum) result = result + load<X>(dsum + (row + k) * dsum_stride + j, lanes);
-          store<X, B::kMayHaveNan>(dx + (row + k) * dx_stride + j, result, store_lanes<streaming>(lanes));
-        }
-      }
-    }
-  };
+  // `first` says that the rows are the first of a sum, so that the buffer holds no partial sums yet.
+  [[gnu::always_inline]] GradientOperands(const B& b, int64_t buffer, int64_t group, int64_t r, bool first, Acc scale)
+      : b(b),
+        x(b.p.input.template row<const X>(group, r)),
+        dy(b.p.grad_output.template row<const T>(group, r)),
+        dsum(b.p.grad_sum.template row<const X>(group, r)),
+        dx(b.p.grad_input.template row<X>(group, r)),
+        weight(b.p.weight.template row<const W>(group, 0)),
+        bias(b.p.bias.template row<const W>(group, 0)),
+        dweight(b.dweight(buffer)),
+        dbias(b.dbias(buffer)),
+        x_stride(b.p.input.row_stride),
+        dy_stride(b.p.grad_output.row_stride),
+        dsum_stride(b.p.grad_sum.row_stride),
+        dx_stride(b.p.grad_input.row_stride),
+        scale(scale),
+        weight_offset(b.weight_offset),
+        first(first) {}
 
-  if constexpr (kCount == kByColumns) {
-    const int64_t ahead_x = b.steps.prefetched * x_stride, ahead_dy = b.steps.prefetched * dy_stride;
-    const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
-      Pack<Acc> w[packs], dw[packs], db[packs];
-      for (int i = 0; i < packs; ++i) load_columns(j + i * kStep, lanes, w[i], dw[i], db[i]);
-      for (int64_t row = 0; row < count; ++row) {
-        load_coefficients(row);
-        for (int i = 0; i < packs; ++i) add_rows(row, j + i * kStep, lanes, w[i], dw[i], db[i]);
-        prefetch_packs<packs>(x + row * x_stride + ahead_x + j);
-        prefetch_packs<packs>(dy + row * dy_stride + ahead_dy + j);
-      }
-      for (int i = 0; i < packs; ++i) store_sums(j + i * kStep, dw[i], db[i]);
-    };
-    const int64_t end = begin + n;
-    int64_t j = begin;
-    for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
-      handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
-    }
-    if (kColumnPacks > 1 && j + kStep <= end) {
-      handle_columns(Constant<1>{}, j, AllLanes{});
-      j += kStep;
-    }
-    if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
-  } else {
-    // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each: with
-    // those, 1576 x 384 floats take 1.15 times as long. At column row_end, the pointers go on to another row.
-    const bool adjacent = x_stride == n && dy_stride == n;
-    const bool prefetches = b.steps.prefetched && (adjacent || n >= kCount * kStep);
-    const X* next_x = x + b.steps.prefetched * x_stride + begin;
-    const T* next_dy = dy + b.steps.prefetched * dy_stride + begin;
-    int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
-    load_coefficients(0);
-    for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-      Pack<Acc> w, dw, db;
-      load_columns(j, lanes, w, dw, db);
-      add_rows(0, j, lanes, w, dw, db);
-      store_sums(j, dw, db);
-      if (prefetches) {
-        if (kCount > 1 && j >= row_end) {
-          row_end += n / kCount;
-          next_x += x_stride - n, next_dy += dy_stride - n;
-        }
-        prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
-        next_x += kCount * kStep, next_dy += kCount * kStep;
-      }
-    });
+  template <class Lanes>
+  [[gnu::always_inline]] ColumnSums<Acc> load_columns(int64_t j, Lanes lanes) const {
+    ColumnSums<Acc> columns = {};
+    if (Wanted::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
+    if (Wanted::kDweight && !first) columns.dweight = read(dweight + j, AllLanes{});
+    if (Wanted::kDbias && !first) columns.dbias = read(dbias + j, AllLanes{});
+    return columns;
   }
+  [[gnu::always_inline]] void store_sums(int64_t j, const ColumnSums<Acc>& columns) const {
+    if (Wanted::kDweight) write(dweight + j, columns.dweight, AllLanes{});
+    if (Wanted::kDbias) write(dbias + j, columns.dbias, AllLanes{});
+  }
+
+  // Stores dx of a row, counted from r, for a pack of columns, and adds the row to the partial sums.
+  template <class Lanes>
+  [[gnu::always_inline]] void add_row(int64_t row, const RowCoefficients<Acc>& c, int64_t j, Lanes lanes,
+                                      ColumnSums<Acc>& columns) const {
+    auto v = load<X>(dy + row * dy_stride + j, lanes);
+    if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
+    if constexpr (Wanted::kDbias) columns.dbias = columns.dbias + v;
+    if constexpr (Wanted::kDx || Wanted::kDweight) {
+      const auto d = deviation<Wanted::kSpecial>(b, x + row * x_stride, scale, c.mean, weight, bias, j, lanes);
+      const auto xhat = fma(d, c.rstd_scaled, c.minus_mean_xhat);
+      if constexpr (Wanted::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
+      if constexpr (Wanted::kDx) {
+        const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
+        auto result = fma(xhat, c.minus_mean_g_xhat, g) * c.rstd_scaled;
+        if constexpr (Wanted::kSpecial) result = result * scale;
+        if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
+        store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Wanted::kStreaming>(lanes));
+      }
+    }
+  }
+
+  const B& b;
+  const X* const x;
+  const T* const dy;
+  const X* const dsum;
+  X* const dx;
+  const W* const weight;
+  const W* const bias;
+  Acc* const dweight;
+  Acc* const dbias;
+  const int64_t x_stride, dy_stride, dsum_stride, dx_stride;
+  const Acc scale, weight_offset;  // the scale is for special rows, which are handled one by one
+  const bool first;
+};
+
+// Handles columns [begin, begin + n) of kCount rows from row r of a group on, pack by pack.
+template <int kCount, class Wanted, class B>
+void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r, bool first,
+                            const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
+  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, *c.scale());
+  RowCoefficients<Acc> rows[kCount];
+  for (int k = 0; k < kCount; ++k) rows[k].load(c, k);
+
+  // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
+  // column row_end, the pointers go on to another row.
+  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.prefetched;
+  const bool adjacent = x_stride == n && dy_stride == n;
+  const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
+  const auto* next_x = operands.x + prefetched * x_stride + begin;
+  const auto* next_dy = operands.dy + prefetched * dy_stride + begin;
+  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
+  for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    auto columns = operands.load_columns(j, lanes);
+    for (int k = 0; k < kCount; ++k) operands.add_row(k, rows[k], j, lanes, columns);
+    operands.store_sums(j, columns);
+    if (prefetches) {
+      if (kCount > 1 && j >= row_end) {
+        row_end += n / kCount;
+        next_x += x_stride - n, next_dy += dy_stride - n;
+      }
+      prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
+      next_x += kCount * kStep, next_dy += kCount * kStep;
+    }
+  });
 }
 
-// Whether the second loop has to scale the values of a row.
+// Handles columns [begin, begin + n) of `count` rows from row r of a group on: kColumnPacks packs of columns at a time,
+// for all rows, so that their partial sums stay in registers.
+template <class Wanted, class B>
+void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
+                               const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
+  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, /*scale=*/1);
+  const auto* const next_x = operands.x + b.policy.prefetched * operands.x_stride;
+  const auto* const next_dy = operands.dy + b.policy.prefetched * operands.dy_stride;
+  const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
+    ColumnSums<Acc> columns[packs];
+    for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
+    for (int64_t row = 0; row < count; ++row) {
+      RowCoefficients<Acc> coefficients;
+      coefficients.load(c, row);
+      for (int i = 0; i < packs; ++i) operands.add_row(row, coefficients, j + i * kStep, lanes, columns[i]);
+      prefetch_packs<packs>(next_x + row * operands.x_stride + j);
+      prefetch_packs<packs>(next_dy + row * operands.dy_stride + j);
+    }
+    for (int i = 0; i < packs; ++i) operands.store_sums(j + i * kStep, columns[i]);
+  };
+  const int64_t end = begin + n;
+  int64_t j = begin;
+  for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
+    handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
+  }
+  if (kColumnPacks > 1 && j + kStep <= end) {
+    handle_columns(Constant<1>{}, j, AllLanes{});
+    j += kStep;
+  }
+  if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
+}
+
+// Whether the gradients loop has to scale the values of a row, see Coefficients::scale().
 template <class B>
 bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
   return b.p.from_output || c.scale()[row] != 1;
 }
 
-// The second loop for columns [begin, begin + n) of rows r to r + count - 1 of a group.
+// Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
+// group.
 template <class B, bool with_dx, bool streaming, bool wants_dweight, bool with_dbias>
-void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t count, bool first,
-                 const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
+void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
+                       const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
   constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
+  constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
+  // For the usual gradients only, because each copy of the loop enlarges the library.
+  if constexpr (kHasColumnLoop && B::kTogether && with_dx && kWithDweight) {
+    if (b.policy.by_columns && !any_special) {
+      return gradients_loop_by_columns<Wanted<false, with_dx, kStreaming, kWithDweight, with_dbias>>(
+          b, buffer, group, r, count, first, c, begin, n);
+    }
+  }
   int64_t k = 0;
-  const auto loop = [&](auto at_once, auto special) {
-    const int64_t rows = at_once == kByColumns ? count : at_once;
-    second_loop<at_once, special, with_dx, with_dx && streaming, kWithDweight, with_dbias>(
-        b, area, group, r + k, rows, first && k == 0, c.from(k), begin, n);
+  const auto loop = [&](auto rows, auto special) {
+    gradients_loop_by_rows<rows, Wanted<special, with_dx, kStreaming, kWithDweight, with_dbias>>(
+        b, buffer, group, r + k, first && k == 0, c.from(k), begin, n);
     k += rows;
   };
-  // For the usual gradients only, because each copy of the loop enlarges the library.
-  if constexpr (B::kTogether && with_dx && kWithDweight && kVectorBytes > 16) {
-    if (b.steps.by_columns && !any_special) return loop(Constant<kByColumns>{}, std::false_type{});
-  }
   if constexpr (B::kTogether) {
-    const int64_t at_once = any_special ? 1 : min(b.steps.together, kMostRows);
-    while (at_once == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
-    while (at_once >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+    const int64_t together = any_special ? 1 : min(b.policy.together, kMostRows);
+    while (together == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
+    while (together >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
   }
   while (k < count) {
     const bool scaled = any_special && is_scaled(b, c, k);
@@ -409,49 +423,51 @@ void finish_rows(const B& b, int64_t area, int64_t group, int64_t r, int64_t cou
   }
 }
 
-// Returns finish_rows() for the gradients that are wanted. A slot asks once, because asking for every block of rows
-// takes short rows a tenth of the time if GCC does not inline it.
+// Returns compute_gradients() for the gradients that are wanted. A segment calls this once, because a call for every
+// block of rows would slow down short rows.
 template <class B>
-auto choose_finish_rows(const B& b) {
-  auto* chosen = finish_rows<B, true, true, true, true>;
-  dispatch_flags([&](auto... flags) { chosen = finish_rows<B, flags...>; }, b.p.grad_input.data != nullptr, b.streaming,
-                 b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+auto choose_gradients(const B& b) {
+  auto* chosen = compute_gradients<B, true, true, true, true>;
+  dispatch_flags([&](auto... flags) { chosen = compute_gradients<B, flags...>; }, b.p.grad_input.data != nullptr,
+                 b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
   return chosen;
 }
 
 template <class T>
 void prefetch_row_for_write(T* row, int64_t cols) {
-  for (int64_t j = 0; j < cols; j += 64 / sizeof(T)) {
+  for (int64_t j = 0; j < cols; j += kCacheLineBytes / sizeof(T)) {
     __builtin_prefetch(row + j, 1);
     asm volatile("");  // GCC removes a loop that only prefetches
   }
 }
 
-// Calls f(group, first row, rows) for the rows of a slot, at most `step` at a time. f may write dx.
+// Calls f(group, first row, rows) for the rows of a segment, at most `step` at a time. f may write dx.
 template <class B, class F>
-void for_rows_of_slot(const B& b, int64_t slot, int64_t step, const F& f) {
-  for_each_group(b.p.rows, b.slots.begin(slot), b.slots.end(slot), [&](int64_t group, int64_t row, int64_t count) {
-    for (int64_t k = 0; k < count; k += step) f(group, row + k, min(step, count - k));
-  });
-  if (b.streaming) streaming_fence();
+void for_rows_of_segment(const B& b, int64_t segment, int64_t step, const F& f) {
+  for_each_group(b.p.rows, b.segments.begin(segment), b.segments.end(segment),
+                 [&](int64_t group, int64_t row, int64_t count) {
+                   for (int64_t k = 0; k < count; k += step) f(group, row + k, min(step, count - k));
+                 });
+  if (b.policy.streams) streaming_fence();
 }
 
-// Runs the second loop for columns [begin, begin + n) of the rows of a slot. The partial sums of up to kSumRows rows go
-// to an area; those of the next ones go to the second area and are then added to the first.
+// The partial sums of a segment for columns [begin, begin + n). Those of the first kSumRows rows or less go to a
+// buffer. Those of the rows that follow go to the second buffer and are then added to the first, kSumRows rows at a
+// time.
 template <class B>
-class SlotSums {
+class SegmentSums {
  public:
-  SlotSums(const B& b, int64_t area, int64_t second_area, int64_t begin, int64_t n)
-      : b_(b), area_(area), second_area_(b.slots.areas + second_area), begin_(begin), n_(n) {}
+  SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, int64_t begin, int64_t n)
+      : b_(b), buffer_(buffer), second_buffer_(b.policy.buffers + second_buffer), begin_(begin), n_(n) {}
 
   // Adds rows r to r + count - 1 of a group.
   void add(int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_special) {
     if (rows_ + count > kSumRows) next_sum();
-    finish_(b_, is_first_ ? area_ : second_area_, group, r, count, rows_ == 0, c, any_special, begin_, n_);
+    finish_(b_, is_first_ ? buffer_ : second_buffer_, group, r, count, rows_ == 0, c, any_special, begin_, n_);
     rows_ += count;
   }
 
-  // Adds the last rows to the area. The caller has added at least one row.
+  // Adds the last rows to the buffer. The caller has added at least one row.
   void end() {
     if (!is_first_) next_sum();
   }
@@ -459,13 +475,13 @@ class SlotSums {
  private:
   void next_sum() {
     if (!is_first_) {
-      add_area(b_.dweight(area_), b_.dweight(second_area_));
-      add_area(b_.dbias(area_), b_.dbias(second_area_));
+      add_buffer(b_.dweight(buffer_), b_.dweight(second_buffer_));
+      add_buffer(b_.dbias(buffer_), b_.dbias(second_buffer_));
     }
     is_first_ = false;
     rows_ = 0;
   }
-  void add_area(typename B::Acc* sums, const typename B::Acc* more) const {
+  void add_buffer(typename B::Acc* sums, const typename B::Acc* more) const {
     if (!sums) return;
     for_each_pack<typename B::Acc, 1>(begin_, n_, [&](int, int64_t j, auto) {
       write(sums + j, read(sums + j, AllLanes{}) + read(more + j, AllLanes{}), AllLanes{});
@@ -473,66 +489,66 @@ class SlotSums {
   }
 
   const B& b_;
-  decltype(choose_finish_rows(std::declval<const B&>())) finish_ = choose_finish_rows(b_);
-  const int64_t area_, second_area_, begin_, n_;
+  decltype(choose_gradients(std::declval<const B&>())) finish_ = choose_gradients(b_);
+  const int64_t buffer_, second_buffer_, begin_, n_;
   int64_t rows_ = 0;  // in the current sum
   bool is_first_ = true;
 };
 
-// Handles all rows of a slot; its partial sums go to an area of the workspace.
+// Handles all rows of a segment; its partial sums go to a buffer of the workspace.
 template <class B>
-void backward_slot(const B& b, int64_t slot, int64_t area, int64_t second_area) {
-  SlotSums<B> sums(b, area, second_area, 0, b.p.cols);
-  for_rows_of_slot(b, slot, b.steps.block, [&](int64_t group, int64_t r, int64_t count) {
+void backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
+  SegmentSums<B> sums(b, buffer, second_buffer, 0, b.p.cols);
+  for_rows_of_segment(b, segment, b.policy.block, [&](int64_t group, int64_t r, int64_t count) {
     typename B::Acc values[kCoefficients * kMaxBlockRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
-    for (int64_t k = 0; b.prefetches_dx && k < count; ++k) {
+    for (int64_t k = 0; b.policy.prefetches_dx && k < count; ++k) {
       prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
     }
-    sums.add(group, r, count, c, coefficients(b, group, r, count, c));
+    sums.add(group, r, count, c, compute_coefficients(b, group, r, count, c));
   });
   sums.end();
 }
 
-// Stores the sums in an area, for columns [begin, end), as the gradients of a group.
+// Stores the sums in a buffer, for columns [begin, end), as the gradients of a group.
 template <class B>
-void store_gradients(const B& b, int64_t group, int64_t area, int64_t begin, int64_t end) {
+void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, int64_t end) {
   const auto store = [&](const typename B::Acc* sums, const View& gradient) {
-    if (gradient.data) reduce_slots<typename B::X>(b.p, sums, 1, begin, end, gradient.row<typename B::W>(group, 0));
+    if (gradient.data) add_partials<typename B::X>(b.p, sums, 1, begin, end, gradient.row<typename B::W>(group, 0));
   };
-  store(b.dweight(area), b.p.grad_weight);
-  store(b.dbias(area), b.p.grad_bias);
+  store(b.dweight(buffer), b.p.grad_weight);
+  store(b.dbias(buffer), b.p.grad_bias);
 }
 
-// Handles few long rows: first the coefficients of all rows, then the threads share the columns.
+// Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.
 template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
   const int64_t rows = p.groups * p.rows;
-  if (rows < num_threads() && !is_narrow<typename B::X>(p.cols)) {
+  if (b.policy.shares_rows) {
     for (int64_t r = 0; r < rows; ++r) {
-      coefficients<AllThreads, 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
+      compute_coefficients<AllThreads, 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
     }
   } else {
-    parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
+    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) {
       for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
-        coefficients(b, group, r, count, b.coefficients.from(group * p.rows + r));
+        compute_coefficients(b, group, r, count, b.coefficients.from(group * p.rows + r));
       });
     });
   }
-  const int64_t tiles = ceil_div(p.cols, kTile), step = b.steps.block;
-  parallel_for(b.slots.count * tiles, ceil_div(kGrain, b.slots.rows * kTile), [&](int64_t task, int64_t end) {
+  const int64_t tiles = ceil_div(p.cols, kTileCols), step = b.policy.block;
+  parallel_for(b.segments.count * tiles, grain(b.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
-      const int64_t slot = task / tiles, begin = task % tiles * kTile;
-      SlotSums<B> sums(b, slot, slot, begin, min(kTile, p.cols - begin));
-      for_rows_of_slot(b, slot, step, [&](int64_t group, int64_t r, int64_t count) {
+      const int64_t segment = task / tiles, begin = task % tiles * kTileCols;
+      SegmentSums<B> sums(b, segment, segment, begin, min(kTileCols, p.cols - begin));
+      for_rows_of_segment(b, segment, step, [&](int64_t group, int64_t r, int64_t count) {
         const auto c = b.coefficients.from(group * p.rows + r);
         bool any_special = false;
         for (int64_t k = 0; k < count; ++k) any_special |= is_scaled(b, c, k);
         sums.add(group, r, count, c, any_special);
       });
       sums.end();
-      if (b.slots.are_gradients) store_gradients(b, slot, slot, begin, min(begin + kTile, p.cols));
+      if (b.segments.are_gradients) store_gradients(b, segment, segment, begin, min(begin + kTileCols, p.cols));
     }
   });
 }
@@ -542,29 +558,30 @@ void backward(const B& b) {
   using X = typename B::X;
   using W = typename B::W;
   const BackwardParams& p = b.p;
-  const Slots& slots = b.slots;
-  if (slots.share_columns) {
+  const BackwardPolicy& policy = b.policy;
+  const Segments& segments = b.segments;
+  if (policy.shares_columns) {
     backward_sharing_columns(b);
-  } else if (slots.are_gradients) {
-    parallel_for(slots.areas, 1, [&](int64_t area, int64_t end) {
-      for (; area < end; ++area) {
-        for (int64_t slot = area * slots.count / slots.areas; slot < (area + 1) * slots.count / slots.areas; ++slot) {
-          backward_slot(b, slot, area, area);
-          store_gradients(b, slot, area, 0, p.cols);
+  } else if (segments.are_gradients) {
+    parallel_for(policy.buffers, 1, [&](int64_t buffer, int64_t end) {
+      for (; buffer < end; ++buffer) {
+        for (int64_t segment = buffer * segments.count / policy.buffers;
+             segment < (buffer + 1) * segments.count / policy.buffers; ++segment) {
+          backward_segment(b, segment, buffer, buffer);
+          store_gradients(b, segment, buffer, 0, p.cols);
         }
       }
     });
   } else {
-    parallel_for(slots.count, max(1, kGrain / (slots.rows * p.cols)), [&](int64_t first, int64_t end) {
-      for (int64_t slot = first; slot < end; ++slot) {
-        // Another core may have read these partial sums in the last call, so that stores would wait for it: 3136 x 192
-        // bf16 take 0.93 of the time if two cores share no cache (AMD EPYC).
-        if (wants_parameters(p)) prefetch_row_for_write(b.dweight(slot), 2 * b.padded_cols);
-        backward_slot(b, slot, slot, first);
+    parallel_for(segments.count, segment_grain(segments, p.cols), [&](int64_t first, int64_t end) {
+      for (int64_t segment = first; segment < end; ++segment) {
+        // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
+        if (wants_parameters(p)) prefetch_row_for_write(b.dweight(segment), 2 * b.padded_cols);
+        backward_segment(b, segment, segment, first);
       }
     });
   }
-  if (!slots.are_gradients) reduce_slots<X, W>(p, b.partials, slots.count);
+  if (!segments.are_gradients) add_partials<X, W>(p, b.partials, segments.count);
 }
 
 }  // namespace
@@ -576,15 +593,14 @@ void backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const Slots slots(p);
-    // The partial sums, and the coefficients of all rows. Those of few short rows are on the stack, which saves a fifth
-    // of a microsecond per call.
-    const int64_t areas = slots.areas + slots.second_areas;
-    const int64_t elements = 2 * areas * padded_cols(p) + kCoefficients * p.groups * p.rows;
-    alignas(kVectorBytes) Acc stack[4 * kStackCols];
-    const bool fits_stack = slots.count == 1 && p.cols <= kStackCols;
-    void* const workspace = fits_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-    backward(Backward<T, X, W>(p, slots, static_cast<Acc*>(workspace)));
+    const BackwardPolicy policy(p, sizeof(X));
+    // The partial sums, and the coefficients of all rows, which are used if the threads share the columns.
+    const int64_t buffers = policy.buffers + policy.second_buffers;
+    const int64_t elements = 2 * buffers * padded_cols(p) + kCoefficients * p.groups * p.rows;
+    alignas(kVectorBytes) Acc stack[4 * kMaxStackCols];
+    void* const workspace =
+        policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+    backward(Backward<T, X, W>(p, policy, static_cast<Acc*>(workspace)));
   });
 }
 

@@ -1,16 +1,17 @@
 // Normalization over the channels of images x [images, channels, pixels], and its gradients. The formulas are those of
 // forward.cpp and backward.cpp; a row is a pixel.
 //
-// A thread handles blocks of adjacent pixels (kernels.h). The lanes of a pack hold pixels, so only the weight gradients
-// are summed across lanes. Forward reads a block twice (statistics, output), and so does backward (sums, gradients), a
-// few channels at a time, each along its pixels, which is the fastest way to read the memory. The block stays in the
-// second-level cache, so memory traffic is the same as for rows.
+// A thread handles blocks of adjacent pixels (PixelBlocks). The lanes of a pack hold pixels, so only the weight
+// gradients are summed across lanes. Forward reads a block twice (statistics, output), and so does backward (sums,
+// gradients), a few channels at a time, each along its pixels, which is the fastest way to read the memory. The block
+// stays in the second-level cache, so memory traffic is the same as for rows.
 //
-// Order of summation: the channels in order, in runs of kRun in Acc; the runs in double. It depends only on the number
-// of channels. Weight gradients: lanes and packs of a block, blocks of a slot, then slots in order and in double.
+// Order of summation over channels: the channels of a chunk in order, in Acc, then the chunks in order, in double. It
+// depends only on the number of channels. Order of summation of weight gradients: the packs of a block, then their
+// lanes, the blocks of a segment, and the segments in order and in double.
 //
-// Precision is that of rows. In forward the average of the first run of channels estimates a pixel's mean; a block with
-// a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
+// Precision is that of rows. In forward the average of the first chunk of channels estimates a pixel's mean; a block
+// with a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <cmath>
@@ -21,14 +22,11 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// Channels that are added in Acc before the sum goes to a double; see kChunk.
-constexpr int64_t kRun = 16;
-
 // One value for each pixel of a block, in the lane order of X.
 template <class Number>
 using PerPixel = Number[kMaxBlockPixels];
 
-// A block of an array of images; null if the array is.
+// A block of an array of images; the pointers are null for an absent array.
 template <class T>
 struct Block {
   T* data;         // [channels, pixels]
@@ -37,9 +35,9 @@ struct Block {
   T* channel(int64_t c) const { return data + c * stride; }
 };
 
-// The place of a block among the images.
-struct Place {
-  Place(const Params& p, const Blocks& blocks, int64_t block)
+// The position of a block among the images, and of the block that follows.
+struct BlockPosition {
+  BlockPosition(const Params& p, const PixelBlocks& blocks, int64_t block)
       : image(block / blocks.per_image),
         begin(block % blocks.per_image * blocks.pixels),
         next_image((block + 1) / blocks.per_image),
@@ -47,7 +45,7 @@ struct Place {
         pixels(min(blocks.pixels, p.rows - begin)) {}
 
   template <class T>
-  Block<T> of(const View& images) const {
+  Block<T> block(const View& images) const {
     return {images.row<T>(image, begin), images.row<T>(next_image, next_begin), images.col_stride};
   }
 
@@ -55,24 +53,24 @@ struct Place {
 };
 
 // Prefetches a pack of the next block in the last loop over this one. Hardware prefetchers do not follow as many
-// streams as there are channels: forward takes 0.9 of the time (32x192x28x28, Intel Xeon with AVX-512).
+// streams as there are channels.
 template <class T>
 void prefetch_next(const Block<const T>& block, int64_t c, int64_t j) {
   prefetch_to_l2(block.next + c * block.stride + j);
 }
 
-// Calls f(first channel, channels) for each run.
+// Calls f(first channel, channels) for each chunk.
 template <class F>
-void for_each_run(int64_t channels, const F& f) {
-  for (int64_t c = 0; c < channels; c += kRun) f(c, min(kRun, channels - c));
+void for_each_chunk(int64_t channels, const F& f) {
+  for (int64_t c = 0; c < channels; c += kChannelChunk) f(c, min(kChannelChunk, channels - c));
 }
 
-// The parameters of a run of channels, plus `offset`, or `fallback` without parameters.
+// The parameters of a chunk of channels, plus `offset`, or `fallback` without parameters.
 template <class X>
-struct RunParameters {
+struct ChunkParameters {
   using Acc = AccOf<X>;
   template <class W>
-  RunParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
+  ChunkParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
     if (!parameters) {
       for (Acc& value : values) value = fallback;
       return;
@@ -83,13 +81,13 @@ struct RunParameters {
     });
   }
   Acc operator[](int64_t k) const { return values[k]; }
-  Acc values[kRun + kMaxPackSize];
+  Acc values[kChannelChunk + kMaxPackSize];
 };
 
-// Sums over runs, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art of
-// Computer Programming, volume 2, section 4.2.2, theorem B).
+// Sums over chunks, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art
+// of Computer Programming, volume 2, section 4.2.2, theorem B).
 template <class Acc>
-struct RunSums {
+struct ChunkSums {
   void add(int64_t j, const Pack<Acc>& pack) {
     DoublePack<Acc> sum, rounded;
     std::memcpy(&sum, sums + j, sizeof(sum));
@@ -130,7 +128,7 @@ int64_t padded(int64_t pixels) {
 
 // The mean is (center + correction) / scale.
 template <class Acc>
-struct Statistics {
+struct PixelStatistics {
   PerPixel<Acc> scale;       // 1, kShrink if a sum would overflow, or kEnlarge if squares would underflow
   PerPixel<Acc> center;      // an estimate of the mean, times scale
   PerPixel<Acc> correction;  // mean of (x * scale - center)
@@ -138,36 +136,36 @@ struct Statistics {
 };
 
 template <class T, class X>
-void add_residual(const ForwardParams& p, const Place& place) {
-  const auto input = place.of<const T>(p.input);
-  const auto residual = place.of<const X>(p.residual);
-  const auto sum = place.of<X>(p.sum);
+void add_residual(const ForwardParams& p, const BlockPosition& position) {
+  const auto input = position.block<const T>(p.input);
+  const auto residual = position.block<const X>(p.residual);
+  const auto sum = position.block<X>(p.sum);
   for (int64_t c = 0; c < p.cols; ++c) {
-    for_each_pack<AccOf<X>, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+    for_each_pack<AccOf<X>, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
       const auto v = load<X>(input.channel(c) + j, lanes) + load<X>(residual.channel(c) + j, lanes);
       store<X, !std::is_same_v<T, X>>(sum.channel(c) + j, v, lanes);
     });
   }
 }
 
-// Sets all statistics but, if `scaled`, the scale. The average of the first run of channels estimates the mean; if it
+// Sets all statistics but, if `scaled`, the scale. The average of the first chunk of channels estimates the mean; if it
 // is too far off in a pixel, the block is read again. Returns whether no pixel needs a scale.
 template <bool scaled, class X>
-bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
-                     Statistics<AccOf<X>>& stats) {
+bool compute_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
+                        PixelStatistics<AccOf<X>>& stats) {
   using Acc = AccOf<X>;
-  const ChunkGroups runs(p.cols, kRun);
-  const int64_t first_run = min(p.cols, kRun);
+  const Chunks chunks(p.cols, kChannelChunk);
+  const int64_t first_chunk = min(p.cols, kChannelChunk);
   for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
     Pack<Acc> sum = {};
-    for (int64_t k = 0; k < first_run && !p.rms; ++k) {
+    for (int64_t k = 0; k < first_chunk && !p.rms; ++k) {
       sum = sum + load_scaled<scaled>(x.channel(k) + j, stats.scale + j, lanes);
     }
-    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(first_run)), AllLanes{});
+    write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(first_chunk)), AllLanes{});
   });
   for (bool is_estimate = !p.rms;; is_estimate = false) {
-    RunSums<Acc> deviations, squares;
-    for_each_run(p.cols, [&](int64_t c, int64_t n) {
+    ChunkSums<Acc> deviations, squares;
+    for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
       for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
         const auto center = read(stats.center + j, AllLanes{});
         Pack<Acc> deviation = {}, square = {};
@@ -182,8 +180,8 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
     });
     bool in_range = true, is_far = false;
     for (int64_t j = 0; j < padded<Acc>(block_pixels); ++j) {
-      const double correction = p.rms ? 0 : runs.mean<Acc>(deviations[j]);
-      double variance = runs.mean<Acc>(squares[j]) - correction * correction;
+      const double correction = p.rms ? 0 : chunks.mean<Acc>(deviations[j]);
+      double variance = chunks.mean<Acc>(squares[j]) - correction * correction;
       variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
       double rstd = 1 / std::sqrt(variance + p.eps);
       if (scaled && stats.scale[j] != 1) rstd = scaled_rstd(variance, p.eps, stats.scale[j]);
@@ -202,21 +200,21 @@ bool find_statistics(const ForwardParams& p, const Block<const X> x, const int64
 }
 
 template <bool scaled, class W, class T, class X>
-void normalize(const ForwardParams& p, const Place& place, const Block<const X> x, const Statistics<AccOf<X>>& stats,
-               const Block<T> y) {
+void normalize(const ForwardParams& p, const BlockPosition& position, const Block<const X> x,
+               const PixelStatistics<AccOf<X>>& stats, const Block<T> y) {
   using Acc = AccOf<X>;
-  const W* const weight = p.weight.row<const W>(place.image, 0);
-  const W* const bias = p.bias.row<const W>(place.image, 0);
+  const W* const weight = p.weight.row<const W>(position.image, 0);
+  const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t pixels = place.pixels;
-  for_each_run(p.cols, [&](int64_t c, int64_t n) {
-    const RunParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
+  const int64_t pixels = position.pixels;
+  for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
+    const ChunkParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
     for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
       const auto center = read(stats.center + j, AllLanes{}), rstd = read(stats.rstd + j, AllLanes{});
-      const auto minus_shift = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
+      const auto minus_correction = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
       for (int64_t k = 0; k < n; ++k) {
         const auto d = load_scaled<scaled>(x.channel(c + k) + j, stats.scale + j, lanes) - center;
-        auto v = fma(d, rstd, minus_shift);  // xhat
+        auto v = fma(d, rstd, minus_correction);  // xhat
         if (weight && bias) {
           v = fma(v, w[k], b[k]);
         } else if (weight) {
@@ -232,24 +230,24 @@ void normalize(const ForwardParams& p, const Place& place, const Block<const X> 
 }
 
 template <class T, class X, class W>
-void forward_block(const ForwardParams& p, const Place& place) {
+void forward_block(const ForwardParams& p, const BlockPosition& position) {
   using Acc = AccOf<X>;
-  if (p.residual.data) add_residual<T, X>(p, place);
-  const auto x = place.of<const X>(p.residual.data ? p.sum : p.input);
-  const auto y = place.of<T>(p.output);
-  Statistics<Acc> stats;
-  if (find_statistics<false>(p, x, place.pixels, stats)) {
-    normalize<false, W>(p, place, x, stats, y);
+  if (p.residual.data) add_residual<T, X>(p, position);
+  const auto x = position.block<const X>(p.residual.data ? p.sum : p.input);
+  const auto y = position.block<T>(p.output);
+  PixelStatistics<Acc> stats;
+  if (compute_statistics<false>(p, x, position.pixels, stats)) {
+    normalize<false, W>(p, position, x, stats, y);
   } else {  // a pixel's sums overflowed or its squares underflowed, or it holds NaN or infinity
-    find_statistics<true>(p, x, place.pixels, stats);
-    normalize<true, W>(p, place, x, stats, y);
+    compute_statistics<true>(p, x, position.pixels, stats);
+    normalize<true, W>(p, position, x, stats, y);
   }
-  for (int64_t j = 0; j < padded<Acc>(place.pixels); ++j) {
+  for (int64_t j = 0; j < padded<Acc>(position.pixels); ++j) {
     stats.center[j] = static_cast<Acc>((double(stats.center[j]) + stats.correction[j]) / stats.scale[j]);
     if (stats.scale[j] != 1) store_rstd(stats.rstd + j, stats.rstd[j], stats.scale[j], p.eps);
   }
-  const auto mean = place.of<Acc>(p.mean), rstd = place.of<Acc>(p.rstd);
-  for_each_pack<Acc, 1>(0, place.pixels, [&](int, int64_t j, auto lanes) {
+  const auto mean = position.block<Acc>(p.mean), rstd = position.block<Acc>(p.rstd);
+  for_each_pack<Acc, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
     if (mean.data) store<X, true>(mean.data + j, read(stats.center + j, AllLanes{}), lanes);
     store<X, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
@@ -257,10 +255,10 @@ void forward_block(const ForwardParams& p, const Place& place) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The coefficients of each pixel for the second loop; see Coefficients in backward.cpp.
+// The coefficients of each pixel for the gradients loop; see Coefficients in backward.cpp.
 template <class Acc>
-struct Coefficients {
-  PerPixel<Acc> scale, mean, rstd_scaled, minus_shift, minus_c1, c2;
+struct PixelCoefficients {
+  PerPixel<Acc> scale, mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, mean_g;
 };
 
 // The arrays of one block, with the parameters of its image.
@@ -272,25 +270,25 @@ struct BackwardBlock {
   static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
   const BackwardParams& p;
-  const Place place;
-  const Block<const T> dy = place.of<const T>(p.grad_output);
-  const Block<const X> x = place.of<const X>(p.input), dsum = place.of<const X>(p.grad_sum);
-  const Block<X> dx = place.of<X>(p.grad_input);
-  const Acc* const mean = place.of<const Acc>(p.mean).data;
-  const Acc* const rstd = place.of<const Acc>(p.rstd).data;
-  const W* const weight = p.weight.row<const W>(place.image, 0);
-  const W* const bias = p.bias.row<const W>(place.image, 0);
+  const BlockPosition position;
+  const Block<const T> dy = position.block<const T>(p.grad_output);
+  const Block<const X> x = position.block<const X>(p.input), dsum = position.block<const X>(p.grad_sum);
+  const Block<X> dx = position.block<X>(p.grad_input);
+  const Acc* const mean = position.block<const Acc>(p.mean).data;
+  const Acc* const rstd = position.block<const Acc>(p.rstd).data;
+  const W* const weight = p.weight.row<const W>(position.image, 0);
+  const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t pixels = place.pixels;
+  const int64_t pixels = position.pixels;
 };
 
-// The loops over one run of channels, which share the parameters.
+// What the loops over one chunk of channels have in common.
 template <bool special, class B>
-struct Run {
+struct ChannelChunk {
   using X = typename B::X;
   using Acc = AccOf<X>;
 
-  Run(const B& b, const Coefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
+  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
       : b(b),
         coef(coef),
         c(c),
@@ -306,26 +304,26 @@ struct Run {
   }
 
   const B& b;
-  const Coefficients<Acc>& coef;
+  const PixelCoefficients<Acc>& coef;
   const int64_t c;
-  const RunParameters<X> weight, bias;
+  const ChunkParameters<X> weight, bias;
 };
 
 template <bool special, bool with_g, class B>
-void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
+void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   using Acc = typename B::Acc;
-  const ChunkGroups runs(b.p.cols, kRun);
-  RunSums<Acc> xhat_sums, g_sums, g_xhat_sums;
-  for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
-    const Run<special, B> run(b, coef, c, n, with_g || b.p.from_output);
+  const Chunks chunks(b.p.cols, kChannelChunk);
+  ChunkSums<Acc> xhat_sums, g_sums, g_xhat_sums;
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<special, B> chunk(b, coef, c, n, with_g || b.p.from_output);
     for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
       const auto rstd_scaled = read(coef.rstd_scaled + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
       for (int64_t k = 0; k < n; ++k) {
-        const auto xhat = run.deviation(k, j, lanes) * rstd_scaled;
+        const auto xhat = chunk.deviation(k, j, lanes) * rstd_scaled;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<typename B::X>(b.dy.channel(c + k) + j, lanes) * run.weight[k];
+          const auto g = load<typename B::X>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -335,21 +333,22 @@ void first_loop(const B& b, Coefficients<typename B::Acc>& coef) {
     });
   });
   for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-    const double shift = b.p.rms ? 0 : runs.mean<Acc>(xhat_sums[j]), mean_g = b.p.rms ? 0 : runs.mean<Acc>(g_sums[j]);
-    coef.minus_shift[j] = static_cast<Acc>(-shift);
-    coef.minus_c1[j] = static_cast<Acc>(-(runs.mean<Acc>(g_xhat_sums[j]) - shift * mean_g));
-    coef.c2[j] = static_cast<Acc>(mean_g);
+    const double mean_xhat = b.p.rms ? 0 : chunks.mean<Acc>(xhat_sums[j]),
+                 mean_g = b.p.rms ? 0 : chunks.mean<Acc>(g_sums[j]);
+    coef.minus_mean_xhat[j] = static_cast<Acc>(-mean_xhat);
+    coef.minus_mean_g_xhat[j] = static_cast<Acc>(-(chunks.mean<Acc>(g_xhat_sums[j]) - mean_xhat * mean_g));
+    coef.mean_g[j] = static_cast<Acc>(mean_g);
   }
 }
 
-// The second loop. `first` says that the block is the first of its slot.
+// dx and the partial sums of dweight and dbias. `first` says that the block is the first of its segment.
 template <bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void second_loop(const B& b, const Coefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
-                 typename B::Acc* dbias) {
+void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
+                    typename B::Acc* dbias) {
   using X = typename B::X;
   using Acc = typename B::Acc;
-  for_each_run(b.p.cols, [&](int64_t c, int64_t n) {
-    const Run<special, B> run(b, coef, c, n, true);
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<special, B> chunk(b, coef, c, n, true);
     for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
       for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
@@ -357,13 +356,14 @@ void second_loop(const B& b, const Coefficients<typename B::Acc>& coef, bool fir
         prefetch_next(b.dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
-          const auto d = run.deviation(k, j, lanes);
+          const auto d = chunk.deviation(k, j, lanes);
           prefetch_next(b.x, c + k, j);
-          const auto xhat = fma(d, read(coef.rstd_scaled + j, AllLanes{}), read(coef.minus_shift + j, AllLanes{}));
+          const auto xhat = fma(d, read(coef.rstd_scaled + j, AllLanes{}), read(coef.minus_mean_xhat + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
-            const auto g = v * run.weight[k] - read(coef.c2 + j, AllLanes{});
-            auto result = fma(xhat, read(coef.minus_c1 + j, AllLanes{}), g) * read(coef.rstd_scaled + j, AllLanes{});
+            const auto g = v * chunk.weight[k] - read(coef.mean_g + j, AllLanes{});
+            auto result =
+                fma(xhat, read(coef.minus_mean_g_xhat + j, AllLanes{}), g) * read(coef.rstd_scaled + j, AllLanes{});
             if constexpr (special) result = result * read(coef.scale + j, AllLanes{});
             if (b.dsum.data) result = result + load<X>(b.dsum.channel(c + k) + j, lanes);
             store<X, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
@@ -380,7 +380,7 @@ template <class B>
 void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B::Acc* dbias) {
   using Acc = typename B::Acc;
   const auto& p = b.p;
-  Coefficients<Acc> coef;
+  PixelCoefficients<Acc> coef;
   bool any_special = p.from_output;
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
     const Pack<Acc> ones = broadcast(Acc(1));
@@ -390,7 +390,7 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
       write(coef.scale + j, zero_outside<kEvenOdd<typename B::X>>(ones, lanes), AllLanes{});
     });
     for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-      // No difference overflows in a pixel whose standard deviation is below 2^60.
+      // No difference overflows in a pixel whose standard deviation is below 2^60. Others are scaled.
       const bool is_inside = coef.scale[j] != 0, is_huge = is_inside && coef.rstd_scaled[j] < Acc(0x1p-60);
       any_special |= is_huge;
       coef.scale[j] = p.from_output ? coef.rstd_scaled[j] : is_huge ? kShrink<Acc> : Acc(1);
@@ -401,8 +401,8 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
   }
   dispatch_flags(
       [&](auto special, auto with_dx, auto with_dweight, auto with_dbias) {
-        if (with_dx || with_dweight) first_loop<special, with_dx>(b, coef);
-        second_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, dweight, dbias);
+        if (with_dx || with_dweight) sums_loop<special, with_dx>(b, coef);
+        gradients_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, dweight, dbias);
       },
       any_special, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
@@ -413,10 +413,10 @@ void channels_first_forward(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;
-    const Blocks blocks(p, sizeof(X), false);
+    const PixelBlocks blocks(p, sizeof(X), false);
     const int64_t block_elements = min(blocks.pixels, p.rows) * p.cols;
-    parallel_for(blocks.count, ceil_div(kGrain, block_elements), [&](int64_t block, int64_t end) {
-      for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, Place(p, blocks, block));
+    parallel_for(blocks.count, grain(block_elements), [&](int64_t block, int64_t end) {
+      for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, BlockPosition(p, blocks, block));
     });
   });
 }
@@ -426,20 +426,20 @@ void channels_first_backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const Blocks blocks(p, sizeof(X), has_gradient_per_group(p));
-    const int64_t pitch = padded_cols(p), slot_elements = blocks.per_slot * min(blocks.pixels, p.rows) * p.cols;
-    const auto bytes = 2 * blocks.slots * pitch * static_cast<int64_t>(sizeof(Acc));
+    const PixelBlocks blocks(p, sizeof(X), has_gradient_per_group(p));
+    const int64_t pitch = padded_cols(p), segment_elements = blocks.per_segment * min(blocks.pixels, p.rows) * p.cols;
+    const auto bytes = 2 * blocks.segments * pitch * static_cast<int64_t>(sizeof(Acc));
     Acc* const partials = static_cast<Acc*>(wants_parameters(p) ? p.allocator->allocate(bytes) : nullptr);
-    parallel_for(blocks.slots, ceil_div(kGrain, slot_elements), [&](int64_t slot, int64_t end) {
-      for (; slot < end; ++slot) {
-        const int64_t first = slot * blocks.per_slot;
-        for (int64_t block = first; block < min(blocks.count, first + blocks.per_slot); ++block) {
-          const BackwardBlock<typename decltype(types)::T, X, W> b = {p, Place(p, blocks, block)};
-          backward_block(b, block == first, partials + 2 * slot * pitch, partials + (2 * slot + 1) * pitch);
+    parallel_for(blocks.segments, grain(segment_elements), [&](int64_t segment, int64_t end) {
+      for (; segment < end; ++segment) {
+        const int64_t first = segment * blocks.per_segment;
+        for (int64_t block = first; block < min(blocks.count, first + blocks.per_segment); ++block) {
+          const BackwardBlock<typename decltype(types)::T, X, W> b = {p, BlockPosition(p, blocks, block)};
+          backward_block(b, block == first, partials + 2 * segment * pitch, partials + (2 * segment + 1) * pitch);
         }
       }
     });
-    reduce_slots<Acc, W>(p, partials, blocks.slots);  // the channels are in memory order
+    add_partials<Acc, W>(p, partials, blocks.segments);  // the channels are in memory order
   });
 }
 

@@ -35,17 +35,9 @@ struct Statistics {
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
 };
 
-// The differences of short rows of 16-bit numbers are stored, so that the output need not widen x again: rows of 96 to
-// 768 columns take 0.83 to 0.93 of the time. In larger arrays their stores wait behind those of the output: 2048 rows
-// of 513 columns would take 1.1 of the time (Intel Xeon with AVX-512).
-template <class Threads, int kPacks, class T, class X>
-constexpr bool kMayStoreDifferences =
-    std::is_same_v<Threads, OneThread> && kPacks == kNarrowPacks && std::is_same_v<T, X> && sizeof(X) == 2;
-constexpr int64_t kMaxDifferences = 4096, kMaxBytesWithDifferences = int64_t{1} << 21;
-
 // sum = input + residual, for kCount rows.
 template <class Threads, int kCount, class T, class X>
-void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
+void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
   X* const sum = p.sum.row<X>(group, r);
@@ -64,9 +56,9 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const ChunkG
 // the mean is read again. If scaled, the rows are first multiplied by the scale. The differences are stored unless
 // `differences` is nullptr.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
-                                        AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center, bool is_estimate,
-                                        Differences differences = nullptr) {
+Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                                AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center,
+                                                bool is_estimate, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
   Acc centers[kCount];
@@ -95,7 +87,7 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     for (int r = 0; r < kCount; ++r) rstd[r] = std::sqrt(variance[r] + eps);
     rstd = 1 / rstd;
   }
-  // Tests of single rows would take a tenth of the time of rows of 17 columns.
+  // All rows are tested at once, because tests of single rows would slow down short rows.
   bool in_range = all(variance < std::numeric_limits<double>::infinity());
   if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
   const bool far = !all(~(correction * correction > variance));
@@ -107,7 +99,7 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     if (!(correction[r] * correction[r] > variance[r])) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
     const auto row =
-        statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
+        compute_statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
     stats.center[r] = row.center[0], stats.correction[r] = row.correction[0], stats.rstd[r] = row.rstd[0];
   }
   return stats;
@@ -115,8 +107,8 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
 
 // The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkGroups& chunks, double eps, bool rms,
-                                        AccOf<X> scale, Differences differences = nullptr) {
+Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                                AccOf<X> scale, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   PerRow<Acc, kCount> center = {};
   if (!rms) {
@@ -128,31 +120,22 @@ Statistics<AccOf<X>, kCount> statistics(const X* x, int64_t stride, const ChunkG
     });
     center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, scale, center, !rms, differences);
+  return compute_statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, scale, center, !rms,
+                                                             differences);
 }
 
-// Whether output that is not streamed is prefetched if the input is, because a store to a line in memory would wait for
-// it: 4096 x 1152 bf16 take 0.75 of the time. The hardware prefetches it better if rows are short, or single rows of up
-// to 8 KiB of 32- or 64-bit elements, which would take 1.2 of the time (AMD EPYC with AVX-512).
-template <class T>
-bool should_prefetch_output(int64_t cols, int count) {
-  return cols * static_cast<int64_t>(sizeof(T)) > 256 && (count > 1 || sizeof(T) == 2 || is_long<T>(cols));
-}
-
-// How far ahead of its stores a long row is prefetched, because they would stall the loop. All of it at its beginning
-// would evict the input from the first-level cache (1.35 times the time, bf16, 1024 x 16384, Intel Xeon).
-template <class T>
-constexpr int64_t kWriteAhead = 1024 / sizeof(T);
-
+// Prefetches the lines of a pack that will be stored.
 template <class T>
 void prefetch_for_write(T* p) {
+  constexpr int64_t kLine = kCacheLineBytes / sizeof(T);
   __builtin_prefetch(p, 1);
-  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T), 1);
+  if (kPackSize<AccOf<T>> > kLine) __builtin_prefetch(p + kLine, 1);
 }
 
+// Stores the output of kCount rows.
 template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, class T, class X, class W>
-void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
-               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> scale, int64_t prefetched) {
+void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const Chunks& chunks,
+               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> scale, const Prefetch& prefetch) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
   T* const y = p.output.row<T>(group, r);
@@ -161,10 +144,11 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
-  const X* const next_x = prefetched ? x + prefetched * x_stride : nullptr;
-  const T* const next_y =
-      prefetched && !streaming && should_prefetch_output<T>(p.cols, kCount) ? y + prefetched * y_stride : nullptr;
-  const auto center = stats.center, rstd = stats.rstd, minus_shift = -stats.correction * rstd;  // no store aliases them
+  constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
+  const X* const next_x = prefetch.rows ? x + prefetch.rows * x_stride : nullptr;
+  const T* const next_y = prefetch.rows && prefetch.output && !streaming ? y + prefetch.rows * y_stride : nullptr;
+  // Local variables, which a store cannot alias.
+  const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
       Pack<Acc> w, b;
@@ -177,7 +161,7 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
         } else {
           d = load_row<X, scaled>(x + k * x_stride + j, scale, lanes) - center[k];
         }
-        auto v = fma(d, rstd[k], minus_shift[k]);  // xhat
+        auto v = fma(d, rstd[k], minus_correction[k]);  // xhat
         if (weight && bias) {
           v = fma(v, w, b);
         } else if (weight) {
@@ -186,7 +170,7 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
           v = v + b;
         }
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
-        if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead<T>);
+        if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead);
       }
       for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
       for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
@@ -195,34 +179,26 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   });
 }
 
-// Long rows of outputs of 16 MB and more are written with streaming stores: 1000 x 5120 and 2048 x 2048 floats take 0.9
-// and 0.65 of the time, and together with a loop that reads the output 0.9 and 0.75 (AMD EPYC with AVX-512); 2048 x
-// 16384 take 0.8 (Intel Xeon with AVX-512). Short rows gain nothing.
-constexpr int64_t kMinStreamedOutput = int64_t{1} << 24;
-
 // Stores the output and the statistics of rows r to r + kCount - 1 of a group, whose values, the input or its sum with
 // the residual, are in `values`.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
-void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& values, const ChunkGroups& chunks,
-                 const Statistics<AccOf<X>, kCount>& stats) {
+void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t group, int64_t r, const View& values,
+                const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
   const X* const x = values.row<const X>(group, r);
   Acc* const mean = p.mean.row<Acc>(group, r);
   Acc* const rstd = p.rstd.row<Acc>(group, r);
-  const int64_t rows = p.groups * p.rows;
-  const int64_t prefetched = p.residual.data ? 0 : rows_to_prefetch<X>(rows, p.cols, kCount);
-  const bool streaming =
-      kCount <= 2 && is_long<T>(p.cols) && should_stream<T>(p.output, rows * p.cols, kMinStreamedOutput);
+  const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   if (stats.in_range) {
-    constexpr bool kMayHaveDifferences = kMayStoreDifferences<Threads, kPacks, T, X>;
-    const auto store_output = [&](auto streams, auto has_differences) {
-      normalize<Threads, kCount, false, streams, has_differences, T, X, W>(p, group, r, values, chunks, stats,
-                                                                           /*scale=*/1, prefetched);
+    constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
+    const auto store_output = [&](auto streaming, auto has_differences) {
+      normalize<Threads, kCount, false, streaming, has_differences, T, X, W>(p, group, r, values, chunks, stats,
+                                                                             /*scale=*/1, prefetch);
     };
-    if (streaming) {
-      store_output(std::bool_constant<kCount <= 2>{}, std::false_type{});
-    } else if (kMayHaveDifferences && stats.differences) {
-      store_output(std::false_type{}, std::bool_constant<kMayHaveDifferences>{});
+    if (kMayStream && policy.streams) {
+      store_output(std::bool_constant<kMayStream>{}, std::false_type{});
+    } else if (kMayKeepDifferences<kPacks, T, X> && stats.differences) {
+      store_output(std::false_type{}, std::bool_constant<kMayKeepDifferences<kPacks, T, X>>{});
     } else {
       store_output(std::false_type{}, std::false_type{});
     }
@@ -232,45 +208,39 @@ void finish_rows(const ForwardParams& p, int64_t group, int64_t r, const View& v
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
-      const auto row =
-          statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms, /*scale=*/1);
-      finish_rows<Threads, 1, kPacks, T, X, W>(p, group, r + k, values, chunks, row);
+      const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
+                                                                     /*scale=*/1);
+      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, group, r + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc scale = scale_for(stats.rstd[0], stats.center[0]);
-    const auto scaled = statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
-    normalize<Threads, 1, true, false, false, T, X, W>(p, group, r, values, chunks, scaled, scale, prefetched);
+    const auto scaled = compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
+    normalize<Threads, 1, true, false, false, T, X, W>(p, group, r, values, chunks, scaled, scale, prefetch);
     if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / scale);
     store_rstd(rstd, scaled.rstd[0], scale, p.eps);
   }
 }
 
-// The output of short rows starts after the statistics of kBlockRows rows, so that it does not wait for those of each
-// row: 8192 rows of 64 floats take 0.85 of the time (AMD EPYC with AVX-512).
-constexpr int kBlockRows = 16;
-constexpr int64_t kMaxBlockCols = 192;
-
 // Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a group, kCount at a time.
 template <class Threads, int kAll, int kCount, int kPacks, class T, class X, class W>
-void forward_rows(const ForwardParams& p, int64_t group, int64_t r, const ChunkGroups& chunks) {
+void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t group, int64_t r, const Chunks& chunks) {
   using Acc = AccOf<X>;
-  constexpr bool kStores = kMayStoreDifferences<Threads, kPacks, T, X>;
+  constexpr bool kKeeps = kMayKeepDifferences<kPacks, T, X>;
   const View& values = p.residual.data ? p.sum : p.input;
-  const bool stores = kStores && kAll * padded_cols(p) <= kMaxDifferences &&
-                      p.groups * p.rows * p.cols * static_cast<int64_t>(sizeof(X)) <= kMaxBytesWithDifferences;
-  alignas(kVectorBytes) Acc differences[kStores ? kMaxDifferences : 1];
+  const bool keeps = kKeeps && kAll <= policy.kept_rows;
+  alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
     if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
-      stats[k / kCount] =
-          statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms, /*scale=*/1, to...);
+      stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
+                                                                             /*scale=*/1, to...);
     };
-    stores ? find(differences + k * padded_cols(p)) : find();
+    keeps ? find(differences + k * padded_cols(p)) : find();
   }
   for (int k = 0; k < kAll; k += kCount) {
-    finish_rows<Threads, kCount, kPacks, T, X, W>(p, group, r + k, values, chunks, stats[k / kCount]);
+    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, group, r + k, values, chunks, stats[k / kCount]);
   }
 }
 
@@ -282,43 +252,33 @@ void forward(const ForwardParams& p) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
-    const ChunkGroups chunks(p.cols, kChunk<AccOf<X>>);
+    const Chunks chunks(p.cols, kChunk<AccOf<X>>);
+    const ForwardPolicy policy(p, sizeof(X), sizeof(T));
     const int64_t rows = p.groups * p.rows;
-    const auto for_rows = [&](const auto& f) {
-      parallel_for(rows, ceil_div(kGrain, p.cols), [&](int64_t begin, int64_t end) {
-        for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) { f(group, r, r + count); });
-      });
-    };
-    if (is_narrow<X>(p.cols)) {
-      const bool interleaves = interleaves_rows<X>(rows, p.cols);
-      for_rows([&](int64_t group, int64_t r, int64_t end) {
-        if constexpr (std::is_same_v<T, X>) {  // else row by row, which keeps the library small
-          for (; interleaves && p.cols <= kMaxBlockCols && r + kBlockRows <= end; r += kBlockRows) {
-            forward_rows<OneThread, kBlockRows, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
-          }
-          for (; interleaves && r + kRows <= end; r += kRows) {
-            forward_rows<OneThread, kRows, kRows, kNarrowPacks, T, X, W>(p, group, r, chunks);
-          }
-        }
-        for (; r < end; ++r) forward_rows<OneThread, 1, 1, kNarrowPacks, T, X, W>(p, group, r, chunks);
-      });
-    } else if (rows < num_threads() && chunks.count > 1) {
+    if (policy.shares_rows) {
       for (int64_t r = 0; r < rows; ++r) {
-        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, r / p.rows, r % p.rows, chunks);
+        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, policy, r / p.rows, r % p.rows, chunks);
       }
-    } else {
-      // Pairs share the loads of weight and bias: 1000 x 1280 floats and 300 x 5120 bf16 take 0.8 and 0.85 of the time
-      // (AMD EPYC with AVX-512, Zen 4). On an Intel Xeon 4 x 100000 take 0.85, but rows of up to 16 KiB up to 1.1.
-      const bool pairs = is_long<X>(p.cols) || interleaves_rows<X>(rows, p.cols);
-      for_rows([&](int64_t group, int64_t r, int64_t end) {
-        if constexpr (std::is_same_v<T, X>) {
-          for (; pairs && r + 2 <= end; r += 2) {
-            forward_rows<OneThread, 2, 2, kWidePacks, T, X, W>(p, group, r, chunks);
-          }
-        }
-        for (; r < end; ++r) forward_rows<OneThread, 1, 1, kWidePacks, T, X, W>(p, group, r, chunks);
-      });
+      return;
     }
+    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) {
+      for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
+        const int64_t group_end = r + count;
+        // Handles `all` rows at a time, `together` of them together, as long as there are so many.
+        const auto handle = [&](auto all, auto together, auto packs) {
+          for (; r + all <= group_end; r += all) {
+            forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, group, r, chunks);
+          }
+        };
+        constexpr Constant<1> kOne;
+        if constexpr (kHandlesRowsTogether<T, X>) {
+          if (policy.block == kBlockRows) handle(Constant<kBlockRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
+          if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
+          if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
+        }
+        policy.is_narrow ? handle(kOne, kOne, Constant<kNarrowPacks>{}) : handle(kOne, kOne, Constant<kWidePacks>{});
+      });
+    });
   });
 }
 

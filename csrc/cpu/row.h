@@ -5,8 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels.h"
-#include "simd.h"
+#include "policy.h"
 
 namespace layernorm::cpu {
 namespace {
@@ -43,39 +42,10 @@ void dispatch_flags(const F& f, bool flag, Flags... flags) {
 // ---- the order of summation -----------------------------------------------------------------------------------------
 //
 // The order depends only on the dtype and the number of columns, not on the threads or on how many rows a loop handles:
-//   1. the elements of a chunk, in the lanes of kPacks packs in turn;
-//   2. the lanes and packs of the chunk;
-//   3. the chunks in order, in double;
-//   4. in rows of more than 256 chunks, groups of chunks in order, so that threads can share the row.
-
-// A chunk gives each lane at most 16 floats to add. With 64, one outlier among 8191 equal values exceeds the promised
-// error, because adding small equal values to a large sum rounds in the same direction each time. Doubles have longer
-// chunks, because sums over chunks round in their type, too.
-template <class Acc>
-constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
-constexpr int64_t kMaxGroups = 256;
-
-// The loops handle kRows narrow rows together. This hides the latency of additions and shares the loads of the
-// parameters: rows of 768 floats take 0.7 of the time. Wider rows have two packs in flight, and are summed one or two
-// at a time, because more streams read memory more slowly.
-constexpr int kRows = 4;
-template <class T>
-inline bool is_narrow(int64_t cols) {
-  return cols * static_cast<int64_t>(sizeof(T)) <= 4096;
-}
-constexpr int kNarrowPacks = 1, kWidePacks = 2;
-
-// Larger arrays are taken to be in memory.
-constexpr int64_t kMinBytesInMemory = int64_t{1} << 23;
-
-// Whether forward handles short rows together; the results are the same either way. 16384 x 192 floats take 0.5 of the
-// time, 1576 x 768 0.7 (AMD EPYC with AVX-512). Rows of 32- or 64-bit elements that exceed 2 KiB are faster one by one
-// if they are in memory: 8192 x 768 take 0.8.
-template <class T>
-inline bool interleaves_rows(int64_t rows, int64_t cols) {
-  const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-  return sizeof(T) == 2 || row_bytes <= 2048 || rows * row_bytes <= kMinBytesInMemory;
-}
+//   1. the elements of a chunk, each in the lane that holds it, in kPacks packs in turn;
+//   2. the packs of the chunk, then their lanes;
+//   3. the chunks of a run in order, in double;
+//   4. the runs in order, in double. Rows of up to 256 chunks have one chunk in each run.
 
 // One value for each of kCount rows.
 template <class Number, int kCount>
@@ -96,8 +66,8 @@ struct Sums {
   }
 };
 
-// The pragmas and the attribute make GCC keep these arrays in registers, which it otherwise does for some dtypes only.
-// In memory they cost backward of 32 columns in fp16 a fifth of its time.
+// Sums of kKinds kinds over kCount rows, in the lanes of kPacks packs. The pragmas and the attribute make GCC keep
+// these arrays in registers, which it otherwise does for some dtypes only.
 template <class Acc, int kCount, int kKinds, int kPacks>
 struct Accumulators {
   Pack<Acc> values[kKinds][kCount][kPacks] = {};
@@ -135,94 +105,82 @@ inline void for_each_pack(int64_t begin, int64_t n, const F& f) {
 }
 static_assert(kNarrowPacks <= 2 && kWidePacks <= 2, "for_each_pack handles one whole pack at the end");
 
-struct ChunkGroups {
-  ChunkGroups(int64_t cols, int64_t chunk)
+// The chunks of a row, in up to kMaxRuns runs of adjacent chunks.
+struct Chunks {
+  Chunks(int64_t cols, int64_t chunk)
       : cols(cols),
         chunk(chunk),
-        length(chunk * ceil_div(ceil_div(cols, chunk), kMaxGroups)),
-        count(ceil_div(cols, length)) {}
+        run_length(chunk * ceil_div(ceil_div(cols, chunk), kMaxRuns)),
+        runs(ceil_div(cols, run_length)) {}
 
-  // Adds f(begin, columns) over the chunks of one group.
+  // Adds f(begin, columns) over the chunks of one run.
   template <class Sum, class F>
-  Sum sum(int64_t group, const F& f) const {
-    const int64_t begin = group * length, end = min(cols, begin + length);
+  Sum sum(int64_t run, const F& f) const {
+    const int64_t begin = run * run_length, end = min(cols, begin + run_length);
     Sum total = f(begin, min(chunk, end - begin));
     for (int64_t j = begin + chunk; j < end; j += chunk) total += f(j, min(chunk, end - j));
     return total;
   }
 
   // sum / cols. For float the product with the reciprocal rounds to the same value as the quotient does, and a
-  // constant row has exactly its constant as mean. Divisions cost rows of 64 elements a tenth of their time.
+  // constant row has exactly its constant as mean. Divisions would slow down short rows.
   template <class Acc, class Sum>
   Sum mean(Sum sum) const {
     return sizeof(Acc) == 4 ? sum * inverse_cols : sum / static_cast<double>(cols);
   }
 
-  int64_t cols, chunk, length, count;
+  int64_t cols, chunk, run_length, runs;  // columns of the row, of a chunk and of a run; the number of runs
   double inverse_cols = 1.0 / static_cast<double>(cols);
 };
 
-// How a row is processed: by the calling thread, or by all threads, which share its groups of chunks.
+// Two ways to process a row: by the calling thread, or by all threads, which share its runs of chunks.
 struct OneThread {
   template <class Sum, class F>
-  static Sum sum(const ChunkGroups& groups, const F& f) {
-    Sum total = groups.sum<Sum>(0, f);
-    for (int64_t g = 1; g < groups.count; ++g) total += groups.sum<Sum>(g, f);
+  static Sum sum(const Chunks& chunks, const F& f) {
+    Sum total = chunks.sum<Sum>(0, f);
+    for (int64_t run = 1; run < chunks.runs; ++run) total += chunks.sum<Sum>(run, f);
     return total;
   }
   template <class F>
-  static void for_each(const ChunkGroups& groups, const F& f) {
-    f(0, groups.cols);
+  static void for_each(const Chunks& chunks, const F& f) {
+    f(0, chunks.cols);
   }
 };
 
-// For narrow rows, each of whose groups is one chunk. GCC inlines f, because it is called in one place only; 8192 rows
-// of 64 floats take 0.93 of the time.
+// For narrow rows, each of whose runs is one chunk. GCC inlines f, because it is called in one place only.
 struct NarrowRow : OneThread {
   template <class Sum, class F>
-  static Sum sum(const ChunkGroups& groups, const F& f) {
+  static Sum sum(const Chunks& chunks, const F& f) {
     Sum total;
     for (auto& value : total.values) value = -value;  // -0, to which adding x gives x, even for -0
-    for (int64_t j = 0; j < groups.cols; j += groups.chunk) total += f(j, min(groups.chunk, groups.cols - j));
+    for (int64_t j = 0; j < chunks.cols; j += chunks.chunk) total += f(j, min(chunks.chunk, chunks.cols - j));
     return total;
   }
 };
 
 struct AllThreads {
   template <class Sum, class F>
-  static Sum sum(const ChunkGroups& groups, const F& f) {
-    Sum sums[kMaxGroups];
-    parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
-      for (int64_t g = begin; g < end; ++g) sums[g] = groups.sum<Sum>(g, f);
+  static Sum sum(const Chunks& chunks, const F& f) {
+    Sum sums[kMaxRuns];
+    parallel_for(chunks.runs, grain(chunks.run_length), [&](int64_t begin, int64_t end) {
+      for (int64_t run = begin; run < end; ++run) sums[run] = chunks.sum<Sum>(run, f);
     });
     Sum total = sums[0];
-    for (int64_t g = 1; g < groups.count; ++g) total += sums[g];
+    for (int64_t run = 1; run < chunks.runs; ++run) total += sums[run];
     return total;
   }
   template <class F>
-  static void for_each(const ChunkGroups& groups, const F& f) {
-    parallel_for(groups.count, ceil_div(kGrain, groups.length), [&](int64_t begin, int64_t end) {
-      f(begin * groups.length, min(groups.cols, end * groups.length) - begin * groups.length);
+  static void for_each(const Chunks& chunks, const F& f) {
+    parallel_for(chunks.runs, grain(chunks.run_length), [&](int64_t begin, int64_t end) {
+      f(begin * chunks.run_length, min(chunks.cols, end * chunks.run_length) - begin * chunks.run_length);
     });
   }
 };
 
-// ---- long rows ------------------------------------------------------------------------------------------------------
+// ---- stores and prefetches ------------------------------------------------------------------------------------------
 
-template <class T>
-inline bool is_long(int64_t cols) {
-  return cols * static_cast<int64_t>(sizeof(T)) >= 8192;
-}
+constexpr int kCacheLineBytes = 64;
 
-// Whether to write an array of at least `min_bytes` with streaming stores, which do not read the cache lines that they
-// overwrite. The next reader of a smaller array would lose more than these stores gain.
-template <class T>
-inline bool should_stream(const View& output, int64_t elements, int64_t min_bytes) {
-  const auto is_aligned = [](int64_t count) { return count * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0; };
-  return kHasStreamingStores && elements * static_cast<int64_t>(sizeof(T)) >= min_bytes &&
-         is_aligned(output.row_stride) && is_aligned(output.group_stride) &&
-         reinterpret_cast<uintptr_t>(output.data) % kVectorBytes == 0;
-}
 template <bool streaming>
 inline auto store_lanes(AllLanes) {
   return std::conditional_t<streaming && kHasStreamingStores, Streaming, AllLanes>{};
@@ -232,32 +190,19 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
   return lanes;
 }
 
-// How many rows ahead forward prefetches that handles `count` together, and backward of rows over 3 KiB; 0 for none.
-// Rows in memory gain: forward of 8192 x 768 takes 0.6 of the time in fp32, 0.8 in bf16 (AMD EPYC with AVX-512). Single
-// rows gain beyond the second-level cache, too, but rows together lose (1576 x 768 floats take 1.1 of the time). So do
-// rows that the hardware prefetches better: those of less than 256 bytes, and single rows of up to 2 KiB of 32- or
-// 64-bit elements.
-template <class T>
-inline int64_t rows_to_prefetch(int64_t rows, int64_t cols, int64_t count) {
-  const int64_t row_bytes = cols * static_cast<int64_t>(sizeof(T));
-  const int64_t min_bytes = count > 1 ? kMinBytesInMemory : int64_t{1} << 21;
-  const bool suits_hardware = row_bytes < 256 || (sizeof(T) > 2 && count == 1 && row_bytes <= 2048);
-  if (suits_hardware || rows * row_bytes <= min_bytes || count * row_bytes > 1 << 15) return 0;
-  return max(count, ceil_div(4096, row_bytes));
-}
-
-// Prefetches a pack.
+// Prefetches a pack, which has up to two cache lines, to the second-level cache.
 template <class T>
 inline void prefetch_to_l2(const T* p) {
+  constexpr int64_t kLine = kCacheLineBytes / sizeof(T);
   __builtin_prefetch(p, 0, 2);
-  if (sizeof(T) * kPackSize<AccOf<T>> > 64) __builtin_prefetch(p + 64 / sizeof(T), 0, 2);
+  if (kPackSize<AccOf<T>> > kLine) __builtin_prefetch(p + kLine, 0, 2);
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
-// Rows in which a sum of squares or a difference would overflow, or squares underflow, are first multiplied by one of
-// these powers of two, which is exact. kShrink^2 times the square of the largest number is finite, and so is
-// 1 / kShrink.
+// A row is first multiplied by kShrink if a sum of its squares or a difference would overflow, and by kEnlarge if its
+// squares would underflow. The products are exact, because both are powers of two. The largest number times kShrink has
+// a finite square.
 template <class Acc>
 constexpr Acc kShrink = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 template <class Acc>
@@ -267,15 +212,17 @@ constexpr Acc kEnlarge = 1 / kShrink<Acc>;
 template <class Acc>
 constexpr double kSmallestVariance = sizeof(Acc) == 4 ? 0x1p-100 : 0x1p-960;
 
-// The scale of a row whose variance is infinite, NaN, or below kSmallestVariance together with eps. In the last case
-// all differences are small, and so are all numbers unless the differences are zero.
+// The scale of a row that needs one. A row whose variance is infinite or NaN gets kShrink. A row whose variance and eps
+// are below kSmallestVariance gets kEnlarge if its numbers are small. Otherwise they are all equal, so that kShrink is
+// right, too.
 template <class Acc>
 inline Acc scale_for(Acc rstd, Acc center) {
   return rstd > 1 && center > -1 && center < 1 ? kEnlarge<Acc> : kShrink<Acc>;
 }
 
-// rstd / scale of a scaled row. The reciprocal overflows in constant rows of large numbers, whose differences are zero.
-// eps * scale^2 may underflow; its root does not.
+// rstd / scale, where the variance is that of the scaled row. The function returns the largest number if the reciprocal
+// overflows, as in rows of equal large numbers, whose differences are zero. It takes the root of eps before it scales
+// eps, because eps * scale^2 may underflow.
 template <class Acc>
 inline double scaled_rstd(double variance, double eps, Acc scale) {
   const double rstd = 1 / ::hypot(std::sqrt(variance), std::sqrt(eps) * scale);
@@ -283,12 +230,12 @@ inline double scaled_rstd(double variance, double eps, Acc scale) {
   return eps > 0 && rstd > kMax ? kMax : rstd;
 }
 
-// torch.set_flush_denormal(True) makes the processor read and write subnormal numbers as zero, but rstd is subnormal in
-// rows of the largest numbers. These functions read and write its bits as an integer.
+// rstd is subnormal in rows of the largest numbers. After torch.set_flush_denormal(True) the processor reads and writes
+// subnormal numbers as zero, so store_rstd() and divide_rstd() write and read the bits of rstd as an integer.
 template <class Acc>
 using BitsOf = std::conditional_t<sizeof(Acc) == 4, uint32_t, uint64_t>;
 
-// Stores rstd * scale, where rstd is that of scaled_rstd().
+// Stores the rstd of a row, which is rstd * scale for the result `rstd` of scaled_rstd().
 template <class Acc>
 inline void store_rstd(Acc* to, Acc rstd, Acc scale, double eps) {
   using Limits = std::numeric_limits<Acc>;
@@ -326,7 +273,7 @@ inline Pack<AccOf<X>> load_weight(const W* weight, AccOf<X> weight_offset, int64
   return load<X>(weight + j, lanes) + weight_offset;
 }
 
-// The divisor of a backward from the output: the weight, with NaN for values too small to divide by.
+// The divisor in backward from the output: the weight, or NaN if it is too small to divide by.
 template <class Acc>
 inline Pack<Acc> divisor(const Pack<Acc>& weight) {
   constexpr Acc kLimit = kSmallestDivisor;
@@ -337,37 +284,39 @@ inline Pack<Acc> divisor(const Pack<Acc>& weight) {
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// Adds the partial sums [count, 2, padded_cols] of slots over columns [begin, end) of a parameter's gradient. Their
-// packs are in the lane order of X.
+// Stores columns [begin, end) of a parameter's gradient: the total of the partial sums [count, 2, padded_cols] of its
+// segments. The packs of the partial sums are in the lane order of X.
 template <class X, class W>
-void reduce_slots(const Params& p, const AccOf<X>* partials, int64_t count, int64_t begin, int64_t end, W* gradient) {
+void add_partials(const Params& p, const AccOf<X>* partials, int64_t count, int64_t begin, int64_t end, W* gradient) {
   using Acc = AccOf<X>;
   const int64_t pitch = 2 * padded_cols(p);
   for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
     auto sum = read(partials + j, AllLanes{});
     if (count > 1) {
       DoublePack<Acc> total = {};
-      for (int64_t slot = 0; slot < count; ++slot) add(total, read(partials + slot * pitch + j, AllLanes{}));
+      for (int64_t segment = 0; segment < count; ++segment)
+        add(total, read(partials + segment * pitch + j, AllLanes{}));
       sum = rounded<Acc>(total);
     }
     store<X, true>(gradient + j, sum, lanes);
   });
 }
 
-// Adds the partial sums of all slots, or of each group's for a gradient per group.
+// Stores the gradients of weight and bias: the totals over all segments or, for a gradient per group, over the segments
+// of each group.
 template <class X, class W>
-void reduce_slots(const BackwardParams& p, const AccOf<X>* partials, int64_t slots) {
+void add_partials(const BackwardParams& p, const AccOf<X>* partials, int64_t segments) {
   if (!wants_parameters(p)) return;
   const View* const gradients[] = {&p.grad_weight, &p.grad_bias};
   const int64_t groups = has_gradient_per_group(p) ? p.groups : 1;
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
-  parallel_for(groups * tiles, ceil_div(kGrain, 2 * slots / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
+  parallel_for(groups * tiles, grain(2 * segments / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
       for (const View* gradient : gradients) {
-        const int64_t count = gradient->group_stride ? slots / groups : slots;
-        if (!gradient->data || group * count >= slots) continue;
+        const int64_t count = gradient->group_stride ? segments / groups : segments;
+        if (!gradient->data || group * count >= segments) continue;
         const auto* const sums = partials + (2 * group * count + (gradient == &p.grad_bias)) * padded_cols(p);
-        reduce_slots<X>(p, sums, count, tile * kMaxPackSize, min(p.cols, (tile + n) * kMaxPackSize),
+        add_partials<X>(p, sums, count, tile * kMaxPackSize, min(p.cols, (tile + n) * kMaxPackSize),
                         gradient->row<W>(group, 0));
       }
     });

@@ -170,7 +170,7 @@ inline auto to_doubles(V v) {
   return __builtin_convertvector(v, Doubles);
 }
 #if defined(__AVX512F__)
-// 13 shuffles and additions instead of 40, which would be a third of the work for narrow rows.
+// This takes 13 shuffles and additions instead of 40, which would be a third of the instructions for narrow rows.
 inline auto sum_each(const Vec<float> (&v)[4]) {
   const auto add_halves = [](Vec<float> a, Vec<float> b) -> Vec<float> {  // a in the low half, b in the high half
     return _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x44) + _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xee);
@@ -337,8 +337,8 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 
 // ---- loads and stores; they access nothing outside the row ----------------------------------------------------------
 
-// Loads v once, even if it is used several times. GCC would use it from memory each time, and the loops of backward are
-// bound by loads: float32 takes 1.07 times as long without this and bfloat16 1.02 times (AMD EPYC with AVX-512).
+// Loads v once, even if it is used several times. GCC would read it from memory for each use, but the loops of backward
+// are bound by loads.
 template <class V>
 inline V in_register(V v) {
 #if defined(__AVX2__)
@@ -438,8 +438,8 @@ inline void write_words(BFloat16* p, Words words, FirstLanes lanes) {
   _mm512_mask_storeu_epi16(p, mask(lanes), reinterpret_cast<__m512i>(words));
 }
 #else
-// memcpy of an even number of bytes below 64. It is the same for each row, so the processor predicts the branches. With
-// calls of memcpy, 8192 rows of 50 floats take 1.7 of the time (AVX2, AMD EPYC).
+// Copies an even number of bytes below 64. The number is the same for each row, so the processor predicts the branches.
+// Calls of memcpy would be slower.
 inline void copy_bytes(void* to, const void* from, int bytes) {
   int done = 0;
   const auto copy = [&](auto size) {

@@ -126,7 +126,7 @@ int main() {
   // The dtypes of the input, the sum and the parameters.
   const Dtype dtypes[][3] = {{kF64, kF64, kF64}, {kF32, kF32, kF32},    {kF16, kF16, kF16},   {kF16, kF16, kF32},
                              {kF16, kF32, kF32}, {kBF16, kBF16, kBF16}, {kBF16, kBF16, kF32}, {kBF16, kF32, kF32}};
-  // Single elements, tails, groups of one row, many rows in slots, and long rows that threads share; then images.
+  // Single elements, tails, groups of one row, many rows in segments, and long rows that threads share; then images.
   const int64_t shapes[][3] = {{1, 1, 1},    {2, 5, 7}, {5, 1, 33}, {3, 9, 64}, {1, 300, 40}, {2, 6, 300},
                                {1, 2, 5000}, {1, 1, 1}, {3, 5, 17}, {2, 70, 9}, {1, 300, 40}};
   constexpr int kFirstImage = 7;

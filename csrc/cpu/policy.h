@@ -1,0 +1,279 @@
+// All tuned choices of the CPU kernels: thresholds, and how many rows, columns or pixels the loops handle at a time. A
+// policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it.
+//
+// The choices of the first section determine the order of summation and thereby the bits of the results, so they do not
+// depend on the number of threads. All other choices change the speed alone; docs/results.md has what they gain.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace layernorm::cpu {
+namespace {
+
+// The array [groups * rows, cols] of a call, on whose size the choices depend.
+struct ArraySize {
+  ArraySize(const Params& p, int64_t element_bytes)
+      : rows(p.groups * p.rows),
+        element_bytes(element_bytes),
+        row_bytes(p.cols * element_bytes),
+        bytes(rows * row_bytes) {}
+
+  bool is_narrow() const { return row_bytes <= 4096; }
+  bool is_long() const { return row_bytes >= 8192; }
+  bool is_in_memory() const { return bytes > int64_t{1} << 23; }  // smaller arrays are taken to be in the caches
+
+  int64_t rows, element_bytes, row_bytes, bytes;
+};
+
+// ---- the order of summation -----------------------------------------------------------------------------------------
+
+// The columns of a chunk, which gives each lane at most 16 floats to add. With 64, one outlier among 8191 equal values
+// exceeds the promised error, because adding small equal values to a large sum rounds in the same direction each time.
+// Chunks of doubles are longer, because the sums over chunks round in their type, too.
+template <class Acc>
+constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
+// The channels of an image that are added in Acc, for the same reason.
+constexpr int64_t kChannelChunk = 16;
+// The most runs of chunks in a row. The threads share the runs of a long row.
+constexpr int64_t kMaxRuns = 256;
+
+// The packs of a row that a loop adds up in turn, which hides the latency of the additions. In narrow rows it is one,
+// because the loop handles several rows together.
+constexpr int kNarrowPacks = 1, kWidePacks = 2;
+
+// The most rows whose weight gradients are added one by one. Equal floats round in the same direction each time: the
+// sum of 256 is off by up to 3.8e-6, and the sum of four sums of 64 by up to 1.01e-6.
+constexpr int64_t kSumRows = 64;
+
+// Weight gradients are summed over up to kSumRows rows of a segment in order, then over these sums in order, then over
+// the segments in order and in double. The result does not depend on which thread takes which segment. A parameter that
+// all groups share has segments of consecutive rows of [groups * rows]; else each group has its own segments.
+struct Segments {
+  explicit Segments(const BackwardParams& p)
+      : groups(has_gradient_per_group(p) ? p.groups : 1),
+        group_rows(p.groups * p.rows / groups),
+        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
+        per_group(ceil_div(group_rows, rows)),
+        count(groups * per_group),
+        are_gradients(per_group == 1 && (groups == 1 || (is_grouped(p.grad_weight) && is_grouped(p.grad_bias)))) {}
+
+  int64_t begin(int64_t segment) const { return segment / per_group * group_rows + segment % per_group * rows; }
+  int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_group + 1) * group_rows); }
+
+  int64_t groups, group_rows, rows, per_group, count;
+  bool are_gradients;  // whether the sums of each segment are the gradients of its group
+
+ private:
+  // A group has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
+  // rows or about 32768 elements, because the core that adds the partial sums reads half of them from another core's
+  // cache. A segment has at most 256 rows, for the precision of float sums.
+  static int64_t segments_for(int64_t rows, int64_t cols) {
+    const int64_t useful = min(min(64, ceil_div(rows, 32)), (rows * cols + 16384) / 32768);
+    const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
+    return n > 1 ? n + n % 2 : n;  // even, so that two threads share the segments well
+  }
+  static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
+};
+
+// Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
+// channel has at least a few cache lines of pixels. Blocks of small images share a segment of about 32 pixels, so that
+// partial sums stay small beside the images, unless each image has its own parameters.
+constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
+struct PixelBlocks {
+  PixelBlocks(const Params& p, int64_t element_bytes, bool own_parameters)
+      : pixels(max(kMinBlockPixels, min(fitting_pixels(p.cols * element_bytes), kMaxBlockPixels))),
+        per_image(ceil_div(p.rows, pixels)),
+        count(p.groups * per_image),
+        per_segment(own_parameters ? 1 : ceil_div(32, p.rows)),
+        segments(ceil_div(count, per_segment)) {}
+
+  int64_t pixels, per_image, count, per_segment, segments;
+
+ private:
+  static int64_t fitting_pixels(int64_t pixel_bytes) {
+    return (int64_t{1} << 18) / pixel_bytes / kMinBlockPixels * kMinBlockPixels;
+  }
+};
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+
+// Work for one thread, in elements of the input, that is worth waking it for (about 10 us).
+constexpr int64_t kGrain = 32768;
+
+// The least number of tasks of so many elements that is worth waking a thread for.
+inline int64_t grain(int64_t task_elements) { return ceil_div(kGrain, task_elements); }
+
+// The same for segments, each of which is worth waking a thread for, even if it has a little less.
+inline int64_t segment_grain(const Segments& segments, int64_t cols) { return max(1, kGrain / (segments.rows * cols)); }
+
+// The columns of one task if the threads share the columns.
+constexpr int64_t kTileCols = 1024;
+
+// Whether all threads share each row, because there are fewer rows than threads.
+inline bool threads_share_rows(const ArraySize& x) { return x.rows < num_threads() && !x.is_narrow(); }
+
+// ---- rows together --------------------------------------------------------------------------------------------------
+
+// The loops handle several rows together, which share the loads of the parameters and hide the latency of additions.
+constexpr int kRows = 4, kFewRows = 2;
+
+// Rows are handled one by one if x has another dtype than dy or the output, which keeps the library small.
+template <class T, class X>
+constexpr bool kHandlesRowsTogether = std::is_same_v<T, X>;
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Whether streaming stores can write an array. They write whole aligned vectors past the caches, without reading the
+// cache lines that they overwrite.
+inline bool can_stream(const View& array, int64_t element_bytes) {
+  const auto is_aligned = [&](int64_t elements) { return elements * element_bytes % kVectorBytes == 0; };
+  return kHasStreamingStores && is_aligned(array.row_stride) && is_aligned(array.group_stride) &&
+         reinterpret_cast<uintptr_t>(array.data) % kVectorBytes == 0;
+}
+
+// How many rows ahead a loop prefetches that handles `count` rows together; 0 for none. Rows together gain in memory;
+// single rows also in the third-level cache. The hardware prefetcher is better for rows of less than 256 bytes, and for
+// single rows of up to 2 KiB of 32- or 64-bit elements. It is also left to read rows of more than 32 KiB together.
+inline int64_t rows_to_prefetch(const ArraySize& x, int64_t count) {
+  const bool suits_hardware = x.row_bytes < 256 || (x.element_bytes > 2 && count == 1 && x.row_bytes <= 2048);
+  const bool is_far = count > 1 ? x.is_in_memory() : x.bytes > int64_t{1} << 21;
+  if (suits_hardware || !is_far || count * x.row_bytes > 32768) return 0;
+  return max(count, ceil_div(4096, x.row_bytes));
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+// The output of the shortest rows starts after the statistics of so many rows, so that it does not wait for the
+// statistics of each row.
+constexpr int kBlockRows = 16;
+
+// The differences x - center of narrow 16-bit rows may be kept on the stack between the two loops, so that the output
+// need not widen x again.
+template <int kPacks, class T, class X>
+constexpr bool kMayKeepDifferences = kPacks == kNarrowPacks && std::is_same_v<T, X> && sizeof(X) == 2;
+constexpr int64_t kMaxDifferences = 4096;
+
+// How far ahead of its stores a long row is prefetched, in bytes, because the stores would stall the loop. To prefetch
+// all of the row at its beginning would evict the input from the first-level cache.
+constexpr int64_t kWriteAheadBytes = 1024;
+
+// What a loop over a row prefetches of the rows that follow.
+struct Prefetch {
+  int64_t rows;  // how many rows ahead; 0 for nothing
+  bool output;   // the output as well as the input, unless it is streamed
+};
+
+struct ForwardPolicy {
+  // x is the input or its sum with the residual.
+  ForwardPolicy(const ForwardParams& p, int64_t x_bytes, int64_t output_bytes) {
+    const ArraySize x(p, x_bytes), y(p, output_bytes);
+    is_narrow = x.is_narrow();
+    shares_rows = threads_share_rows(x);
+    // Rows of 2 to 8 KiB of 32- or 64-bit elements are read faster one by one if they are in memory.
+    const bool reads_together = x_bytes == 2 || x.row_bytes <= 2048 || !x.is_in_memory();
+    together = is_narrow ? (reads_together ? kRows : 1) : reads_together || x.is_long() ? kFewRows : 1;
+    block = together == kRows && p.cols <= 192 ? kBlockRows : together;
+    // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
+    kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
+    // The next reader of a smaller output would lose more than streaming stores gain, and short rows gain nothing.
+    streams = y.is_long() && y.bytes >= int64_t{1} << 24 && can_stream(p.output, output_bytes);
+    prefetch_together = prefetch(p, x, y, together);
+    prefetch_single = prefetch(p, x, y, 1);
+  }
+
+  bool is_narrow;
+  bool shares_rows;   // whether all threads share each row
+  int64_t together;   // the rows that the loops handle together
+  int64_t block;      // the rows whose statistics are computed before the output starts
+  int64_t kept_rows;  // differences are kept of blocks of up to so many rows
+  bool streams;       // whether the output is written with streaming stores
+  Prefetch prefetch_together, prefetch_single;
+
+ private:
+  // The output is prefetched with the input, because a store to a line in memory would wait for it. The hardware
+  // prefetches it better if rows are short, or single rows of up to 8 KiB of 32- or 64-bit elements.
+  static Prefetch prefetch(const ForwardParams& p, const ArraySize& x, const ArraySize& y, int64_t count) {
+    const bool output = y.row_bytes > 256 && (count > 1 || y.element_bytes == 2 || y.is_long());
+    return {p.residual.data ? 0 : rows_to_prefetch(x, count), output};
+  }
+};
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+// The most rows that the gradients loop handles together. The coefficients of two fill the 16 registers of AVX2.
+constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
+
+// The most rows of a block.
+constexpr int64_t kMaxBlockRows = kSumRows;
+
+// Whether the gradients loop may go column by column, and how many packs of columns it takes at a time.
+constexpr bool kHasColumnLoop = kVectorBytes > 16;
+constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
+
+// The workspace of few short rows is on the stack.
+constexpr int64_t kMaxStackCols = 1024;
+static_assert(kMaxStackCols <= kTileCols, "the stack has no room for the coefficients of all rows");
+
+struct BackwardPolicy {
+  BackwardPolicy(const BackwardParams& p, int64_t x_bytes) : segments(p) {
+    const ArraySize x(p, x_bytes);
+    is_narrow = x.is_narrow();
+    shares_rows = threads_share_rows(x);
+    shares_columns = segments.count < num_threads() && p.cols > kTileCols;
+    buffers = segments.count;
+    if (segments.are_gradients && !shares_columns) {
+      buffers = min(min(buffers, num_threads()), ceil_div(segments.count * segments.rows * p.cols, kGrain));
+    }
+    second_buffers = segments.rows > kSumRows && wants_parameters(p) ? buffers : 0;
+    uses_stack = segments.count == 1 && p.cols <= kMaxStackCols;
+    choose_rows(x);
+    // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
+    // is slower for longer rows in memory.
+    by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && block > 1;
+    // The next block of short rows fits into the first-level cache beside this one.
+    prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
+    // The next reader of a smaller dx would lose more than streaming stores gain.
+    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x_bytes);
+    prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
+  }
+
+  Segments segments;
+  bool is_narrow;
+  bool shares_rows;     // whether all threads share the sums of each row, if they share the columns
+  bool shares_columns;  // whether the threads share the columns, because there are too few segments for them
+
+  // The buffers for partial sums in the workspace: one for each segment. If the sums of a segment are gradients, the
+  // thread stores them at once and uses its buffer again. Then each thread has one buffer.
+  int64_t buffers;
+  int64_t second_buffers;  // for the sums of kSumRows rows that are added to the first of their segment
+  bool uses_stack;         // whether the workspace is on the stack, which saves its allocation
+
+  int64_t together;    // the rows that share the loads of the weight and the loads and stores of the partial sums
+  int64_t block;       // the rows whose sums are computed before the gradients loop starts
+  bool by_columns;     // whether the gradients loop goes column by column through all rows of a block
+  int64_t prefetched;  // how many rows ahead x and dy are prefetched, or 0
+  bool streams;        // whether dx is written with streaming stores
+  bool prefetches_dx;  // whether dx is prefetched before the sums of a row, because stores would wait for memory
+
+ private:
+  void choose_rows(const ArraySize& x) {
+    // Rows in memory up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest.
+    const int64_t shortest = kVectorBytes > 16 ? 1024 : 256;
+    if (x.element_bytes > 2 && x.is_in_memory() && x.row_bytes > shortest && !x.is_long()) {
+      together = block = 1;
+      return;
+    }
+    // Four wide rows are slower in memory. They are also slower if they are a multiple of 4 KiB apart, because they
+    // take the same places of the first-level cache. Narrow rows that exceed 2 KiB of 32- or 64-bit elements are slower
+    // because four such streams are read more slowly.
+    const bool is_short = x.row_bytes <= (x.element_bytes == 2 ? 4095 : 2048);
+    const bool is_wide_in_cache = !x.is_narrow() && !x.is_in_memory() && x.row_bytes % 4096 != 0;
+    together = is_short || is_wide_in_cache ? kRows : kFewRows;
+    // Short rows would wait for the coefficients of each row, so a block has as many as 8 KiB hold.
+    block = max(together, min(kMaxBlockRows, 8192 / x.row_bytes / kRows * kRows));
+  }
+};
+
+}  // namespace
+}  // namespace layernorm::cpu
