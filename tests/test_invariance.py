@@ -120,10 +120,10 @@ def run_many(backend, x, dy, w, b, images):
 
 # Rows, columns and the call, for each way in which the CPU kernels divide their work.
 WORK = {
-    "narrow rows, many slots": (4099, 64, run),
-    "narrow rows, a few slots": (700, 200, run),
-    "wide rows, many slots": (300, 1100, run),
-    "fewer slots than threads: tiles of columns": (20, 5000, run),
+    "narrow rows, many segments": (4099, 64, run),
+    "narrow rows, a few segments": (700, 200, run),
+    "wide rows, many segments": (300, 1100, run),
+    "fewer segments than threads: tiles of columns": (20, 5000, run),
     "tiles of columns of narrow 16-bit rows": (20, 1536, run),
     "fewer rows than threads: chunks of a row": (5, 20001, run),
     "one long row": (1, 300_001, run),
