@@ -16,7 +16,7 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "tile.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 

@@ -2,7 +2,7 @@
 // registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
 #pragma once
 
-#include "tile.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 
