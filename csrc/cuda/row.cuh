@@ -1,4 +1,5 @@
-// Tiles: rows, or chunks of rows, that the lanes of a warp or the threads of a block share, and their shared memory.
+// What the kernels share: sums over the lanes of a row, messages of the blocks of a cluster, and the arithmetic of
+// statistics and gradients.
 #pragma once
 
 #include "geometry.h"
@@ -8,7 +9,6 @@ namespace layernorm::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxBlockThreads = 512;
-constexpr int kWholeBlock = 30;  // log2_threads of a tile that always takes a whole block
 
 // Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
 template <int kLanes, class Acc>
@@ -18,78 +18,14 @@ __device__ __forceinline__ Acc sum_lanes(Acc value) {
   return value;
 }
 
-// ---- tiles ----------------------------------------------------------------------------------------------------------
-
-// This thread's position in its tile: of some lanes of a warp, or of whole warps of a block. Neighbouring threads hold
-// neighbouring vectors.
-template <bool kIsBlock_>
-struct TileOf {
-  static constexpr bool kIsBlock = kIsBlock_;
-  int log2_threads, thread_in_block;
-  int block_tile_threads, block_tile_row;  // if kIsBlock: known without arithmetic, and the same in all lanes of a warp
-
-  // The threads of a row: a power of two unless the row takes a whole block.
-  __device__ __forceinline__ int threads() const { return kIsBlock ? block_tile_threads : 1 << log2_threads; }
-  __device__ __forceinline__ int thread() const { return thread_in_block & ((1 << log2_threads) - 1); }
-  __device__ __forceinline__ int row() const { return kIsBlock ? block_tile_row : thread_in_block >> log2_threads; }
-  __device__ __forceinline__ int rows_per_block() const { return max(static_cast<int>(blockDim.x) >> log2_threads, 1); }
-
-  // Synchronizes at least the threads of the row. The rows of a block take each step together.
-  __device__ __forceinline__ static void sync() {
-    if constexpr (kIsBlock) {
-      __syncthreads();
-    } else {
-      __syncwarp();
-    }
-  }
-
-  // The index in the row of this thread's vector i.
-  __device__ __forceinline__ int vector_index(int i) const { return i * threads() + thread(); }
-  // The number of columns from this thread's vector i to the end; not positive after the end.
-  template <int kVec>
-  __device__ __forceinline__ int remaining(int i, int cols) const {
-    return cols - vector_index(i) * kVec;
-  }
-  // Calls f(i) for each vector i of this thread that has columns.
-  template <int kVec, class F>
-  __device__ __forceinline__ void for_each_vector(int cols, const F& f) const {
+// Returns to all lanes of a row the sums over them, for a power of two of lanes.
+template <int kCount, class Acc>
+__device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
 #pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (remaining<kVec>(i, cols) > 0) f(i);
-    }
-  }
-};
-
-using WarpTile = TileOf<false>;
-using BlockTile = TileOf<true>;
-
-// Returns to all threads of a row the sums over them. Successive calls alternate `buffer` between 0 and 1, so that one
-// barrier per call suffices.
-template <class Tile, int kCount, class Acc>
-__device__ __forceinline__ void sum_tile(Acc (&sums)[kCount], const Tile& tile, int buffer) {
-  if constexpr (!Tile::kIsBlock) {
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset >= lanes) continue;
 #pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      if (offset >= tile.threads()) continue;
-#pragma unroll
-      for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-    }
-  } else {
-    constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
-    __shared__ Acc warp_sums[2][kCount][kMaxWarps];
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
-    for (Acc& sum : sums) sum = sum_lanes<kWarpSize>(sum);
-    if (lane == 0) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][warp] = sums[k];
-    }
-    __syncthreads();
-    const int other = lane % kMaxWarps, first_warp = warp - tile.thread() / kWarpSize;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      sums[k] = sum_lanes<kMaxWarps>(other * kWarpSize < tile.threads() ? warp_sums[buffer][k][first_warp + other] : 0);
-    }
+    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
   }
 }
 
@@ -121,98 +57,6 @@ struct ClusterExchange {
     send(value, blocks, round);
     return receive(round);
   }
-};
-
-// ---- rows in shared memory ------------------------------------------------------------------------------------------
-
-// A tile of an array in shared memory, in vectors of kVec elements: 16 bytes, or 8 if only x has 32 bits. In shared
-// memory a row has the same offset from 16 bytes as in global memory, so that whole vectors can be copied even if the
-// row is not aligned. Then a thread reads and writes its vectors by elements, after a barrier.
-template <class T, int kVec, class Tile>
-class StagedRow {
- public:
-  // The shared memory of a tile. There is one more vector for the row's offset; or several, so that the rows of lanes
-  // that read together are in different banks.
-  __host__ __device__ static constexpr size_t bytes(int threads) {
-    return (threads * kTileVectors + (threads < 8 ? threads : 1)) * sizeof(Vector<T, kVec>);
-  }
-
-  __device__ __forceinline__ StagedRow(void* shared, T* row, int cols, const Tile& tile, bool aligned)
-      : row_(compute_once(row)), cols_(cols), tile_(tile), aligned_(aligned) {
-    const auto offset = aligned ? 0 : reinterpret_cast<uintptr_t>(row) % sizeof(Vector<T, kVec>);
-    shared_ = reinterpret_cast<T*>(static_cast<unsigned char*>(shared) + offset);
-  }
-
-  // Starts to copy the row to shared memory.
-  __device__ __forceinline__ void fetch() const {
-    if (aligned_) {
-      tile_.template for_each_vector<kVec>(
-          cols_, [&](int i) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column(i), row_ + column(i)); });
-    } else {
-      for_each_piece([&](int column) { async_copy<sizeof(Vector<T, kVec>)>(shared_ + column, row_ + column); },
-                     [&](int column) { shared_[column] = row_[column]; });
-    }
-  }
-
-  // Reads a vector of a fetched or written row, with zeros after its end: from a column on, or this thread's vector i.
-  __device__ __forceinline__ Vector<T, kVec> read_from(int column) const {
-    if (aligned_) return vector(shared_, column);
-    Vector<T, kVec> v;
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) v.values[e] = e < cols_ - column ? shared_[column + e] : T(0.0f);
-    return v;
-  }
-  __device__ __forceinline__ Vector<T, kVec> read(int i) const { return read_from(column(i)); }
-  __device__ __forceinline__ void write(int i, const Vector<T, kVec>& v) const {
-    if (aligned_) {
-      vector(shared_, column(i)) = v;
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) {
-      if (e < remaining(i)) shared_[column(i) + e] = v.values[e];
-    }
-  }
-
-  // Stores vector i in global memory; call end_of_store() after the last one. An unaligned row is staged in shared
-  // memory, and end_of_store() copies it.
-  __device__ __forceinline__ void store(int i, const Vector<T, kVec>& v) const {
-    if (!aligned_) {
-      write(i, v);
-    } else {
-      vector(row_, column(i)) = v;
-    }
-  }
-  __device__ __forceinline__ void end_of_store() const {
-    if (aligned_) return;
-    tile_.sync();
-    for_each_piece([&](int column) { vector(row_, column) = vector(shared_, column); },
-                   [&](int column) { row_[column] = shared_[column]; });
-  }
-
- private:
-  __device__ __forceinline__ int remaining(int i) const { return tile_.template remaining<kVec>(i, cols_); }
-  __device__ __forceinline__ int column(int i) const { return tile_.vector_index(i) * kVec; }
-  __device__ __forceinline__ static Vector<T, kVec>& vector(T* data, int column) {
-    return *reinterpret_cast<Vector<T, kVec>*>(data + column);
-  }
-
-  // Calls whole(column) for the aligned vectors of an unaligned row, and single(column) for the other elements.
-  template <class F, class G>
-  __device__ __forceinline__ void for_each_piece(const F& whole, const G& single) const {
-    const int before = static_cast<int>((0 - reinterpret_cast<uintptr_t>(row_)) % sizeof(Vector<T, kVec>) / sizeof(T));
-    const int begin = min(before, cols_), end = begin + (cols_ - begin) / kVec * kVec;
-#pragma unroll 1
-    for (int column = begin + tile_.thread() * kVec; column < end; column += tile_.threads() * kVec) whole(column);
-    const int singles = cols_ - (end - begin);
-#pragma unroll 1
-    for (int i = tile_.thread(); i < singles; i += tile_.threads()) single(i < begin ? i : i + end - begin);
-  }
-
-  T *row_, *shared_;
-  int cols_;
-  Tile tile_;
-  bool aligned_;
 };
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
