@@ -30,16 +30,12 @@
 
 namespace layernorm::cuda {
 
-struct BackwardPlan : GradientPlan {
-  bool is_warp;  // whether a warp holds a row
-  int row_threads, rows_per_round;
-  bool deals_vectors;  // see Mapping
-  int stages;
-  int part_cols, num_parts;  // the parts of a row, of a block each
-  int joined;                // blocks of a cluster that add their sums of dweight and dbias, or 1
-  int log2_joined_cols;      // columns that each of them adds
-  int ring_bytes;            // of dynamic shared memory; then come the sums that the joined blocks send
-  int64_t pitch;             // elements from row to row of the workspace
+struct BackwardPlan : GradientPlan, RowDivision {
+  int rows_per_round, stages;
+  int joined;            // blocks of a cluster that add their sums of dweight and dbias, or 1
+  int log2_joined_cols;  // columns that each of them adds
+  int ring_bytes;        // of dynamic shared memory; then come the sums that the joined blocks send
+  int64_t pitch;         // elements from row to row of the workspace
   // Bytes from row to row, if there are no groups; AnyRows does not read them.
   unsigned x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
   Divisor<float> float_cols;
@@ -63,11 +59,11 @@ constexpr int kRoundsPerSum = 256;
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. Rows of more
 // warps have a block of their own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
-// The most threads of a row. Those of float64 need more than 128 registers.
-template <class X>
-constexpr int kMaxRowThreads = sizeof(AccOf<X>) == 8 ? kThreads : kMaxBlockThreads;
 constexpr int64_t kMaxJoined = 8;
-constexpr int kMinLanes = 2;  // of a row
+
+// Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
+template <class Traits>
+constexpr int kLagOf = Traits::kIsBlock ? 1 : 0;
 
 // The sums over a row of d (see Statistics), g and g * d.
 template <class Acc>
@@ -77,22 +73,6 @@ using RowSums = Acc[3];
 constexpr unsigned kNotWarp = kInCluster | kStoresSums | kLoadsSums | kFromOutput, kNotBlock = kFromOutput;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
-
-// The instances of the kernel. with_path() chooses one.
-template <Mapping kMapping_, int kLanes_>
-struct Path {
-  static constexpr Mapping kMapping = kMapping_;
-  static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
-  static constexpr bool kIsAny = kMapping == Mapping::kAny, kIsBlock = kLanes > 0, kIsWarp = !kIsAny && !kIsBlock;
-  // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
-  static constexpr int kLag = kIsBlock ? 1 : 0;
-  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns
-};
-struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows of whole vectors that a warp holds
-struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
-struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
-struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
-struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows, dtypes and options
 
 // Successive rows of a gradient group.
 template <class Index>
@@ -316,26 +296,6 @@ struct Rows {
     return reinterpret_cast<RowSums<Acc>*>(first) + row * plan.num_parts;
   }
 
-  // Loads the weights of this thread's elements.
-  __device__ __forceinline__ void load_weight(Acc (&weight)[kElements], int64_t group) const {
-    const auto load = [&](auto element) {
-      using E = decltype(element);
-      const E* const from = address<const E>(p.weight, {group, 0}) + begin;
-#pragma unroll
-      for (int j = 0; j < kElements; j += kVec) {
-        Acc v[kVec];
-        widen(v, slice.template load<kVec>(from, j, part_cols, flags.has(kAlignedParameters)));
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) weight[j + e] = flags.has(kZeroCentered) ? v[e] + 1 : v[e];
-      }
-    };
-#pragma unroll
-    for (Acc& w : weight) w = 1;
-    if (!flags.has(kWeight)) return;
-    if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return load(T());
-    load(Acc());
-  }
-
  private:
   struct Staged {
     const X* x;
@@ -453,7 +413,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   using RowsOf = Rows<T, X, Traits>;
   using Acc = typename RowsOf::Acc;
   using Index = typename Traits::Index;
-  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = Traits::kLag;
+  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Traits>;
   const Flags flags = {plan.flags.bits & ~(Traits::kIsAny ? 0 : Traits::kIsWarp ? kNotWarp : kNotBlock)};
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool joins = !in_cluster && plan.joined > 1;
@@ -481,7 +441,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   // Joined blocks have one segment each.
   const Index first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = joins ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
-  const int rounds = static_cast<int>(plan.rounds.divisor()), ring_end = plan.stages * RowsOf::kStageBytes;
+  const int rounds = static_cast<int>(plan.rounds.divisor());
 
   Index fetched_segment = first_segment;
   int fetched_round = 0;
@@ -498,7 +458,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
     async_commit();
   };
 #pragma unroll 1
-  for (int stage = 0; stage < ring_end; stage += RowsOf::kStageBytes) fetch_next(stage);
+  for (int stage = 0; stage < plan.stages * RowsOf::kStageBytes; stage += RowsOf::kStageBytes) fetch_next(stage);
   if (in_cluster || joins) {
     if (threadIdx.x == 0) exchange.init();
     cluster_arrive(), cluster_wait();
@@ -511,7 +471,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, flags, s);
-    rows.load_weight(weight, segment.group);
+    slice.template load_parameter<T>(weight, p.weight, {segment.group, 0}, begin, rows.part_cols, flags, kWeight, 1);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
     Statistics<Acc> statistics, last_statistics;
@@ -547,6 +507,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
           }
         }
       }
+      const int ring_end = (kLag > 0 ? compute_again(plan.stages) : plan.stages) * RowsOf::kStageBytes;
       const int last_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - RowsOf::kStageBytes;
       if (round < rounds) stage = stage + RowsOf::kStageBytes == ring_end ? 0 : stage + RowsOf::kStageBytes;
       if (round < kLag) continue;
@@ -628,35 +589,6 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// The lanes, warps and blocks of a row. They depend only on the dtype and the number of columns, and so does the order
-// of summation.
-template <class X>
-void divide_row(BackwardPlan& plan, int64_t cols) {
-  using SliceOf = Slice<X, Mapping::kAny, 0>;
-  constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
-  const int64_t vectors = ceil_div(cols, kVec);
-  plan.deals_vectors = cols % kVec == 0;
-  plan.is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-  constexpr int64_t kMaxWarps = kMaxRowThreads<X> / kWarpSize;  // also those that are resident on a multiprocessor
-  const int64_t max_part = std::min(kMaxLargeChunkVectors, kWarpVectors * kMaxWarps);
-  const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
-  int64_t parts = plan.is_warp ? 1 : ceil_div(vectors, max_part);
-  // As few blocks as keep nearly all warps resident: a cluster of two would have 12 of 16 for 12288 columns.
-  const auto resident_warps = [&] {
-    const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
-    return kMaxWarps / warps * warps;
-  };
-  while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
-  if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // two launches, with more blocks
-  const int64_t part = parts == 1 ? vectors : part_for(parts);
-  plan.part_cols = static_cast<int>(std::min(part * kVec, cols));
-  plan.num_parts = static_cast<int>(ceil_div(cols, plan.part_cols));
-  plan.row_threads = static_cast<int>(ceil_div(plan.part_cols, SliceOf::kWarpCols)) * kWarpSize;
-  if (!plan.is_warp) return;
-  plan.row_threads = kMinLanes;
-  while (plan.row_threads * SliceOf::kElements < cols) plan.row_threads *= 2;
-}
-
 // Sets the strides in bytes; returns false if the number of a row and its stride exceed 32 bits.
 template <class T, class X>
 bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
@@ -676,12 +608,14 @@ bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
 }
 
 // Calls f with the instance of the kernel for the rows of a plan; with the one for all rows and options if `any`.
-// float64 has no other.
-template <class X, class F>
+// float64 has no other, nor have rows of a float32 residual that are not whole vectors.
+template <class T, class X, class F>
 auto with_path(const BackwardPlan& plan, bool any, const F& f) {
   if constexpr (!std::is_same_v<X, double>) {
-    if (!any && plan.is_warp) return plan.deals_vectors ? f(WarpVectors()) : f(WarpElements());
-    if (!any) return plan.deals_vectors ? f(BlockVectors()) : f(BlockElements());
+    if (!any && plan.deals_vectors) return plan.is_warp ? f(WarpVectors()) : f(BlockVectors());
+  }
+  if constexpr (!std::is_same_v<X, double> && std::is_same_v<T, X>) {
+    if (!any) return plan.is_warp ? f(WarpElements()) : f(BlockElements());
   }
   return f(AnyRows());
 }
@@ -691,13 +625,13 @@ auto with_path(const BackwardPlan& plan, bool any, const F& f) {
 template <class T, class X>
 int choose_stages(BackwardPlan& plan, LaunchConfig& config, bool any, size_t other_bytes) {
   constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1280;
-  return with_path<X>(plan, any, [&](auto path) {
+  return with_path<T, X>(plan, any, [&](auto path) {
     using RowsOf = Rows<T, X, decltype(path)>;
     int most = 0;
     for (int stages = RowsOf::kMaxStages; stages >= RowsOf::kMaxStages - 1; --stages) {
       const size_t bytes = config.block.x / kWarpSize * stages * RowsOf::kStageBytes;
       if (bytes + other_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
-      if (most > 0 && stages == path.kLag + 1) break;
+      if (most > 0 && stages == kLagOf<decltype(path)> + 1) break;
       config.shared_bytes = bytes + other_bytes;
       const int resident = std::max(resident_blocks(config, backward_rows<T, X, decltype(path)>) / plan.num_parts, 1);
       if (resident > most) most = resident, plan.stages = stages, plan.ring_bytes = static_cast<int>(bytes);
@@ -716,7 +650,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   plan.float_cols = Divisor<float>(static_cast<float>(p.cols), static_cast<float>(1.0 / static_cast<double>(p.cols)));
   plan.double_cols = Divisor<double>(p.cols);
   plan.joined = 1;
-  divide_row<X>(plan, p.cols);
+  plan.divide<X>(p.cols);
   const bool clusters = has_clusters(config, backward_rows<T, X, AnyRows>);
   const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
   const bool reads_twice = plan.num_parts > 1 && !in_cluster;
@@ -764,7 +698,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   const int64_t part_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_parts : 0;
   const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + part_sums;
   if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-  with_path<X>(plan, any, [&](auto path) {
+  with_path<T, X>(plan, any, [&](auto path) {
     const auto kernel = backward_rows<T, X, decltype(path)>;
     if (reads_twice) {
       plan.flags.set(kStoresSums, true);

@@ -205,11 +205,14 @@ __device__ __forceinline__ int64_t compute_again(int64_t value) {
   asm volatile("" : "+l"(value));
   return value;
 }
+template <class Vector>
+__device__ __forceinline__ Vector compute_again(Vector v) {
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(Vector) / 4; ++i) asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&v)[i]));
+  return v;
+}
 // The compiler does not move loads and stores across this, which takes registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
-
-// A branch that calls this stays a branch: the compiler does not turn it into selections.
-__device__ __forceinline__ void keep_branch() { asm volatile(""); }
 
 // x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
@@ -223,6 +226,34 @@ __device__ __forceinline__ void prefetch(const void* address) {
 }
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Loads a vector of 8, 16 or 32 bytes if `condition` is true, and else leaves it as it is. The load is predicated,
+// since a branch around it would copy the vector, and comes before later barriers. The L1 cache keeps vectors of
+// kConstant, which no thread of the kernel writes.
+template <bool kConstant, class Vector>
+__device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const void* from) {
+  auto* const to = reinterpret_cast<uint32_t*>(&v);
+  const auto* const words = static_cast<const uint32_t*>(from);
+  const auto predicate = static_cast<unsigned>(condition);
+  if constexpr (sizeof(Vector) == 8) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];}"
+                 : "+r"(to[0]), "+r"(to[1])
+                 : "l"(words), "r"(predicate));
+  } else {
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(Vector) / 4; i += 4) {
+      if constexpr (kConstant) {
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(to[i]), "+r"(to[i + 1]), "+r"(to[i + 2]), "+r"(to[i + 3])
+                     : "l"(words + i), "r"(predicate));
+      } else {
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(to[i]), "+r"(to[i + 1]), "+r"(to[i + 2]), "+r"(to[i + 3])
+                     : "l"(words + i), "r"(predicate));
+      }
+    }
+  }
 }
 
 // cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.

@@ -1,8 +1,5 @@
-// The mapping of rows to threads, blocks and clusters, for the host code of both passes and for the kernels.
-//
-// A row of up to kMaxWarpVectors vectors is a tile of some lanes of a warp. A longer row is divided into chunks, and a
-// chunk is a tile of several warps of a block. A thread holds up to kTileVectors vectors of a tile. The division of a
-// row depends only on the GPU, the dtypes and the number of columns, and so does the order of summation.
+// What the host code of all kernels and the kernels share: the options of a call, the groups of rows, and the division
+// of rows among blocks for the sums of gradients.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +13,14 @@
 namespace layernorm::cuda {
 
 constexpr int kWarpSize = 32;
-constexpr int kTileVectors = 4;
 constexpr int kMaxClusterSize = 8;
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Forward of short and of other rows (forward_rows.cu, forward_slices.cu).
+void forward_rows(const ForwardParams& params);
+void forward_slices(const ForwardParams& params);
 
 // Forward and backward for Params::channels_first (channels_first.cu).
 void channels_first_forward(const ForwardParams& params);
@@ -37,18 +37,18 @@ enum Flag : unsigned {
   kWeight = 1 << 4,
   kBias = 1 << 5,
   kZeroCentered = 1 << 6,
-  kInCluster = 1 << 7,   // a cluster shares a row
-  kStoresSums = 1 << 8,  // the first of two launches that read a row: it stores the row's sums in the workspace
-  kLoadsSums = 1 << 9,   // the second launch
-  kResidual = 1 << 10,   // of forward only
-  kGradInput = 1 << 11,  // this and the following flags: of backward only
-  kGradWeight = 1 << 12,
-  kGradBias = 1 << 13,
-  kGradSum = 1 << 14,
-  kFromOutput = 1 << 15,
-  kWeightPerGroup = 1 << 16,  // each group has a gradient of its own
-  kBiasPerGroup = 1 << 17,
-  kWideParameters = 1 << 18,  // weight and bias have the type of sums, not that of the input
+  kInCluster = 1 << 7,        // a cluster shares a row
+  kStoresSums = 1 << 8,       // the first of two launches that read a row: it stores the row's sums in the workspace
+  kLoadsSums = 1 << 9,        // the second launch
+  kWideParameters = 1 << 10,  // weight and bias have the type of sums, not that of the input
+  kResidual = 1 << 11,        // of forward only
+  kGradInput = 1 << 12,       // this and the following flags: of backward only
+  kGradWeight = 1 << 13,
+  kGradBias = 1 << 14,
+  kGradSum = 1 << 15,
+  kFromOutput = 1 << 16,
+  kWeightPerGroup = 1 << 17,  // each group has a gradient of its own
+  kBiasPerGroup = 1 << 18,
 };
 
 struct Flags {
@@ -83,6 +83,7 @@ Flags common_flags(const Params& p, bool is_aligned_data) {
   flags.set(kWeight, p.weight.data);
   flags.set(kBias, p.bias.data);
   flags.set(kZeroCentered, p.zero_centered_weight);
+  flags.set(kWideParameters, sizeof(W) > sizeof(T));
   return flags;
 }
 
@@ -104,7 +105,6 @@ Flags make_flags(const BackwardParams& p) {
   flags.set(kFromOutput, p.from_output);
   flags.set(kWeightPerGroup, is_per_group(p, p.grad_weight));
   flags.set(kBiasPerGroup, is_per_group(p, p.grad_bias));
-  flags.set(kWideParameters, sizeof(W) > sizeof(T));
   return flags;
 }
 
@@ -184,31 +184,6 @@ struct GradientPlan {
   __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
     return segments_per_group.divisor() == 1 && (flags.has(per_group) || num_segments == 1);
   }
-};
-
-// ---- tiles ----------------------------------------------------------------------------------------------------------
-
-// The division of a row among threads, the same for all rows of a call.
-struct RowLayout {
-  bool is_warp_tile;
-  int log2_threads;        // of a tile, rounded up to a power of two, as a logarithm
-  int block_tile_threads;  // of a tile that takes a whole block
-  int chunk_cols, num_chunks;
-
-  // `vec` is the number of elements of a vector.
-  RowLayout(int64_t cols, int64_t vec, int64_t max_chunk) {
-    const int64_t vectors = ceil_div(cols, vec);
-    is_warp_tile = vectors <= kMaxWarpVectors;
-    const int64_t chunks = ceil_div(vectors, is_warp_tile ? vectors : max_chunk);
-    const int64_t chunk = chunks == 1 ? vectors : round_up(ceil_div(vectors, chunks), kWarpSize);
-    chunk_cols = static_cast<int>(std::min(chunk * vec, cols));
-    num_chunks = static_cast<int>(ceil_div(cols, chunk_cols));
-    const int64_t threads = ceil_div(std::min(chunk, vectors), kTileVectors);
-    block_tile_threads = static_cast<int>(round_up(threads, kWarpSize));
-    log2_threads = vectors > 1 ? 1 : 0;  // only rows of one vector have one lane
-    while (1 << log2_threads < (is_warp_tile ? threads : block_tile_threads)) ++log2_threads;
-  }
-  int rows_per_block(int64_t threads) const { return std::max(static_cast<int>(threads) >> log2_threads, 1); }
 };
 
 }  // namespace layernorm::cuda

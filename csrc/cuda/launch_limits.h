@@ -7,10 +7,10 @@ namespace layernorm::cuda {
 
 constexpr int64_t kMaxGridY = 65535;  // blocks of a grid along y
 
-// Vectors of a row that a warp shares, of a chunk, and of a chunk in backward if the row then needs fewer blocks.
+// Vectors of a row that forward keeps in registers, and of a row or part that a warp or a block stages.
+constexpr int64_t kMaxRegisterVectors = 2560;
 constexpr int64_t kMaxWarpVectors = 128;
-constexpr int64_t kMaxChunkVectors = 1024;
-constexpr int64_t kMaxLargeChunkVectors = 2048;
+constexpr int64_t kMaxPartVectors = 2048;
 
 // Rounds of a block in backward that take less time than a second launch.
 constexpr int64_t kFewRounds = 2;

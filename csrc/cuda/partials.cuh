@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "tile.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 namespace {

@@ -2,7 +2,7 @@
 // registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
 #pragma once
 
-#include "tile.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 
@@ -98,11 +98,11 @@ struct Slice {
 
   // Where fetch() puts this thread's first element of a row. `offset` is from offset_of() for that row.
   template <class E>
-  __device__ __forceinline__ const E* staged(unsigned char* shared, int offset) const {
+  __device__ __forceinline__ E* staged(unsigned char* shared, int offset) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      return reinterpret_cast<const E*>(shared) + lane_in_warp * kVec;
+      return reinterpret_cast<E*>(shared) + lane_in_warp * kVec;
     } else {
-      return reinterpret_cast<const E*>(row_of<E>(shared) + offset) + first();
+      return reinterpret_cast<E*>(row_of<E>(shared) + offset) + first();
     }
   }
   // The distance of this warp's columns from the aligned 16 bytes before them. Aligned rows have none.
@@ -120,6 +120,16 @@ struct Slice {
     } else {
 #pragma unroll
       for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
+    }
+  }
+  // Replaces the elements of a staged row.
+  template <class E, int kCount>
+  __device__ __forceinline__ void write(E* staged, int j, const Vector<E, kCount>& v) const {
+    if constexpr (kMapping == Mapping::kVectors) {
+      *reinterpret_cast<Vector<E, kCount>*>(staged + j * kWarpSize) = v;
+    } else {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) staged[step_to(j + e)] = v.values[e];
     }
   }
   // Loads the elements from global memory, and zeros after the end.
@@ -164,6 +174,27 @@ struct Slice {
       }
     }
   }
+  // Loads the elements of the weight or the bias of a group, from the block's first column on: of T or of Acc.
+  template <class T>
+  __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& group,
+                                                 int64_t first_column, int cols, Flags flags, Flag exists,
+                                                 Acc default_value) const {
+    const auto load_as = [&](auto element) {
+      const auto* const from = address<const decltype(element)>(view, group) + first_column;
+#pragma unroll
+      for (int j = 0; j < kElements; j += kVec) {
+        Acc wide[kVec];
+        widen(wide, load<kVec>(from, j, cols, flags.has(kAlignedParameters)));
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) v[j + e] = exists == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
+      }
+    };
+#pragma unroll
+    for (Acc& value : v) value = default_value;
+    if (!flags.has(exists)) return;
+    if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return load_as(T());
+    load_as(Acc());
+  }
 
  private:
   template <class E>
@@ -172,16 +203,61 @@ struct Slice {
   }
 };
 
-// Returns to all lanes of a row the sums over them, for a power of two of lanes.
-template <int kCount, class Acc>
-__device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    if (offset >= lanes) continue;
-#pragma unroll
-    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+// The instances of the kernels. The host code chooses one.
+template <Mapping kMapping_, int kLanes_>
+struct Path {
+  static constexpr Mapping kMapping = kMapping_;
+  static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
+  static constexpr bool kIsAny = kMapping == Mapping::kAny, kIsBlock = kLanes > 0, kIsWarp = !kIsAny && !kIsBlock;
+  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns
+};
+struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows of whole vectors that a warp holds
+struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
+struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
+struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
+struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows, dtypes and options
+
+constexpr int kMinLanes = 2;  // of a row
+
+// The most threads of a row. Those of float64 need more than 128 registers.
+template <class X>
+constexpr int kMaxRowThreads = sizeof(AccOf<X>) == 8 ? 256 : kMaxBlockThreads;
+
+// The lanes, warps and blocks of a row. They depend only on the dtype and the number of columns, and so does the order
+// of summation.
+struct RowDivision {
+  bool is_warp;        // whether a warp holds a row
+  bool deals_vectors;  // see Mapping
+  int row_threads;
+  int part_cols, num_parts;  // the parts of a row, of a block each
+
+  template <class X>
+  void divide(int64_t cols) {
+    using SliceOf = Slice<X, Mapping::kAny, 0>;
+    constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
+    const int64_t vectors = ceil_div(cols, kVec);
+    deals_vectors = cols % kVec == 0;
+    is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
+    constexpr int64_t kMaxWarps = kMaxRowThreads<X> / kWarpSize;  // also those that are resident on a multiprocessor
+    const int64_t max_part = std::min(kMaxPartVectors, kWarpVectors * kMaxWarps);
+    const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
+    int64_t parts = is_warp ? 1 : ceil_div(vectors, max_part);
+    // As few blocks as keep nearly all warps resident: a cluster of two would have 12 of 16 for 12288 columns.
+    const auto resident_warps = [&] {
+      const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
+      return kMaxWarps / warps * warps;
+    };
+    while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
+    if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // two launches, with more blocks
+    const int64_t part = parts == 1 ? vectors : part_for(parts);
+    part_cols = static_cast<int>(std::min(part * kVec, cols));
+    num_parts = static_cast<int>(ceil_div(cols, part_cols));
+    row_threads = static_cast<int>(ceil_div(part_cols, SliceOf::kWarpCols)) * kWarpSize;
+    if (!is_warp) return;
+    row_threads = kMinLanes;
+    while (row_threads * SliceOf::kElements < cols) row_threads *= 2;
   }
-}
+};
 
 // The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
 // put() and get() for the same row, and so between get() and the put() that overwrites what it reads.

@@ -27,33 +27,21 @@ struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 
-// Sets all elements; those of 16 bits by words, since each would take an instruction of its own.
-template <class E, int kSize>
-__device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
+// Sets each element e to get(e); those of 16 bits by words, since each would take an instruction and a register of its
+// own.
+template <class E, int kSize, class F>
+__device__ __forceinline__ void set_elements(Vector<E, kSize>& v, const F& get) {
   constexpr int kPerWord = sizeof(E) == 2 ? 2 : 1;
   using Word = std::conditional_t<sizeof(E) == 2, uint32_t, E>;
-  const Vector<E, 2> word = {{value, value}};
 #pragma unroll
   for (int e = 0; e < kSize; e += kPerWord) {
+    const Vector<E, 2> word = {{get(e), get(e + kPerWord - 1)}};
     reinterpret_cast<Word&>(v.values[e]) = reinterpret_cast<const Word&>(word);
   }
 }
-
-// Loads the first `remaining` elements of an array and sets the others to zero, or sets all to `default_value` if the
-// array does not exist. `remaining` may exceed the vector or be negative.
 template <class E, int kSize>
-__device__ __forceinline__ void load_or(Vector<E, kSize>& v, const E* array, bool exists, int remaining, bool aligned,
-                                        E default_value) {
-  fill(v, exists ? E(0.0f) : default_value);
-  if (!exists) return;
-  if (aligned && remaining >= kSize) {
-    v = *reinterpret_cast<const Vector<E, kSize>*>(array);
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < kSize; ++e) {
-    if (e < remaining) v.values[e] = array[e];
-  }
+__device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
+  set_elements(v, [&](int) { return value; });
 }
 
 // Rounds to nearest, ties to even. Subnormal numbers are kept.

@@ -117,7 +117,6 @@ T compute_again(T value) {
   return value;
 }
 inline void keep_order() {}
-inline void keep_branch() {}
 template <class T>
 T fast_divide(T x, T y) {
   return x / y;
@@ -134,6 +133,10 @@ EMULATOR_INLINE void async_copy(void* shared, const void* global) {
 template <int kBytes>
 EMULATOR_INLINE void async_copy(void* shared, const void* global, int bytes, int unused = 0) {
   emulator::async_copy(shared, global, kBytes, bytes, unused);
+}
+template <bool kConstant, class Vector>
+EMULATOR_INLINE void load_vector_if(bool condition, Vector& v, const void* from) {
+  if (condition) v = *static_cast<const Vector*>(from);
 }
 template <int kGroupsLeft>
 EMULATOR_INLINE void async_wait() {

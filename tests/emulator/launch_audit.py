@@ -45,9 +45,9 @@ TARGETS += [Target("RTX 5090", 100), Target("H200", 80), Target("B200", 90), Tar
 ROWS = (1, 129, 4096, 1_000_000, 10_000_000)
 MAX_COLS = 4 << 20
 MAX_BYTES = 4 << 30  # of a tensor: address space, not memory
-# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, and the chunks
-# of a block and of a cluster, for both passes, with 227 and with 99 KiB of shared memory per block.
-VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), *range(3072, 8193, 1024), 9216, 16384, 40960, 81920, 262144]
+# Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, registers, and
+# the blocks of a cluster, for both passes, with 227 and with 99 KiB of shared memory per block.
+VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), 2560, *range(3072, 8193, 1024), 9216, 16384, 32768, 262144]
 
 SAME_DTYPES = [(dtype, dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)]
 DTYPES = [*SAME_DTYPES, (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
@@ -56,9 +56,9 @@ MASKS = [[True] * 3, [True, False, False], [False, True, False], [False, False, 
 
 
 def lengths(itemsize):
-    """Return numbers of columns: as many vectors as each limit of the kernels and one more, and a random sample."""
+    """Return numbers of columns: each limit of the kernels, one element and one vector more, and a random sample."""
     count = 16 // itemsize
-    around = {v * count + d for v in VECTORS for d in (0, count)}
+    around = {v * count + d for v in VECTORS for d in (0, 1, count)}
     generator = random.Random(0)
     sample = {round(MAX_COLS ** generator.random()) for _ in range(20)}
     return sorted(n for n in around | sample | {MAX_COLS} if 1 <= n <= MAX_COLS)

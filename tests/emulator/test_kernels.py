@@ -43,9 +43,10 @@ def block_columns(dtype, vectors=260):
 # Schedules
 
 
-# The limits are the longest rows of 1 to 32 lanes, a chunk and a large chunk (geometry.h), in vectors of 16 bytes.
+# The limits are the longest rows of 1 to 32 lanes and of a block, and of threads with four and eight vectors
+# (forward_rows.cu), in vectors of 16 bytes.
 @all_dtypes
-@pytest.mark.parametrize("limit", [1, 8, 16, 32, 64, 128, 1024, 2048])
+@pytest.mark.parametrize("limit", [1, 8, 16, 32, 64, 128, 256, 1024, 2048, 2560])
 def test_all_schedules_give_the_same_bits(library, dtypes, limit):
     """Rows of whole vectors are aligned; those with one element less or more are not."""
     vector = 16 // dtypes[0].itemsize
@@ -98,39 +99,36 @@ def launches(library, name):
 
 @all_dtypes
 def test_long_rows_in_clusters_and_read_twice(library, dtypes):
-    """Clusters take up to 80 chunks in forward and 8 in backward, and a block takes 4 in forward.
+    """Clusters share up to 8 parts of a row, of `limit` vectors each.
 
-    Rows are cut into chunks of `limit` vectors. The last warps of the row of 7 * 256 + 1 vectors have no columns. The
-    same statistics give the same bits of grad_input.
+    The last warps of the row of 7 * 256 + 1 vectors have no columns. The same statistics give the same bits of
+    grad_input.
     """
     vector = 16 // dtypes[0].itemsize
-    chunks_and_missing_elements = [(1, 1), (2, 0), (5, 0), (8, 1), (9, 0), (24, 3)]
+    parts_and_missing_elements = [(1, 1), (2, 0), (5, 0), (8, 1), (9, 0), (24, 3)]
     if dtypes == (F32, F32):
-        chunks_and_missing_elements += [(80, vector + 1), (81, 0), (257, vector + 1)]
-    cases = [(32, 32 * chunks, missing) for chunks, missing in chunks_and_missing_elements]
+        parts_and_missing_elements += [(80, vector + 1), (257, vector + 1)]
+    cases = [(32, 32 * parts, missing) for parts, missing in parts_and_missing_elements]
     for limit, vectors, missing_elements in [*cases, (256, 7 * 256 + 1, 0), (256, 7 * 256 + 1, 1)]:
-        chunks = math.ceil(vectors / limit)
-        x, dy, w, b = random_args(library, dtypes, 2 if chunks < 80 else 1, vectors * vector - missing_elements)
+        parts = math.ceil(vectors / limit)
+        x, dy, w, b = random_args(library, dtypes, 2 if parts < 80 else 1, vectors * vector - missing_elements)
         x += 3  # a warp without columns must not count as zeros
         saved, grad_input = None, {}
         for architecture in (89, 90):
             library.launched()
-            with library.schedule(chunks, architecture=architecture, path_limit=limit):
+            with library.schedule(parts, architecture=architecture, path_limit=limit):
                 output, *statistics = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
                 forward_launches = launches(library, "forward")
                 saved = saved or statistics
                 gradients = library.ops.backward(dy, x, x.shape[1:], *saved, w, b, ALL)
                 backward_launches = launches(library, "backward")
-            check(Results(output, None, *statistics, *gradients), x, dy, w, b, context=(chunks, architecture))
+            check(Results(output, None, *statistics, *gradients), x, dy, w, b, context=(parts, architecture))
             grad_input[architecture] = gradients[:1]
-            in_cluster = architecture >= 90 and chunks <= 80
-            blocks = math.ceil(chunks / max(4, math.ceil(chunks / 8)))
-            expected = {1: 1} if chunks <= 4 else {blocks: 1} if in_cluster else {1: 2}
-            assert forward_launches == expected, (chunks, architecture)
-            in_cluster = architecture >= 90 and chunks <= 8
-            expected = {1: 1} if chunks == 1 else {chunks: 1} if in_cluster else {1: 2}
-            assert backward_launches == expected, (chunks, architecture)
-        assert_same_bits(grad_input[89], grad_input[90], chunks)
+            in_cluster = architecture >= 90 and parts <= 8
+            expected = {1: 1} if parts == 1 else {parts: 1} if in_cluster else {1: 2}
+            assert forward_launches == expected, (parts, architecture)
+            assert backward_launches == expected, (parts, architecture)
+        assert_same_bits(grad_input[89], grad_input[90], parts)
 
 
 @pytest.mark.parametrize("architecture", [89, 90, 120])
@@ -194,15 +192,19 @@ def test_options_match_float64(library, dtypes, run, path):
     """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
 
     Groups have few or many rows, so that they have one segment or several, and a block's rows share a group or not.
-    260 vectors take several warps, or several chunks of 32. Images of 24 pixels are copied by 16 bytes. One row of the
-    sum overflows. The memory of a gradient that is not requested does not exist, so that writing it fails.
+    260 vectors take several warps, or several parts of 32; 100 and 1030 vectors take other loops in registers.
+    Images of 24 pixels are copied by 16 bytes. One row of the sum overflows. The memory of a gradient that is not
+    requested does not exist, so that writing it fails.
 
     The layout of a tensor changes no bit of a row's results, nor does an addition in place.
     """
     draw = random.Random(f"{dtypes} {path}").choice
     for case in range(30):
         groups, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
-        cols = draw([1, 5, 9, 260]) * 16 // dtypes[0].itemsize + draw([0, 0, 3])
+        vectors = draw([1, 5, 9, 260]) if path else draw([1, 5, 9, 100, 260, 1030])
+        if vectors == 1030:
+            groups, rows = 2, 3
+        cols = vectors * 16 // dtypes[0].itemsize + draw([0, 0, 3])
         adds, has_grad_sum, efficient = (draw([False, True]) for _ in range(3))
         sum_dtype = dtypes[2] if adds else dtypes[0]
         variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}

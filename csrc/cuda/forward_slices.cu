@@ -1,0 +1,375 @@
+// y = (x - mean) * rstd * weight + bias for the rows of x [groups, rows, cols] on a GPU that forward_rows.cu does not
+// take: long rows, rows that are not whole vectors, and float64. RMSNorm's mean is 0.
+//
+// A thread owns 16 columns (8 of float64), and keeps their weights and biases in registers. Some lanes of a warp share
+// a short row, a block a longer one, and the blocks of a cluster one of more than 8192 columns. Blocks are persistent:
+// asynchronous copies bring the next rows to shared memory, from where a row is read twice, for its sums and for the
+// output. 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum,
+// which replaces it in shared memory. A block has one barrier per row, and a cluster one exchange of moments, which the
+// formula of Chan, Golub and LeVeque merges.
+//
+// Still longer rows, and those on older GPUs, take two launches, the first of which stores the moments of each part.
+//
+// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
+// Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+#include "../dtypes.h"
+#include "moments.cuh"
+#include "slice.cuh"
+
+namespace layernorm::cuda {
+
+template <class Acc>
+struct SlicesPlan : RowDivision {
+  Flags flags;
+  int stages, stage_bytes;  // of the shared memory of a warp
+  int rows_per_round;       // of a block
+  int64_t block_rows;
+  FastDivisor rows;  // of a group
+  Acc eps;
+  Divisor<Acc> cols, part, last_part;
+  void* workspace;
+};
+
+namespace {
+
+constexpr int kThreadsOfShortRows = 128;  // of a block whose warps hold rows
+constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use
+
+// The addresses of the results of a row, and the first vector of the block's part of it, from which a warp estimates
+// the mean. A vector that is not aligned is in two pieces of 16 aligned bytes.
+template <class T, class X>
+struct alignas(16) RowHeader {
+  unsigned char x[32], input[32];
+  int64_t number;  // of the row among all rows; -1 if it does not exist
+  T* output;
+  X* sum;
+  short x_offset, input_offset;  // see Slice::staged()
+};
+
+// ---- rows in shared memory ------------------------------------------------------------------------------------------
+
+// The rows of a block, as one of its threads sees them. x is the input or, with a residual, first that and then the
+// sum.
+template <class T, class X, class Path>
+struct Rows {
+  using SliceOf = Slice<X, Path::kMapping, Path::kLanes>;
+  using Acc = AccOf<X>;
+  using Header = RowHeader<T, X>;
+  static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
+  static constexpr int kStep = Path::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
+
+  const ForwardParams& p;
+  const SlicesPlan<Acc>& plan;
+  const Flags flags;
+  const SliceOf slice;
+  const int64_t begin;  // the first column of the block's part
+  const int part_cols;
+  unsigned char* const shared;  // of the warp
+
+  // A stage has the headers of the warp's rows, x, and the input if there is a residual.
+  __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
+  template <class E>
+  __host__ __device__ static int array_bytes(int rows) {
+    return SliceOf::kWarpCols * static_cast<int>(sizeof(E)) + (Path::kMapping == Mapping::kVectors ? 0 : 16 * rows);
+  }
+  __host__ __device__ static int stage_bytes(int rows, bool has_residual) {
+    return x_begin(rows) + array_bytes<X>(rows) + (has_residual ? array_bytes<T>(rows) : 0);
+  }
+  __device__ __forceinline__ int rows_of_warp() const { return Path::kIsBlock ? 1 : kWarpSize / slice.lanes(); }
+  __device__ __forceinline__ Header& header(int stage) const {
+    return reinterpret_cast<Header*>(shared + stage)[Path::kIsBlock ? 0 : slice.row];
+  }
+  __device__ __forceinline__ unsigned char* x_at(int stage) const { return shared + stage + x_begin(rows_of_warp()); }
+  __device__ __forceinline__ unsigned char* input_at(int stage) const {
+    return x_at(stage) + array_bytes<X>(rows_of_warp());
+  }
+
+  // Starts to copy a row, or zeros if it does not exist, to the shared memory of a stage.
+  __device__ __forceinline__ void fetch(int64_t number, bool exists, int stage) const {
+    const RowIndex row = exists ? find_group(number, flags.has(kHasGroups), plan.rows) : RowIndex{0, 0};
+    const int cols = exists ? part_cols : 0;
+    const bool adds = flags.has(kResidual);
+    Header& to = header(stage);
+    const X* const x = address<const X>(adds ? p.residual : p.input, row) + begin;
+    slice.fetch(x_at(stage), x, cols);
+    fetch_first_vector(to.x, x, cols);
+    const T* const input = address<const T>(p.input, row) + begin;
+    if (adds) {
+      slice.fetch(input_at(stage), input, cols);
+      fetch_first_vector(to.input, input, cols);
+    }
+    if (slice.lane > 0) return;
+    to.number = exists ? number : -1;
+    to.output = address<T>(p.output, row) + begin;
+    to.sum = address<X>(p.sum, row) + begin;
+    to.x_offset = static_cast<short>(slice.offset_of(x));
+    to.input_offset = static_cast<short>(slice.offset_of(input));
+  }
+  template <class E>
+  __device__ __forceinline__ void fetch_first_vector(unsigned char* to, const E* array, int cols) const {
+    if (slice.lane > 1) return;
+    const int offset = slice.offset_of(array), granule = slice.lane * 16;
+    const int end = cols > 0 ? offset + min(cols, kVec) * static_cast<int>(sizeof(E)) : 0;
+    async_copy<16>(to + granule, reinterpret_cast<const unsigned char*>(array) - offset + granule,
+                   min(max(end - granule, 0), 16), granule == 0 ? offset : 0);
+  }
+
+  // This thread's first element of x.
+  __device__ __forceinline__ X* staged_x(int stage) const {
+    return slice.template staged<X>(x_at(stage), header(stage).x_offset);
+  }
+  // Adds the input to the residual.
+  __device__ __forceinline__ void add_input(int stage) const {
+    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+    X* const x = staged_x(stage);
+    const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
+#pragma unroll
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc a[kStep], b[kStep];
+      slice.read(a, x, j);
+      slice.read(b, input, j);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) a[e] += b[e];
+      slice.write(x, j, round_to<X>(a));
+    }
+  }
+  // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
+  __device__ __forceinline__ Acc estimate_mean(int stage) const {
+    const Header& from = header(stage);
+    Acc v[kVec], mean = 0;
+    read_first_vector<X>(v, from.x, from.x_offset);
+    if (flags.has(kResidual)) {
+      Acc input[kVec];
+      read_first_vector<T>(input, from.input, from.input_offset);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
+    return part_cols >= kVec ? mean : mean * (Acc(kVec) / static_cast<Acc>(part_cols));
+  }
+  template <class E>
+  __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
+    if constexpr (Path::kMapping == Mapping::kVectors) {
+      widen(v, *reinterpret_cast<const Vector<E, kVec>*>(from));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + offset)[e]);
+    }
+  }
+
+  // Adds up d = x * scale - pivot and their squares.
+  __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Moments<Acc>& moments) const {
+    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+    Acc diffs[2] = {}, squares[2] = {};
+    const auto add = [&](auto has_end) {
+#pragma unroll
+      for (int j = 0; j < kElements; j += kStep) {
+        Acc v[kStep];
+        slice.read(v, x, j);
+#pragma unroll
+        for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
+          const bool exists = !has_end.value || slice.column(j + e) < part_cols;
+          const Acc d = fma(v[e], moments.scale, exists ? -moments.pivot : 0);
+          diffs[e % 2] += d;
+          squares[e % 2] = fma(d, d, squares[e % 2]);
+        }
+      }
+    };
+    if (!Path::kIsAny && slice.begin + slice.lanes() * kElements <= part_cols) {
+      add(std::false_type());
+    } else {
+      add(std::true_type());
+    }
+    sums[0] = diffs[0] + diffs[1];
+    sums[1] = squares[0] + squares[1];
+  }
+};
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+// A multiprocessor has registers for so many threads of rows of blocks: 80 each, or 96 in code for 8.0.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResidentThreads = 640;
+#else
+constexpr int kResidentThreads = 768;
+#endif
+
+// Two launches that read a row need the workspace [groups * rows, num_parts] of Moments.
+template <class T, class X, class Path>
+__global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentThreads, Path::kIsAny)
+    forward_slices(const ForwardParams p, const SlicesPlan<AccOf<X>> plan) {
+  using RowsOf = Rows<T, X, Path>;
+  using Acc = typename RowsOf::Acc;
+  constexpr int kElements = RowsOf::kElements, kStep = RowsOf::kStep;
+  const Flags flags = plan.flags;
+  // The shuffle tells the compiler that the lanes of a warp have the same row.
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const bool is_warp = Path::kIsAny && plan.is_warp;
+  const int part = blockIdx.x;
+  const int64_t begin = int64_t{plan.part_cols} * part;
+  const typename RowsOf::SliceOf slice(is_warp ? 0 : warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
+  extern __shared__ __align__(16) unsigned char shared[];
+  const RowsOf rows{p,
+                    plan,
+                    flags,
+                    slice,
+                    begin,
+                    static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols})),
+                    shared + warp * plan.stages * plan.stage_bytes};
+  const int row_in_round = is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : 0;
+  const bool is_first_thread = slice.lane == 0 && (is_warp || warp == 0);  // of the part of a row
+
+  const int64_t first = blockIdx.y * plan.block_rows, end = min(first + plan.block_rows, p.groups * p.rows);
+  int64_t fetched = first + row_in_round;
+  const auto fetch_next = [&](int stage) {
+    rows.fetch(fetched, fetched < end, stage);
+    fetched += plan.rows_per_round;
+    async_commit();
+  };
+  if (flags.has(kLoadsSums)) wait_for_previous_grid();
+  const int ring_end = plan.stages * plan.stage_bytes;
+#pragma unroll 1
+  for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
+  __shared__ ClusterExchange<Moments<Acc>> exchange;
+  if (flags.has(kInCluster)) {
+    if (threadIdx.x == 0) exchange.init();
+    cluster_arrive(), cluster_wait();
+    __syncthreads();
+  }
+
+  const bool is_last = part + 1 == plan.num_parts;
+  const Divisor<Acc> part_divisor(is_last ? plan.last_part.value : plan.part.value,
+                                  is_last ? plan.last_part.reciprocal : plan.part.reciprocal);
+  Acc weight[kElements], bias[kElements];
+  int64_t group = -1;  // of the parameters
+  int buffer = 0, stage = 0, round = 0;
+#pragma unroll 1
+  for (int64_t row = first; row < end; row += plan.rows_per_round, ++round) {
+    if (plan.stages == kMaxStages) {
+      async_wait<kMaxStages - 1>();
+    } else if (plan.stages == 2) {
+      async_wait<1>();
+    } else {
+      async_wait<0>();
+    }
+    __syncwarp();
+    const auto& header = rows.header(stage);
+    const int64_t number = header.number;
+    const int cols = number < 0 ? 0 : rows.part_cols;
+    const RowIndex index = find_group(max(number, int64_t{0}), flags.has(kHasGroups), plan.rows);
+    if (index.group != group && !flags.has(kStoresSums)) {
+      group = index.group;
+      slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, rows.part_cols, flags, kWeight, 1);
+      slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
+    }
+    X* const x = rows.staged_x(stage);
+    if (flags.has(kResidual)) rows.add_input(stage);
+
+    Moments<Acc> moments;
+    const auto stored_moments = [&] { return static_cast<Moments<Acc>*>(plan.workspace) + number * plan.num_parts; };
+    if (!flags.has(kLoadsSums)) {
+      const bool rms = flags.has(kRms);
+      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage), plan.row_threads, part_divisor, rms, buffer,
+                               [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, from); });
+    }
+    if (flags.has(kStoresSums)) {
+      if (is_first_thread) stored_moments()[part] = moments;
+    } else if (flags.has(kInCluster | kLoadsSums)) {
+      const Moments<Acc>* const parts =
+          flags.has(kInCluster) ? exchange.gather(moments, plan.num_parts, round) : stored_moments();
+      moments = merge_parts(parts, plan.num_parts);
+    }
+    const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
+    if (is_first_thread && part == 0 && number >= 0 && !flags.has(kStoresSums)) {
+      if (!flags.has(kRms)) *address<Acc>(p.mean, index) = moments.mean();
+      *address<Acc>(p.rstd, index) = unscaled_rstd(rstd, plan.eps, moments.scale);
+    }
+    const auto slice_again = Path::kMapping == Mapping::kVectors ? slice : slice.again();
+    T* const output = compute_once(header.output);
+    X* const sum = compute_once(header.sum);
+#pragma unroll
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc v[kStep];
+      slice_again.read(v, x, j);
+      // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
+      if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
+      if (flags.has(kStoresSums)) continue;
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
+      slice_again.store(output, j, v, cols);
+    }
+    __syncwarp();
+    fetch_next(stage);
+    stage = stage + plan.stage_bytes == ring_end ? 0 : stage + plan.stage_bytes;
+  }
+  async_wait<0>();  // before the block returns
+  if (flags.has(kStoresSums)) let_next_grid_start();
+}
+
+// ---- host code ------------------------------------------------------------------------------------------------------
+
+template <class T, class X, class Path>
+void launch_slices(const ForwardParams& p, SlicesPlan<AccOf<X>> plan) {
+  const auto kernel = forward_slices<T, X, Path>;
+  LaunchConfig config;
+  config.stream = static_cast<Stream>(p.stream);
+  const int threads = plan.is_warp ? kThreadsOfShortRows : plan.row_threads;
+  const int rows_of_warp = plan.is_warp ? kWarpSize / plan.row_threads : 1;
+  plan.rows_per_round = plan.is_warp ? threads / plan.row_threads : 1;
+  plan.stage_bytes = Rows<T, X, Path>::stage_bytes(rows_of_warp, p.residual.data);
+  config.block = static_cast<unsigned>(threads);
+  const auto bytes = [&](int stages) { return static_cast<size_t>(threads / kWarpSize * stages * plan.stage_bytes); };
+  constexpr size_t kMaxStaticShared = 1280;
+  plan.stages = kMaxStages;
+  while (plan.stages > 1 && bytes(plan.stages) + kMaxStaticShared > max_shared_memory(config)) --plan.stages;
+  config.shared_bytes = bytes(plan.stages);
+
+  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && has_clusters(config, kernel);
+  const bool reads_twice = plan.num_parts > 1 && !in_cluster;
+  plan.flags.set(kInCluster, in_cluster);
+  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
+  const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
+  plan.block_rows = ceil_div(rounds, std::min({rounds, resident, kMaxGridY})) * plan.rows_per_round;
+  config.grid =
+      dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(ceil_div(p.groups * p.rows, plan.block_rows)));
+  if (!reads_twice) return launch(config, kernel, p, plan);
+
+  const auto moments = p.groups * p.rows * plan.num_parts;
+  plan.workspace = p.allocator->allocate(moments * static_cast<int64_t>(sizeof(Moments<AccOf<X>>)));
+  plan.flags.set(kStoresSums, true);
+  launch(config, kernel, p, plan);
+  plan.flags.set(kStoresSums, false);
+  plan.flags.set(kLoadsSums, true);
+  plan.flags.set(kResidual, false);
+  ForwardParams second = p;
+  if (p.residual.data) second.input = p.sum;
+  config.overlaps_previous = true;
+  launch(config, kernel, second, plan);
+}
+
+}  // namespace
+
+void forward_slices(const ForwardParams& p) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using T = typename decltype(types)::T;
+    using X = typename decltype(types)::X;
+    using Acc = AccOf<X>;
+    SlicesPlan<Acc> plan = {};
+    plan.template divide<X>(p.cols);
+    plan.flags = make_flags<T, X, typename decltype(types)::W>(p);
+    plan.rows = FastDivisor(p.rows);
+    plan.eps = static_cast<Acc>(p.eps);
+    plan.cols = Divisor<Acc>(p.cols);
+    plan.part = Divisor<Acc>(plan.part_cols);
+    plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
+    if constexpr (std::is_same_v<T, X> && !std::is_same_v<X, double>) {
+      if (!plan.is_warp && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
+      if (!plan.is_warp && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
+    }
+    launch_slices<T, X, AnyRows>(p, plan);
+  });
+}
+
+}  // namespace layernorm::cuda

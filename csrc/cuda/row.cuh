@@ -1,0 +1,164 @@
+// What the kernels share: sums over the lanes of a row, messages of the blocks of a cluster, and the arithmetic of
+// statistics and gradients.
+#pragma once
+
+#include "geometry.h"
+#include "vec.cuh"
+
+namespace layernorm::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxBlockThreads = 512;
+
+// Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
+template <int kLanes, class Acc>
+__device__ __forceinline__ Acc sum_lanes(Acc value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+// Returns to all lanes of a row the sums over them, for a power of two of lanes.
+template <int kCount, class Acc>
+__device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset >= lanes) continue;
+#pragma unroll
+    for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  }
+}
+
+// Values that the blocks of a cluster exchange once per round. Two buffers take turns. No block overwrites values that
+// another one still reads: a block sends those of the next round after it has received those of this round from all
+// blocks, and their threads had read the last round's before.
+template <class Value>
+struct ClusterExchange {
+  Value values[2][kMaxClusterSize];
+  TransactionBarrier barriers[2];
+
+  // One thread calls this before its cluster_arrive().
+  __device__ __forceinline__ void init() { barriers[0].init(), barriers[1].init(); }
+
+  // The block's first warp sends a value to the cluster's blocks, all of which must have started.
+  __device__ __forceinline__ void send(const Value& value, int blocks, int round) {
+    const int buffer = round % 2;
+    if (threadIdx.x == 0) barriers[buffer].expect(blocks * sizeof(Value));
+    if (static_cast<int>(threadIdx.x) < blocks) {
+      barriers[buffer].store(values[buffer][cluster_rank()], value, threadIdx.x);
+    }
+  }
+  // Returns to all threads the values of the cluster's blocks.
+  __device__ __forceinline__ const Value* receive(int round) {
+    barriers[round % 2].wait(round / 2);
+    return values[round % 2];
+  }
+  __device__ __forceinline__ const Value* gather(const Value& value, int blocks, int round) {
+    send(value, blocks, round);
+    return receive(round);
+  }
+};
+
+// ---- large numbers --------------------------------------------------------------------------------------------------
+
+// As on the CPU, a row whose sums of squares or differences overflow is first scaled by a power of two, which rounds
+// nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
+template <class Acc>
+constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
+template <class Acc>
+constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+
+__device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
+__device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
+
+// 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not. In
+// constant rows of large numbers, whose differences are zero, the largest number replaces an overflow.
+template <class Acc>
+__device__ __forceinline__ Acc scaled_rstd(Acc variance, Acc eps, Acc scale) {
+  if (scale == 1) return reciprocal_sqrt(variance + eps);
+  const Acc rstd = 1 / hypot(sqrt(variance), sqrt(eps) * scale);
+  return eps > 0 && rstd == kInfinity<Acc> ? std::numeric_limits<Acc>::max() : rstd;
+}
+
+// The rstd of x, from the result of scaled_rstd().
+template <class Acc, class Eps>
+__device__ __forceinline__ Acc unscaled_rstd(Acc rstd, Eps eps, Acc scale) {
+  return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * scale;
+}
+
+// A number of columns, and its reciprocal rounded to nearest.
+template <class Acc>
+struct Divisor {
+  Acc value, reciprocal;
+
+  Divisor() = default;
+  explicit Divisor(int64_t count) : Divisor(static_cast<Acc>(count), 1 / static_cast<Acc>(count)) {}
+  __host__ __device__ __forceinline__ Divisor(Acc value, Acc reciprocal) : value(value), reciprocal(reciprocal) {}
+
+  // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite (Markstein,
+  // Computation of elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a function
+  // call that needs more registers.
+  __device__ __forceinline__ Acc divide(Acc x) const {
+    const Acc quotient = x * reciprocal;
+    return fma(fma(-quotient, value, x), reciprocal, quotient);
+  }
+};
+
+// ---- backward of a row ----------------------------------------------------------------------------------------------
+
+// The largest power of two up to x, for positive normal x, and the reciprocal of a power of two.
+__device__ __forceinline__ float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
+__device__ __forceinline__ float invert(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
+__device__ __forceinline__ double power_of_two(double x) {
+  return __longlong_as_double(__double_as_longlong(x) & 0x7ff0000000000000);
+}
+__device__ __forceinline__ double invert(double power) {
+  return __longlong_as_double(0x7fe0000000000000 - __double_as_longlong(power));
+}
+
+// The statistics that forward saved, for x * scale: d = x * scale - mean and xhat = d * rstd - correction. The scale is
+// a power of two, which rounds nothing, and brings the deviation of the row near 1, so that products with d neither
+// overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
+template <class Acc>
+struct Statistics {
+  Acc scale = 0, mean = 0, rstd = 0;
+
+  Statistics() = default;
+  // Zeros for a row that does not exist.
+  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists)
+      : Statistics(exists && p.mean.data ? *address<const Acc>(p.mean, index) : 0,
+                   exists ? *address<const Acc>(p.rstd, index) : 0, from_output) {}
+  __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool from_output) : mean(mean_), rstd(rstd_) {
+    if (from_output) {
+      scale = rstd, rstd = 1;
+      return;
+    }
+    // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
+    const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
+    scale = is_far ? 1 : power_of_two(max(rstd, std::numeric_limits<Acc>::min()));
+    mean *= scale;
+    rstd *= invert(scale);
+  }
+};
+
+// The means over a row from which dx is computed.
+template <class Acc>
+struct RowMeans {
+  Acc xhat;  // of xhat as computed from the saved mean: the correction
+  Acc g;
+  Acc g_xhat;  // of g times the corrected xhat
+
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
+  // as for a row of one column or the gradient of the sum of the outputs.
+  __device__ __forceinline__ Acc grad_input(Acc g_minus_mean, Acc xhat_, const Statistics<Acc>& row) const {
+    return fma(xhat_, -g_xhat, g_minus_mean) * (row.rstd * row.scale);
+  }
+};
+
+// xhat from the output. A weight that is too small to divide by gives NaN.
+template <class Acc>
+__device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
+  return abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : fast_divide(y - bias, weight);
+}
+
+}  // namespace layernorm::cuda
