@@ -17,7 +17,7 @@ import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
 from . import _build_info
-from ._comparison import ACTIVATION, TORCH_LAYERS, SkippedError, difference, full_shape, tensor_attribute
+from ._comparison import TORCH_LAYERS, SkippedError, difference, full_shape, has_activation, tensor_attribute
 from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
 from .channels_first import LayerNorm2d, RMSNorm2d
 from .modules import LayerNorm, RMSNorm
@@ -239,20 +239,21 @@ def _is_normalization(module: Module) -> bool:
         return False
     if isinstance(module, tuple(key for key in _REGISTRY if isinstance(key, type))):
         return True
-    if not module._modules.keys() <= ACTIVATION.keys():  # a block that is named after the layer in it
+    if not has_activation(module):  # a block that is named after the layer in it
         return False
     cls = type(module)
     return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(Module()))
+_REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replacement has torch's
 
 
 def _kind(module: Module) -> Hashable:
     """Return a key that modules share if they compute the same for all values of their parameters."""
     attributes = [(name, value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
-    children = module._modules if module._modules.keys() <= ACTIVATION.keys() else module._modules.items()
+    children = module._modules if has_activation(module) else module._modules.items()
     others = (module.training, *module._parameters, *module._buffers.items(), *children)
     kind = (type(module), *others, *attributes, *parameters)
     try:
@@ -283,6 +284,9 @@ def _replacement(module: Module) -> Module:
     builds = _builds(cls)
     if not builds:
         raise SkippedError("not registered by layernorm_ext.register_conversion")
+    overridden = [name for name in _REPLACED_METHODS if getattr(cls, name) is not getattr(Module, name)]
+    if overridden:
+        raise SkippedError(f"its class overrides {overridden[0]}")
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
     parameters = list(inspect.signature(cls.forward).parameters.values())
@@ -439,7 +443,8 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
         change = vars(module).pop(_CHANGE)
         module.__class__ = change.old_cls
         for name in change.added:
-            delattr(module, name)
+            owner = vars(module) if name in vars(module) else module._parameters
+            del owner[name]
         vars(module).update(change.old_attributes)
 
 

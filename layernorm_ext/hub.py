@@ -6,8 +6,8 @@ package was built with CUDA, on GPUs, in all modes, ``torch.compile`` included.
 ========================  ======================================================================
 name of the layer         classes
 ========================  ======================================================================
-``RMSNorm``               nearly all RMSNorms of transformers
-``RMSNormZeroCentered``   those that multiply by ``weight + 1``, such as Gemma's
+``RMSNorm``               the RMSNorms that transformers decorates, four of five
+``RMSNormZeroCentered``   ten classes that multiply by ``weight + 1``, such as Gemma's
 ``LayerNorm``             ``torch.nn.LayerNorm``, after ``kernels.replace_kernel_forward_from_hub``
 ========================  ======================================================================
 """
@@ -15,6 +15,7 @@ name of the layer         classes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -57,13 +58,22 @@ def _register_with_transformers(mapping: dict[str, dict[str, _Repository]]) -> N
             f"{import_utils.KERNELS_MAX_VERSION}, but kernels {kernels.__version__} is installed"
         )
     hub_kernels = import_module("transformers.integrations.hub_kernels")
+    classes = [
+        getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
+        for model, name in _ZERO_CENTERED.items()
+        if find_spec(f"transformers.models.{model}")  # older versions have fewer models
+    ]
     theirs = hub_kernels.get_kernel_mapping_transformers()
     for name, repositories in mapping.items():
         theirs.setdefault(name, {}).update(repositories)
-    for model, cls in _ZERO_CENTERED.items():
-        module = f"transformers.models.{model}.modeling_{model}"
-        if find_spec(f"transformers.models.{model}"):  # older versions have fewer models
-            hub_kernels.replace_kernel_forward_from_hub(getattr(import_module(module), cls), "RMSNormZeroCentered")
+    for cls in classes:
+        # A subclass may have another formula.
+        condition = partial(_is_instance_of_class_itself, cls)
+        kernels.replace_kernel_forward_from_hub(cls, "RMSNormZeroCentered", condition=condition)
+
+
+def _is_instance_of_class_itself(cls: type, module: torch.nn.Module) -> bool:
+    return type(module) is cls
 
 
 # Models of transformers, and their RMSNorms that are zero-centered and not decorated.

@@ -167,8 +167,34 @@ def long_error(self, x):
 torch_forward = torch.nn.LayerNorm.forward
 NAME = "not LayerNorm((5,), eps=1e-05, elementwise_affine=True, bias=True): "
 OUTPUT = NAME + "output differs by "
+
+
 # Case -> the layer or its forward, the reason, and the function that builds the replacement, if not the default.
+def masked(self, x):
+    """Leave zeros out, as torchao's MaskedLayerNorm does."""
+    kept = (x != 0).to(x.dtype)
+    count = kept.sum(-1, keepdim=True).clamp(min=1)
+    d = (x - x.sum(-1, keepdim=True) / count) * kept
+    y = d * torch.rsqrt((d * d).sum(-1, keepdim=True) / count + self.eps)
+    return y * self.weight + self.bias
+
+
+def eps_of_16_bits(self, x):
+    return layer_norm(x, (5,), self.weight, self.bias, 1e-2 if x.dtype in (F16, BF16) else self.eps)
+
+
+def overriding(name):
+    """Return a layer whose class overrides a method of torch.nn.Module."""
+    method = lambda self, *args, **kwargs: getattr(torch.nn.Module, name)(self, *args, **kwargs)  # noqa: E731
+    return type("Overriding", (torch.nn.LayerNorm,), {name: method})(5)
+
+
 SKIPPED = {
+    "masked": (masked, OUTPUT),
+    "other eps for 16 bits": (eps_of_16_bits, "output of torch.bfloat16 and torch.bfloat16 differs by "),
+    "own call": (overriding("__call__"), ": its class overrides __call__"),
+    "own conversion": (overriding("_apply"), ": its class overrides _apply"),
+    "own loading": (overriding("_load_from_state_dict"), ": its class overrides _load_from_state_dict"),
     "std plus eps": (eps_beside_deviation, OUTPUT),
     "other eps": (lambda self, x: layer_norm(x, (5,), self.weight, self.bias, 1e-6), OUTPUT),
     "other gradient": (lambda self, x: torch_forward(self, x) + x - x.detach(), NAME + "gradient of input differs by "),

@@ -326,6 +326,51 @@ def test_equal_layers_share_a_class_though_their_activations_differ():
     assert isinstance(model[0].act, torch.nn.ReLU) and isinstance(model[1].act, torch.nn.SiLU)
 
 
+class CountsCalls(torch.nn.LayerNorm):
+    """A layer whose forward changes a buffer and a list."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+        self.shapes = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.shapes.append(x.shape)
+        return super().forward(x)
+
+
+def test_the_comparison_leaves_the_state_of_the_layer_as_it_was():
+    layer = CountsCalls(5)
+    register_conversion(CountsCalls, lambda module: LayerNorm(5, device="meta"))
+    assert convert(layer).replaced
+    assert layer.calls == 0 and layer.shapes == []
+
+
+class EpsIsAProperty(torch.nn.LayerNorm):
+    eps = property(lambda self: 1e-3, lambda self, value: None)
+
+
+def test_attributes_that_are_properties_are_restored():
+    layer = EpsIsAProperty(5)
+    before, x = snapshot(layer), torch.randn(3, 5)
+    expected = layer(x)
+    register_conversion(EpsIsAProperty, lambda module: LayerNorm(5, module.eps, device="meta"))
+    assert convert(layer).replaced
+    torch.testing.assert_close(layer(x), expected)
+    revert(layer)
+    assert snapshot(layer) == before
+
+
+def test_an_absent_activation_is_no_activation():
+    layer, x = type("Plain", (torch.nn.LayerNorm,), {})(5), torch.randn(3, 5)
+    layer.register_module("act", None)
+    register_conversion(type(layer))
+    expected = layer(x)
+    convert(layer)
+    torch.testing.assert_close(layer(x), expected)
+
+
 def test_parameters_of_other_children_are_refused():
     """They may be zeros that training changes."""
 

@@ -92,7 +92,6 @@ PACKAGES = {
     },
     "torchao": {
         "torchao._models.sam2.modeling.sam2_utils.LayerNorm2d": (LayerNorm2d,),
-        "torchao.prototype.pat.layers.masked_layernorm.MaskedLayerNorm": (LayerNorm,),
         "torchao.testing.model_architectures.RMSNorm": (RMSNorm,),
     },
     "torchtune": {

@@ -167,6 +167,17 @@ def test_torchs_layers_are_replaced_where_users_decorate_them(cls, kernels, monk
     torch.testing.assert_close(model(x), expected, rtol=1e-13, atol=1e-13)  # four layers of ten roundings by 1e-16
 
 
+def test_subclasses_of_classes_that_this_package_decorates_keep_their_formula(kernels):
+    modeling = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    subclass = type(
+        "Doubled", (modeling.GemmaRMSNorm,), {"forward": lambda self, x: 2 * super(subclass, self).forward(x)}
+    )
+    layer, x = subclass(8), torch.randn(3, 8)
+    expected = layer(x)
+    kernelized = kernels.kernelize(layer, mode=kernels.Mode.TRAINING, device="cpu")
+    assert torch.equal(kernelized(x), expected)
+
+
 def test_users_mappings_of_other_layers_stay_in_force(kernels):
     class Doubles(torch.nn.Module):
         def forward(self, x):
