@@ -66,14 +66,23 @@ void evaluate_boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (member.adds) torch::jit::push(*stack, std::move(outputs.sum));
 }
 
+// Registers a member for the keys that decompose it. vmap and functionalization would refuse it otherwise, because it
+// may change its residual.
+template <size_t kMember>
+void define_member(torch::Library& m) {
+  constexpr const Member& member = kFamily[kMember];
+  const char* const results = member.adds ? " -> (Tensor output, Tensor(a!) sum)" : " -> Tensor";
+  m.def((signature(member, kSchemaSpelling) + results).c_str(), {at::Tag::pt2_compliant_tag});
+  using c10::DispatchKey;
+  for (const auto key : {DispatchKey::CompositeImplicitAutograd, DispatchKey::FuncTorchBatchedDecomposition,
+                         DispatchKey::Functionalize}) {
+    m.impl(member.name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&evaluate_boxed<kMember>>()));
+  }
+}
+
 template <size_t... kMembers>
 void define_members(torch::Library& m, std::index_sequence<kMembers...>) {
-  const auto define = [&](const Member& member, torch::CppFunction function) {
-    const char* const results = member.adds ? " -> (Tensor output, Tensor(a!) sum)" : " -> Tensor";
-    m.def((signature(member, kSchemaSpelling) + results).c_str(), {at::Tag::pt2_compliant_tag});
-    m.impl(member.name, std::move(function));
-  };
-  (define(kFamily[kMembers], torch::CppFunction::makeFromBoxedFunction<&evaluate_boxed<kMembers>>()), ...);
+  (define_member<kMembers>(m), ...);
 }
 
 }  // namespace

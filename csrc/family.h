@@ -70,7 +70,11 @@ template <class Reader>
 MemberArgs read_arguments(const Member& member, Tensor input, Reader&& next) {
   MemberArgs args;
   args.input = std::move(input);
-  if (member.adds) args.residual = next.tensor();
+  if (member.adds) {
+    args.residual = next.tensor();
+    TORCH_CHECK(args.residual->defined(), "Expected residual to be a tensor, but got None for input of shape ",
+                args.input.sym_sizes());
+  }
   if (!member.images) args.normalized_shape = next.shape();
   args.weight = next.optional_tensor();
   if (member.has_bias()) args.bias = next.optional_tensor();

@@ -72,6 +72,29 @@ def test_scripted_functions_have_the_same_results(member):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize(
+    ("member", "transform"),
+    [(member, "vmap") for member in MEMBERS]
+    + [(member, "functionalize") for member in MEMBERS if "inplace" not in member.options],  # it refuses all of these
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_scripted_functions_in_transforms(member, transform):
+    """Without rules of their own, both refuse operators that may change an argument."""
+    shape = (2, 5, 3, 8) if member.takes_images else (2, 5, 8)
+    x, r, w, b = (torch.randn(size) for size in (shape, shape, 8, 8))
+    scripted = torch.jit.script(member.function)
+    scripted.__name__ = member.function.__name__
+    functions = [dataclasses.replace(member, function=function) for function in (scripted, member.function)]
+    if transform == "vmap":
+        batches = x.expand(3, *shape), r.expand(3, *shape)
+        results, expected = (torch.vmap(f, (0, 0, None, None))(*batches, w, b) for f in functions)
+    else:
+        results, expected = (torch.func.functionalize(f)(x, r, w, b) for f in functions)
+    for actual, right in zip(results, expected, strict=True):
+        # vmap of in-place functions and of eager ones take the same composition.
+        torch.testing.assert_close(actual, right, rtol=0, atol=0)
+
+
 def test_scripted_converted_model_has_the_same_bits():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)).eval()
     assert layernorm_ext.convert(model).replaced
