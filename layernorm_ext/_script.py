@@ -1,6 +1,7 @@
 """Makes torch.jit.script compile a public function as a call of the operator of the same name.
 
-TorchScript supports neither keyword-only arguments nor ``__torch_function__``.
+TorchScript supports neither keyword-only arguments with defaults nor ``__torch_function__``. It takes all arguments by
+position.
 """
 
 import linecache
