@@ -11,7 +11,7 @@ import click
 import torch
 from rich.console import Console
 
-from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots
+from . import accuracy, adaln, compare, compiled, kernels, memory, overhead, plots, report
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine, progress
@@ -158,6 +158,10 @@ add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp3
 add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
+RUN = click.Argument(["run"], type=click.Path(exists=True, dir_okay=False, path_type=Path))
+cli.add_command(
+    click.Command("store", callback=report.store, params=[RUN, click.Argument(["machine"])], help=report.store.__doc__)
+)
 
 if __name__ == "__main__":
     cli(prog_name="python -m benchmarks")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +16,7 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, cases, compare, compiled, contenders, timing  # noqa: E402
+from benchmarks import accuracy, cases, compare, compiled, contenders, report, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 ALL = "ours,torch,torch.compile"
@@ -137,3 +138,31 @@ def test_compare_times_both_builds(run, monkeypatch):
     _, records = run("compare", "HEAD", "16x64", "--dtypes", "fp32", *QUICK)
     assert [(r["contender"], r["pass"]) for r in records] == [("head", "forward"), ("head", "backward")]
     assert all(r["us"] > 0 and r["noise"] >= 1 for r in records)
+
+
+STORED = sorted(report.RESULTS.glob("*/kernels.csv"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.parent.name)
+def test_stored_tables_are_those_of_the_stored_times(path):
+    text = report.DOCUMENT.read_text()
+    assert report.update(text, path) == text
+
+
+def test_store_writes_the_table_of_a_run(run, monkeypatch, tmp_path):
+    document, results = tmp_path / "results.md", tmp_path / "results"
+    document.write_text("before\n<!-- here -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(report, "DOCUMENT", document)
+    monkeypatch.setattr(report, "RESULTS", results)
+    _, records = run(
+        "kernels", "40x64", "--dtypes", "fp32", "--passes", "forward", "--contenders", "ours,torch", *QUICK
+    )
+    result = CliRunner().invoke(program.cli, ["store", str(tmp_path / "kernels.json"), "here"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    times = {r["contender"]: r["us"] for r in records}
+    before, table, after = re.split("<!-- here -->|<!-- end -->", document.read_text())
+    assert (before, after) == ("before\n", "\nafter\n")
+    last = [cell.strip() for cell in table.strip().splitlines()[-1].split("|")]
+    assert last[1:3] == ["forward", "geometric mean"]
+    # Times are stored with two decimals of a microsecond, and ratios with two.
+    assert float(last[3]) == pytest.approx(times["torch"] / times["ours"], abs=0.02)
