@@ -244,7 +244,7 @@ ForwardOutputs forward_images(const ForwardArgs& args) {
   }
   ForwardArgs rows = args;
   rows.in_place = false;  // the operator refuses to change a view
-  auto outputs = call_with(call_forward, rows, [&](const Tensor& t) { return channels_last(t, input.dim()); });
+  auto outputs = call_with(call_forward, rows, [&](const Tensor& t) { return channels_last(t, rows.input.dim()); });
   outputs.output = outputs.output.movedim(-1, 1);
   if (present(residual)) outputs.sum = outputs.sum.movedim(-1, 1);
   if (in_place) outputs.sum = residual->copy_(outputs.sum);
