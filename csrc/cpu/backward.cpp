@@ -216,7 +216,8 @@ void prefetch_packs(const T* p) {
   for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// What a gradients loop computes. These are template parameters, because tests in the loop would slow it down.
+// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow it
+// down.
 template <bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
 struct Wanted {
   static constexpr bool kSpecial = special, kDx = with_dx, kStreaming = streaming;

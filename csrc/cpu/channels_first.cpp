@@ -282,7 +282,7 @@ struct BackwardBlock {
   const int64_t pixels = position.pixels;
 };
 
-// What the loops over one chunk of channels have in common.
+// The state that the loops over one chunk of channels share.
 template <bool special, class B>
 struct ChannelChunk {
   using X = typename B::X;

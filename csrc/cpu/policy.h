@@ -158,7 +158,7 @@ constexpr int64_t kMaxDifferences = 4096;
 // all of the row at its beginning would evict the input from the first-level cache.
 constexpr int64_t kWriteAheadBytes = 1024;
 
-// What a loop over a row prefetches of the rows that follow.
+// The prefetches of a loop over a row, which are for the rows that follow.
 struct Prefetch {
   int64_t rows;  // how many rows ahead; 0 for nothing
   bool output;   // the output as well as the input, unless it is streamed

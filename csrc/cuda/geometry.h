@@ -1,4 +1,4 @@
-// What the host code of all kernels and the kernels share: the options of a call, the groups of rows, and the division
+// Types that host code and kernels share: the options of a call, the groups of rows, and the division
 // of rows among blocks for the sums of gradients.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What the kernels share: sums over the lanes of a row, messages of the blocks of a cluster, and the arithmetic of
-// statistics and gradients.
+// Functions that the kernels share: sums over the lanes of a row, messages of the blocks of a cluster, and the
+// arithmetic of statistics and gradients.
 #pragma once
 
 #include "geometry.h"

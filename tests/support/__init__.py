@@ -1,1 +1,1 @@
-"""What several modules of tests share."""
+"""The reference, inputs, models and comparisons that test modules share."""
