@@ -194,7 +194,7 @@ ACTIVATION_ERROR = 6
 
 
 def activate(z, name):
-    """Return the values and the derivatives of an activation in wide arithmetic, and the sizes of the latters' terms."""
+    """Return the values and the derivatives of an activation in wide arithmetic, and the derivatives' terms."""
     e = np.exp(-np.abs(z))
     s, complement = (np.where(z > 0, a, b) for a, b in ((1 / (1 + e), e / (1 + e)), (e / (1 + e), 1 / (1 + e))))
     if name == "sigmoid":
@@ -220,7 +220,7 @@ def check_gated_norm(backend, x, gate, weight, bias, dy, *, activation, gate_fir
     normalized = wide_x * p if gate_first else wide_x
     forward = Forward(normalized, EPS, rms)
     xhat, rstd = forward.xhat, forward.rstd
-    abs_xhat, abs_w, abs_dy = np.abs(xhat), np.abs(w), np.abs(wide_dy)
+    abs_xhat, abs_w = np.abs(xhat), np.abs(w)
 
     def mean_of(t):
         return t.mean(1, keepdims=True)
