@@ -79,6 +79,8 @@ struct PythonReader {
   double real() { return args.toDouble(next++); }
   optional<double> optional_real() { return args.toDoubleOptional(next++); }
   bool flag() { return args.toBool(next++); }
+  int64_t integer() { return args.toInt64(next++); }
+  std::string string() { return args.string(next++); }
 };
 
 // A function of the family. Returns the output, with a residual the output and the sum, or None if the call
@@ -88,7 +90,7 @@ PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   constexpr const layernorm::Member& member = layernorm::kFamily[kMember];
   static PythonArgParser parser({layernorm::signature(member, layernorm::kPythonSpelling)});
-  ParsedArgs<8> parsed;
+  ParsedArgs<10> parsed;
   auto parsed_args = parser.parse(args, kwargs, parsed);
   PythonReader next = {parsed_args};
   Tensor input = next.tensor();
@@ -127,7 +129,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!result) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });
-  m.def("check_forward", &layernorm::check_forward, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "check_forward",
+      [](const Tensor& input, const optional<Tensor>& residual, const std::vector<c10::SymInt>& normalized_shape,
+         const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
+         const optional<std::string>& activation) {
+        layernorm::Options options;
+        options.activation = layernorm::parse_activation(activation, input);
+        layernorm::check_forward({input, normalized_shape, weight, bias, /*eps=*/0, options, residual, gate});
+      },
+      py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight"), py::arg("bias"),
+      py::arg("gate") = py::none(), py::arg("activation") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
   m.def("check_modulation", &layernorm::check_modulation, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,
