@@ -129,19 +129,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!result) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });
-  m.def(
-      "check_forward",
-      [](const Tensor& input, const optional<Tensor>& residual, const std::vector<c10::SymInt>& normalized_shape,
-         const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
-         const optional<std::string>& activation) {
-        layernorm::Options options;
-        options.activation = layernorm::parse_activation(activation, input);
-        layernorm::check_forward({input, normalized_shape, weight, bias, /*eps=*/0, options, residual, gate});
-      },
-      py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight"), py::arg("bias"),
-      py::arg("gate") = py::none(), py::arg("activation") = py::none(), py::call_guard<py::gil_scoped_release>());
-  m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
-  m.def("check_modulation", &layernorm::check_modulation, py::call_guard<py::gil_scoped_release>());
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  m.def("check_forward", &layernorm::check_arguments, no_gil);
+  m.def("check_images", &layernorm::check_images, no_gil);
+  m.def("check_modulation", &layernorm::check_modulation, no_gil);
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

@@ -206,6 +206,14 @@ void check_forward(const ForwardArgs& args) {
               " with gate of shape ", gate->sym_sizes(), " and input of shape ", input.sym_sizes());
 }
 
+void check_arguments(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                     const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
+                     const ActivationName& activation) {
+  Options options;
+  options.activation = parse_activation(activation, input);
+  check_forward({input, normalized_shape, weight, bias, /*eps=*/0, options, residual, gate});
+}
+
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
   check_norm(input, args.normalized_shape, args.weight, args.bias, args.gate, args.options);

@@ -9,6 +9,10 @@ namespace layernorm {
 
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
 void check_forward(const ForwardArgs& args);
+// The same for arguments from Python or a graph.
+void check_arguments(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                     const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
+                     const ActivationName& activation);
 void check_backward(const BackwardArgs& args);
 // Throws torch's errors if the residual cannot be overwritten.
 void check_in_place(const ForwardArgs& args);

@@ -161,13 +161,7 @@ void Operators::implement_batched(torch::Library& m) {
 }
 
 void Operators::implement_composite(torch::Library& m) {
-  m.impl("check_forward", [](const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                             const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
-                             const ActivationName& activation) {
-    Options options;
-    options.activation = parse_activation(activation, input);
-    check_forward({input, normalized_shape, weight, bias, /*eps=*/0, options, residual, gate});
-  });
+  m.impl("check_forward", TORCH_FN(check_arguments));
   m.impl("check_images", TORCH_FN(check_images));
   m.impl("check_modulation", TORCH_FN(check_modulation));
 }
