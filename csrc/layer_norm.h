@@ -4,7 +4,10 @@
 //   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias
 //
 // RMSNorm has mean[r] = 0, so rstd[r] = 1 / sqrt(sum_j x[r, j]^2 / cols + eps). With a residual, x is input + residual,
-// rounded to the residual's dtype. A zero-centered weight multiplies by weight + 1.
+// or gate * input + residual, rounded to the residual's dtype. A zero-centered weight multiplies by weight + 1.
+//
+// A gated norm has a gate z [rows, cols] and an activation f: y = (xhat * weight + bias) * f(z) or, with gate_first,
+// the x that is normalized is input * f(z), which is not rounded.
 //
 // Sources: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450. Zhang and Sennrich, Root Mean Square
 // Layer Normalization, 2019, arXiv:1910.07467.
@@ -15,6 +18,9 @@
 namespace layernorm {
 
 enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
+
+// The activation f(z) of a gated norm: kSilu is z * sigmoid(z), and kSigmoid is 1 / (1 + exp(-z)).
+enum class Activation { kNone, kSilu, kSigmoid };
 
 // Backward from the output divides by the weight. A smaller weight gives NaN, because a float16 output has no digit of
 // the quotient left.
@@ -47,13 +53,19 @@ class Allocator {
 // All arrays of [groups, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.
 // Parameters and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0 says that all groups share
 // them.
+//
+// A gated norm has a gate [groups, rows, cols] of dtype with col_stride 1, and parameters of Acc. It has no residual,
+// no channels_first and no from_output. Other gates stand beside a residual (in backward: beside gated_input).
 struct Params {
   int64_t groups, rows, cols;  // each >= 1
   View weight, bias;           // of param_dtype; absent: ones, zeros
+  View gate;                   // may be absent; see activation
   View mean, rstd;             // [groups, rows, 1] of Acc; RMSNorm has no mean
   bool channels_first;
   bool rms;
   bool zero_centered_weight;  // false without a weight
+  Activation activation;      // of a gated norm; kNone: a gate is a parameter and multiplies the input
+  bool gate_first;            // false unless activation
   Dtype dtype;                // of input, output and grad_output
   Dtype sum_dtype;            // of x: that of residual and sum, or else dtype
   Dtype param_dtype;
@@ -64,7 +76,7 @@ struct Params {
 struct ForwardParams : Params {
   View input;     // of dtype
   View residual;  // of sum_dtype; may be absent
-  View sum;       // of sum_dtype: input + residual; may be residual itself
+  View sum;       // of sum_dtype: x with a residual; may be residual itself
   View output;    // of dtype
   double eps;
 };
@@ -75,6 +87,9 @@ struct BackwardParams : Params {
   View grad_sum;                // of sum_dtype, added to grad_input; may be absent
   View grad_input;              // of sum_dtype; absent if not wanted
   View grad_weight, grad_bias;  // of param_dtype; absent if not wanted
+  View gated_input;             // of dtype: the input that a gate beside a residual multiplies; else absent
+  View grad_gated_input;        // of dtype: gate * grad_input; absent if not wanted, or without grad_input
+  View grad_gate;               // like the gate; absent if not wanted, or without grad_input
   bool from_output;             // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
 };
 
