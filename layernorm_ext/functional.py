@@ -544,17 +544,20 @@ def _gated_norm(
     num_groups: int,
     **options: Any,
 ) -> Tensor:
-    """Divide the last dimension into groups; a gated norm without a gate is a plain one."""
-    if num_groups != 1:
-        if len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups:
-            raise RuntimeError(
-                "Expected num_groups to divide the only dimension of normalized_shape, but got "
-                f"num_groups={num_groups} and normalized_shape = {list(normalized_shape)}"
-            )
-        options["num_groups"] = num_groups
+    """Check the options, which a plain norm without a gate ignores."""
+    if activation not in ("silu", "sigmoid"):
+        raise RuntimeError(
+            f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}" and input of shape '
+            f"{list(input.shape)}"
+        )
+    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
+        raise RuntimeError(
+            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
+            f"normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
+        )
     if gate is not None:
         options |= {"activation": activation, "gate_first": gate_first}
-    return _norm(input, None, normalized_shape, weight, bias, eps, gate=gate, **options)[0]
+    return _norm(input, None, normalized_shape, weight, bias, eps, gate=gate, num_groups=num_groups, **options)[0]
 
 
 def _norm(

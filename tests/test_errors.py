@@ -313,8 +313,8 @@ OF_IMAGES = (
     "{0} of shape {1} and input of shape [2, 3, 4, 4]"
 )
 OF_GROUPS = (
-    "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups={0} and normalized_shape "
-    "= {1}"
+    "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {0}, normalized_shape "
+    "= {1} and input of shape [3, 5, 8]"
 )
 OF_BATCH = (
     "Expected {0} to be of the shape of input, with each batch size equal to the input's or 1, but got {0} of shape "
@@ -377,8 +377,11 @@ FUNCTION_ERRORS = {
     "Expected gate of dtype Double, Float, Half or BFloat16, but got gate of dtype Long": (
         lambda: gated_layer_norm(ROWS, ROWS.long(), (8,))
     ),
-    'Expected activation to be "silu" or "sigmoid", but got "relu"': (
+    'Expected activation to be "silu" or "sigmoid", but got activation = "relu" and input of shape [3, 5, 8]': (
         lambda: gated_layer_norm(ROWS, ROWS, (8,), activation="relu")
+    ),
+    'Expected activation to be "silu" or "sigmoid", but got activation = "gelu" and input of shape [3, 5, 8]': (
+        lambda: gated_rms_norm(ROWS, None, (8,), activation="gelu")
     ),
     OF_GROUPS.format(3, [8]): lambda: gated_rms_norm(ROWS, ROWS, (8,), num_groups=3),
     OF_GROUPS.format(0, [8]): lambda: gated_layer_norm(ROWS, None, (8,), num_groups=0),
