@@ -35,18 +35,27 @@ struct Statistics {
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
 };
 
-// sum = input + residual, for kCount rows.
-template <class Threads, int kCount, class T, class X>
+// sum = input + residual or, with a gate, gate * input + residual, for kCount rows.
+template <class Threads, int kCount, bool gated, class T, class X, class W>
 void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
+  constexpr bool kMayHaveNan = !std::is_same_v<T, X> || (gated && !std::is_same_v<T, W>);
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
+  const W* const gate = p.gate.row<const W>(group, 0);
   X* const sum = p.sum.row<X>(group, r);
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<AccOf<X>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+      Pack<AccOf<X>> factor;
+      if constexpr (gated) factor = load<X>(gate + j, lanes);
       for (int k = 0; k < kCount; ++k) {
-        const auto v = load<X>(input + k * p.input.row_stride + j, lanes) +
-                       load<X>(residual + k * p.residual.row_stride + j, lanes);
-        store<X, !std::is_same_v<T, X>>(sum + k * p.sum.row_stride + j, v, lanes);
+        auto v = load<X>(input + k * p.input.row_stride + j, lanes);
+        const auto addend = load<X>(residual + k * p.residual.row_stride + j, lanes);
+        if constexpr (gated) {
+          v = fma(v, factor, addend);
+        } else {
+          v = v + addend;
+        }
+        store<X, kMayHaveNan>(sum + k * p.sum.row_stride + j, v, lanes);
       }
     });
   });
@@ -231,7 +240,10 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
-    if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
+    if (p.residual.data) {
+      p.gate.data ? add_residual<Threads, kCount, true, T, X, W>(p, group, r + k, chunks)
+                  : add_residual<Threads, kCount, false, T, X, W>(p, group, r + k, chunks);
+    }
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
       stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,

@@ -50,13 +50,7 @@ constexpr int64_t kSumRows = 64;
 // the segments in order and in double. The result does not depend on which thread takes which segment. A parameter that
 // all groups share has segments of consecutive rows of [groups * rows]; else each group has its own segments.
 struct Segments {
-  explicit Segments(const BackwardParams& p)
-      : groups(has_gradient_per_group(p) ? p.groups : 1),
-        group_rows(p.groups * p.rows / groups),
-        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
-        per_group(ceil_div(group_rows, rows)),
-        count(groups * per_group),
-        are_gradients(per_group == 1 && (groups == 1 || (is_grouped(p.grad_weight) && is_grouped(p.grad_bias)))) {}
+  explicit Segments(const BackwardParams& p) : Segments(p, ParameterGradients(p)) {}
 
   int64_t begin(int64_t segment) const { return segment / per_group * group_rows + segment % per_group * rows; }
   int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_group + 1) * group_rows); }
@@ -65,6 +59,14 @@ struct Segments {
   bool are_gradients;  // whether the sums of each segment are the gradients of its group
 
  private:
+  Segments(const BackwardParams& p, const ParameterGradients& gradients)
+      : groups(gradients.any_per_group() ? p.groups : 1),
+        group_rows(p.groups * p.rows / groups),
+        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
+        per_group(ceil_div(group_rows, rows)),
+        count(groups * per_group),
+        are_gradients(per_group == 1 && (groups == 1 || gradients.all_per_group())) {}
+
   // A group has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
   // rows or about 32768 elements, because the core that adds the partial sums reads half of them from another core's
   // cache. A segment has at most 256 rows, for the precision of float sums.
@@ -73,7 +75,6 @@ struct Segments {
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
     return n > 1 ? n + n % 2 : n;  // even, so that two threads share the segments well
   }
-  static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };
 
 // Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
@@ -225,7 +226,7 @@ struct BackwardPolicy {
     if (segments.are_gradients && !shares_columns) {
       buffers = min(min(buffers, num_threads()), ceil_div(segments.count * segments.rows * p.cols, kGrain));
     }
-    second_buffers = segments.rows > kSumRows && wants_parameters(p) ? buffers : 0;
+    second_buffers = segments.rows > kSumRows && ParameterGradients(p).any() ? buffers : 0;
     uses_stack = segments.count == 1 && p.cols <= kMaxStackCols;
     choose_rows(x);
     // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
@@ -233,8 +234,8 @@ struct BackwardPolicy {
     by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && block > 1;
     // The next block of short rows fits into the first-level cache beside this one.
     prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
-    // The next reader of a smaller dx would lose more than streaming stores gain.
-    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x_bytes);
+    // The next reader of a smaller dx would lose more than streaming stores gain. The gradients of a gate read dx.
+    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x_bytes) && !has_gate_gradients(p);
     prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
   }
 
