@@ -26,7 +26,7 @@
 #include <utility>
 
 #include "../dtypes.h"
-#include "row.h"
+#include "gated.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
@@ -627,6 +627,89 @@ void backward(const B& b) {
   if (!segments.are_gradients) add_partials<X, W>(p, b.partials, segments.count);
 }
 
+// A thread's part of the backward pass of a gated norm: that of the plain norm for blocks of rows, some of whose arrays
+// are scratch rows. An array without scratch rows is read or written in place.
+template <class Acc>
+class GatedTask {
+ public:
+  GatedTask(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops, const GatedPolicy& gated_policy,
+            const BackwardParams& norm, const BackwardPolicy& policy, Acc* partials, Acc* scratch)
+      : p_(p), loops_(loops), norm_(norm), b_(norm_, policy, partials) {
+    const bool converts = p.dtype != p.param_dtype;
+    const auto rows = [&](int64_t array) {
+      return View{scratch + array * gated_policy.array, 0, gated_policy.pitch, 1};
+    };
+    if (p.gate_first || converts) scratch_.x = rows(0);
+    if (!p.gate_first || converts) scratch_.dy = rows(1);
+    if (p.grad_gate.data) scratch_.gate_factor = rows(2);
+    if (p.gate_first && p.grad_input.data) scratch_.input_factor = rows(3);
+    // The gradients loop has read a pack of x and dy when it overwrites that pack.
+    if (p.gate_first && (p.grad_input.data || p.grad_gate.data)) scratch_.dx = scratch_.x;
+    if (!p.gate_first && p.grad_input.data && converts) scratch_.dx = scratch_.dy;
+    norm_.grad_input = scratch_.dx.data ? scratch_.dx : p.grad_input;
+  }
+
+  void handle_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
+    SegmentSums<B> sums(b_, buffer, second_buffer, 0, p_.cols);
+    for_rows_of_segment(b_, segment, b_.policy.block, [&](int64_t group, int64_t r, int64_t count) {
+      Acc values[kCoefficients * kMaxBlockRows];
+      const Coefficients<Acc> c = {values, kMaxBlockRows};
+      const GatedBlock block = set_rows(group, r);
+      loops_.load(p_, group, r, count, block);
+      sums.add(0, 0, count, c, compute_coefficients(b_, 0, 0, count, c));
+      loops_.store(p_, group, r, count, block, c);
+    });
+    sums.end();
+  }
+  void store_gradients(int64_t segment, int64_t buffer) {
+    CPU_CAPABILITY::store_gradients(b_, segment, buffer, 0, p_.cols);
+  }
+
+ private:
+  using B = Backward<Acc, Acc, Acc>;
+
+  // Makes the rows from r of a group on those of group 0 of the plain norm.
+  GatedBlock set_rows(int64_t group, int64_t r) {
+    GatedBlock block = scratch_;
+    if (!block.x.data) block.x = rows_from<Acc>(p_.input, group, r);
+    if (!block.dy.data) block.dy = rows_from<Acc>(p_.grad_output, group, r);
+    if (!block.dx.data) block.dx = rows_from<Acc>(p_.grad_input, group, r);
+    norm_.input = block.x, norm_.grad_output = block.dy, norm_.grad_input = block.dx;
+    norm_.weight = rows_from<Acc>(p_.weight, group, 0), norm_.bias = rows_from<Acc>(p_.bias, group, 0);
+    norm_.mean = rows_from<Acc>(p_.mean, group, r), norm_.rstd = rows_from<Acc>(p_.rstd, group, r);
+    return block;
+  }
+
+  const BackwardParams& p_;
+  const GatedLoops<Coefficients<Acc>>& loops_;
+  BackwardParams norm_;
+  const B b_;
+  GatedBlock scratch_;
+};
+
+template <class Acc>
+void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
+  BackwardParams norm = p;
+  norm.gate = norm.grad_gate = View();
+  BackwardPolicy norm_policy(norm, ArraySize(p, sizeof(Acc), /*rows=*/1));
+  norm_policy.prefetched = 0;
+  const Segments& segments = norm_policy.segments;
+  const GatedPolicy policy(p, segments.count, norm_policy.block, kGatedArrays);
+  const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
+  const int64_t sums = ParameterGradients(norm).count * buffers * padded_cols(p);
+  Acc* const partials =
+      static_cast<Acc*>(p.allocator->allocate((sums + policy.scratch) * static_cast<int64_t>(sizeof(Acc))));
+  parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end) {
+    GatedTask<Acc> rows(p, loops, policy, norm, norm_policy, partials, partials + sums + task * policy.task_scratch);
+    for (int64_t segment = task * segments.count / policy.tasks; segment < end * segments.count / policy.tasks;
+         ++segment) {
+      rows.handle_segment(segment, segments.are_gradients ? task : segment, task);
+      if (segments.are_gradients) rows.store_gradients(segment, task);
+    }
+  });
+  if (!segments.are_gradients) add_partials<Acc, Acc>(norm, partials, segments.count);
+}
+
 }  // namespace
 
 void backward(const BackwardParams& p) {
@@ -636,7 +719,10 @@ void backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const BackwardPolicy policy(p, sizeof(X));
+    if (p.activation != Activation::kNone) {
+      return gated_backward<Acc>(p, choose_gated_loops<T, Coefficients<Acc>>(p));
+    }
+    const BackwardPolicy policy(p, ArraySize(p, sizeof(X)));
     // The partial sums, and the coefficients of all rows, which are used if the threads share the columns.
     const int64_t sums = ParameterGradients(p).count * (policy.buffers + policy.second_buffers);
     const int64_t elements = sums * padded_cols(p) + kCoefficients * p.groups * p.rows;

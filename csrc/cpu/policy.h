@@ -13,11 +13,9 @@ namespace {
 
 // The array [groups * rows, cols] of a call, on whose size the choices depend.
 struct ArraySize {
-  ArraySize(const Params& p, int64_t element_bytes)
-      : rows(p.groups * p.rows),
-        element_bytes(element_bytes),
-        row_bytes(p.cols * element_bytes),
-        bytes(rows * row_bytes) {}
+  ArraySize(const Params& p, int64_t element_bytes) : ArraySize(p, element_bytes, p.groups * p.rows) {}
+  ArraySize(const Params& p, int64_t element_bytes, int64_t rows)
+      : rows(rows), element_bytes(element_bytes), row_bytes(p.cols * element_bytes), bytes(rows * row_bytes) {}
 
   bool is_narrow() const { return row_bytes <= 4096; }
   bool is_long() const { return row_bytes >= 8192; }
@@ -217,8 +215,7 @@ constexpr int64_t kMaxStackCols = 1024;
 static_assert(kMaxStackCols <= kTileCols, "the stack has no room for the coefficients of all rows");
 
 struct BackwardPolicy {
-  BackwardPolicy(const BackwardParams& p, int64_t x_bytes) : segments(p) {
-    const ArraySize x(p, x_bytes);
+  BackwardPolicy(const BackwardParams& p, const ArraySize& x) : segments(p) {
     is_narrow = x.is_narrow();
     shares_rows = threads_share_rows(x);
     shares_columns = segments.count < num_threads() && p.cols > kTileCols;
@@ -235,7 +232,7 @@ struct BackwardPolicy {
     // The next block of short rows fits into the first-level cache beside this one.
     prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
     // The next reader of a smaller dx would lose more than streaming stores gain. The gradients of a gate read dx.
-    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x_bytes) && !has_gate_gradients(p);
+    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x.element_bytes) && !has_gate_gradients(p);
     prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
   }
 
@@ -275,6 +272,32 @@ struct BackwardPolicy {
     block = max(together, min(kMaxBlockRows, 8192 / x.row_bytes / kRows * kRows));
   }
 };
+
+// ---- gated norms ----------------------------------------------------------------------------------------------------
+
+// Rows of a gated norm are handled in blocks, whose scratch rows in Acc stay in the first-level cache.
+struct GatedPolicy {
+  // A block has up to `block` rows, and `arrays` arrays of scratch rows.
+  GatedPolicy(const Params& p, int64_t most_tasks, int64_t block, int64_t arrays)
+      : tasks(max(1, min(min(most_tasks, num_threads()), p.groups * p.rows * p.cols / kGrain))),
+        block(block),
+        pitch(padded_cols(p) + kMaxPackSize),
+        array(block * pitch),
+        task_scratch(arrays * array),
+        scratch(tasks * task_scratch) {}
+
+  int64_t tasks;  // each of which has its own scratch rows
+  int64_t block;  // the most rows of a block
+  int64_t pitch;  // from row to row; not a multiple of 4 KiB, so that few rows take the same places of the cache
+  int64_t array;  // the elements of an array of scratch rows
+  int64_t task_scratch, scratch;  // the elements of all arrays of a task, and of all tasks
+};
+
+// The rows of a block in forward: as many as 16 KiB hold, and whole blocks of the loops.
+inline int64_t gated_forward_rows(const ArraySize& x) {
+  const int64_t rows = 16384 / x.row_bytes;
+  return rows >= kBlockRows ? min(rows / kBlockRows, 4) * kBlockRows : max(1, rows / kFewRows * kFewRows);
+}
 
 }  // namespace
 }  // namespace layernorm::cpu
