@@ -47,6 +47,7 @@ ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
               "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = ", groups,
               ", normalized_shape = ", shape, " and input of shape ", input.sym_sizes());
   if (groups == 1) return call_forward(whole);
+  check_allocated(whole);  // torch's error for a view of a freed storage names no argument
   const c10::SymInt group_size = shape[0] / groups;
   // Parameters need a batch dimension for the groups, and therefore all others.
   ForwardOutputs outputs =

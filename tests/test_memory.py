@@ -65,7 +65,8 @@ def test_operators_refuse_freed_tensors(backend, operator, images, view):
 )
 def test_functions_refuse_freed_tensors(member, name):
     """Eager, recorded, without autograd, and as compositions of aten operations."""
-    shapes = {"input": (2, 3, 8), "residual or gate": (2, 3, 8), "weight": (8,), "bias": (8,)}
+    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
+    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
     tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
     tensors[name] = freed(tensors[name])
 
@@ -81,7 +82,7 @@ def test_functions_refuse_freed_tensors(member, name):
         call(x.requires_grad_())
     if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
         with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-            torch.vmap(call)(torch.randn(2, 2, 3, 8))
+            torch.vmap(call)(torch.randn(2, *shape))
 
 
 def test_backward_refuses_saved_tensors_that_were_freed():

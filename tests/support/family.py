@@ -55,14 +55,13 @@ class Member:
         return self.has_bias or "gate" in self.options
 
     def arguments(self, x, r, w, b):
-        """Return the arguments of the function and its options."""
-        x, r, w, b = (channels_second(t) if self.takes_images else t for t in (x, r, w, b))
+        """Return the arguments of the function, whose channels are second if it takes images, and its options."""
         shape = [] if self.takes_images else [(x.size(-1),)]  # a strided nested tensor has no shape
         arguments = [x, *[r] * self.takes_two, *shape, w, *[b] * self.has_bias]
         return arguments, self.options | ({"gate": b} if "gate" in self.options else {})
 
     def __call__(self, x, r, w, b):
-        tensors, options = self.arguments(x, r, w, b)
+        tensors, options = self.arguments(*(channels_second(t) if self.takes_images else t for t in (x, r, w, b)))
         if "inplace" in self.options:
             tensors[1] = tensors[1].clone()  # a leaf cannot change in place
         results = self.function(*tensors, eps=EPS, **options)
