@@ -153,7 +153,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   Saved input;  // the sum if there is a residual; the output if memory_efficient
   Saved weight, mean, rstd;
-  Saved bias;               // only if reads_bias(), or for the dtype or shape of its gradient
+  Saved bias;               // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
   Saved gate, gated_input;  // gated_input only beside a residual
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
@@ -226,7 +226,7 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
   node->input = Saved(x, /*is_output=*/!x.is_same(input));
   node->weight = Saved(w);
-  if (reads_bias(options) || is_unlike(b, w)) node->bias = Saved(b);
+  if (needs_bias(options) || is_unlike(b, w)) node->bias = Saved(b);
   if (needs_mean(options)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;

@@ -208,11 +208,12 @@ struct Operators {
 // The namespace under which the operators are registered.
 extern const char* const kOperatorNamespace;
 
-// Whether backward needs the means of the rows.
-inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
-// Whether backward reads the bias: to compute xhat from the output, or the gradient of a gate from the norm's result.
-inline bool reads_bias(const Options& options) {
+// Whether backward needs the values of the bias: for xhat, or for the gradient of a gate that multiplies the output.
+inline bool needs_bias(const Options& options) {
   return options.memory_efficient || (options.is_gated_norm() && !options.gate_first);
 }
+
+// Whether backward needs the means of the rows.
+inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
 
 }  // namespace layernorm
