@@ -715,6 +715,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
 }  // namespace
 
 void backward(const BackwardParams& p) {
+  if (p.grad_gate.data || p.grad_gated_input.data) return backward_with_gate(p);
   if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);

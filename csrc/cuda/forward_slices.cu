@@ -5,8 +5,8 @@
 // a short row, a block a longer one, and the blocks of a cluster one of more than 8192 columns. Blocks are persistent:
 // asynchronous copies bring the next rows to shared memory, from where a row is read twice, for its sums and for the
 // output. 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum,
-// which replaces it in shared memory. A block has one barrier per row, and a cluster one exchange of moments, which the
-// formula of Chan, Golub and LeVeque merges.
+// which replaces it in shared memory. A gate that multiplies the input is read from the caches for each row. A block
+// has one barrier per row, and a cluster one exchange of moments, which the formula of Chan, Golub and LeVeque merges.
 //
 // Still longer rows, and those on older GPUs, take two launches, the first of which stores the moments of each part.
 //
@@ -75,6 +75,7 @@ struct Rows {
   __host__ __device__ static int stage_bytes(int rows, bool has_residual) {
     return x_begin(rows) + array_bytes<X>(rows) + (has_residual ? array_bytes<T>(rows) : 0);
   }
+  __device__ __forceinline__ bool has_gate() const { return Path::kIsAny && flags.has(kGate); }
   __device__ __forceinline__ int rows_of_warp() const { return Path::kIsBlock ? 1 : kWarpSize / slice.lanes(); }
   __device__ __forceinline__ Header& header(int stage) const {
     return reinterpret_cast<Header*>(shared + stage)[Path::kIsBlock ? 0 : slice.row];
@@ -118,8 +119,15 @@ struct Rows {
   __device__ __forceinline__ X* staged_x(int stage) const {
     return slice.template staged<X>(x_at(stage), header(stage).x_offset);
   }
-  // Adds the input to the residual.
-  __device__ __forceinline__ void add_input(int stage) const {
+  // The gate of a column of the part; zero after the end.
+  __device__ __forceinline__ Acc load_gate(int64_t group, int column) const {
+    if (column >= part_cols) return 0;
+    const int64_t i = group * p.gate.group_stride + begin + column;
+    return flags.has(kWideParameters) ? static_cast<const Acc*>(p.gate.data)[i]
+                                      : static_cast<Acc>(static_cast<const T*>(p.gate.data)[i]);
+  }
+  // Adds the input, or its product with the gate of the row's group, to the residual.
+  __device__ __forceinline__ void add_input(int stage, int64_t group) const {
     const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     X* const x = staged_x(stage);
     const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
@@ -128,19 +136,28 @@ struct Rows {
       Acc a[kStep], b[kStep];
       slice.read(a, x, j);
       slice.read(b, input, j);
+      if (has_gate()) {
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) a[e] += b[e];
+        for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kStep; ++e) a[e] += b[e];
+      }
       slice.write(x, j, round_to<X>(a));
     }
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
-  __device__ __forceinline__ Acc estimate_mean(int stage) const {
+  __device__ __forceinline__ Acc estimate_mean(int stage, int64_t group) const {
     const Header& from = header(stage);
     Acc v[kVec], mean = 0;
     read_first_vector<X>(v, from.x, from.x_offset);
     if (flags.has(kResidual)) {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
+      if (has_gate()) {
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
+      }
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
@@ -264,14 +281,14 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
       slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
     }
     X* const x = rows.staged_x(stage);
-    if (flags.has(kResidual)) rows.add_input(stage);
+    if (flags.has(kResidual)) rows.add_input(stage, index.group);
 
     Moments<Acc> moments;
     const auto stored_moments = [&] { return static_cast<Moments<Acc>*>(plan.workspace) + number * plan.num_parts; };
     if (!flags.has(kLoadsSums)) {
       const bool rms = flags.has(kRms);
-      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage), plan.row_threads, part_divisor, rms, buffer,
-                               [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, from); });
+      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage, index.group), plan.row_threads, part_divisor, rms,
+                               buffer, [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, from); });
     }
     if (flags.has(kStoresSums)) {
       if (is_first_thread) stored_moments()[part] = moments;
@@ -365,8 +382,9 @@ void forward_slices(const ForwardParams& p) {
     plan.part = Divisor<Acc>(plan.part_cols);
     plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
     if constexpr (std::is_same_v<T, X> && !std::is_same_v<X, double>) {
-      if (!plan.is_warp && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
-      if (!plan.is_warp && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
+      const bool any = plan.is_warp || plan.flags.has(kGate);
+      if (!any && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
+      if (!any && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
     }
     launch_slices<T, X, AnyRows>(p, plan);
   });
