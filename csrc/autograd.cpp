@@ -10,7 +10,7 @@
 //   dx = rstd * P(g)      dweight = sum over rows of dy * xhat      dbias = sum over rows of dy
 //
 // and P(z) = z - xhat * mean(z * xhat) for RMSNorm. With a residual, x is the sum of input and residual, and the
-// gradient of the returned sum is added to dx.
+// gradient of the returned sum is added to dx. With a gate, the second order is that of the composition, too.
 #include <ATen/ExpandUtils.h>
 #include <torch/library.h>
 
@@ -39,7 +39,8 @@ optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(s
 
 // The options as values of a RecordableNode.
 auto values_of(Options& options) {
-  return std::tie(options.rms, options.zero_centered_weight, options.memory_efficient, options.preserve_layout);
+  return std::tie(options.rms, options.zero_centered_weight, options.memory_efficient, options.preserve_layout,
+                  options.activation, options.gate_first);
 }
 
 // The derivative of backward, given the upstream gradients v of (grad_input, grad_weight, grad_bias).
@@ -93,40 +94,57 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
     const Tensor grad_sum = has_residual ? grads[0] : Tensor();
     const Tensor& grad_output = grads.back();
-    variable_list result(4);  // of input, weight, bias, residual
-    const bool wants_x = wanted[0] || wanted[3];
-    if (grad_output.defined()) {
-      const Tensor w = weight.unpack(*this), b = bias.unpack(*this);
-      const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, grad_output.dim()) : t); };
-      const auto dy = rows(grad_output), x = rows(input.unpack(*this)), dsum = rows(grad_sum);
-      const std::array<bool, 3> mask = {wants_x, wanted[1], wanted[2]};
-      auto [grad_input, grad_weight, grad_bias] =
-          call_backward({*dy, *x, normalized_shape, as_optional(mean.unpack(*this)), rstd.unpack(*this), rows(w),
-                         rows(b), mask, dsum, options});
-      result = {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor()};
+    variable_list result(5);  // of input, weight, bias, residual, gate
+    const Tensor w = weight.unpack(*this), b = bias.unpack(*this), z = gate.unpack(*this);
+    const bool gates_input = has_residual && z.defined();
+    if (grad_output.defined() || gates_input) {
+      const Tensor x_saved = input.unpack(*this);
+      const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, x_saved.dim()) : t); };
+      const auto dsum = rows(grad_sum), z_rows = rows(z), gated = rows(gated_input.unpack(*this));
+      BackwardOutputs g;
+      if (grad_output.defined()) {
+        const auto dy = rows(grad_output), x = rows(x_saved);
+        const std::array<bool, 5> mask = {gates_input ? wanted[3] : wanted[0] || wanted[3], wanted[1], wanted[2],
+                                          gates_input && wanted[0], wanted[4]};
+        g = call_backward({*dy, *x, normalized_shape, as_optional(mean.unpack(*this)), rstd.unpack(*this), rows(w),
+                           rows(b), mask, dsum, options, z_rows, gated});
+      } else if (dsum) {
+        const auto acc = rstd.unpack(*this).scalar_type();
+        g.grad_input = *dsum;
+        if (wanted[0]) g.grad_gated_input = z_rows->to(acc) * dsum->to(acc);
+        if (wanted[4]) {
+          g.grad_gate = at::sum_to(dsum->to(acc) * gated->to(acc), z_rows->sym_sizes()).to(z.scalar_type());
+        }
+      }
       if (images) {
-        if (wants_x) result[0] = result[0].movedim(-1, 1);
+        for (Tensor* const t : {&g.grad_input, &g.grad_gated_input}) {
+          if (t->defined()) *t = t->movedim(-1, 1);
+        }
         const Tensor& like_bias = b.defined() ? b : w;  // see is_unlike()
         // Flattened first, because a reshape to the same sizes would keep the strides of dimensions of size 1.
-        const auto to_images = [](const Tensor& gradient, const Tensor& parameter) {
-          return gradient.movedim(-1, 1).flatten().reshape_symint(parameter.sym_sizes());
+        const auto to_images = [](Tensor& gradient, const Tensor& parameter) {
+          if (!gradient.defined() || parameter.dim() <= 1) return;
+          gradient = gradient.movedim(-1, 1).flatten().reshape_symint(parameter.sym_sizes());
         };
-        if (wanted[1] && w.dim() > 1) result[1] = to_images(result[1], w);
-        if (wanted[2] && like_bias.dim() > 1) result[2] = to_images(result[2], like_bias);
+        if (w.defined()) to_images(g.grad_weight, w);
+        if (like_bias.defined()) to_images(g.grad_bias, like_bias);
+        if (z.defined()) to_images(g.grad_gate, z);
       }
-    } else if (wants_x) {
-      result[0] = grad_sum;
+      result = {gates_input ? std::move(g.grad_gated_input) : g.grad_input, std::move(g.grad_weight),
+                std::move(g.grad_bias), std::move(g.grad_input), std::move(g.grad_gate)};
+    } else {
+      result[0] = result[3] = grad_sum;
     }
-    if (wanted[3]) result[3] = result[0];
     if (!wanted[0]) result[0] = Tensor();
+    if (!wanted[3]) result[3] = Tensor();
     // With a residual, the gradient of the sum has the residual's dtype.
     const auto type = static_cast<at::ScalarType>(input_type);
     if (result[0].defined() && result[0].scalar_type() != type) result[0] = result[0].to(type);
-    result.resize(has_residual ? 4 : 3);
+    result.resize(z.defined() ? 5 : has_residual ? 4 : 3);
     return result;
   }
 
-  auto saved() { return std::tie(input, weight, bias, mean, rstd); }
+  auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, gated_input); }
   auto values() {
     return std::tuple_cat(std::tie(normalized_shape, has_residual, images, input_type), values_of(options));
   }
@@ -135,7 +153,8 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   Saved input;  // the sum if there is a residual; the output if memory_efficient
   Saved weight, mean, rstd;
-  Saved bias;  // only if memory_efficient, or for the dtype or shape of its gradient
+  Saved bias;               // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
+  Saved gate, gated_input;  // gated_input only beside a residual
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
   bool images = false;     // the tensors are [N, C, *], but mean and rstd are those of the rows
@@ -158,8 +177,8 @@ bool is_unlike(const Tensor& bias, const Tensor& weight) {
 
 // Calls forward and records its derivative. The tensors may be `images` if they are plain.
 ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, in_place] = args;
-  const bool records = torch::autograd::compute_requires_grad(input, residual, weight, bias);
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
+  const bool records = torch::autograd::compute_requires_grad(input, residual, weight, bias, gate);
   const auto call = [&] {
     if (args.in_place && records) {
       TORCH_CHECK(!args.residual->is_view(),
@@ -183,8 +202,14 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
   const auto node = make_node<LayerNormBackward>();
   node->has_residual = present(residual);
-  node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(input, w, b, *residual)
-                                          : torch::autograd::collect_next_edges(input, w, b));
+  if (present(gate)) {
+    node->set_next_edges(torch::autograd::collect_next_edges(input, w, b, residual.value_or(Tensor()), *gate));
+    node->gate = Saved(*gate);
+    if (node->has_residual) node->gated_input = Saved(input);
+  } else {
+    node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(input, w, b, *residual)
+                                            : torch::autograd::collect_next_edges(input, w, b));
+  }
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->input_type = static_cast<int64_t>(input.scalar_type());
   node->options = options;
@@ -201,45 +226,53 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
   node->input = Saved(x, /*is_output=*/!x.is_same(input));
   node->weight = Saved(w);
-  if (options.memory_efficient || is_unlike(b, w)) node->bias = Saved(b);
+  if (options.memory_efficient || options.is_gated_norm() || is_unlike(b, w)) node->bias = Saved(b);
   if (needs_mean(options)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;
 }
 
 ForwardOutputs forward_autograd(const ForwardArgs& args) {
-  if (is_transformed(args.input, args.residual, args.weight, args.bias)) return forward_composite(args);
+  if (is_transformed(args.input, args.residual, args.weight, args.bias, args.gate)) return forward_composite(args);
   return forward_and_record(args, /*images=*/false);
 }
 
 BackwardOutputs backward_autograd(const BackwardArgs& args) {
-  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options] = args;
-  if (is_transformed(grad_output, grad_sum, input, weight)) return backward_composite(args);
+  const Tensor &grad_output = args.grad_output, &input = args.input;
+  const auto &weight = args.weight, &grad_sum = args.grad_sum;
+  if (is_transformed(grad_output, grad_sum, input, weight, args.bias, args.gate, args.gated_input)) {
+    return backward_composite(args);
+  }
   const auto call = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_backward(args);
   };
-  if (!torch::autograd::compute_requires_grad(grad_output, grad_sum, input, weight)) return call();
+  const auto requires_grad = [](const auto&... tensors) { return torch::autograd::compute_requires_grad(tensors...); };
+  if (present(args.gate)) {
+    return requires_grad(grad_output, grad_sum, input, weight, args.bias, args.gate, args.gated_input)
+               ? backward_composite(args)
+               : call();
+  }
+  if (!requires_grad(grad_output, grad_sum, input, weight)) return call();
   const Tensor w = weight.value_or(Tensor());
   const auto node = make_node<LayerNormBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));
-  node->normalized_dims = static_cast<int64_t>(normalized_shape.size());
-  node->options = options;
+  node->normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  node->options = args.options;
   BackwardOutputs outputs = call();
-  auto& [grad_input, grad_weight, grad_bias] = outputs;
-  torch::autograd::set_history({grad_input, grad_weight, grad_bias}, node);
+  torch::autograd::set_history({outputs.grad_input, outputs.grad_weight, outputs.grad_bias}, node);
   node->grad_output = Saved(grad_output);
   node->input = Saved(input);
   node->weight = Saved(w);
-  node->rstd = Saved(rstd);
+  node->rstd = Saved(args.rstd);
   return outputs;
 }
 
 }  // namespace
 
 ForwardOutputs forward_images(const ForwardArgs& args) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, in_place] = args;
-  if (is_plain(args) && !is_transformed(input, residual, weight, bias)) {
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
+  if (is_plain(args) && !is_transformed(input, residual, weight, bias, gate)) {
     return forward_and_record(args, /*images=*/true);
   }
   ForwardArgs rows = args;

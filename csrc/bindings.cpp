@@ -79,6 +79,8 @@ struct PythonReader {
   double real() { return args.toDouble(next++); }
   optional<double> optional_real() { return args.toDoubleOptional(next++); }
   bool flag() { return args.toBool(next++); }
+  int64_t integer() { return args.toInt64(next++); }
+  std::string string() { return args.string(next++); }
 };
 
 // A function of the family. Returns the output, with a residual the output and the sum, or None if the call
@@ -88,7 +90,7 @@ PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   constexpr const layernorm::Member& member = layernorm::kFamily[kMember];
   static PythonArgParser parser({layernorm::signature(member, layernorm::kPythonSpelling)});
-  ParsedArgs<8> parsed;
+  ParsedArgs<10> parsed;
   auto parsed_args = parser.parse(args, kwargs, parsed);
   PythonReader next = {parsed_args};
   Tensor input = next.tensor();
@@ -127,9 +129,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!result) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });
-  m.def("check_forward", &layernorm::check_forward, py::call_guard<py::gil_scoped_release>());
-  m.def("check_images", &layernorm::check_images, py::call_guard<py::gil_scoped_release>());
-  m.def("check_modulation", &layernorm::check_modulation, py::call_guard<py::gil_scoped_release>());
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  m.def("check_forward", &layernorm::check_arguments, no_gil);
+  m.def("check_images", &layernorm::check_images, no_gil);
+  m.def("check_modulation", &layernorm::check_modulation, no_gil);
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

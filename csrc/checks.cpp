@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <array>
 
 #include "types.h"
 
@@ -26,11 +27,11 @@ bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
 }
 
 void check_parameter_shape(const char* name, const Tensor& input, SymIntArrayRef normalized_shape,
-                           const optional<Tensor>& parameter) {
-  if (!present(parameter) || are_equal(parameter->sym_sizes(), normalized_shape)) return;
-  const bool may_have_batch_dims = parameter->dim() > static_cast<int64_t>(normalized_shape.size());
-  TORCH_CHECK(may_have_batch_dims && has_all_dims(parameter, input), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter->sym_sizes(),
+                           const Tensor& parameter) {
+  if (are_equal(parameter.sym_sizes(), normalized_shape)) return;
+  const bool may_have_batch_dims = parameter.dim() > static_cast<int64_t>(normalized_shape.size());
+  TORCH_CHECK(may_have_batch_dims && parameter.dim() == input.dim(), "Expected ", name,
+              " to be of same shape as normalized_shape, but got ", name, " of shape ", parameter.sym_sizes(),
               " and normalized_shape = ", normalized_shape,
               may_have_batch_dims ? c10::str("; or to have the dimensions of input of shape ", input.sym_sizes()) : "");
 }
@@ -46,14 +47,24 @@ void check_batch_sizes(const char* name, const Tensor& input, SymIntArrayRef nor
               " and normalized_shape = ", normalized_shape);
 }
 
-// The names of weight and bias in error messages.
-using Names = std::pair<const char*, const char*>;
-constexpr Names kNames = {"weight", "bias"};
+// The parameters of a call with their names in error messages; null if absent.
+struct NamedParameter {
+  const char* name;
+  const Tensor* tensor;
+};
+using NamedParameters = std::array<NamedParameter, 3>;
+NamedParameters parameters(const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
+                           bool adaptive = false) {
+  const auto get = [](const optional<Tensor>& t) { return present(t) ? &*t : nullptr; };
+  return {
+      {{adaptive ? "scale" : "weight", get(weight)}, {adaptive ? "shift" : "bias", get(bias)}, {"gate", get(gate)}}};
+}
 
-// Weight and bias must have the same sizes in the batch dimensions, or one of them must be shared by all rows.
+// Two parameters must have the same sizes in the batch dimensions, or one of them must be shared by all rows.
 template <class F>
-void check_groups(const Tensor& input, const Tensor& weight, const Tensor& bias, const F& is_batch_dim,
-                  const Names& names = kNames) {
+void check_groups(const Tensor& input, const NamedParameter& first, const NamedParameter& second,
+                  const F& is_batch_dim) {
+  const Tensor &weight = *first.tensor, &bias = *second.tensor;
   const auto size = [](const Tensor& t, int64_t d) { return d < t.dim() ? t.sym_size(d) : c10::SymInt(1); };
   c10::SymBool equal = true, weight_is_shared = true, bias_is_shared = true;
   for (int64_t d = 0; d < std::max(weight.dim(), bias.dim()); ++d) {
@@ -63,9 +74,23 @@ void check_groups(const Tensor& input, const Tensor& weight, const Tensor& bias,
     bias_is_shared = bias_is_shared.sym_and(size(bias, d).sym_eq(1));
   }
   TORCH_CHECK(equal.sym_or(weight_is_shared).sym_or(bias_is_shared).expect_true(__FILE__, __LINE__), "Expected ",
-              names.first, " and ", names.second, " to have the same batch sizes, but got ", names.first, " of shape ",
-              weight.sym_sizes(), ", ", names.second, " of shape ", bias.sym_sizes(), " and input of shape ",
+              first.name, " and ", second.name, " to have the same batch sizes, but got ", first.name, " of shape ",
+              weight.sym_sizes(), ", ", second.name, " of shape ", bias.sym_sizes(), " and input of shape ",
               input.sym_sizes());
+}
+// The same for each pair of parameters for which may_have_groups(tensor) holds.
+template <class F, class G>
+void check_groups(const Tensor& input, const NamedParameters& parameters, const F& may_have_groups,
+                  const G& is_batch_dim) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    for (size_t k = i + 1; k < parameters.size(); ++k) {
+      const auto &first = parameters[i], &second = parameters[k];
+      if (!first.tensor || !second.tensor) continue;
+      if (may_have_groups(*first.tensor) && may_have_groups(*second.tensor)) {
+        check_groups(input, first, second, is_batch_dim);
+      }
+    }
+  }
 }
 
 bool is_supported(at::ScalarType type) {
@@ -86,18 +111,17 @@ void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
               " on ", tensor.device(), " and input on ", input.device());
 }
 
-void check_parameter_type(const char* name, const Tensor& input, const optional<Tensor>& parameter) {
-  if (!present(parameter)) return;
-  TORCH_CHECK(is_supported(parameter->scalar_type()), "Expected ", name,
-              " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ", parameter->scalar_type());
-  check_device(name, *parameter, input);
+void check_parameter_type(const char* name, const Tensor& input, const Tensor& parameter) {
+  TORCH_CHECK(is_supported(parameter.scalar_type()), "Expected ", name,
+              " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ", parameter.scalar_type());
+  check_device(name, parameter, input);
 }
 
-void check_types(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias,
-                 const Names& names = kNames) {
+void check_types(const Tensor& input, const NamedParameters& parameters) {
   check_input_type(input);
-  check_parameter_type(names.first, input, weight);
-  check_parameter_type(names.second, input, bias);
+  for (const auto& [name, tensor] : parameters) {
+    if (tensor) check_parameter_type(name, input, *tensor);
+  }
 }
 
 bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
@@ -118,6 +142,18 @@ void check_residual(const optional<Tensor>& residual, const Tensor& input) {
   check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
 }
 
+// The gate of a gated norm.
+void check_gate(const Tensor& input, const optional<Tensor>& gate, const Options& options) {
+  const auto name = [&] { return activation_name(options.activation).value_or(""); };
+  TORCH_CHECK(present(gate), "Expected gate to be a tensor with activation = \"", name(),
+              "\", but got None for input of shape ", input.sym_sizes());
+  check_parameter_type("gate", input, *gate);
+  check_like("gate", *gate, input, /*other_type=*/true);
+  TORCH_CHECK(!options.memory_efficient,
+              "Expected memory_efficient=False with a gate, but got True with a gate of shape ", gate->sym_sizes(),
+              " and input of shape ", input.sym_sizes());
+}
+
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
   TORCH_CHECK(are_equal(statistic.sym_sizes(), shape), "Expected ", name, " of shape ", shape, ", but got ", name,
               " of shape ", statistic.sym_sizes());
@@ -129,35 +165,68 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 
 }  // namespace
 
-void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                   const optional<Tensor>& weight, const optional<Tensor>& bias) {
+namespace {
+
+// Checks what forward and backward share. A gate is a parameter unless the norm is gated.
+void check_norm(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+                const optional<Tensor>& bias, const optional<Tensor>& gate, const Options& options) {
   TORCH_CHECK(!normalized_shape.empty(),
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
               "normalized_shape = ",
               normalized_shape);
-  check_parameter_shape("weight", input, normalized_shape, weight);
-  check_parameter_shape("bias", input, normalized_shape, bias);
+  const auto named = parameters(weight, bias, options.is_gated_norm() ? kAbsent : gate);
+  for (const auto& [name, tensor] : named) {
+    if (tensor) check_parameter_shape(name, input, normalized_shape, *tensor);
+  }
   const auto sizes = input.sym_sizes();
   const size_t count = normalized_shape.size();
   TORCH_CHECK(sizes.size() >= count && are_equal(sizes.slice(sizes.size() - count), normalized_shape),
               "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ",
               c10::Join(", ", normalized_shape), "], but got input of size", sizes);
-  const bool own_weight = has_all_dims(weight, input), own_bias = has_all_dims(bias, input);
-  if (own_weight) check_batch_sizes("weight", input, normalized_shape, *weight);
-  if (own_bias) check_batch_sizes("bias", input, normalized_shape, *bias);
-  if (own_weight && own_bias) {
-    check_groups(input, *weight, *bias, [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
+  const auto may_have_groups = [&](const Tensor& t) { return t.dim() == input.dim(); };
+  for (const auto& [name, tensor] : named) {
+    if (tensor && may_have_groups(*tensor)) check_batch_sizes(name, input, normalized_shape, *tensor);
   }
-  check_types(input, weight, bias);
+  check_groups(input, named, may_have_groups,
+               [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
+  check_types(input, named);
+  if (options.is_gated_norm()) check_gate(input, gate, options);
+}
+
+}  // namespace
+
+void check_forward(const ForwardArgs& args) {
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
+  check_norm(input, normalized_shape, weight, bias, gate, options);
   check_residual(residual, input);
+  if (!present(gate)) return;
+  TORCH_CHECK(present(residual) != options.is_gated_norm(), "Expected ",
+              options.is_gated_norm() ? "residual to be None with an activation, but got a tensor"
+                                      : "residual to be a tensor beside a gate, but got None",
+              " with gate of shape ", gate->sym_sizes(), " and input of shape ", input.sym_sizes());
+}
+
+void check_arguments(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                     const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
+                     const ActivationName& activation) {
+  Options options;
+  options.activation = parse_activation(activation, input);
+  check_forward({input, normalized_shape, weight, bias, /*eps=*/0, options, residual, gate});
 }
 
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
-  check_forward(input, {}, args.normalized_shape, args.weight, args.bias);
+  check_norm(input, args.normalized_shape, args.weight, args.bias, args.gate, args.options);
   check_like("grad_output", args.grad_output, input,
              input.scalar_type() == at::kFloat && is_16_bit(args.grad_output.scalar_type()));
   if (present(args.grad_sum)) check_like("grad_sum", *args.grad_sum, input);
+  if (present(args.gate) && !args.options.is_gated_norm()) {
+    TORCH_CHECK(present(args.gated_input),
+                "Expected gated_input to be a tensor beside a gate, but got None with gate of "
+                "shape ",
+                args.gate->sym_sizes(), " and input of shape ", input.sym_sizes());
+    check_like("gated_input", *args.gated_input, args.grad_output);
+  }
   const auto shape = statistics_shape(input, args.normalized_shape);
   if (needs_mean(args.options)) {
     TORCH_CHECK(present(args.mean),
@@ -169,13 +238,13 @@ void check_backward(const BackwardArgs& args) {
 }
 
 void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias, bool adaptive) {
+                  const optional<Tensor>& bias, bool adaptive, const optional<Tensor>& gate) {
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
-  const Names names = adaptive ? Names("scale", "shift") : kNames;
-  for (const auto& [name, parameter] : {std::pair(names.first, &weight), std::pair(names.second, &bias)}) {
-    if (!present(*parameter)) continue;
-    const auto shape = (*parameter)->sym_sizes();
+  const auto named = parameters(weight, bias, gate, adaptive);
+  for (const auto& [name, tensor] : named) {
+    if (!tensor) continue;
+    const auto shape = tensor->sym_sizes();
     bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
     for (size_t d = 0; fits && d < shape.size(); ++d) {
       const bool is_channels = d == 1 || shape.size() == 1;
@@ -185,33 +254,36 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
                 " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,
                 " and input of shape ", sizes);
   }
-  if (present(weight) && present(bias) && weight->dim() > 1 && bias->dim() > 1) {
-    check_groups(input, *weight, *bias, [](int64_t d) { return d != 1; }, names);
-  }
-  check_types(input, weight, bias, names);
+  check_groups(input, named, [](const Tensor& t) { return t.dim() > 1; }, [](int64_t d) { return d != 1; });
+  check_types(input, named);
   check_residual(residual, input);
 }
 
 void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
-                      const optional<Tensor>& shift) {
-  check_forward(input, {}, normalized_shape, {}, {});
+                      const optional<Tensor>& shift, const optional<Tensor>& gate) {
+  check_norm(input, normalized_shape, {}, {}, {}, {});
   const auto batch_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
-  SymIntArrayRef groups;  // the batch sizes of the scale, without ones at the end
-  for (const auto& [name, parameter] : {std::pair("scale", &scale), std::pair("shift", &shift)}) {
-    if (!present(*parameter)) continue;
-    const auto sizes = (*parameter)->sym_sizes();
+  SymIntArrayRef groups;  // the batch sizes of `first`, without ones at the end
+  NamedParameter first = {};
+  for (const auto& parameter : parameters(scale, shift, gate, /*adaptive=*/true)) {
+    const auto& [name, tensor] = parameter;
+    if (!tensor) continue;
+    const auto sizes = tensor->sym_sizes();
     const auto own_dims = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(normalized_shape.size());
     bool fits = own_dims >= 0 && own_dims <= batch_dims && are_equal(sizes.slice(own_dims), normalized_shape);
     for (int64_t d = 0; fits && d < own_dims; ++d) fits = broadcasts_to(sizes[d], input.sym_size(d));
     TORCH_CHECK(fits, "Expected ", name, " of shape [*batch, ", c10::Join(", ", normalized_shape),
                 "], where batch are the input's ", "first batch sizes or 1, but got ", name, " of shape ", sizes,
                 " and input of shape ", input.sym_sizes());
-    check_parameter_type(name, input, *parameter);
+    check_parameter_type(name, input, *tensor);
     auto own = sizes.slice(0, own_dims);
     while (!own.empty() && TORCH_GUARD_OR_FALSE(own.back().sym_eq(1))) own = own.slice(0, own.size() - 1);
-    TORCH_CHECK(groups.empty() || own.empty() || are_equal(groups, own),
-                "Expected scale and shift to have the same batch sizes, but got scale of shape ", scale->sym_sizes(),
-                ", shift of shape ", sizes, " and input of shape ", input.sym_sizes());
+    if (own.empty()) continue;
+    TORCH_CHECK(groups.empty() || are_equal(groups, own), "Expected ", first.name, " and ", name,
+                " to have the same batch sizes, but got ", first.name, " of shape ",
+                first.tensor ? first.tensor->sym_sizes() : sizes, ", ", name, " of shape ", sizes,
+                " and input of shape ", input.sym_sizes());
+    if (groups.empty()) first = parameter;
     groups = own;
   }
 }
@@ -262,6 +334,7 @@ void check_in_place(const ForwardArgs& args) {
   check(args.input);
   if (present(args.weight)) check(*args.weight);
   if (present(args.bias)) check(*args.bias);
+  if (present(args.gate)) check(*args.gate);
 }
 
 void check_allocated(const ForwardArgs& args) {
@@ -269,6 +342,7 @@ void check_allocated(const ForwardArgs& args) {
   check_allocated("residual", args.residual);
   check_allocated("weight", args.weight);
   check_allocated("bias", args.bias);
+  check_allocated("gate", args.gate);
 }
 
 void check_allocated(const BackwardArgs& args) {
@@ -279,6 +353,8 @@ void check_allocated(const BackwardArgs& args) {
   check_allocated("weight", args.weight);
   if (args.options.memory_efficient) check_allocated("bias", args.bias);  // else only its shape and dtype count
   check_allocated("grad_sum", args.grad_sum);
+  check_allocated("gate", args.gate);
+  check_allocated("gated_input", args.gated_input);
 }
 
 }  // namespace layernorm

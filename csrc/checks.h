@@ -8,8 +8,11 @@
 namespace layernorm {
 
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
-void check_forward(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
-                   const optional<Tensor>& weight, const optional<Tensor>& bias);
+void check_forward(const ForwardArgs& args);
+// The same for arguments from Python or a graph.
+void check_arguments(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
+                     const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
+                     const ActivationName& activation);
 void check_backward(const BackwardArgs& args);
 // Throws torch's errors if the residual cannot be overwritten.
 void check_in_place(const ForwardArgs& args);
@@ -23,9 +26,9 @@ void call_check_allocated(const Tensor& tensor, std::string_view name);
 // The same as check_forward() for a forward pass over the channels of images [N, C, *], before the channels are moved
 // last. An adaptive norm calls its parameters scale and shift.
 void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias, bool adaptive);
-// The same for scale and shift of ada_layer_norm: [*batch, *normalized_shape], see insert_batch_dims().
+                  const optional<Tensor>& bias, bool adaptive, const optional<Tensor>& gate);
+// The same for scale and shift of ada_layer_norm, and for a gate: [*batch, *normalized_shape], see insert_batch_dims().
 void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
-                      const optional<Tensor>& shift);
+                      const optional<Tensor>& shift, const optional<Tensor>& gate);
 
 }  // namespace layernorm

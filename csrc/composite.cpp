@@ -10,6 +10,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/round.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -75,18 +76,34 @@ Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) 
   return options.zero_centered_weight ? w + 1 : w;
 }
 
+// The activation of a gate and its derivative.
+Tensor activate(const Tensor& gate, const Options& options) {
+  const Tensor s = at::sigmoid(gate);
+  return static_cast<Activation>(options.activation) == Activation::kSilu ? gate * s : s;
+}
+Tensor derivative(const Tensor& gate, const Options& options) {
+  const Tensor s = at::sigmoid(gate), rest = at::sigmoid(-gate);  // 1 - s without cancellation
+  return static_cast<Activation>(options.activation) == Activation::kSilu ? s * (gate * rest + 1) : s * rest;
+}
+
 }  // namespace
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, in_place] = args;
-  check_forward(input, residual, normalized_shape, weight, bias);
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
+  check_forward(args);
   check_allocated(args);
   if (in_place) check_in_place(args);
   const auto count = static_cast<int64_t>(normalized_shape.size());
   const auto acc = accumulate_type(input);
-  Tensor sum;
-  if (present(residual)) sum = input + *residual;
-  const Tensor x = (sum.defined() ? sum : input).to(acc);
+  Tensor sum, activated;
+  if (options.is_gated_norm()) activated = activate(gate->to(acc), options);
+  if (present(gate) && present(residual)) {
+    sum = (residual->to(acc) + gate->to(acc) * input.to(acc)).to(residual->scalar_type());
+  } else if (present(residual)) {
+    sum = input + *residual;
+  }
+  Tensor x = (sum.defined() ? sum : input).to(acc);
+  if (activated.defined() && options.gate_first) x = x * activated;
   const double root = std::sqrt(std::fabs(eps));
   const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
     return at::maximum(largest, first_scale * root);
@@ -97,6 +114,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   Tensor y = d.values * rstd;
   if (present(weight)) y = y * factor(*weight, acc, options);
   if (present(bias)) y = y + bias->to(acc);
+  if (activated.defined() && !options.gate_first) y = y * activated;
   // The residual changes last, because other arguments may share its memory.
   if (in_place) sum = residual->copy_(sum);
   return {y.to(input.scalar_type()), sum, d.mean, rstd.detach() * d.scale};
@@ -124,23 +142,46 @@ Tensor Terms::mean(const Tensor& t) const { return mean_of(t, count); }
 BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_backward(args);
   check_allocated(args);
-  TORCH_CHECK_NOT_IMPLEMENTED(!args.options.memory_efficient, kNoDerivative);
-  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
-  const Terms t(args.grad_output, args.input, args.rstd, args.weight.value_or(Tensor()),
-                static_cast<int64_t>(args.normalized_shape.size()), /*differentiate_rstd=*/true, args.options);
-  const ParameterTypes types(args.input, args.weight, args.bias);
-  Tensor grad_input, grad_weight, grad_bias;
-  if (wants_input) {
-    Tensor dx = t.rstd * t.project(t.g);
-    if (present(args.grad_sum)) dx = dx + args.grad_sum->to(dx.scalar_type());
-    grad_input = dx.to(args.input.scalar_type());
+  const Options& options = args.options;
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
+  const auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
+  const auto acc = args.rstd.scalar_type();
+  Tensor x = args.input, dy = args.grad_output, gate, activated;
+  if (present(args.gate)) gate = args.gate->to(acc);
+  if (options.is_gated_norm()) {
+    activated = activate(gate, options);
+    (options.gate_first ? x : dy) = (options.gate_first ? x : dy).to(acc) * activated;
   }
+  const Terms t(dy, x, args.rstd, args.weight.value_or(Tensor()), static_cast<int64_t>(args.normalized_shape.size()),
+                /*differentiate_rstd=*/true, options);
+  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, options);
+  BackwardOutputs grads;
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
     return at::sum_to(gradient, type.sizes(args.normalized_shape)).to(type.dtype);
   };
-  if (wants_weight) grad_weight = sum_rows(t.dy * t.xhat, types.weight);
-  if (wants_bias) grad_bias = sum_rows(t.dy, types.bias);
-  return {grad_input, grad_weight, grad_bias};
+  if (wants_weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
+  if (wants_bias) grads.grad_bias = sum_rows(t.dy, types.bias);
+  if (!(wants_input || wants_gated_input || wants_gate)) return grads;
+
+  Tensor dx = t.rstd * t.project(t.g);
+  if (present(args.grad_sum)) dx = dx + args.grad_sum->to(acc);
+  if (options.is_gated_norm()) {
+    if (wants_gate) {
+      Tensor upstream = args.input.to(acc) * dx;  // of the activation
+      if (!options.gate_first) {
+        upstream = t.times_weight(t.xhat);
+        if (present(args.bias)) upstream = upstream + args.bias->to(acc);
+        upstream = upstream * args.grad_output.to(acc);
+      }
+      grads.grad_gate = (upstream * derivative(gate, options)).to(types.gate.dtype);
+    }
+    if (options.gate_first) dx = dx * activated;
+  } else if (gate.defined()) {
+    if (wants_gated_input) grads.grad_gated_input = (gate * dx).to(args.gated_input->scalar_type());
+    if (wants_gate) grads.grad_gate = sum_rows(dx * args.gated_input->to(acc), types.gate);
+  }
+  if (wants_input) grads.grad_input = dx.to(args.input.scalar_type());
+  return grads;
 }
 
 }  // namespace layernorm

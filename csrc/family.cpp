@@ -11,33 +11,78 @@ namespace layernorm {
 std::string signature(const Member& m, const Spelling& spelling) {
   std::string s = std::string(m.name) + "(Tensor input";
   if (m.adds) s += std::string(", ") + spelling.changed_tensor + " residual";
+  if (m.gated) s += ", Tensor? gate";
   if (!m.images) s += std::string(", ") + spelling.shape + " normalized_shape";
   s += m.adaptive ? ", Tensor? scale=None, Tensor? shift=None" : ", Tensor? weight=None";
   if (!m.adaptive && m.has_bias()) s += ", Tensor? bias=None";
   s += std::string(", ") + spelling.real;
   s += m.has_default_eps() ? "? eps=None" : m.adaptive || m.images ? " eps=1e-06" : " eps=1e-05";
-  if (!m.adaptive) s += ", *, bool zero_centered_weight=False";
+  if (m.adds || !m.adaptive) s += ", *";
+  if (m.adds) s += ", Tensor? gate=None";
+  if (m.gated) {
+    s += std::string(", ") + spelling.string + " activation=\"silu\", bool gate_first=False, " + spelling.integer +
+         " num_groups=1";
+  }
+  if (!m.adaptive) s += ", bool zero_centered_weight=False";
   if (m.adds) s += ", bool inplace=False";
   if (m.has_memory_efficient()) s += ", bool memory_efficient=False";
   return s + ")";
 }
 
+namespace {
+
+// A gated norm. With groups, the last dimension becomes two: the groups, and the elements of a group.
+ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
+  const Tensor& input = args.input;
+  const int64_t groups = args.num_groups;
+  const int64_t activation = parse_activation(args.activation, input);
+  if (present(args.gate)) {
+    options.activation = activation;
+    options.gate_first = args.gate_first;
+  }
+  const SymIntArrayRef shape = args.normalized_shape;
+  const ForwardArgs whole = {input, shape, args.weight, args.bias, args.eps, options, kAbsent, args.gate};
+  check_forward(whole);
+  TORCH_CHECK(groups >= 1 && (groups == 1 || (shape.size() == 1 && shape[0] % groups == 0)),
+              "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = ", groups,
+              ", normalized_shape = ", shape, " and input of shape ", input.sym_sizes());
+  if (groups == 1) return call_forward(whole);
+  const c10::SymInt group_size = shape[0] / groups;
+  // Parameters need a batch dimension for the groups, and therefore all others.
+  ForwardOutputs outputs =
+      call_with(call_forward, {input, {group_size}, args.weight, args.bias, args.eps, options, kAbsent, args.gate},
+                [&](const Tensor& t) {
+                  Tensor result = t.unflatten_symint(-1, {groups, group_size});
+                  while (result.dim() <= input.dim()) result = result.unsqueeze(0);
+                  return result;
+                });
+  outputs.output = outputs.output.flatten(-2);
+  return outputs;
+}
+
+}  // namespace
+
 ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   const Options options = {m.rms, args.zero_centered_weight || m.adaptive, args.memory_efficient,
                            /*preserve_layout=*/m.images};
+  if (m.gated) return evaluate_gated(args, options);
   const auto call = [&](ForwardFunction function, SymIntArrayRef shape, const optional<Tensor>& weight,
-                        const optional<Tensor>& bias) {
-    return function({args.input, shape, weight, bias, args.eps, options, args.residual, args.in_place});
+                        const optional<Tensor>& bias, const optional<Tensor>& gate) {
+    return function({args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place});
   };
   if (m.images) {
-    check_images(args.input, args.residual, args.weight, args.bias, m.adaptive);
-    return call(forward_images, {args.input.sym_size(1)}, args.weight, args.bias);
+    check_images(args.input, args.residual, args.weight, args.bias, m.adaptive, args.gate);
+    return call(forward_images, {args.input.sym_size(1)}, args.weight, args.bias, args.gate);
   }
   const SymIntArrayRef shape = args.normalized_shape;
-  if (!m.adaptive) return call(call_forward, shape, args.weight, args.bias);
-  check_modulation(args.input, shape, args.weight, args.bias);
-  return call(call_forward, shape, insert_batch_dims(args.weight, args.input, shape),
-              insert_batch_dims(args.bias, args.input, shape));
+  const auto insert_dims = [&](const optional<Tensor>& t) { return insert_batch_dims(t, args.input, shape); };
+  if (m.adaptive) {
+    check_modulation(args.input, shape, args.weight, args.bias, args.gate);
+    return call(call_forward, shape, insert_dims(args.weight), insert_dims(args.bias), insert_dims(args.gate));
+  }
+  if (!present(args.gate)) return call(call_forward, shape, args.weight, args.bias, kAbsent);
+  check_modulation(args.input, shape, {}, {}, args.gate);
+  return call(call_forward, shape, args.weight, args.bias, insert_dims(args.gate));
 }
 
 namespace {
@@ -52,6 +97,8 @@ struct StackReader {
   double real() { return (next++)->toDouble(); }
   optional<double> optional_real() { return (next++)->to<optional<double>>(); }
   bool flag() { return (next++)->toBool(); }
+  int64_t integer() { return (next++)->toInt(); }
+  std::string string() { return (next++)->toStringRef(); }
 };
 
 template <size_t kMember>

@@ -106,22 +106,63 @@ template <BackwardFunction kBackward>
 BackwardOutputs backward_by_copies(BackwardArgs args) {
   if (args.options.preserve_layout) {
     args.options.preserve_layout = false;
-    auto [grad_input, grad_weight, grad_bias] = kBackward(args);
-    return {copy_to_layout(grad_input, args.input), grad_weight, grad_bias};
+    BackwardOutputs grads = kBackward(args);
+    grads.grad_input = copy_to_layout(grads.grad_input, args.input);
+    grads.grad_gated_input = copy_to_layout(grads.grad_gated_input, args.input);
+    if (args.options.is_gated_norm()) grads.grad_gate = copy_to_layout(grads.grad_gate, args.input);
+    return grads;
   }
   // The kernel then computes a gradient for each row. They are not rounded before they are summed.
   const auto acc = accumulate_type(args.input);
-  const ParameterTypes types(args.input, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
   const auto in_acc = [&](const optional<Tensor>& parameter) {
     return present(parameter) ? expand_groups(*parameter, args.input).to(acc) : parameter;
   };
-  auto [grad_input, grad_weight, grad_bias] =
-      kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, in_acc(args.weight),
-                 in_acc(args.bias), args.output_mask, args.grad_sum, args.options});
-  const auto sum_rows = [](const Tensor& gradient, const GradientType& type) {
-    return gradient.defined() ? at::sum_to(gradient, type.model->sizes()).to(type.dtype) : gradient;
+  const auto weight = in_acc(args.weight), bias = in_acc(args.bias);
+  const auto gate = args.options.is_gated_norm() ? args.gate : in_acc(args.gate);
+  BackwardOutputs grads = kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, weight,
+                                     bias, args.output_mask, args.grad_sum, args.options, gate, args.gated_input});
+  const auto sum_rows = [](Tensor& gradient, const GradientType& type) {
+    if (gradient.defined()) gradient = at::sum_to(gradient, type.model->sizes()).to(type.dtype);
   };
-  return {grad_input, sum_rows(grad_weight, types.weight), sum_rows(grad_bias, types.bias)};
+  sum_rows(grads.grad_weight, types.weight);
+  sum_rows(grads.grad_bias, types.bias);
+  if (!args.options.is_gated_norm()) sum_rows(grads.grad_gate, types.gate);
+  return grads;
+}
+
+// Forward and backward of a gated norm whose gate has another dtype than the input, in the accumulation type.
+template <ForwardFunction kForward>
+ForwardOutputs forward_in_acc(const ForwardArgs& args) {
+  const auto type = args.input.scalar_type(), acc = accumulate_type(args.input);
+  const optional<Tensor> gate = args.gate->to(acc);
+  ForwardOutputs outputs = kForward({args.input.to(acc), args.normalized_shape, args.weight, args.bias, args.eps,
+                                     args.options, /*residual=*/kAbsent, gate});
+  outputs.output = outputs.output.to(type);
+  return outputs;
+}
+
+template <BackwardFunction kBackward>
+BackwardOutputs backward_in_acc(const BackwardArgs& args) {
+  const auto type = args.input.scalar_type(), acc = accumulate_type(args.input);
+  const optional<Tensor> gate = args.gate->to(acc);
+  // Without parameters, their gradients have the dtype of the input.
+  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
+  BackwardOutputs grads =
+      kBackward({args.grad_output.to(acc), args.input.to(acc), args.normalized_shape, args.mean, args.rstd, args.weight,
+                 args.bias, args.output_mask, /*grad_sum=*/kAbsent, args.options, gate});
+  const auto cast = [](Tensor& gradient, at::ScalarType to) {
+    if (gradient.defined()) gradient = gradient.to(to);
+  };
+  cast(grads.grad_input, type);
+  cast(grads.grad_weight, types.weight.dtype);
+  cast(grads.grad_bias, types.bias.dtype);
+  cast(grads.grad_gate, types.gate.dtype);
+  return grads;
+}
+
+bool has_other_dtype(const Tensor& input, const optional<Tensor>& gate, const Options& options) {
+  return options.is_gated_norm() && gate->scalar_type() != input.scalar_type();
 }
 
 // Whether a tensor may share elements with a residual that is overwritten, where torch's check cannot tell.
@@ -130,7 +171,7 @@ bool may_overlap(const Tensor& residual, const Tensor& t) {
 }
 bool may_overlap(const ForwardArgs& args) {
   const auto overlaps = [&](const optional<Tensor>& t) { return present(t) && may_overlap(*args.residual, *t); };
-  return may_overlap(*args.residual, args.input) || overlaps(args.weight) || overlaps(args.bias);
+  return may_overlap(*args.residual, args.input) || overlaps(args.weight) || overlaps(args.bias) || overlaps(args.gate);
 }
 
 // Forward with copies of the tensors that may share elements with a residual that is overwritten.
@@ -146,14 +187,32 @@ MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, cons
   return MaybeOwned::owned(t->to(type).contiguous());
 }
 
+// The gate as a parameter, or as the array of a gated norm; the other one is absent.
+struct Gate {
+  Gate(const optional<Tensor>& gate, const Options& options)
+      : parameter(options.is_gated_norm() ? kAbsent : gate), elementwise(options.is_gated_norm() ? gate : kAbsent) {}
+
+  MaybeOwned for_kernel(at::ScalarType parameter_type, const Views& views) const {
+    return present(elementwise) ? views.fit(*elementwise) : kernel_parameter(parameter, parameter_type, views);
+  }
+
+  const optional<Tensor>&parameter, &elementwise;
+};
+
 void set_common(Params& params, const Views& views, const Options& options, const Tensor& weight, const Tensor& bias,
-                const LaunchScope& on, Allocator& allocator) {
+                const Tensor& gate, const LaunchScope& on, Allocator& allocator) {
   params.groups = views.groups;
   params.rows = views.rows;
   params.cols = views.cols;
   params.channels_first = views.channels_first;
   params.weight = views.parameter_view(weight, on.input(weight, "weight"));
   params.bias = views.parameter_view(bias, on.input(bias, "bias"));
+  if (gate.defined()) {
+    const void* const data = on.input(gate, "gate");
+    params.gate = options.is_gated_norm() ? views.view(gate, data) : views.parameter_view(gate, data);
+  }
+  params.activation = static_cast<Activation>(options.activation);
+  params.gate_first = options.is_gated_norm() && options.gate_first;
   params.rms = options.rms;
   params.zero_centered_weight = weight.defined() && options.zero_centered_weight;
   params.allocator = &allocator;
@@ -162,7 +221,7 @@ void set_common(Params& params, const Views& views, const Options& options, cons
 
 template <void (*kernel)(const ForwardParams&)>
 ForwardOutputs forward(const ForwardArgs& args) {
-  check_forward(args.input, args.residual, args.normalized_shape, args.weight, args.bias);
+  check_forward(args);
   const Tensor& input = args.input;
   const auto& residual = args.residual;
   check_allocated(args);
@@ -170,6 +229,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
     check_in_place(args);
     if (may_overlap(args)) return forward_apart<forward<kernel>>(args);
   }
+  if (has_other_dtype(input, args.gate, args.options)) return forward_in_acc<forward<kernel>>(args);
   const LaunchScope on(input);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   Tensor output = allocate_like(input, input.scalar_type(), args.options.preserve_layout), sum, mean;
@@ -179,9 +239,11 @@ ForwardOutputs forward(const ForwardArgs& args) {
       input.options().dtype(accumulate_type(input)).memory_format(at::MemoryFormat::Contiguous);
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
-  const Views views(output, input, normalized_dims, args.weight, args.bias);
+  const Gate gate_as(args.gate, args.options);
+  const Views views(output, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise);
   const bool empty = input.numel() == 0;  // its strides mean nothing
-  if (!empty && !(views.fits(output) && views.fits(rstd))) {
+  const bool lacks_kernel = views.channels_first && args.options.is_gated_norm();
+  if (!empty && (lacks_kernel || !(views.fits(output) && views.fits(rstd)))) {
     return forward_by_copies<forward<kernel>>(args);
   }
   if (present(residual)) {
@@ -193,12 +255,14 @@ ForwardOutputs forward(const ForwardArgs& args) {
     return {with_format(output, args), sum, mean, rstd.zero_()};
   }
 
-  const auto parameter_type = ParameterTypes(present(residual) ? *residual : input, args.weight, args.bias).kernel;
+  const auto parameter_type =
+      ParameterTypes(present(residual) ? *residual : input, args.weight, args.bias, args.gate, args.options).kernel;
   const auto x = views.fit(input), weight = kernel_parameter(args.weight, parameter_type, views);
   const auto bias = kernel_parameter(args.bias, parameter_type, views);
+  const auto gate = gate_as.for_kernel(parameter_type, views);
   Workspace workspace(input, on);
   ForwardParams params;
-  set_common(params, views, args.options, *weight, *bias, on, workspace);
+  set_common(params, views, args.options, *weight, *bias, *gate, on, workspace);
   params.input = views.view(*x, on.input(*x, "input"));
   MaybeOwned added;
   if (present(residual)) {
@@ -223,30 +287,50 @@ BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   check_allocated(args);
   const Tensor& input = args.input;
+  if (has_other_dtype(input, args.gate, args.options)) return backward_in_acc<backward<kernel>>(args);
   const LaunchScope on(input);
-  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
+  auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
+  wants_gate &= present(args.gate);
+  wants_gated_input &= present(args.gate) && !args.options.is_gated_norm();
+  // The gradients of a gate beside a residual and of what it multiplies are computed from grad_input.
+  const bool returns_input = wants_input;
+  wants_input |= wants_gated_input || (wants_gate && !args.options.is_gated_norm());
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const ParameterTypes types(args.input, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
   // A tensor with the layout of grad_input. If grad_input is not wanted, the input can take its place, unless its
   // elements share memory: copies of other tensors get this layout, and are written.
   const bool allocates =
       wants_input || !(args.options.preserve_layout ? input.is_non_overlapping_and_dense() : input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
-  const Views views(grad, input, normalized_dims, args.weight, args.bias);
+  const Gate gate_as(args.gate, args.options);
+  const Views views(grad, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise);
   const bool empty = input.numel() == 0;
-  if (!empty && !(views.fits(grad) && views.fits(args.rstd.contiguous()))) {
+  const bool lacks_kernel = views.channels_first && args.options.is_gated_norm();
+  if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd.contiguous())))) {
     return backward_by_copies<backward<kernel>>(args);
   }
   const auto parameter_gradient = [&](const GradientType& type) {
     const auto sizes = present(type.model) ? type.model->sizes() : input.sizes().slice(input.dim() - normalized_dims);
     return empty ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
   };
-  Tensor grad_input, grad_weight, grad_bias;
+  BackwardOutputs grads;
+  auto& [grad_input, grad_weight, grad_bias, grad_gated_input, grad_gate] = grads;
   if (wants_input) grad_input = grad;
   if (wants_weight) grad_weight = parameter_gradient(types.weight);
   if (wants_bias) grad_bias = parameter_gradient(types.bias);
-  if (empty || !(wants_input || wants_weight || wants_bias)) return {grad_input, grad_weight, grad_bias};
+  if (wants_gated_input) {
+    grad_gated_input = allocate_like(input, args.grad_output.scalar_type(), args.options.preserve_layout);
+  }
+  if (wants_gate) {
+    grad_gate = present(gate_as.elementwise) ? allocate_like(input, input.scalar_type(), args.options.preserve_layout)
+                                             : parameter_gradient(types.gate);
+  }
+  const auto result = [&] {
+    if (!returns_input) grad_input = Tensor();
+    return grads;
+  };
+  if (empty || !(wants_input || wants_weight || wants_bias || wants_gate)) return result();
 
   const auto statistic = [&](const Tensor& t) {
     return views.fits(t) ? MaybeOwned::borrowed(t) : MaybeOwned::owned(t.contiguous());
@@ -255,10 +339,12 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto dsum = wants_input && present(args.grad_sum) ? views.fit(*args.grad_sum) : MaybeOwned();
   const auto weight = kernel_parameter(args.weight, types.kernel, views);
   const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, views) : MaybeOwned();
+  const auto gate = gate_as.for_kernel(types.kernel, views);
+  const auto gated_input = wants_gate && present(gate_as.parameter) ? views.fit(*args.gated_input) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
   Workspace workspace(input, on);
   BackwardParams params;
-  set_common(params, views, args.options, *weight, *bias, on, workspace);
+  set_common(params, views, args.options, *weight, *bias, *gate, on, workspace);
   params.grad_output = views.view(*dy, on.input(*dy, "grad_output"));
   params.input = views.view(*x, on.input(*x, "input"));
   params.grad_sum = views.view(*dsum, on.input(*dsum, "grad_sum"));
@@ -267,15 +353,23 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.grad_input = views.view(grad_input, on.output(grad_input, "grad_input"));
   params.grad_weight = views.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
   params.grad_bias = views.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
+  params.gated_input = views.view(*gated_input, on.input(*gated_input, "gated_input"));
+  params.grad_gated_input = views.view(grad_gated_input, on.output(grad_gated_input, "grad_gated_input"));
+  void* const grad_gate_data = on.output(grad_gate, "grad_gate");
+  params.grad_gate = present(gate_as.elementwise) ? views.view(grad_gate, grad_gate_data)
+                                                  : views.gradient_view(types.gate.model, grad_gate_data);
   params.from_output = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output.scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
   kernel(params);
-  const auto cast = [](const Tensor& t, const GradientType& type) {
-    return t.defined() && t.scalar_type() != type.dtype ? t.to(type.dtype) : t;  // to() costs a small call 0.2 us
+  const auto cast = [](Tensor& t, const GradientType& type) {
+    if (t.defined() && t.scalar_type() != type.dtype) t = t.to(type.dtype);  // to() costs a small call 0.2 us
   };
-  return {grad_input, cast(grad_weight, types.weight), cast(grad_bias, types.bias)};
+  cast(grad_weight, types.weight);
+  cast(grad_bias, types.bias);
+  cast(grad_gate, types.gate);
+  return result();
 }
 
 // ---- meta functions -------------------------------------------------------------------------------------------------
@@ -286,7 +380,7 @@ Tensor empty_like(const Tensor& input, at::ScalarType type, bool preserve_layout
 }
 
 ForwardOutputs forward_meta(const ForwardArgs& args) {
-  check_forward(args.input, args.residual, args.normalized_shape, args.weight, args.bias);
+  check_forward(args);
   if (args.in_place) check_in_place(args);
   const Tensor& input = args.input;
   const auto options = input.options().dtype(accumulate_type(input));
@@ -305,13 +399,24 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
 BackwardOutputs backward_meta(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
-  const ParameterTypes types(args.input, args.weight, args.bias);
+  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
   const auto gradient = [&](const GradientType& type) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
-  const auto [wants_input, wants_weight, wants_bias] = args.output_mask;
-  return {wants_input ? empty_like(input, input.scalar_type(), args.options.preserve_layout) : Tensor(),
-          wants_weight ? gradient(types.weight) : Tensor(), wants_bias ? gradient(types.bias) : Tensor()};
+  const auto like_input = [&](at::ScalarType type) { return empty_like(input, type, args.options.preserve_layout); };
+  const auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
+  const bool is_gated_norm = args.options.is_gated_norm();
+  BackwardOutputs grads;
+  if (wants_input) grads.grad_input = like_input(input.scalar_type());
+  if (wants_weight) grads.grad_weight = gradient(types.weight);
+  if (wants_bias) grads.grad_bias = gradient(types.bias);
+  if (wants_gated_input && present(args.gate) && !is_gated_norm) {
+    grads.grad_gated_input = like_input(args.grad_output.scalar_type());
+  }
+  if (wants_gate && present(args.gate)) {
+    grads.grad_gate = is_gated_norm ? like_input(types.gate.dtype) : gradient(types.gate);
+  }
+  return grads;
 }
 
 }  // namespace

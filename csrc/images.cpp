@@ -46,7 +46,7 @@ bool is_plain(const ForwardArgs& args) {
                            DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect}) |
       c10::autocast_dispatch_keyset;
   c10::DispatchKeySet keys = args.input.key_set();
-  for (const auto* t : {&args.residual, &args.weight, &args.bias}) {
+  for (const auto* t : {&args.residual, &args.weight, &args.bias, &args.gate}) {
     if (present(*t)) keys = keys | (*t)->key_set();
   }
   const auto local = c10::impl::tls_local_dispatch_key_set();

@@ -9,7 +9,10 @@
 
 #include <array>
 #include <optional>
+#include <string_view>
 #include <tuple>
+
+#include "layer_norm.h"
 
 namespace layernorm {
 
@@ -25,6 +28,10 @@ struct Options {
   bool zero_centered_weight = false;  // the weight is `weight` + 1
   bool memory_efficient = false;      // backward gets forward's output instead of its input
   bool preserve_layout = false;  // output and gradients have the strides of a dense input; else they are contiguous
+  int64_t activation = 0;        // an Activation
+  bool gate_first = false;       // see Params
+
+  bool is_gated_norm() const { return activation != 0; }
 };
 
 inline const optional<Tensor> kAbsent;
@@ -38,6 +45,7 @@ struct ForwardArgs {
   double eps;
   Options options;
   const optional<Tensor>& residual = kAbsent;
+  const optional<Tensor>& gate = kAbsent;
   bool in_place = false;  // the sum overwrites the residual
 };
 // The sum is undefined without a residual, and is the residual if in_place. RMSNorm has no mean.
@@ -45,7 +53,8 @@ struct ForwardOutputs {
   Tensor output, sum, mean, rstd;
 };
 
-// The arguments of backward. With a residual, `input` is the sum and grad_sum its upstream gradient.
+// The arguments of all overloads of backward. With a residual, `input` is the sum and grad_sum its upstream gradient. A
+// gate beside the residual multiplied gated_input.
 struct BackwardArgs {
   const Tensor& grad_output;
   const Tensor& input;
@@ -54,11 +63,15 @@ struct BackwardArgs {
   const Tensor& rstd;
   const optional<Tensor>& weight;
   const optional<Tensor>& bias;
-  std::array<bool, 3> output_mask;
+  std::array<bool, 5> output_mask;  // in the order of BackwardOutputs
   const optional<Tensor>& grad_sum;
   Options options;
+  const optional<Tensor>& gate = kAbsent;
+  const optional<Tensor>& gated_input = kAbsent;
 };
-using BackwardOutputs = std::tuple<Tensor, Tensor, Tensor>;  // grad_input, grad_weight, grad_bias
+struct BackwardOutputs {
+  Tensor grad_input, grad_weight, grad_bias, grad_gated_input, grad_gate;
+};
 
 // Call the operators through the dispatcher.
 ForwardOutputs call_forward(const ForwardArgs& args);
@@ -74,55 +87,107 @@ template <class Function, class F>
 ForwardOutputs call_with(const Function& function, const ForwardArgs& args, const F& f) {
   const auto replace = [&](const optional<Tensor>& t) { return present(t) ? optional<Tensor>(f(*t)) : std::nullopt; };
   const Tensor input = f(args.input);
-  const auto weight = replace(args.weight), bias = replace(args.bias), residual = replace(args.residual);
-  return function({input, args.normalized_shape, weight, bias, args.eps, args.options, residual, args.in_place});
+  const auto weight = replace(args.weight), bias = replace(args.bias);
+  const auto residual = replace(args.residual), gate = replace(args.gate);
+  return function({input, args.normalized_shape, weight, bias, args.eps, args.options, residual, gate, args.in_place});
 }
 
-// The function of `forward` for a dispatch key; of forward.fused if Residual is an optional tensor; or of
-// forward_.fused if it is a tensor.
-template <ForwardFunction kForward, class... Residual>
-struct ForwardOperator {
-  static constexpr bool kInPlace = (std::is_same_v<Residual, const Tensor&> || ...);
-  using Outputs = std::conditional_t<sizeof...(Residual) == 1 && !kInPlace, std::tuple<Tensor, Tensor, Tensor, Tensor>,
-                                     std::tuple<Tensor, Tensor, Tensor>>;
+// The names of activations, as the operators spell them; none for kNone.
+using ActivationName = optional<std::string_view>;
+ActivationName activation_name(int64_t activation);
+// Throws an error that names the argument if there is no such activation.
+int64_t parse_activation(const ActivationName& name, const Tensor& input);
 
-  static Outputs call(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-                      const optional<Tensor>& bias, double eps, Residual... residual, bool rms,
-                      bool zero_centered_weight, bool memory_efficient, bool preserve_layout) {
+// The functions of the overloads of forward for a dispatch key.
+template <ForwardFunction kForward>
+struct ForwardOperator {
+  static std::tuple<Tensor, Tensor, Tensor> call(const Tensor& input, SymIntArrayRef normalized_shape,
+                                                 const optional<Tensor>& weight, const optional<Tensor>& bias,
+                                                 double eps, bool rms, bool zero_centered_weight, bool memory_efficient,
+                                                 bool preserve_layout) {
+    const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
+    auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps, options});
+    return {std::move(output), std::move(mean), std::move(rstd)};
+  }
+};
+template <ForwardFunction kForward>
+struct FusedForwardOperator {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> call(const Tensor& input, SymIntArrayRef normalized_shape,
+                                                         const optional<Tensor>& weight, const optional<Tensor>& bias,
+                                                         double eps, const optional<Tensor>& residual,
+                                                         const optional<Tensor>& gate, bool rms,
+                                                         bool zero_centered_weight, bool memory_efficient,
+                                                         bool preserve_layout, const ActivationName& activation,
+                                                         bool gate_first) {
+    const Options options = {
+        rms, zero_centered_weight, memory_efficient, preserve_layout, parse_activation(activation, input), gate_first};
+    auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps, options, residual, gate});
+    return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
+  }
+};
+template <ForwardFunction kForward>
+struct InPlaceForwardOperator {
+  static std::tuple<Tensor, Tensor, Tensor> call(const Tensor& input, SymIntArrayRef normalized_shape,
+                                                 const optional<Tensor>& weight, const optional<Tensor>& bias,
+                                                 double eps, const Tensor& residual, const optional<Tensor>& gate,
+                                                 bool rms, bool zero_centered_weight, bool memory_efficient,
+                                                 bool preserve_layout) {
     const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
     auto [output, sum, mean, rstd] =
-        kForward({input, normalized_shape, weight, bias, eps, options, optional<Tensor>(residual...), kInPlace});
-    if constexpr (std::tuple_size_v<Outputs> == 4) {
-      return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
-    } else {
-      return {std::move(output), std::move(mean), std::move(rstd)};
-    }
+        kForward({input, normalized_shape, weight, bias, eps, options, residual, gate, /*in_place=*/true});
+    return {std::move(output), std::move(mean), std::move(rstd)};
   }
 };
 
-// The function of `backward` for a dispatch key.
+// The functions of the overloads of backward for a dispatch key.
 template <BackwardFunction kBackward>
 struct BackwardOperator {
-  static BackwardOutputs call(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                              const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                              const optional<Tensor>& bias, std::array<bool, 3> output_mask,
-                              const optional<Tensor>& grad_sum, bool rms, bool zero_centered_weight,
-                              bool memory_efficient, bool preserve_layout) {
+  static std::tuple<Tensor, Tensor, Tensor> call(const Tensor& grad_output, const Tensor& input,
+                                                 SymIntArrayRef normalized_shape, const optional<Tensor>& mean,
+                                                 const Tensor& rstd, const optional<Tensor>& weight,
+                                                 const optional<Tensor>& bias, std::array<bool, 3> output_mask,
+                                                 const optional<Tensor>& grad_sum, bool rms, bool zero_centered_weight,
+                                                 bool memory_efficient, bool preserve_layout) {
     const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
-    return kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, options});
+    const auto [input_wanted, weight_wanted, bias_wanted] = output_mask;
+    auto grads = kBackward({grad_output,
+                            input,
+                            normalized_shape,
+                            mean,
+                            rstd,
+                            weight,
+                            bias,
+                            {input_wanted, weight_wanted, bias_wanted},
+                            grad_sum,
+                            options});
+    return {std::move(grads.grad_input), std::move(grads.grad_weight), std::move(grads.grad_bias)};
+  }
+};
+template <BackwardFunction kBackward>
+struct FusedBackwardOperator {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> call(
+      const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& mean,
+      const Tensor& rstd, const optional<Tensor>& weight, const optional<Tensor>& bias, std::array<bool, 5> output_mask,
+      const optional<Tensor>& grad_sum, const optional<Tensor>& gate, const optional<Tensor>& gated_input, bool rms,
+      bool zero_centered_weight, bool memory_efficient, bool preserve_layout, const ActivationName& activation,
+      bool gate_first) {
+    const Options options = {
+        rms, zero_centered_weight, memory_efficient, preserve_layout, parse_activation(activation, input), gate_first};
+    auto grads = kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum,
+                            options, gate, gated_input});
+    return {std::move(grads.grad_input), std::move(grads.grad_weight), std::move(grads.grad_bias),
+            std::move(grads.grad_gated_input), std::move(grads.grad_gate)};
   }
 };
 
 // Registers an implementation of all operators for one dispatch key.
 template <ForwardFunction kForward, BackwardFunction kBackward>
 void implement(torch::Library& m) {
-  using Norm = ForwardOperator<kForward>;
-  using Fused = ForwardOperator<kForward, const optional<Tensor>&>;
-  using FusedInPlace = ForwardOperator<kForward, const Tensor&>;
-  m.impl("forward", TORCH_FN(Norm::call));
-  m.impl("forward.fused", TORCH_FN(Fused::call));
-  m.impl("forward_.fused", TORCH_FN(FusedInPlace::call));
+  m.impl("forward", TORCH_FN(ForwardOperator<kForward>::call));
+  m.impl("forward.fused", TORCH_FN(FusedForwardOperator<kForward>::call));
+  m.impl("forward_.fused", TORCH_FN(InPlaceForwardOperator<kForward>::call));
   m.impl("backward", TORCH_FN(BackwardOperator<kBackward>::call));
+  m.impl("backward.fused", TORCH_FN(FusedBackwardOperator<kBackward>::call));
 }
 
 // Each function fills the library of one dispatch key; registration.cpp calls them all.

@@ -9,6 +9,7 @@ namespace layernorm {
 
 #define OPTIONS \
   "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
+#define GATED_NORM "str? activation=None, bool gate_first=False"
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 void Operators::define(torch::Library& m) {
@@ -18,21 +19,32 @@ void Operators::define(torch::Library& m) {
       "*, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual=None, *, " OPTIONS ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+      "Tensor? residual=None, Tensor? gate=None, *, " OPTIONS ", " GATED_NORM
+      ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   define(
       "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor(a!) residual, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+      "Tensor(a!) residual, Tensor? gate=None, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
       ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  define(
+      "backward.fused(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[5] output_mask, Tensor? grad_sum, Tensor? gate, Tensor? gated_input=None, "
+      "*, " OPTIONS ", " GATED_NORM
+      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_gated_input, Tensor grad_gate)");
   // The checks of forward, for graphs of aten operators. Compilers remove them from a graph, because they return
   // nothing.
   define(
-      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias) -> ()");
+      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+      "Tensor? gate=None, str? activation=None) -> ()");
   define("check_allocated(Tensor tensor, str name) -> ()");
-  define("check_images(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False) -> ()");
-  define("check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift) -> ()");
+  define(
+      "check_images(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False, "
+      "Tensor? gate=None) -> ()");
+  define(
+      "check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift, Tensor? gate=None) "
+      "-> ()");
   define_family(m);
 }
 
@@ -50,31 +62,64 @@ auto find(const char* name, const char* overload) {
 }  // namespace
 
 ForwardOutputs call_forward(const ForwardArgs& args) {
-  const auto call = [&](const auto& op, const auto&... residual) {
-    const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
-    return op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, residual..., rms,
-                   zero_centered_weight, memory_efficient, preserve_layout);
-  };
+  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout, activation, gate_first] = args.options;
   if (args.in_place) {
-    static const auto op = find<ForwardOperator<nullptr, const Tensor&>>("forward_", "fused");
-    auto [output, mean, rstd] = call(op, *args.residual);
+    static const auto op = find<InPlaceForwardOperator<nullptr>>("forward_", "fused");
+    auto [output, mean, rstd] =
+        op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, *args.residual, args.gate, rms,
+                zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
   }
-  if (present(args.residual)) {
-    static const auto op = find<ForwardOperator<nullptr, const optional<Tensor>&>>("forward", "fused");
-    auto [output, sum, mean, rstd] = call(op, args.residual);
+  if (present(args.residual) || present(args.gate)) {
+    static const auto op = find<FusedForwardOperator<nullptr>>("forward", "fused");
+    auto [output, sum, mean, rstd] =
+        op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, args.residual, args.gate, rms,
+                zero_centered_weight, memory_efficient, preserve_layout, activation_name(activation), gate_first);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
   static const auto op = find<ForwardOperator<nullptr>>("forward", "");
-  auto [output, mean, rstd] = call(op);
+  auto [output, mean, rstd] = op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, rms,
+                                      zero_centered_weight, memory_efficient, preserve_layout);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
+  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout, activation, gate_first] = args.options;
+  if (present(args.gate)) {
+    static const auto op = find<FusedBackwardOperator<nullptr>>("backward", "fused");
+    auto [grad_input, grad_weight, grad_bias, grad_gated_input, grad_gate] =
+        op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
+                args.output_mask, args.grad_sum, args.gate, args.gated_input, rms, zero_centered_weight,
+                memory_efficient, preserve_layout, activation_name(activation), gate_first);
+    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), std::move(grad_gated_input),
+            std::move(grad_gate)};
+  }
   static const auto op = find<BackwardOperator<nullptr>>("backward", "");
-  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout] = args.options;
-  return op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
-                 args.output_mask, args.grad_sum, rms, zero_centered_weight, memory_efficient, preserve_layout);
+  auto [grad_input, grad_weight, grad_bias] =
+      op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
+              {args.output_mask[0], args.output_mask[1], args.output_mask[2]}, args.grad_sum, rms, zero_centered_weight,
+              memory_efficient, preserve_layout);
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor(), Tensor()};
+}
+
+ActivationName activation_name(int64_t activation) {
+  switch (static_cast<Activation>(activation)) {
+    case Activation::kSilu:
+      return "silu";
+    case Activation::kSigmoid:
+      return "sigmoid";
+    default:
+      return std::nullopt;
+  }
+}
+
+int64_t parse_activation(const ActivationName& name, const Tensor& input) {
+  if (!name) return static_cast<int64_t>(Activation::kNone);
+  for (const auto activation : {Activation::kSilu, Activation::kSigmoid}) {
+    if (*name == activation_name(static_cast<int64_t>(activation))) return static_cast<int64_t>(activation);
+  }
+  TORCH_CHECK(false, "Expected activation to be \"silu\" or \"sigmoid\", but got activation = \"", *name,
+              "\" and input of shape ", input.sym_sizes());
 }
 
 void call_check_allocated(const Tensor& tensor, std::string_view name) {
@@ -101,8 +146,7 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
 
 // The other operators have torch's fallback.
 void Operators::implement_negative(torch::Library& m) {
-  using Operator = ForwardOperator<forward_negative, const Tensor&>;
-  m.impl("forward_.fused", TORCH_FN(Operator::call));
+  m.impl("forward_.fused", TORCH_FN(InPlaceForwardOperator<forward_negative>::call));
 }
 
 void Operators::implement_any_backend(torch::Library& m) {
@@ -117,7 +161,7 @@ void Operators::implement_batched(torch::Library& m) {
 }
 
 void Operators::implement_composite(torch::Library& m) {
-  m.impl("check_forward", TORCH_FN(check_forward));
+  m.impl("check_forward", TORCH_FN(check_arguments));
   m.impl("check_images", TORCH_FN(check_images));
   m.impl("check_modulation", TORCH_FN(check_modulation));
 }

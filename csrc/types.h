@@ -27,15 +27,19 @@ struct GradientType {
 
 // The types of the gradients of the parameters, for the input or, with a residual, its sum. Kernels exist for
 // parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
-// converted to the accumulation type, and their gradients back to their own dtype.
+// converted to the accumulation type, and their gradients back to their own dtype. So are all of a gated norm.
 struct ParameterTypes {
-  ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_)
+  ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_,
+                 const optional<Tensor>& gate_, const Options& options)
       : weight(input, weight_, bias_),
         bias(input, bias_, weight_),
-        kernel(weight.dtype == bias.dtype && weight.dtype == input.scalar_type() ? weight.dtype
-                                                                                 : accumulate_type(input)) {}
+        gate(input, gate_, gate_),
+        kernel(!options.is_gated_norm() && weight.dtype == bias.dtype && weight.dtype == input.scalar_type() &&
+                       (!present(gate_) || weight.dtype == gate.dtype)
+                   ? weight.dtype
+                   : accumulate_type(input)) {}
 
-  GradientType weight, bias;
+  GradientType weight, bias, gate;
   at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
 };
 

@@ -48,25 +48,30 @@ using MaybeOwned = c10::MaybeOwned<Tensor>;
 // parameters, groups and rows are outer and inner batch dimensions, divided so that the input need not be copied.
 class Views {
  public:
-  // `output` has the layout of all outputs.
+  // `output` has the layout of all outputs. `elementwise_gate` is that of a gated norm.
   Views(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
-        const optional<Tensor>& bias)
+        const optional<Tensor>& bias, const optional<Tensor>& gate, const optional<Tensor>& elementwise_gate)
       : output_(output), batch_dims_(input.dim() - normalized_dims), is_group_(batch_dims_, false) {
     const auto sizes = input.sizes();
     for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= sizes[d];
-    const bool has_groups = has_all_dims(weight, input) || has_all_dims(bias, input);
-    is_plain_ = !has_groups && input.is_contiguous() && output.is_contiguous();
+    const bool has_groups = has_all_dims(weight, input) || has_all_dims(bias, input) || has_all_dims(gate, input);
+    is_plain_ = !has_groups && input.is_contiguous() && output.is_contiguous() &&
+                (!present(elementwise_gate) || elementwise_gate->is_contiguous());
     if (is_plain_) {
       for (int64_t d = 0; d < batch_dims_; ++d) rows *= sizes[d];
       return;
     }
-    for (const auto* parameter : {&weight, &bias}) {
+    for (const auto* parameter : {&weight, &bias, &gate}) {
       if (!has_all_dims(*parameter, input)) continue;
       for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] = is_group_[d] || (*parameter)->size(d) != 1;
     }
     const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
     channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
-    if (!grouped && !divide([&] { return fits(output) && fits(input); })) divide([&] { return fits(output); });
+    const auto gate_fits = [&] { return !present(elementwise_gate) || fits(*elementwise_gate); };
+    if (!grouped && !divide([&] { return fits(output) && fits(input) && gate_fits(); }) &&
+        !divide([&] { return fits(output) && fits(input); })) {
+      divide([&] { return fits(output); });
+    }
     for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= sizes[d];
   }
 

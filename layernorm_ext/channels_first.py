@@ -228,7 +228,7 @@ def _norm_2d(
     **options: bool,
 ) -> Any:
     """Compute any member of the family by operators that a tracer can record."""
-    tracing.check("check_images", input, residual, weight, bias, adaptive)
+    tracing.check("check_images", input, residual, weight, bias, adaptive, None)
     last = input.dim() - 1
     rows = input.movedim(1, last)
     output, total = _norm(

@@ -313,7 +313,7 @@ def _ada_norm(
                 )
     else:
         normalized_shape = tracing.constant_sizes(normalized_shape)
-        tracing.check("check_modulation", input, normalized_shape, scale, shift)
+        tracing.check("check_modulation", input, normalized_shape, scale, shift, None)
         scale, shift = (_insert_batch_dims(t, input, len(normalized_shape)) for t in (scale, shift))
     return _norm(input, None, normalized_shape, scale, shift, eps, rms=rms, zero_centered_weight=True)[0]
 

@@ -122,7 +122,7 @@ def norm(
     inplace: bool = False,
 ) -> Results:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
-    check("check_forward", input, residual, normalized_shape, weight, bias)
+    check("check_forward", input, residual, normalized_shape, weight, bias, None, None)
     accumulate_dtype = _accumulate_dtype(input)
     x, total = input, None
     if residual is not None:

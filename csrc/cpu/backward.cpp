@@ -5,7 +5,10 @@
 //   dbias = sum over rows of dy
 //
 // RMSNorm has a mean of 0 and dx = rstd * (g - xhat * mean(g * xhat)). The gradient of the sum that forward returns
-// with a residual is added to dx.
+// with a residual is added to dx. If the sum is gate * input + residual, the gradients of the input and of the gate are
+//
+//   dinput = dx * gate
+//   dgate = sum over rows of dx * input
 //
 // Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
 // sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
@@ -23,7 +26,7 @@
 #include <utility>
 
 #include "../dtypes.h"
-#include "row.h"
+#include "gated.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
@@ -74,17 +77,22 @@ struct Backward {
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
-  Acc* dweight(int64_t buffer) const { return wants_parameters(p) ? partials + 2 * buffer * padded_cols : nullptr; }
-  Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? partials + (2 * buffer + 1) * padded_cols : nullptr; }
+  // The partial sums of a buffer. The loop for dbias computes dweight, too.
+  Acc* sums(int64_t buffer) const { return partials + buffer * pitch; }
+  Acc* dweight(int64_t buffer) const { return p.grad_weight.data || p.grad_bias.data ? sums(buffer) : nullptr; }
+  Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? sums(buffer) + padded_cols : nullptr; }
+  Acc* dgate(int64_t buffer) const { return p.grad_gate.data ? sums(buffer) + 2 * padded_cols : nullptr; }
 
   const BackwardParams& p;
   const Chunks chunks = {p.cols, kChunk<Acc>};
   const BackwardPolicy& policy;
   const Segments& segments = policy.segments;
   const int64_t padded_cols = cpu::padded_cols(p);
+  const int64_t pitch = ParameterGradients(p).count * padded_cols;
   const Acc weight_offset = p.zero_centered_weight;
-  Acc* const partials;  // [buffers + second_buffers, 2, padded_cols], packs in the order of X
-  const Coefficients<Acc> coefficients = {partials + 2 * (policy.buffers + policy.second_buffers) * padded_cols,
+  const bool has_gate_gradients = cpu::has_gate_gradients(p);
+  Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
+  const Coefficients<Acc> coefficients = {sums(policy.buffers + policy.second_buffers),
                                           p.groups * p.rows};  // of all rows
 };
 
@@ -434,6 +442,35 @@ auto choose_gradients(const B& b) {
   return chosen;
 }
 
+// The gradients of a gate beside a residual and of the input that it multiplies, from dx, which the gradients loop has
+// stored. The loop is apart, so that other calls have no instruction for it.
+template <class B>
+void gate_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
+               int64_t n) {
+  using T = typename B::T;
+  using X = typename B::X;
+  const auto* const gate = b.p.gate.template row<const typename B::W>(group, 0);
+  const X* const dx = b.p.grad_input.template row<const X>(group, r);
+  const T* const gated_input = b.p.gated_input.template row<const T>(group, r);
+  T* const grad_gated_input = b.p.grad_gated_input.template row<T>(group, r);
+  auto* const dgate = b.dgate(buffer);
+  const int64_t dx_stride = b.p.grad_input.row_stride, gated_stride = b.p.gated_input.row_stride,
+                grad_gated_stride = b.p.grad_gated_input.row_stride;
+  for_each_pack<typename B::Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    const auto factor = load<X>(gate + j, lanes);
+    Pack<typename B::Acc> sum = {};
+    if (dgate && !first) sum = read(dgate + j, AllLanes{});
+    for (int64_t k = 0; k < count; ++k) {
+      const auto v = load<X>(dx + k * dx_stride + j, lanes);
+      if (dgate) sum = fma(v, load<X>(gated_input + k * gated_stride + j, lanes), sum);
+      if (grad_gated_input) {
+        store<X, B::kMayHaveNan>(grad_gated_input + k * grad_gated_stride + j, v * factor, lanes);
+      }
+    }
+    if (dgate) write(dgate + j, sum, AllLanes{});
+  });
+}
+
 template <class T>
 void prefetch_row_for_write(T* row, int64_t cols) {
   for (int64_t j = 0; j < cols; j += kCacheLineBytes / sizeof(T)) {
@@ -464,7 +501,9 @@ class SegmentSums {
   // Adds rows r to r + count - 1 of a group.
   void add(int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_special) {
     if (rows_ + count > kSumRows) next_sum();
-    finish_(b_, is_first_ ? buffer_ : second_buffer_, group, r, count, rows_ == 0, c, any_special, begin_, n_);
+    const int64_t buffer = is_first_ ? buffer_ : second_buffer_;
+    finish_(b_, buffer, group, r, count, rows_ == 0, c, any_special, begin_, n_);
+    if (b_.has_gate_gradients) gate_loop(b_, buffer, group, r, count, rows_ == 0, begin_, n_);
     rows_ += count;
   }
 
@@ -478,6 +517,7 @@ class SegmentSums {
     if (!is_first_) {
       add_buffer(b_.dweight(buffer_), b_.dweight(second_buffer_));
       add_buffer(b_.dbias(buffer_), b_.dbias(second_buffer_));
+      add_buffer(b_.dgate(buffer_), b_.dgate(second_buffer_));
     }
     is_first_ = false;
     rows_ = 0;
@@ -515,10 +555,12 @@ void backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t secon
 template <class B>
 void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, int64_t end) {
   const auto store = [&](const typename B::Acc* sums, const View& gradient) {
-    if (gradient.data) add_partials<typename B::X>(b.p, sums, 1, begin, end, gradient.row<typename B::W>(group, 0));
+    if (!gradient.data) return;
+    add_partials<typename B::X>(sums, b.pitch, 1, begin, end, gradient.row<typename B::W>(group, 0));
   };
   store(b.dweight(buffer), b.p.grad_weight);
   store(b.dbias(buffer), b.p.grad_bias);
+  store(b.dgate(buffer), b.p.grad_gate);
 }
 
 // Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.
@@ -577,12 +619,95 @@ void backward(const B& b) {
     parallel_for(segments.count, segment_grain(segments, p.cols), [&](int64_t first, int64_t end) {
       for (int64_t segment = first; segment < end; ++segment) {
         // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
-        if (wants_parameters(p)) prefetch_row_for_write(b.dweight(segment), 2 * b.padded_cols);
+        if (ParameterGradients(p).any()) prefetch_row_for_write(b.sums(segment), b.pitch);
         backward_segment(b, segment, segment, first);
       }
     });
   }
   if (!segments.are_gradients) add_partials<X, W>(p, b.partials, segments.count);
+}
+
+// A thread's part of the backward pass of a gated norm: that of the plain norm for blocks of rows, some of whose arrays
+// are scratch rows. An array without scratch rows is read or written in place.
+template <class Acc>
+class GatedTask {
+ public:
+  GatedTask(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops, const GatedPolicy& gated_policy,
+            const BackwardParams& norm, const BackwardPolicy& policy, Acc* partials, Acc* scratch)
+      : p_(p), loops_(loops), norm_(norm), b_(norm_, policy, partials) {
+    const bool converts = p.dtype != p.param_dtype;
+    const auto rows = [&](int64_t array) {
+      return View{scratch + array * gated_policy.array, 0, gated_policy.pitch, 1};
+    };
+    if (p.gate_first || converts) scratch_.x = rows(0);
+    if (!p.gate_first || converts) scratch_.dy = rows(1);
+    if (p.grad_gate.data) scratch_.gate_factor = rows(2);
+    if (p.gate_first && p.grad_input.data) scratch_.input_factor = rows(3);
+    // The gradients loop has read a pack of x and dy when it overwrites that pack.
+    if (p.gate_first && (p.grad_input.data || p.grad_gate.data)) scratch_.dx = scratch_.x;
+    if (!p.gate_first && p.grad_input.data && converts) scratch_.dx = scratch_.dy;
+    norm_.grad_input = scratch_.dx.data ? scratch_.dx : p.grad_input;
+  }
+
+  void handle_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
+    SegmentSums<B> sums(b_, buffer, second_buffer, 0, p_.cols);
+    for_rows_of_segment(b_, segment, b_.policy.block, [&](int64_t group, int64_t r, int64_t count) {
+      Acc values[kCoefficients * kMaxBlockRows];
+      const Coefficients<Acc> c = {values, kMaxBlockRows};
+      const GatedBlock block = set_rows(group, r);
+      loops_.load(p_, group, r, count, block);
+      sums.add(0, 0, count, c, compute_coefficients(b_, 0, 0, count, c));
+      loops_.store(p_, group, r, count, block, c);
+    });
+    sums.end();
+  }
+  void store_gradients(int64_t segment, int64_t buffer) {
+    CPU_CAPABILITY::store_gradients(b_, segment, buffer, 0, p_.cols);
+  }
+
+ private:
+  using B = Backward<Acc, Acc, Acc>;
+
+  // Makes the rows from r of a group on those of group 0 of the plain norm.
+  GatedBlock set_rows(int64_t group, int64_t r) {
+    GatedBlock block = scratch_;
+    if (!block.x.data) block.x = rows_from<Acc>(p_.input, group, r);
+    if (!block.dy.data) block.dy = rows_from<Acc>(p_.grad_output, group, r);
+    if (!block.dx.data) block.dx = rows_from<Acc>(p_.grad_input, group, r);
+    norm_.input = block.x, norm_.grad_output = block.dy, norm_.grad_input = block.dx;
+    norm_.weight = rows_from<Acc>(p_.weight, group, 0), norm_.bias = rows_from<Acc>(p_.bias, group, 0);
+    norm_.mean = rows_from<Acc>(p_.mean, group, r), norm_.rstd = rows_from<Acc>(p_.rstd, group, r);
+    return block;
+  }
+
+  const BackwardParams& p_;
+  const GatedLoops<Coefficients<Acc>>& loops_;
+  BackwardParams norm_;
+  const B b_;
+  GatedBlock scratch_;
+};
+
+template <class Acc>
+void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
+  BackwardParams norm = p;
+  norm.gate = norm.grad_gate = View();
+  BackwardPolicy norm_policy(norm, ArraySize(p, sizeof(Acc), /*rows=*/1));
+  norm_policy.prefetched = 0;
+  const Segments& segments = norm_policy.segments;
+  const GatedPolicy policy(p, segments.count, norm_policy.block, kGatedArrays);
+  const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
+  const int64_t sums = ParameterGradients(norm).count * buffers * padded_cols(p);
+  Acc* const partials =
+      static_cast<Acc*>(p.allocator->allocate((sums + policy.scratch) * static_cast<int64_t>(sizeof(Acc))));
+  parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end) {
+    GatedTask<Acc> rows(p, loops, policy, norm, norm_policy, partials, partials + sums + task * policy.task_scratch);
+    for (int64_t segment = task * segments.count / policy.tasks; segment < end * segments.count / policy.tasks;
+         ++segment) {
+      rows.handle_segment(segment, segments.are_gradients ? task : segment, task);
+      if (segments.are_gradients) rows.store_gradients(segment, task);
+    }
+  });
+  if (!segments.are_gradients) add_partials<Acc, Acc>(norm, partials, segments.count);
 }
 
 }  // namespace
@@ -594,11 +719,14 @@ void backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const BackwardPolicy policy(p, sizeof(X));
+    if (p.activation != Activation::kNone) {
+      return gated_backward<Acc>(p, choose_gated_loops<T, Coefficients<Acc>>(p));
+    }
+    const BackwardPolicy policy(p, ArraySize(p, sizeof(X)));
     // The partial sums, and the coefficients of all rows, which are used if the threads share the columns.
-    const int64_t buffers = policy.buffers + policy.second_buffers;
-    const int64_t elements = 2 * buffers * padded_cols(p) + kCoefficients * p.groups * p.rows;
-    alignas(kVectorBytes) Acc stack[4 * kMaxStackCols];
+    const int64_t sums = ParameterGradients(p).count * (policy.buffers + policy.second_buffers);
+    const int64_t elements = sums * padded_cols(p) + kCoefficients * p.groups * p.rows;
+    alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers
     void* const workspace =
         policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
     backward(Backward<T, X, W>(p, policy, static_cast<Acc*>(workspace)));

@@ -135,17 +135,23 @@ struct PixelStatistics {
   PerPixel<Acc> rstd;        // over scale
 };
 
-template <class T, class X>
+// sum = gate * input + residual. Without a gate the product with 1 changes no bit.
+template <class T, class X, class W>
 void add_residual(const ForwardParams& p, const BlockPosition& position) {
   const auto input = position.block<const T>(p.input);
   const auto residual = position.block<const X>(p.residual);
   const auto sum = position.block<X>(p.sum);
-  for (int64_t c = 0; c < p.cols; ++c) {
-    for_each_pack<AccOf<X>, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
-      const auto v = load<X>(input.channel(c) + j, lanes) + load<X>(residual.channel(c) + j, lanes);
-      store<X, !std::is_same_v<T, X>>(sum.channel(c) + j, v, lanes);
-    });
-  }
+  const W* const gate = p.gate.row<const W>(position.image, 0);
+  for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
+    const ChunkParameters<X> factors(gate, c, n, 1);
+    for (int64_t k = 0; k < n; ++k) {
+      for_each_pack<AccOf<X>, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
+        const auto v =
+            fma(load<X>(input.channel(c + k) + j, lanes), factors[k], load<X>(residual.channel(c + k) + j, lanes));
+        store<X, !std::is_same_v<T, X> || !std::is_same_v<T, W>>(sum.channel(c + k) + j, v, lanes);
+      });
+    }
+  });
 }
 
 // Sets all statistics but, if `scaled`, the scale. The average of the first chunk of channels estimates the mean; if it
@@ -232,7 +238,7 @@ void normalize(const ForwardParams& p, const BlockPosition& position, const Bloc
 template <class T, class X, class W>
 void forward_block(const ForwardParams& p, const BlockPosition& position) {
   using Acc = AccOf<X>;
-  if (p.residual.data) add_residual<T, X>(p, position);
+  if (p.residual.data) add_residual<T, X, W>(p, position);
   const auto x = position.block<const X>(p.residual.data ? p.sum : p.input);
   const auto y = position.block<T>(p.output);
   PixelStatistics<Acc> stats;
@@ -274,6 +280,8 @@ struct BackwardBlock {
   const Block<const T> dy = position.block<const T>(p.grad_output);
   const Block<const X> x = position.block<const X>(p.input), dsum = position.block<const X>(p.grad_sum);
   const Block<X> dx = position.block<X>(p.grad_input);
+  const Block<const T> gated_input = position.block<const T>(p.gated_input);
+  const Block<T> grad_gated_input = position.block<T>(p.grad_gated_input);
   const Acc* const mean = position.block<const Acc>(p.mean).data;
   const Acc* const rstd = position.block<const Acc>(p.rstd).data;
   const W* const weight = p.weight.row<const W>(position.image, 0);
@@ -376,8 +384,31 @@ void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, 
   });
 }
 
+// The gradients of a gate beside a residual and of the input that it multiplies, from dx.
 template <class B>
-void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B::Acc* dbias) {
+void gate_loop(const B& b, bool first, typename B::Acc* dgate) {
+  using X = typename B::X;
+  using Acc = typename B::Acc;
+  const auto* const gate = b.p.gate.template row<const typename B::W>(b.position.image, 0);
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChunkParameters<X> factors(gate, c, n, 1);
+    for (int64_t k = 0; k < n; ++k) {
+      Pack<Acc> sum = {};
+      for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
+        const auto v = load<X>(b.dx.channel(c + k) + j, lanes);
+        if (b.p.grad_gate.data) sum = fma(v, load<X>(b.gated_input.channel(c + k) + j, lanes), sum);
+        if (b.p.grad_gated_input.data) {
+          store<X, B::kMayHaveNan>(b.grad_gated_input.channel(c + k) + j, v * factors[k], lanes);
+        }
+      });
+      if (b.p.grad_gate.data) dgate[c + k] = sum_pack(sum) + (first ? 0 : dgate[c + k]);
+    }
+  });
+}
+
+// Adds the gradients of the parameters to the partial sums [ParameterGradients::count, pitch].
+template <class B>
+void backward_block(const B& b, bool first, typename B::Acc* partials, int64_t pitch) {
   using Acc = typename B::Acc;
   const auto& p = b.p;
   PixelCoefficients<Acc> coef;
@@ -402,9 +433,10 @@ void backward_block(const B& b, bool first, typename B::Acc* dweight, typename B
   dispatch_flags(
       [&](auto special, auto with_dx, auto with_dweight, auto with_dbias) {
         if (with_dx || with_dweight) sums_loop<special, with_dx>(b, coef);
-        gradients_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, dweight, dbias);
+        gradients_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, partials, partials + pitch);
       },
       any_special, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
+  if (has_gate_gradients(p)) gate_loop(b, first, partials + 2 * pitch);
 }
 
 }  // namespace
@@ -426,16 +458,17 @@ void channels_first_backward(const BackwardParams& p) {
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
     using Acc = AccOf<X>;
-    const PixelBlocks blocks(p, sizeof(X), has_gradient_per_group(p));
+    const ParameterGradients gradients(p);
+    const PixelBlocks blocks(p, sizeof(X), gradients.any_per_group());
     const int64_t pitch = padded_cols(p), segment_elements = blocks.per_segment * min(blocks.pixels, p.rows) * p.cols;
-    const auto bytes = 2 * blocks.segments * pitch * static_cast<int64_t>(sizeof(Acc));
-    Acc* const partials = static_cast<Acc*>(wants_parameters(p) ? p.allocator->allocate(bytes) : nullptr);
+    const auto bytes = gradients.count * blocks.segments * pitch * static_cast<int64_t>(sizeof(Acc));
+    Acc* const partials = static_cast<Acc*>(gradients.any() ? p.allocator->allocate(bytes) : nullptr);
     parallel_for(blocks.segments, grain(segment_elements), [&](int64_t segment, int64_t end) {
       for (; segment < end; ++segment) {
         const int64_t first = segment * blocks.per_segment;
         for (int64_t block = first; block < min(blocks.count, first + blocks.per_segment); ++block) {
           const BackwardBlock<typename decltype(types)::T, X, W> b = {p, BlockPosition(p, blocks, block)};
-          backward_block(b, block == first, partials + 2 * segment * pitch, partials + (2 * segment + 1) * pitch);
+          backward_block(b, block == first, partials + gradients.count * segment * pitch, pitch);
         }
       }
     });

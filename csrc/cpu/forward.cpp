@@ -22,7 +22,7 @@
 #include <limits>
 
 #include "../dtypes.h"
-#include "row.h"
+#include "gated.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
@@ -35,18 +35,27 @@ struct Statistics {
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
 };
 
-// sum = input + residual, for kCount rows.
-template <class Threads, int kCount, class T, class X>
+// sum = input + residual or, with a gate, gate * input + residual, for kCount rows.
+template <class Threads, int kCount, bool gated, class T, class X, class W>
 void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
+  constexpr bool kMayHaveNan = !std::is_same_v<T, X> || (gated && !std::is_same_v<T, W>);
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
+  const W* const gate = p.gate.row<const W>(group, 0);
   X* const sum = p.sum.row<X>(group, r);
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<AccOf<X>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+      Pack<AccOf<X>> factor;
+      if constexpr (gated) factor = load<X>(gate + j, lanes);
       for (int k = 0; k < kCount; ++k) {
-        const auto v = load<X>(input + k * p.input.row_stride + j, lanes) +
-                       load<X>(residual + k * p.residual.row_stride + j, lanes);
-        store<X, !std::is_same_v<T, X>>(sum + k * p.sum.row_stride + j, v, lanes);
+        auto v = load<X>(input + k * p.input.row_stride + j, lanes);
+        const auto addend = load<X>(residual + k * p.residual.row_stride + j, lanes);
+        if constexpr (gated) {
+          v = fma(v, factor, addend);
+        } else {
+          v = v + addend;
+        }
+        store<X, kMayHaveNan>(sum + k * p.sum.row_stride + j, v, lanes);
       }
     });
   });
@@ -231,7 +240,10 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
-    if (p.residual.data) add_residual<Threads, kCount, T, X>(p, group, r + k, chunks);
+    if (p.residual.data) {
+      p.gate.data ? add_residual<Threads, kCount, true, T, X, W>(p, group, r + k, chunks)
+                  : add_residual<Threads, kCount, false, T, X, W>(p, group, r + k, chunks);
+    }
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
       stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
@@ -244,6 +256,66 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   }
 }
 
+// Handles rows [begin, end) of [groups * rows].
+template <class T, class X, class W>
+[[gnu::noinline]] void forward_on_thread(const ForwardParams& p, const ForwardPolicy& policy, const Chunks& chunks,
+                                         int64_t begin, int64_t end) {
+  for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
+    const int64_t group_end = r + count;
+    // Handles `all` rows at a time, `together` of them together, as long as there are so many.
+    const auto handle = [&](auto all, auto together, auto packs) {
+      for (; r + all <= group_end; r += all) {
+        forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, group, r, chunks);
+      }
+    };
+    constexpr Constant<1> kOne;
+    if constexpr (kHandlesRowsTogether<T, X>) {
+      if (policy.block == kBlockRows) handle(Constant<kBlockRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
+      if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
+      if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
+    }
+    policy.is_narrow ? handle(kOne, kOne, Constant<kNarrowPacks>{}) : handle(kOne, kOne, Constant<kWidePacks>{});
+  });
+}
+
+// A gated norm: the plain norm of blocks of rows, whose input or output, or both, are scratch rows.
+template <class T>
+void gated_forward(const ForwardParams& p) {
+  using Acc = AccOf<T>;
+  constexpr bool kConverts = !std::is_same_v<T, Acc>;
+  const bool loads = kConverts || p.gate_first, stores = kConverts || !p.gate_first;
+  const auto load_rows = choose_gate_rows<T, T, Acc>(p.gate_first ? p.activation : Activation::kNone);
+  const auto store_rows = choose_gate_rows<T, Acc, T>(p.gate_first ? Activation::kNone : p.activation);
+  const Chunks chunks(p.cols, kChunk<Acc>);
+  const int64_t rows = p.groups * p.rows;
+  const GatedPolicy policy(p, rows, gated_forward_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
+  ForwardParams norm = p;  // of a block
+  norm.groups = 1, norm.rows = policy.block, norm.gate = View();
+  const ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(Acc));
+  Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.scratch * static_cast<int64_t>(sizeof(Acc))));
+  parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
+    ForwardParams block = norm;
+    const View scratch_rows = {scratch + task * policy.array, 0, policy.pitch, 1};
+    for_each_group(p.rows, task * rows / policy.tasks, last * rows / policy.tasks,
+                   [&](int64_t group, int64_t r, int64_t count) {
+                     for (const int64_t end = r + count; r < end; r += policy.block) {
+                       block.rows = min(policy.block, end - r);
+                       const View gate = rows_from<T>(p.gate, group, r);
+                       const View input = rows_from<T>(p.input, group, r), output = rows_from<T>(p.output, group, r);
+                       block.input = loads ? scratch_rows : input;
+                       block.output = stores ? scratch_rows : output;
+                       block.weight = rows_from<Acc>(p.weight, group, 0);
+                       block.bias = rows_from<Acc>(p.bias, group, 0);
+                       block.mean = rows_from<Acc>(p.mean, group, r);
+                       block.rstd = rows_from<Acc>(p.rstd, group, r);
+                       if (loads) load_rows(input, gate, scratch_rows, block.rows, p.cols);
+                       forward_on_thread<Acc, Acc, Acc>(block, norm_policy, chunks, 0, block.rows);
+                       if (stores) store_rows(scratch_rows, gate, output, block.rows, p.cols);
+                     }
+                   });
+  });
+}
+
 }  // namespace
 
 void forward(const ForwardParams& p) {
@@ -252,6 +324,7 @@ void forward(const ForwardParams& p) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
+    if (p.activation != Activation::kNone) return gated_forward<T>(p);
     const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const ForwardPolicy policy(p, sizeof(X), sizeof(T));
     const int64_t rows = p.groups * p.rows;
@@ -261,24 +334,8 @@ void forward(const ForwardParams& p) {
       }
       return;
     }
-    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-      for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
-        const int64_t group_end = r + count;
-        // Handles `all` rows at a time, `together` of them together, as long as there are so many.
-        const auto handle = [&](auto all, auto together, auto packs) {
-          for (; r + all <= group_end; r += all) {
-            forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, group, r, chunks);
-          }
-        };
-        constexpr Constant<1> kOne;
-        if constexpr (kHandlesRowsTogether<T, X>) {
-          if (policy.block == kBlockRows) handle(Constant<kBlockRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
-          if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
-          if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
-        }
-        policy.is_narrow ? handle(kOne, kOne, Constant<kNarrowPacks>{}) : handle(kOne, kOne, Constant<kWidePacks>{});
-      });
-    });
+    parallel_for(rows, grain(p.cols),
+                 [&](int64_t begin, int64_t end) { forward_on_thread<T, X, W>(p, policy, chunks, begin, end); });
   });
 }
 

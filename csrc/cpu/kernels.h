@@ -46,10 +46,24 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline bool wants_parameters(const BackwardParams& p) { return p.grad_weight.data || p.grad_bias.data; }
-inline bool has_gradient_per_group(const BackwardParams& p) {
-  return p.grad_weight.group_stride || p.grad_bias.group_stride;
-}
+
+// The gradients of the parameters, in the order of their partial sums.
+struct ParameterGradients {
+  explicit ParameterGradients(const BackwardParams& p)
+      : weight(p.grad_weight), bias(p.grad_bias), gate(p.grad_gate), count(gate.data ? 3 : 2) {}
+
+  bool any() const { return weight.data || bias.data || gate.data; }
+  bool any_per_group() const { return weight.group_stride || bias.group_stride || gate.group_stride; }
+  bool all_per_group() const { return is_per_group(weight) && is_per_group(bias) && is_per_group(gate); }
+
+  const View weight, bias, gate;
+  const int64_t count;  // of the rows of partial sums in a buffer; only a gate needs the third
+
+ private:
+  static bool is_per_group(const View& gradient) { return !gradient.data || gradient.group_stride; }
+};
+// Whether a gate beside a residual has gradients, of itself or of the input that it multiplies.
+inline bool has_gate_gradients(const BackwardParams& p) { return p.grad_gated_input.data || p.grad_gate.data; }
 
 inline int64_t padded_cols(const Params& p) { return ceil_div(p.cols, kMaxPackSize) * kMaxPackSize; }
 

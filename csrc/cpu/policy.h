@@ -13,11 +13,9 @@ namespace {
 
 // The array [groups * rows, cols] of a call, on whose size the choices depend.
 struct ArraySize {
-  ArraySize(const Params& p, int64_t element_bytes)
-      : rows(p.groups * p.rows),
-        element_bytes(element_bytes),
-        row_bytes(p.cols * element_bytes),
-        bytes(rows * row_bytes) {}
+  ArraySize(const Params& p, int64_t element_bytes) : ArraySize(p, element_bytes, p.groups * p.rows) {}
+  ArraySize(const Params& p, int64_t element_bytes, int64_t rows)
+      : rows(rows), element_bytes(element_bytes), row_bytes(p.cols * element_bytes), bytes(rows * row_bytes) {}
 
   bool is_narrow() const { return row_bytes <= 4096; }
   bool is_long() const { return row_bytes >= 8192; }
@@ -50,13 +48,7 @@ constexpr int64_t kSumRows = 64;
 // the segments in order and in double. The result does not depend on which thread takes which segment. A parameter that
 // all groups share has segments of consecutive rows of [groups * rows]; else each group has its own segments.
 struct Segments {
-  explicit Segments(const BackwardParams& p)
-      : groups(has_gradient_per_group(p) ? p.groups : 1),
-        group_rows(p.groups * p.rows / groups),
-        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
-        per_group(ceil_div(group_rows, rows)),
-        count(groups * per_group),
-        are_gradients(per_group == 1 && (groups == 1 || (is_grouped(p.grad_weight) && is_grouped(p.grad_bias)))) {}
+  explicit Segments(const BackwardParams& p) : Segments(p, ParameterGradients(p)) {}
 
   int64_t begin(int64_t segment) const { return segment / per_group * group_rows + segment % per_group * rows; }
   int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_group + 1) * group_rows); }
@@ -65,6 +57,14 @@ struct Segments {
   bool are_gradients;  // whether the sums of each segment are the gradients of its group
 
  private:
+  Segments(const BackwardParams& p, const ParameterGradients& gradients)
+      : groups(gradients.any_per_group() ? p.groups : 1),
+        group_rows(p.groups * p.rows / groups),
+        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
+        per_group(ceil_div(group_rows, rows)),
+        count(groups * per_group),
+        are_gradients(per_group == 1 && (groups == 1 || gradients.all_per_group())) {}
+
   // A group has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
   // rows or about 32768 elements, because the core that adds the partial sums reads half of them from another core's
   // cache. A segment has at most 256 rows, for the precision of float sums.
@@ -73,7 +73,6 @@ struct Segments {
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
     return n > 1 ? n + n % 2 : n;  // even, so that two threads share the segments well
   }
-  static bool is_grouped(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };
 
 // Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
@@ -216,8 +215,7 @@ constexpr int64_t kMaxStackCols = 1024;
 static_assert(kMaxStackCols <= kTileCols, "the stack has no room for the coefficients of all rows");
 
 struct BackwardPolicy {
-  BackwardPolicy(const BackwardParams& p, int64_t x_bytes) : segments(p) {
-    const ArraySize x(p, x_bytes);
+  BackwardPolicy(const BackwardParams& p, const ArraySize& x) : segments(p) {
     is_narrow = x.is_narrow();
     shares_rows = threads_share_rows(x);
     shares_columns = segments.count < num_threads() && p.cols > kTileCols;
@@ -225,7 +223,7 @@ struct BackwardPolicy {
     if (segments.are_gradients && !shares_columns) {
       buffers = min(min(buffers, num_threads()), ceil_div(segments.count * segments.rows * p.cols, kGrain));
     }
-    second_buffers = segments.rows > kSumRows && wants_parameters(p) ? buffers : 0;
+    second_buffers = segments.rows > kSumRows && ParameterGradients(p).any() ? buffers : 0;
     uses_stack = segments.count == 1 && p.cols <= kMaxStackCols;
     choose_rows(x);
     // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
@@ -233,8 +231,8 @@ struct BackwardPolicy {
     by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && block > 1;
     // The next block of short rows fits into the first-level cache beside this one.
     prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
-    // The next reader of a smaller dx would lose more than streaming stores gain.
-    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x_bytes);
+    // The next reader of a smaller dx would lose more than streaming stores gain. The gradients of a gate read dx.
+    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x.element_bytes) && !has_gate_gradients(p);
     prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
   }
 
@@ -274,6 +272,32 @@ struct BackwardPolicy {
     block = max(together, min(kMaxBlockRows, 8192 / x.row_bytes / kRows * kRows));
   }
 };
+
+// ---- gated norms ----------------------------------------------------------------------------------------------------
+
+// Rows of a gated norm are handled in blocks, whose scratch rows in Acc stay in the first-level cache.
+struct GatedPolicy {
+  // A block has up to `block` rows, and `arrays` arrays of scratch rows.
+  GatedPolicy(const Params& p, int64_t most_tasks, int64_t block, int64_t arrays)
+      : tasks(max(1, min(min(most_tasks, num_threads()), p.groups * p.rows * p.cols / kGrain))),
+        block(block),
+        pitch(padded_cols(p) + kMaxPackSize),
+        array(block * pitch),
+        task_scratch(arrays * array),
+        scratch(tasks * task_scratch) {}
+
+  int64_t tasks;  // each of which has its own scratch rows
+  int64_t block;  // the most rows of a block
+  int64_t pitch;  // from row to row; not a multiple of 4 KiB, so that few rows take the same places of the cache
+  int64_t array;  // the elements of an array of scratch rows
+  int64_t task_scratch, scratch;  // the elements of all arrays of a task, and of all tasks
+};
+
+// The rows of a block in forward: as many as 16 KiB hold, and whole blocks of the loops.
+inline int64_t gated_forward_rows(const ArraySize& x) {
+  const int64_t rows = 16384 / x.row_bytes;
+  return rows >= kBlockRows ? min(rows / kBlockRows, 4) * kBlockRows : max(1, rows / kFewRows * kFewRows);
+}
 
 }  // namespace
 }  // namespace layernorm::cpu

@@ -266,7 +266,7 @@ inline Pack<AccOf<X>> load_row(const X* x, AccOf<X> scale, Lanes lanes) {
   return v;
 }
 
-// A pack of weights; ones without a weight. weight_offset is 1 for a zero-centered weight, else 0.
+// A pack of weights, or of a gate; ones without a weight. weight_offset is 1 for a zero-centered weight, else 0.
 template <class X, class W, class Lanes>
 inline Pack<AccOf<X>> load_weight(const W* weight, AccOf<X> weight_offset, int64_t j, Lanes lanes) {
   if (!weight) return broadcast(AccOf<X>(1));
@@ -284,12 +284,11 @@ inline Pack<Acc> divisor(const Pack<Acc>& weight) {
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// Stores columns [begin, end) of a parameter's gradient: the total of the partial sums [count, 2, padded_cols] of its
-// segments. The packs of the partial sums are in the lane order of X.
+// Stores columns [begin, end) of a parameter's gradient: the total of its partial sums, one row of them for each of
+// `count` segments. The packs of the partial sums are in the lane order of X.
 template <class X, class W>
-void add_partials(const Params& p, const AccOf<X>* partials, int64_t count, int64_t begin, int64_t end, W* gradient) {
+void add_partials(const AccOf<X>* partials, int64_t pitch, int64_t count, int64_t begin, int64_t end, W* gradient) {
   using Acc = AccOf<X>;
-  const int64_t pitch = 2 * padded_cols(p);
   for_each_pack<Acc, 1>(begin, end - begin, [&](int, int64_t j, auto lanes) {
     auto sum = read(partials + j, AllLanes{});
     if (count > 1) {
@@ -302,22 +301,26 @@ void add_partials(const Params& p, const AccOf<X>* partials, int64_t count, int6
   });
 }
 
-// Stores the gradients of weight and bias: the totals over all segments or, for a gradient per group, over the segments
+// Stores the gradients of the parameters: the totals over all segments or, for a gradient per group, over the segments
 // of each group.
 template <class X, class W>
 void add_partials(const BackwardParams& p, const AccOf<X>* partials, int64_t segments) {
-  if (!wants_parameters(p)) return;
-  const View* const gradients[] = {&p.grad_weight, &p.grad_bias};
-  const int64_t groups = has_gradient_per_group(p) ? p.groups : 1;
-  const int64_t tiles = ceil_div(p.cols, kMaxPackSize);
-  parallel_for(groups * tiles, grain(2 * segments / groups * kMaxPackSize), [&](int64_t begin, int64_t end) {
+  const ParameterGradients gradients(p);
+  if (!gradients.any()) return;
+  const int64_t groups = gradients.any_per_group() ? p.groups : 1;
+  const int64_t tiles = ceil_div(p.cols, kMaxPackSize), pitch = gradients.count * padded_cols(p);
+  const int64_t tile_elements = gradients.count * segments / groups * kMaxPackSize;
+  parallel_for(groups * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
-      for (const View* gradient : gradients) {
+      const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.gate};
+      const auto* sums = partials;
+      for (const View* gradient : in_order) {
         const int64_t count = gradient->group_stride ? segments / groups : segments;
-        if (!gradient->data || group * count >= segments) continue;
-        const auto* const sums = partials + (2 * group * count + (gradient == &p.grad_bias)) * padded_cols(p);
-        add_partials<X>(p, sums, count, tile * kMaxPackSize, min(p.cols, (tile + n) * kMaxPackSize),
-                        gradient->row<W>(group, 0));
+        if (gradient->data && group * count < segments) {
+          add_partials<X>(sums + group * count * pitch, pitch, count, tile * kMaxPackSize,
+                          min(p.cols, (tile + n) * kMaxPackSize), gradient->row<W>(group, 0));
+        }
+        sums += padded_cols(p);
       }
     });
   });

@@ -1,0 +1,173 @@
+// The loops of a gated norm before and after those of the plain norm, which handles rows of Acc. f is the activation.
+//
+//   gate after the norm: y = n * f(z), where n = xhat * weight + bias is the plain norm of x
+//     dn = dy * f(z)     dz = dy * f'(z) * n      dx is that of the plain norm, whose dy is dn
+//   gate first: y is the plain norm of u = x * f(z)
+//     dx = du * f(z)     dz = du * x * f'(z)      du is the dx of the plain norm
+//
+// The first loop of backward computes f(z) and f'(z), and stores dy * f'(z) or x * f'(z), so that the last loop, which
+// has n or du, need not compute them again.
+#pragma once
+
+#include "row.h"
+
+namespace layernorm::cpu {
+namespace {
+
+// s = 1 / (1 + exp(-z)), and 1 - s without cancellation. exp never overflows, because its argument is -|z|.
+template <class Acc>
+struct Logistic {
+  explicit Logistic(const Pack<Acc>& z) { set(z.a, s.a, complement.a), set(z.b, s.b, complement.b); }
+
+  Pack<Acc> s, complement;
+
+ private:
+  static void set(Vec<Acc> z, Vec<Acc>& s, Vec<Acc>& complement) {
+    const auto is_negative = z < 0;
+    const Vec<Acc> e = exp_vector<Acc>(is_negative ? z : -z);
+    const Vec<Acc> larger = 1 / (1 + e), smaller = e * larger;
+    s = is_negative ? smaller : larger;
+    complement = is_negative ? larger : smaller;
+  }
+};
+
+template <Activation activation, class Acc>
+Pack<Acc> activate(const Pack<Acc>& z) {
+  const Logistic<Acc> logistic(z);
+  if constexpr (activation == Activation::kSilu) return z * logistic.s;
+  return logistic.s;
+}
+
+// f(z) and f'(z).
+template <Activation activation, class Acc>
+struct WithDerivative {
+  explicit WithDerivative(const Pack<Acc>& z) {
+    const Logistic<Acc> logistic(z);
+    if constexpr (activation == Activation::kSilu) {
+      value = z * logistic.s;
+      derivative = logistic.s * fma(z, logistic.complement, Acc(1));
+    } else {
+      value = logistic.s;
+      derivative = logistic.s * logistic.complement;
+    }
+  }
+
+  Pack<Acc> value, derivative;
+};
+
+// The rows of an array from `row` of a group on.
+template <class Element>
+View rows_from(const View& array, int64_t group, int64_t row) {
+  return {array.row<Element>(group, row), 0, array.row_stride, array.col_stride};
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+// to = from * f(z), or from without an activation.
+template <class T, Activation activation, class From, class To>
+void gate_rows(const View& from, const View& gate, const View& to, int64_t rows, int64_t cols) {
+  using Acc = AccOf<T>;
+  for (int64_t k = 0; k < rows; ++k) {
+    const From* const source = from.row<const From>(0, k);
+    const T* const z = gate.row<const T>(0, k);
+    To* const target = to.row<To>(0, k);
+    for_each_pack<Acc, 1>(0, cols, [&](int, int64_t j, auto lanes) {
+      auto v = load<Acc>(source + j, lanes);
+      if constexpr (activation != Activation::kNone) v = v * activate<activation>(load<Acc>(z + j, lanes));
+      store<Acc, true>(target + j, v, lanes);
+    });
+  }
+}
+
+template <class T, class From, class To>
+auto choose_gate_rows(Activation activation) {
+  if (activation == Activation::kSilu) return gate_rows<T, Activation::kSilu, From, To>;
+  if (activation == Activation::kSigmoid) return gate_rows<T, Activation::kSigmoid, From, To>;
+  return gate_rows<T, Activation::kNone, From, To>;
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+// The rows of Acc of a block. The arrays that are not needed are absent.
+struct GatedBlock {
+  View x, dy, dx;     // of the plain norm; dx may be an input that is no longer needed
+  View input_factor;  // f(z), if the gate is first
+  View gate_factor;   // dz / du or dz / n
+};
+constexpr int64_t kGatedArrays = 4;
+
+// The loop before those of the plain norm, for rows r to r + count - 1 of a group.
+template <class T, Activation activation>
+void load_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t count, const GatedBlock& block) {
+  using Acc = AccOf<T>;
+  constexpr bool kConverts = !std::is_same_v<T, Acc>;
+  const View &multiplied = p.gate_first ? p.input : p.grad_output, &other = p.gate_first ? p.grad_output : p.input;
+  const View &product = p.gate_first ? block.x : block.dy, &converted = p.gate_first ? block.dy : block.x;
+  for (int64_t k = 0; k < count; ++k) {
+    const T* const z = p.gate.row<const T>(group, r + k);
+    const T* const from = multiplied.row<const T>(group, r + k);
+    const T* const other_from = other.row<const T>(group, r + k);
+    Acc* const to = product.row<Acc>(0, k);
+    Acc* const other_to = converted.row<Acc>(0, k);
+    Acc* const input_factor = block.input_factor.row<Acc>(0, k);
+    Acc* const gate_factor = block.gate_factor.row<Acc>(0, k);
+    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+      const WithDerivative<activation, Acc> f(load<Acc>(z + j, lanes));
+      const auto v = load<Acc>(from + j, lanes);
+      write(to + j, v * f.value, AllLanes{});
+      if (input_factor) write(input_factor + j, f.value, AllLanes{});
+      if (gate_factor) write(gate_factor + j, v * f.derivative, AllLanes{});
+      if constexpr (kConverts) write(other_to + j, load<Acc>(other_from + j, lanes), AllLanes{});
+    });
+  }
+}
+
+// The loop after those of the plain norm. c has the coefficients of the rows.
+template <class T, bool gate_first, class Coefficients>
+void store_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t count, const GatedBlock& block,
+                       const Coefficients& c) {
+  using Acc = AccOf<T>;
+  const Acc* const weight = p.weight.row<const Acc>(group, 0);
+  const Acc* const bias = p.bias.row<const Acc>(group, 0);
+  const Acc weight_offset = p.zero_centered_weight;
+  const bool stores_dx = p.grad_input.data && p.grad_input.row<T>(group, r) != block.dx.data;
+  for (int64_t k = 0; k < count; ++k) {
+    const Acc* const x = block.x.row<const Acc>(0, k);
+    const Acc* const dx = block.dx.row<const Acc>(0, k);
+    const Acc* const input_factor = block.input_factor.row<const Acc>(0, k);
+    const Acc* const gate_factor = block.gate_factor.row<const Acc>(0, k);
+    T* const grad_input = p.grad_input.row<T>(group, r + k);
+    T* const grad_gate = p.grad_gate.row<T>(group, r + k);
+    const Acc scale = c.scale()[k], mean = c.mean()[k], rstd = c.rstd_scaled()[k], offset = c.minus_mean_xhat()[k];
+    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+      if constexpr (gate_first) {
+        const auto du = read(dx + j, AllLanes{});
+        if (stores_dx) store<Acc, true>(grad_input + j, du * read(input_factor + j, AllLanes{}), lanes);
+        if (grad_gate) store<Acc, true>(grad_gate + j, du * read(gate_factor + j, AllLanes{}), lanes);
+      } else {
+        if (stores_dx) store<Acc, true>(grad_input + j, read(dx + j, AllLanes{}), lanes);
+        if (!grad_gate) return;
+        auto n = fma(load<Acc>(x + j, lanes) * scale - mean, rstd, offset);
+        n = n * load_weight<Acc>(weight, weight_offset, j, lanes);
+        if (bias) n = n + load<Acc>(bias + j, lanes);
+        store<Acc, true>(grad_gate + j, n * read(gate_factor + j, AllLanes{}), lanes);
+      }
+    });
+  }
+}
+
+// The two loops for a dtype, an activation and a place of the gate.
+template <class Coefficients>
+struct GatedLoops {
+  void (*load)(const BackwardParams&, int64_t group, int64_t r, int64_t count, const GatedBlock&);
+  void (*store)(const BackwardParams&, int64_t group, int64_t r, int64_t count, const GatedBlock&, const Coefficients&);
+};
+template <class T, class Coefficients>
+GatedLoops<Coefficients> choose_gated_loops(const BackwardParams& p) {
+  return {p.activation == Activation::kSilu ? load_gated_block<T, Activation::kSilu>
+                                            : load_gated_block<T, Activation::kSigmoid>,
+          p.gate_first ? store_gated_block<T, true, Coefficients> : store_gated_block<T, false, Coefficients>};
+}
+
+}  // namespace
+}  // namespace layernorm::cpu
