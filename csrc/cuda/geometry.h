@@ -53,6 +53,9 @@ enum Flag : unsigned {
   kWeightPerGroup = 1 << 17,  // each group has a gradient of its own
   kBiasPerGroup = 1 << 18,
   kGate = 1 << 19,  // of forward only: the gate beside a residual
+  kGatedNorm = 1 << 20,
+  kGateFirst = 1 << 21,
+  kSigmoid = 1 << 22,  // the activation of a gated norm, or else silu
 };
 
 struct Flags {
@@ -88,6 +91,9 @@ Flags common_flags(const Params& p, bool is_aligned_data) {
   flags.set(kBias, p.bias.data);
   flags.set(kZeroCentered, p.zero_centered_weight);
   flags.set(kWideParameters, sizeof(W) > sizeof(T));
+  flags.set(kGatedNorm, p.activation != Activation::kNone);
+  flags.set(kGateFirst, p.gate_first);
+  flags.set(kSigmoid, p.activation == Activation::kSigmoid);
   return flags;
 }
 
@@ -95,8 +101,8 @@ template <class T, class X, class W>
 Flags make_flags(const ForwardParams& p) {
   Flags flags = common_flags<T, W>(p, is_aligned<T>(p, p.input, p.output) && is_aligned<X>(p, p.residual, p.sum));
   flags.set(kResidual, p.residual.data);
-  flags.set(kGate, p.gate.data);
-  flags.set(kAlignedParameters, flags.has(kAlignedParameters) && is_aligned<W>(p, p.gate));
+  flags.set(kGate, p.gate.data && !flags.has(kGatedNorm));
+  if (flags.has(kGate) && !is_aligned<W>(p, p.gate)) flags.set(kAlignedParameters, false);
   return flags;
 }
 
