@@ -84,7 +84,7 @@ BASE ?= HEAD
 
 # Runs all benchmarks except compile and compare. DEVICE=cuda runs them on a GPU.
 bench:
-	for name in kernels overhead accuracy memory adaln; do \
+	for name in kernels overhead accuracy memory adaln gated; do \
 		python -m benchmarks $$name --device $(DEVICE) --out $(BENCH_OUT); \
 	done
 

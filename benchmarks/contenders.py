@@ -181,6 +181,17 @@ def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
     return [Contender(name, sets[0].dtype, partial(bind, name), expected) for name in names]
 
 
+def bind_function(name: str, function: Callable, reference: Callable, tensors: list[Tensor]) -> Contender:
+    """Return a function of all tensors but the last, the upstream gradient, compared with a reference in float64."""
+
+    def calls(function: Callable, tensors: list[Tensor]) -> Calls:
+        inputs = [tensor.detach().requires_grad_() for tensor in tensors[:-1]]
+        return Calls(partial(function, *inputs), inputs, tensors[-1])
+
+    expected = results_of(calls(reference, [tensor.double() for tensor in tensors]))
+    return Contender(name, tensors[0].dtype, lambda: [calls(function, tensors)], expected)
+
+
 def time_pass(
     device: Device,
     entries: Iterable[Contender],

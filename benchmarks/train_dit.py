@@ -1,4 +1,4 @@
-"""Train a small diffusion transformer twice, with torch's adaptive layer norm and with layernorm_ext's, and compare.
+"""Train a small diffusion transformer twice, with torch's gated residuals and adaptive norms and with layernorm_ext's.
 
     python benchmarks/train_dit.py
 
@@ -25,18 +25,23 @@ from train_digits import MAX_FIRST_EPOCH_DIFFERENCE, Block, Run, load, parse_arg
 import layernorm_ext
 
 
-class TorchAdaLayerNorm(nn.LayerNorm):
-    """The composition of torch's functions that layernorm_ext.AdaLayerNorm replaces."""
+class TorchAddAdaLayerNorm(nn.LayerNorm):
+    """The composition of torch's functions that layernorm_ext.AddAdaLayerNorm replaces."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-6, elementwise_affine=False)
 
-    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return super().forward(x) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+    def forward(self, x: Tensor, residual: Tensor, *modulation: Tensor | None) -> tuple[Tensor, Tensor]:
+        scale, shift, gate = (None if tensor is None else tensor.unsqueeze(1) for tensor in modulation)
+        total = residual + (x if gate is None else gate * x)
+        return super().forward(total) * (1 + scale) + shift, total
 
 
 class DiTBlock(Block):
-    """Transformer block whose norms are scaled and shifted, and whose branches are gated, by the condition."""
+    """Transformer block whose norms are scaled and shifted, and whose branches are gated, by the condition.
+
+    Each norm first adds the gated branch before it to the residual.
+    """
 
     def __init__(self, width: int, heads: int, norm: type[nn.Module]) -> None:
         super().__init__(width, heads, norm)
@@ -44,11 +49,14 @@ class DiTBlock(Block):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Map x, (batch, tokens, width), and condition, (batch, width), to the shape of x."""
+    def forward(
+        self, x: Tensor, residual: Tensor, gate: Tensor | None, condition: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map a branch and the residual, (batch, tokens, width), and its gate, (batch, width), to the next ones."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
-        x = x + gate1.unsqueeze(1) * self.attend(self.norm1(x, scale1, shift1))
-        return x + gate2.unsqueeze(1) * self.mlp(self.norm2(x, scale2, shift2))
+        x, residual = self.norm1(x, residual, scale1, shift1, gate)
+        x, residual = self.norm2(self.attend(x), residual, scale2, shift2, gate1)
+        return self.mlp(x), residual, gate2
 
 
 class DiffusionTransformer(nn.Module):
@@ -67,11 +75,13 @@ class DiffusionTransformer(nn.Module):
         patches = F.pixel_unshuffle(images.unsqueeze(1), 2).flatten(2).transpose(1, 2)  # (batch, 16, 4)
         angles = times.unsqueeze(1) * self.frequencies
         condition = F.silu(self.time(torch.cat([angles.sin(), angles.cos()], dim=1)) + self.label(labels))
-        x = self.embed(patches) + self.position
+        x, gate = self.embed(patches), None
+        residual = self.position.expand_as(x)
         for block in self.blocks:
-            x = block(x, condition)
+            x, residual, gate = block(x, residual, gate, condition)
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
-        velocity = self.head(self.norm(x, scale, shift)).transpose(1, 2).unflatten(2, (4, 4))
+        x, _ = self.norm(x, residual, scale, shift, gate)
+        velocity = self.head(x).transpose(1, 2).unflatten(2, (4, 4))
         return F.pixel_shuffle(velocity, 2).squeeze(1)
 
     def loss(self, images: Tensor, labels: Tensor, noise: Tensor, times: Tensor) -> Tensor:
@@ -104,7 +114,7 @@ def main() -> None:
     steps_per_epoch = len(train[0]) // args.batch_size
     steps = args.epochs * steps_per_epoch
     runs = []
-    for norm in (TorchAdaLayerNorm, layernorm_ext.AdaLayerNorm):
+    for norm in (TorchAddAdaLayerNorm, layernorm_ext.AddAdaLayerNorm):
         torch.manual_seed(args.seed)  # the same initial parameters
         model = DiffusionTransformer(norm).to(args.device)
         runs.append(Run(model, torch.optim.AdamW(model.parameters(), 1e-3)))

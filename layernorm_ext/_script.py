@@ -23,7 +23,7 @@ def _call_of_operator(name: str) -> Callable[..., Any]:
     """Return a function with the operator's arguments; torch.jit.script reads its source from the line cache."""
     arguments = getattr(torch.ops.layernorm, name).default._schema.arguments
     parameters = [
-        f"{argument.name}: {argument.type}" + (f" = {argument.default_value}" if argument.has_default_value() else "")
+        f"{argument.name}: {argument.type}" + (f" = {argument.default_value!r}" if argument.has_default_value() else "")
         for argument in arguments
     ]
     values = [f"{argument.name}={argument.name}" for argument in arguments]

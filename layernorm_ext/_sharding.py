@@ -3,13 +3,14 @@
 Rows are independent, so batch dimensions (including the sequence) may be sharded: all tensors with batch dimensions are
 sharded alike. Normalized dimensions are replicated. Parameters that all rows share are replicated, and their gradients,
 which are sums over rows, are partial: the rules of ``aten::native_layer_norm``. A parameter of the input's size in the
-sharded dimension is sharded like the input, and so is its gradient. ``forward_`` has no rule, because DTensor expects
-an in-place operator to change its first argument.
+sharded dimension is sharded like the input, and so is its gradient. The gate of a gated norm is sharded like the
+input. ``forward_`` has no rule, because DTensor expects an in-place operator to change its first argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -61,6 +62,11 @@ def _parameter(parameter: DTensorSpec | None, input: DTensorSpec, batch: Placeme
     return batch if has_own else Replicate()
 
 
+def _gate(gate: DTensorSpec | None, input: DTensorSpec, batch: Placement, activation: str | None) -> Placement | None:
+    """Return the placement of a gate: like the input in a gated norm, and beside a residual a parameter."""
+    return _like(gate, batch) if activation else _parameter(gate, input, batch)
+
+
 @_register(_ops.forward.fused)
 def _forward_fused(
     input: DTensorSpec,
@@ -69,26 +75,29 @@ def _forward_fused(
     bias: DTensorSpec | None = None,
     eps: float = 1e-5,
     residual: DTensorSpec | None = None,
+    gate: DTensorSpec | None = None,
     *,
     rms: bool = False,
+    activation: str | None = None,
     **options: bool,
 ) -> list[Rule]:
     rules: list[Rule] = []
     for batch in _batch_placements(normalized_shape, input, residual):
         parameters = [_parameter(parameter, input, batch) for parameter in (weight, bias)]
         outputs = [batch, _like(residual, batch), None if rms else batch, batch]  # output, sum, mean, rstd
-        rules.append((outputs, [batch, None, *parameters, None, _like(residual, batch)]))
+        gates = [_like(residual, batch), _gate(gate, input, batch, activation)]
+        rules.append((outputs, [batch, None, *parameters, None, *gates]))
     return rules
 
 
 @_register(_ops.forward.default)
 def _forward(input: DTensorSpec, *arguments: object, **options: bool) -> list[Rule]:
     rules = _forward_fused(input, *arguments, **options)
-    return [([output, mean, rstd], placements[:-1]) for (output, _, mean, rstd), placements in rules]
+    return [([output, mean, rstd], placements[:-2]) for (output, _, mean, rstd), placements in rules]
 
 
-@_register(_ops.backward.default)
-def _backward(
+@_register(_ops.backward.fused)
+def _backward_fused(
     grad_output: DTensorSpec,
     input: DTensorSpec,
     normalized_shape: Sequence[int],
@@ -98,16 +107,27 @@ def _backward(
     bias: DTensorSpec | None,
     output_mask: Sequence[bool],
     grad_sum: DTensorSpec | None = None,
+    gate: DTensorSpec | None = None,
+    gated_input: DTensorSpec | None = None,
+    *,
+    activation: str | None = None,
     **options: bool,
 ) -> list[Rule]:
     rules: list[Rule] = []
-    for batch in _batch_placements(normalized_shape, grad_output, input, grad_sum):
+    for batch in _batch_placements(normalized_shape, grad_output, input, grad_sum, gated_input):
         weight_placement, bias_placement = (_parameter(parameter, input, batch) for parameter in (weight, bias))
+        gate_placement = _gate(gate, input, batch, activation)
         tensors = [batch, batch, None, _like(mean, batch), batch, weight_placement, bias_placement, None]
         # The gradient of an absent parameter has the shape of the other parameter, if any.
-        models = (weight_placement or bias_placement, bias_placement or weight_placement)
+        models = (weight_placement or bias_placement, bias_placement or weight_placement, batch, gate_placement)
         summed = Replicate() if batch.is_replicate() else Partial()
         gradients = [batch, *(batch if model == batch else summed for model in models)]
-        wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True)]
-        rules.append((wanted, [*tensors, _like(grad_sum, batch)]))
+        wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=False)]
+        rules.append((wanted, [*tensors, _like(grad_sum, batch), gate_placement, _like(gated_input, batch)]))
     return rules
+
+
+@_register(_ops.backward.default)
+def _backward(*arguments: Any, **options: bool) -> list[Rule]:
+    """Return the rules of ``backward.fused`` for the first three gradients, whose mask is shorter, without a gate."""
+    return [(gradients, placements[:-2]) for gradients, placements in _backward_fused(*arguments, **options)]

@@ -15,12 +15,12 @@ from torch.overrides import has_torch_function_variadic
 from . import tracing
 from ._ops import _C
 from ._script import compile_as_operators
-from .functional import _norm, override, rms_eps
-from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, to_fp32
+from .functional import _norm, check_residual, override, rms_eps
+from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, describe_options, to_fp32
 
-__all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d", "LayerNorm2d", "RMSNorm2d"]
-__all__ += ["ada_layer_norm_2d", "ada_rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "layer_norm_2d"]
-__all__ += ["rms_norm_2d"]
+__all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddAdaLayerNorm2d", "AddAdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d"]
+__all__ += ["LayerNorm2d", "RMSNorm2d", "ada_layer_norm_2d", "ada_rms_norm_2d", "add_ada_layer_norm_2d"]
+__all__ += ["add_ada_rms_norm_2d", "add_layer_norm_2d", "add_rms_norm_2d", "layer_norm_2d", "rms_norm_2d"]
 
 torch.fx.wrap("to_fp32")
 
@@ -65,7 +65,7 @@ def layer_norm_2d(
         >>> layer_norm_2d(x, torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 8, 4, 4])
     """
-    options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+    options: dict[str, Any] = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     if has_torch_function_variadic(input, weight, bias):
         return override(layer_norm_2d, input, weight=weight, bias=bias, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
@@ -103,18 +103,19 @@ def add_layer_norm_2d(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    gate: Tensor | None = None,
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Add a residual to images and normalize each pixel of the sum over its channels, in one pass over memory.
 
     .. math::
-        s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
-        \mathrm{bias}
+        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
+        \mathrm{weight} + \mathrm{bias}
 
     The residual, the sum, their dtypes, ``inplace`` and the errors are those of
-    :func:`layernorm_ext.add_layer_norm`. The other arguments are those of :func:`layer_norm_2d`. Source: Ba, Kiros and
-    Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+    :func:`layernorm_ext.add_layer_norm`. The other arguments are those of :func:`layer_norm_2d`; ``gate`` has the
+    shapes of ``weight``. Source: Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Returns:
         Output and sum, both of the shape and memory format of ``input``.
@@ -125,8 +126,8 @@ def add_layer_norm_2d(
         >>> output.shape
         torch.Size([2, 8, 4, 4])
     """
-    options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if has_torch_function_variadic(input, residual, weight, bias):
+    options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
+    if has_torch_function_variadic(input, residual, weight, bias, gate):
         return override(add_layer_norm_2d, input, residual, weight=weight, bias=bias, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         results = _C.add_layer_norm_2d(input, residual, weight, bias, eps, **options)
@@ -141,20 +142,21 @@ def add_rms_norm_2d(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
+    gate: Tensor | None = None,
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Add a residual to images and divide each pixel of the sum by the root mean square of its channels.
 
     .. math::
-        s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
+        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
     Arguments, results and errors are those of :func:`add_layer_norm_2d`, and the default of ``eps`` is that of
     :func:`rms_norm_2d`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    options = {"zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if has_torch_function_variadic(input, residual, weight):
+    options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
+    if has_torch_function_variadic(input, residual, weight, gate):
         return override(add_rms_norm_2d, input, residual, weight=weight, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         results = _C.add_rms_norm_2d(input, residual, weight, eps, **options)
@@ -211,8 +213,75 @@ def ada_rms_norm_2d(
     return _norm_2d(input, None, scale, shift, eps, rms=True, adaptive=True)
 
 
+def add_ada_layer_norm_2d(
+    input: Tensor,
+    residual: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    gate: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Add a residual to gated images and normalize each pixel of the sum over its channels, then scale and shift.
+
+    .. math::
+        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
+        (1 + \mathrm{scale}) + \mathrm{shift}
+
+    Residual, ``gate``, sum, ``inplace`` and errors are those of :func:`add_layer_norm_2d`; scale, shift and output are
+    those of :func:`ada_layer_norm_2d`. Source: Peebles and Xie, `Scalable Diffusion Models with Transformers
+    <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Example:
+        >>> x, residual = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
+        >>> scale, shift, gate = torch.randn(2, 24).chunk(3, dim=1)
+        >>> output, residual = add_ada_layer_norm_2d(x, residual, scale, shift, gate=gate)
+        >>> output.shape
+        torch.Size([2, 8, 4, 4])
+    """
+    options: dict[str, Any] = {"gate": gate, "inplace": inplace}
+    if has_torch_function_variadic(input, residual, scale, shift, gate):
+        return override(add_ada_layer_norm_2d, input, residual, scale=scale, shift=shift, eps=eps, **options)
+    if not torch.compiler.is_dynamo_compiling():
+        results = _C.add_ada_layer_norm_2d(input, residual, scale, shift, eps, **options)
+        if results is not None:
+            return results
+    return _norm_2d(input, residual, scale, shift, eps, adaptive=True, **options)
+
+
+def add_ada_rms_norm_2d(
+    input: Tensor,
+    residual: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    gate: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Add a residual to gated images, divide each pixel by the root mean square of its channels, scale and shift.
+
+    .. math::
+        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * (1 + \mathrm{scale}) +
+        \mathrm{shift}
+
+    Arguments, results and errors are those of :func:`add_ada_layer_norm_2d`. Sources: Zhang and Sennrich, `Root Mean
+    Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019; Peebles and Xie, `Scalable Diffusion Models
+    with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+    """
+    options: dict[str, Any] = {"gate": gate, "inplace": inplace}
+    if has_torch_function_variadic(input, residual, scale, shift, gate):
+        return override(add_ada_rms_norm_2d, input, residual, scale=scale, shift=shift, eps=eps, **options)
+    if not torch.compiler.is_dynamo_compiling():
+        results = _C.add_ada_rms_norm_2d(input, residual, scale, shift, eps, **options)
+        if results is not None:
+            return results
+    return _norm_2d(input, residual, scale, shift, eps, rms=True, adaptive=True, **options)
+
+
 compile_as_operators(layer_norm_2d, rms_norm_2d, add_layer_norm_2d, add_rms_norm_2d)
-compile_as_operators(ada_layer_norm_2d, ada_rms_norm_2d)
+compile_as_operators(ada_layer_norm_2d, ada_rms_norm_2d, add_ada_layer_norm_2d, add_ada_rms_norm_2d)
 
 
 def _norm_2d(
@@ -222,13 +291,15 @@ def _norm_2d(
     bias: Tensor | None,
     eps: float,
     *,
+    gate: Tensor | None = None,
     zero_centered_weight: bool = False,
-    inplace: bool = False,
+    inplace: bool | None = None,
     adaptive: bool = False,
     **options: bool,
 ) -> Any:
-    """Compute any member of the family by operators that a tracer can record."""
-    tracing.check("check_images", input, residual, weight, bias, adaptive, None)
+    """Compute any member of the family by operators that a tracer can record; ``inplace`` as in :func:`_norm`."""
+    check_residual(input, residual, inplace)
+    tracing.check("check_images", input, residual, weight, bias, adaptive, gate)
     last = input.dim() - 1
     rows = input.movedim(1, last)
     output, total = _norm(
@@ -238,6 +309,7 @@ def _norm_2d(
         _channels_last(weight, last + 1),
         _channels_last(bias, last + 1),
         eps,
+        gate=_channels_last(gate, last + 1),
         zero_centered_weight=zero_centered_weight or adaptive,
         preserve_layout=True,
         **options,
@@ -358,8 +430,8 @@ class AddLayerNorm2d(AddLayerNorm):
     r"""Layer normalization of the sum with a residual over the channels of images: both in one pass over memory.
 
     .. math::
-        s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
-        \mathrm{bias}
+        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
+        \mathrm{weight} + \mathrm{bias}
 
     :func:`layernorm_ext.add_layer_norm_2d` describes results, precision and errors. ``num_channels`` and the shapes are
     those of :class:`LayerNorm2d`, the other arguments and the ``state_dict`` those of :class:`AddLayerNorm`. Source:
@@ -387,15 +459,19 @@ class AddLayerNorm2d(AddLayerNorm):
         }
         super().__init__(_checked(num_channels), eps, elementwise_affine, bias, device, dtype, **options)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         _check_channels(input, self.normalized_shape[0])
         weight, bias, eps, zero_centered = self.weight, self.bias, self.eps, self.zero_centered_weight
         if residual is None:
             total = to_fp32(input) if self.residual_in_fp32 else input
-            return layer_norm_2d(input, weight, bias, eps, zero_centered_weight=zero_centered), total
+            if gate is None:
+                return layer_norm_2d(input, weight, bias, eps, zero_centered_weight=zero_centered), total
+            residual = torch.zeros_like(total)
         return add_layer_norm_2d(
-            input, residual, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
+            input, residual, weight, bias, eps, gate=gate, zero_centered_weight=zero_centered, inplace=self.inplace
         )
 
 
@@ -403,7 +479,7 @@ class AddRMSNorm2d(AddRMSNorm):
     r"""Division of the sum with a residual by its root mean square over the channels of images: both in one pass.
 
     .. math::
-        s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
+        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
     :func:`layernorm_ext.add_rms_norm_2d` describes results, precision and errors. ``num_channels`` and the shapes are
     those of :class:`LayerNorm2d`, the other arguments and the ``state_dict`` those of :class:`AddRMSNorm`. Source:
@@ -430,14 +506,20 @@ class AddRMSNorm2d(AddRMSNorm):
         }
         super().__init__(_checked(num_channels), eps, elementwise_affine, device, dtype, **options)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         _check_channels(input, self.normalized_shape[0])
         weight, eps, zero_centered = self.weight, self.eps, self.zero_centered_weight
         if residual is None:
             total = to_fp32(input) if self.residual_in_fp32 else input
-            return rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered), total
-        return add_rms_norm_2d(input, residual, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace)
+            if gate is None:
+                return rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered), total
+            residual = torch.zeros_like(total)
+        return add_rms_norm_2d(
+            input, residual, weight, eps, gate=gate, zero_centered_weight=zero_centered, inplace=self.inplace
+        )
 
 
 class AdaLayerNorm2d(torch.nn.Module):
@@ -478,7 +560,7 @@ class AdaLayerNorm2d(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments of the constructor."""
-        return f"{self.num_channels}, eps={self.eps}"
+        return f"{self.num_channels}, eps={self.eps}{describe_options(self)}"
 
 
 class AdaRMSNorm2d(AdaLayerNorm2d):
@@ -496,6 +578,77 @@ class AdaRMSNorm2d(AdaLayerNorm2d):
         """Normalize ``input`` and apply scale and shift."""
         _check_channels(input, self.num_channels)
         return ada_rms_norm_2d(input, scale, shift, self.eps)
+
+
+class AddAdaLayerNorm2d(AdaLayerNorm2d):
+    r"""Layer normalization of the sum of gated images and a residual over the channels; scale and shift are inputs.
+
+    .. math::
+        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
+        (1 + \mathrm{scale}) + \mathrm{shift}
+
+    :func:`layernorm_ext.add_ada_layer_norm_2d` describes results and errors. The module has no parameters. Source:
+    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        num_channels: The number of channels ``C``.
+        eps: Added to the variance.
+        inplace: Whether to overwrite the residual with the sum.
+
+    Shape:
+        Input, residual, output and sum: ``[N, C, *]``. Scale, shift and gate: ``[N, C]``, or as in the function.
+
+    Example:
+        >>> norm, condition = AddAdaLayerNorm2d(8), torch.nn.Linear(5, 24)
+        >>> scale, shift, gate = condition(torch.randn(2, 5)).chunk(3, 1)
+        >>> output, residual = norm(torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4), scale, shift, gate)
+        >>> output.shape
+        torch.Size([2, 8, 4, 4])
+    """
+
+    __constants__ = [*AdaLayerNorm2d.__constants__, "inplace"]
+
+    def __init__(self, num_channels: int, eps: float = 1e-6, *, inplace: bool = False):
+        """Store the arguments."""
+        super().__init__(num_channels, eps)
+        self.inplace = inplace
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        residual: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalized sum, multiplied by ``1 + scale`` and shifted, and the sum."""
+        _check_channels(input, self.num_channels)
+        return add_ada_layer_norm_2d(input, residual, scale, shift, self.eps, gate=gate, inplace=self.inplace)
+
+
+class AddAdaRMSNorm2d(AddAdaLayerNorm2d):
+    r"""Division of the sum of gated images and a residual by the root mean square of the channels.
+
+    .. math::
+        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * (1 + \mathrm{scale}) +
+        \mathrm{shift}
+
+    :func:`layernorm_ext.add_ada_rms_norm_2d` describes results and errors. Arguments and shapes are those of
+    :class:`AddAdaLayerNorm2d`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
+    <https://arxiv.org/abs/1910.07467>`_, 2019.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        residual: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the divided sum, multiplied by ``1 + scale`` and shifted, and the sum."""
+        _check_channels(input, self.num_channels)
+        return add_ada_rms_norm_2d(input, residual, scale, shift, self.eps, gate=gate, inplace=self.inplace)
 
 
 def _checked(num_channels: int) -> int:

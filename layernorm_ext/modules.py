@@ -11,9 +11,32 @@ from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from .functional import ada_layer_norm, ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .functional import (
+    ada_layer_norm,
+    ada_rms_norm,
+    add_ada_layer_norm,
+    add_ada_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    gated_layer_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 
-__all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
+__all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddAdaLayerNorm", "AddAdaRMSNorm", "AddLayerNorm", "AddRMSNorm"]
+__all__ += ["GatedLayerNorm", "GatedRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
+
+# The options that torch's layers lack, with their defaults.
+_OPTIONS: dict[str, Any] = {
+    "zero_centered_weight": False,
+    "memory_efficient": False,
+    "inplace": False,
+    "residual_in_fp32": False,
+    "activation": "silu",
+    "gate_first": False,
+    "num_groups": 1,
+}
 
 # Parameter names in checkpoints of TensorFlow, of tutorials and of old BERT models.
 _ALIASES = {"weight": ("gamma", "gain"), "bias": ("beta",)}
@@ -23,6 +46,12 @@ _ALIASES = {"weight": ("gamma", "gain"), "bias": ("beta",)}
 def to_fp32(input: Tensor) -> Tensor:
     """Convert 16-bit numbers to float32."""
     return input if input.dtype == torch.float64 else input.float()
+
+
+def describe_options(module: torch.nn.Module) -> str:
+    """Return the options of a module that are not the defaults, for its description."""
+    values = {option: getattr(module, option, default) for option, default in _OPTIONS.items()}
+    return "".join(f", {option}={value!r}" for option, value in values.items() if value != _OPTIONS[option])
 
 
 class _Options(torch.nn.Module):
@@ -38,11 +67,7 @@ class _Options(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return torch's description, followed by this package's options that are set."""
-        return super().extra_repr() + self._options_repr()
-
-    def _options_repr(self) -> str:
-        options = ("zero_centered_weight", "memory_efficient", "inplace", "residual_in_fp32")
-        return "".join(f", {option}=True" for option in options if getattr(self, option, False))
+        return super().extra_repr() + describe_options(self)
 
 
 class LayerNorm(_Options, torch.nn.LayerNorm):
@@ -130,8 +155,8 @@ class AddLayerNorm(LayerNorm):
     r"""Layer normalization of the sum with a residual, for pre-norm blocks: both in one pass over memory.
 
     .. math::
-        s = x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} * \mathrm{weight} +
-        \mathrm{bias}
+        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
+        \mathrm{weight} + \mathrm{bias}
 
     :func:`layernorm_ext.add_layer_norm` describes results, precision and errors. Parameters, ``state_dict`` and the
     arguments not listed here are those of :class:`LayerNorm`. Source: Ba, Kiros and Hinton, `Layer Normalization
@@ -143,7 +168,8 @@ class AddLayerNorm(LayerNorm):
             have a float32 residual, in which no digit of a float16 or bfloat16 input is lost.
 
     Shape:
-        Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``.
+        Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. Gate: ``[*batch,
+        normalized_shape[0], ..., normalized_shape[-1]]``, for example ``[B, N]`` for an input ``[B, S, N]``.
 
     Example:
         >>> norm, attention = AddLayerNorm(8), torch.nn.Linear(8, 8)
@@ -177,18 +203,31 @@ class AddLayerNorm(LayerNorm):
         self.inplace = inplace
         self.residual_in_fp32 = residual_in_fp32
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
 
-        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64.
+        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64. A gate without a residual gates
+        the input beside a residual of zeros, whose dtype is that of the sum.
         """
         shape, weight, bias, eps = self.normalized_shape, self.weight, self.bias, self.eps
         zero_centered = self.zero_centered_weight
         if residual is None:
             total = to_fp32(input) if self.residual_in_fp32 else input
-            return layer_norm(input, shape, weight, bias, eps, zero_centered_weight=zero_centered), total
+            if gate is None:
+                return layer_norm(input, shape, weight, bias, eps, zero_centered_weight=zero_centered), total
+            residual = torch.zeros_like(total)
         return add_layer_norm(
-            input, residual, shape, weight, bias, eps, zero_centered_weight=zero_centered, inplace=self.inplace
+            input,
+            residual,
+            shape,
+            weight,
+            bias,
+            eps,
+            gate=gate,
+            zero_centered_weight=zero_centered,
+            inplace=self.inplace,
         )
 
 
@@ -229,7 +268,7 @@ class AddRMSNorm(RMSNorm):
     r"""Division of the sum with a residual by its root mean square, for pre-norm blocks: both in one pass over memory.
 
     .. math::
-        s = x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
+        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
 
     :func:`layernorm_ext.add_rms_norm` describes results, precision and errors. The weight, ``state_dict`` and ``eps``
     are those of :class:`RMSNorm`, the other arguments and the shapes those of :class:`AddLayerNorm`. Source: Zhang and
@@ -257,14 +296,18 @@ class AddRMSNorm(RMSNorm):
         self.inplace = inplace
         self.residual_in_fp32 = residual_in_fp32
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum, as :meth:`AddLayerNorm.forward` does."""
         shape, weight, eps, zero_centered = self.normalized_shape, self.weight, self.eps, self.zero_centered_weight
         if residual is None:
             total = to_fp32(input) if self.residual_in_fp32 else input
-            return rms_norm(input, shape, weight, eps, zero_centered_weight=zero_centered), total
+            if gate is None:
+                return rms_norm(input, shape, weight, eps, zero_centered_weight=zero_centered), total
+            residual = torch.zeros_like(total)
         return add_rms_norm(
-            input, residual, shape, weight, eps, zero_centered_weight=zero_centered, inplace=self.inplace
+            input, residual, shape, weight, eps, gate=gate, zero_centered_weight=zero_centered, inplace=self.inplace
         )
 
 
@@ -311,7 +354,7 @@ class AdaLayerNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments of the constructor."""
-        return f"{self.normalized_shape}, eps={self.eps}"
+        return f"{self.normalized_shape}, eps={self.eps}{describe_options(self)}"
 
 
 class AdaRMSNorm(AdaLayerNorm):
@@ -327,6 +370,204 @@ class AdaRMSNorm(AdaLayerNorm):
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Divide ``input`` by its root mean square, multiply by ``1 + scale`` and add ``shift``."""
         return ada_rms_norm(input, self.normalized_shape, scale, shift, self.eps)
+
+
+class AddAdaLayerNorm(AdaLayerNorm):
+    r"""Layer normalization of the sum of a gated input and a residual, whose gate, scale and shift are inputs.
+
+    .. math::
+        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
+        (1 + \mathrm{scale}) + \mathrm{shift}
+
+    :func:`layernorm_ext.add_ada_layer_norm` describes results and errors. The module has no parameters. Source:
+    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+
+    Args:
+        normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
+        eps: Added to the variance.
+        inplace: Whether to overwrite the residual with the sum.
+
+    Shape:
+        Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. Scale, shift and gate:
+        ``[*batch, normalized_shape[0], ..., normalized_shape[-1]]``, for example ``[B, N]`` for an input ``[B, S, N]``.
+
+    Example:
+        >>> norm, modulation = AddAdaLayerNorm(8), torch.nn.Linear(4, 24)
+        >>> x, residual, condition = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 4)
+        >>> scale, shift, gate = modulation(condition).chunk(3, dim=-1)
+        >>> output, residual = norm(x, residual, scale, shift, gate)
+        >>> output.shape
+        torch.Size([2, 3, 8])
+    """
+
+    __constants__ = [*AdaLayerNorm.__constants__, "inplace"]
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6, *, inplace: bool = False):
+        """Keep the arguments."""
+        super().__init__(normalized_shape, eps)
+        self.inplace = inplace
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        residual: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalized sum, multiplied by ``1 + scale`` and shifted, and the sum."""
+        return add_ada_layer_norm(
+            input, residual, self.normalized_shape, scale, shift, self.eps, gate=gate, inplace=self.inplace
+        )
+
+
+class AddAdaRMSNorm(AddAdaLayerNorm):
+    r"""Division of the sum of a gated input and a residual by its root mean square; gate, scale and shift are inputs.
+
+    .. math::
+        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * (1 + \mathrm{scale}) +
+        \mathrm{shift}
+
+    :func:`layernorm_ext.add_ada_rms_norm` describes results and errors. Arguments and shapes are those of
+    :class:`AddAdaLayerNorm`. Sources: those of :class:`AddAdaLayerNorm` and :class:`RMSNorm`.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        residual: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the divided sum, multiplied by ``1 + scale`` and shifted, and the sum."""
+        return add_ada_rms_norm(
+            input, residual, self.normalized_shape, scale, shift, self.eps, gate=gate, inplace=self.inplace
+        )
+
+
+class GatedLayerNorm(LayerNorm):
+    r"""Layer normalization whose output, or input, is multiplied by an activated gate.
+
+    .. math::
+        y = \left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} +
+        \mathrm{bias}\right) * f(\mathrm{gate})
+
+    :func:`layernorm_ext.gated_layer_norm` describes results and errors, and the norm with ``gate_first``. Parameters,
+    ``state_dict`` and the arguments not listed here are those of :class:`LayerNorm`. Sources: Yang, Kautz and
+    Hatamizadeh, `Gated Delta Networks <https://arxiv.org/abs/2412.06464>`_, 2024; with ``gate_first``, Dao and Gu,
+    `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024.
+
+    Args:
+        activation: The function ``f``: ``"silu"`` or ``"sigmoid"``.
+        gate_first: Whether the gate multiplies the input instead of the output.
+        num_groups: The number of groups of equal size into which the last dimension is divided. Each is normalized
+            apart; the weight has all elements.
+
+    Shape:
+        Input, gate and output: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. ``weight`` (initially ones) and
+        ``bias`` (initially zeros): ``normalized_shape``.
+
+    Example:
+        >>> norm = GatedLayerNorm(8)
+        >>> x, gate = torch.randn(2, 3, 16).chunk(2, dim=-1)
+        >>> norm(x, gate).shape
+        torch.Size([2, 3, 8])
+    """
+
+    __constants__ = [*LayerNorm.__constants__, "activation", "gate_first", "num_groups"]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_weight: bool = False,
+        activation: str = "silu",
+        gate_first: bool = False,
+        num_groups: int = 1,
+    ):
+        """Create the parameters."""
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device, dtype, zero_centered_weight=zero_centered_weight
+        )
+        self.activation = activation
+        self.gate_first = gate_first
+        self.num_groups = num_groups
+
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalize ``input`` and apply the gate, if there is one."""
+        return gated_layer_norm(
+            input,
+            gate,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            activation=self.activation,
+            gate_first=self.gate_first,
+            num_groups=self.num_groups,
+            zero_centered_weight=self.zero_centered_weight,
+        )
+
+
+class GatedRMSNorm(RMSNorm):
+    r"""Division by the root mean square, with an activated gate on the output or, as in Mamba-2, on the input.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight} * f(\mathrm{gate})
+
+    :func:`layernorm_ext.gated_rms_norm` describes results and errors, and the norm with ``gate_first``. The weight,
+    ``state_dict`` and ``eps`` are those of :class:`RMSNorm`, the other arguments and the shapes those of
+    :class:`GatedLayerNorm`. Sources: those of :class:`GatedLayerNorm` and :class:`RMSNorm`.
+
+    Example:
+        >>> norm = GatedRMSNorm(8, gate_first=True, num_groups=2)
+        >>> x, gate = torch.randn(2, 3, 16).chunk(2, dim=-1)
+        >>> norm(x, gate).shape
+        torch.Size([2, 3, 8])
+    """
+
+    __constants__ = [*RMSNorm.__constants__, "activation", "gate_first", "num_groups"]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_weight: bool = False,
+        activation: str = "silu",
+        gate_first: bool = False,
+        num_groups: int = 1,
+    ):
+        """Create the weight."""
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, device, dtype, zero_centered_weight=zero_centered_weight
+        )
+        self.activation = activation
+        self.gate_first = gate_first
+        self.num_groups = num_groups
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalize ``x`` and apply the gate, if there is one."""
+        return gated_rms_norm(
+            x,
+            gate,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            activation=self.activation,
+            gate_first=self.gate_first,
+            num_groups=self.num_groups,
+            zero_centered_weight=self.zero_centered_weight,
+        )
 
 
 class LazyLayerNorm(LazyModuleMixin, LayerNorm):
@@ -405,5 +646,5 @@ class LazyLayerNorm(LazyModuleMixin, LayerNorm):
     def extra_repr(self) -> str:
         """Describe the module before it has become a LayerNorm."""
         bias = self.bias is not None
-        options = f"elementwise_affine={self.elementwise_affine}, bias={bias}{self._options_repr()}"
+        options = f"elementwise_affine={self.elementwise_affine}, bias={bias}{describe_options(self)}"
         return f"dimensions={self.dimensions}, eps={self.eps}, {options}"

@@ -117,17 +117,28 @@ def norm(
     bias: Tensor | None,
     eps: float,
     *,
+    gate: Tensor | None = None,
+    activation: str | None = None,
+    gate_first: bool = False,
     rms: bool = False,
     zero_centered_weight: bool = False,
     inplace: bool = False,
 ) -> Results:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
-    check("check_forward", input, residual, normalized_shape, weight, bias, None, None)
+    check("check_forward", input, residual, normalized_shape, weight, bias, gate, activation)
     accumulate_dtype = _accumulate_dtype(input)
-    x, total = input, None
+    x, total, output_factor = input, None, None
+    if gate is not None:
+        factor = _cast(gate, accumulate_dtype)
+        if activation is not None:
+            factor = F.silu(factor) if activation == "silu" else torch.sigmoid(factor)
+        if activation is None or gate_first:
+            x = _cast(input, accumulate_dtype) * factor
+        else:
+            output_factor = factor
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = _cast(_cast(input, accumulate_dtype) + _cast(residual, accumulate_dtype), residual.dtype)
+        x = _cast(_cast(x, accumulate_dtype) + _cast(residual, accumulate_dtype), residual.dtype)
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = _cast(weight, accumulate_dtype) + 1
@@ -135,7 +146,7 @@ def norm(
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
     apart = (rms and bias is not None) or any(parameter.dim() > len(normalized_shape) for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
-    mixed = apart or any(parameter.dtype != x.dtype for parameter in parameters)
+    mixed = apart or output_factor is not None or any(parameter.dtype != x.dtype for parameter in parameters)
     dtype = accumulate_dtype if mixed else x.dtype
     x = _cast(x, dtype)
     weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
@@ -151,6 +162,7 @@ def norm(
     if apart:
         output = output if weight is None else output * weight
         output = output if bias is None else output + bias
+    output = output if output_factor is None else output * output_factor
     return _cast(output, input.dtype), total  # under autocast, torch's functions may return float32
 
 
@@ -163,7 +175,7 @@ def norm_over_ragged(
     ragged_dim: int,
     *,
     rms: bool,
-    inplace: bool,
+    inplace: bool | None,
 ) -> Results:
     """Normalize the values of a jagged tensor over dimensions that include the ragged one, with torch's precision."""
     x, total = values, None

@@ -71,7 +71,19 @@ def test_kernels_records_times_errors_and_verdicts(run):
         (["overhead"], {"way": WAYS, "contender": ["ours", "torch"]}),
         (
             ["adaln", "4x64"],
-            {"pass": ["forward", "backward"], "contender": ["ours", "torch", "torch.compile", "shared"]},
+            {
+                "block": ["norm", "gated residual"],
+                "pass": ["forward", "backward"],
+                "contender": ["ours", "torch", "torch.compile", "shared"],
+            },
+        ),
+        (
+            ["gated", "4x64"],
+            {
+                "gate": ["last", "first"],
+                "pass": ["forward", "backward"],
+                "contender": ["ours", "torch", "torch.compile"],
+            },
         ),
         (["compile"], {"block": BLOCKS, "pass": ["forward", "training"], "contender": ["kernel", "aten", "torch"]}),
     ],

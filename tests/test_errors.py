@@ -19,6 +19,13 @@ from layernorm_ext import (
     ada_layer_norm_2d,
     ada_rms_norm,
     ada_rms_norm_2d,
+    add_ada_layer_norm,
+    add_ada_layer_norm_2d,
+    add_ada_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    gated_layer_norm,
+    gated_rms_norm,
     layer_norm,
     layer_norm_2d,
     trace_as,
@@ -141,6 +148,30 @@ def test_errors_of_backward(backend, context, message, changes):
         call_backward(backend, to_device(changes, backend.device))
 
 
+def test_errors_of_gates(backend, context):
+    """Those that the public functions cannot cause; FUNCTION_ERRORS has the others."""
+    x, statistics = X.to(backend.device), STATISTICS.to(backend.device)
+    forward, arguments = backend.ops.forward.fused, (x, [3], None, None, 1e-5)
+    with raises(
+        "Expected residual to be a tensor beside a gate, but got None with gate of shape [3] and input of shape"
+    ):
+        forward(*arguments, None, x[0])
+    with raises(
+        "Expected residual to be None with an activation, but got a tensor with gate of shape [2, 3] and input"
+    ):
+        forward(*arguments, x, x, activation="silu")
+    with raises('Expected gate to be a tensor with activation = "silu", but got None for input of shape [2, 3]'):
+        forward(*arguments, activation="silu")
+    with raises(
+        "Expected gated_input to be a tensor beside a gate, but got None with gate of shape [3] and input of sh"
+    ):
+        backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0])
+    with raises(
+        "Expected gated_input to be of the shape of input, but got gated_input of shape [1, 3] and input of sh"
+    ):
+        backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0], x[:1])
+
+
 def test_errors_of_residuals(backend, context):
     """The residual has the shape and dtype of the input, or is float32 beside 16 bits; grad_sum is like the sum."""
     x, statistics = X.to(backend.device), STATISTICS.to(backend.device)
@@ -239,17 +270,31 @@ WITH_DEFAULT_EPS = [norm for norm in NORMS if inspect.signature(norm).parameters
 def test_eps_with_a_default_must_be_a_number(norm):
     """In every mode, eps=None must not be read as a number."""
 
-    def call(x):
-        shape = () if norm.__name__.endswith("2d") else ((4,),)
-        return norm(*[x] * (1 + norm.__name__.startswith("add")), *shape, eps=None)
+    module = norm(4, eps=None) if isinstance(norm, type) else None
 
-    call = norm(4, eps=None) if isinstance(norm, type) else call
+    def call(x):
+        inputs = [x] * (1 + norm.__name__.lower().startswith(("add", "gated")))  # with a residual or a gate
+        shape = () if norm.__name__.endswith("2d") else ((4,),)
+        return module(*inputs) if module else norm(*inputs, *shape, eps=None)
+
     for function in (call, torch.vmap(lambda x: call(x[None])), torch.compile(call, backend="eager")):
         with pytest.raises(TypeError, match=NO_NUMBER):
             function(torch.randn(2, 4, 4))
     for mode in (torch.inference_mode, fake_tensors):
         with mode(), pytest.raises(TypeError, match=NO_NUMBER):
             call(torch.randn(2, 4, 4))
+
+
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
+def test_a_missing_residual_is_refused_in_every_mode(name):
+    function, x = getattr(layernorm_ext, name), torch.randn(2, 4, 4)
+    call = lambda x: function(x, None, *([] if name.endswith("2d") else [(4,)]))  # noqa: E731
+    with pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
+        call(x)
+    with fake_tensors(), pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
+        call(x)
+    with pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
+        torch.compile(call, backend="eager")(x)
 
 
 # The public functions and modules
@@ -262,6 +307,10 @@ OF_ROWS = (
 OF_IMAGES = (
     "Expected {0} of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's or 1, but got "
     "{0} of shape {1} and input of shape [2, 3, 4, 4]"
+)
+OF_GROUPS = (
+    "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {0}, normalized_shape "
+    "= {1} and input of shape [3, 5, 8]"
 )
 OF_BATCH = (
     "Expected {0} to be of the shape of input, with each batch size equal to the input's or 1, but got {0} of shape "
@@ -305,6 +354,37 @@ FUNCTION_ERRORS = {
     "Expected residual to be of the shape of input, but got residual of shape [1, 3, 4, 4] and input of shape": (
         lambda: layernorm_ext.add_layer_norm_2d(IMAGES, IMAGES[:1])
     ),
+    OF_ROWS.format("gate", "[2, 8]"): lambda: add_layer_norm(ROWS, ROWS, (8,), gate=torch.ones(2, 8)),
+    OF_ROWS.format("gate", "[3, 7]"): lambda: add_ada_rms_norm(ROWS, ROWS, (8,), gate=torch.ones(3, 7)),
+    OF_ROWS.format("gate", "[]"): lambda: add_rms_norm(ROWS, ROWS, (8,), gate=torch.ones(())),
+    "Expected scale and gate to have the same batch sizes, but got scale of shape [3, 8], gate of shape [1, 5, 8] ": (
+        lambda: add_ada_layer_norm(ROWS, ROWS, (8,), torch.ones(3, 8), gate=torch.ones(1, 5, 8))
+    ),
+    "Expected weight and gate to have the same batch sizes, but got weight of shape [1, 5, 8], gate of shape [3, 1, ": (
+        lambda: add_layer_norm(ROWS, ROWS, (8,), torch.ones(1, 5, 8), gate=torch.ones(3, 8))
+    ),
+    "Expected gate of dtype Double, Float, Half or BFloat16, but got gate of dtype Int": (
+        lambda: add_layer_norm(ROWS, ROWS, (8,), gate=torch.ones(8).int())
+    ),
+    OF_IMAGES.format("gate", "[4, 3]"): lambda: add_ada_layer_norm_2d(IMAGES, IMAGES, gate=torch.ones(4, 3)),
+    "Expected gate to be of the shape of input, but got gate of shape [3, 1, 8] and input of shape [3, 5, 8]": (
+        lambda: gated_rms_norm(ROWS, ROWS[:, :1], (8,))
+    ),
+    "Expected gate of dtype Double, Float, Half or BFloat16, but got gate of dtype Long": (
+        lambda: gated_layer_norm(ROWS, ROWS.long(), (8,))
+    ),
+    'Expected activation to be "silu" or "sigmoid", but got activation = "relu" and input of shape [3, 5, 8]': (
+        lambda: gated_layer_norm(ROWS, ROWS, (8,), activation="relu")
+    ),
+    'Expected activation to be "silu" or "sigmoid", but got activation = "gelu" and input of shape [3, 5, 8]': (
+        lambda: gated_rms_norm(ROWS, None, (8,), activation="gelu")
+    ),
+    OF_GROUPS.format(3, [8]): lambda: gated_rms_norm(ROWS, ROWS, (8,), num_groups=3),
+    OF_GROUPS.format(0, [8]): lambda: gated_layer_norm(ROWS, None, (8,), num_groups=0),
+    OF_GROUPS.format(2, [5, 8]): lambda: gated_layer_norm(ROWS, ROWS, (5, 8), num_groups=2),
+    "Given normalized_shape=[6], expected input with shape [*, 6], but got input of size[3, 5, 8": (
+        lambda: gated_rms_norm(ROWS, ROWS, (6,), num_groups=2)
+    ),
     "Expected input of shape [N, 4, *], but got input of size[2, 3, 4": lambda: LAYER_NORM_2D(IMAGES),
     "Expected input of shape [N, 4, *], but got input of size": lambda: layernorm_ext.AdaRMSNorm2d(4)(IMAGES),
 }
@@ -318,6 +398,12 @@ def test_errors_of_functions_and_modules(context, message, call):
 
 ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices
     "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta")),
+    "Expected gate to be on the device of input": (
+        lambda: add_rms_norm(ROWS, ROWS, (8,), gate=torch.ones(8, device="meta"))
+    ),
+    "Expected gate to be on the device of input, but got gate on meta": (
+        lambda: gated_rms_norm(ROWS, ROWS.to("meta"), (8,))
+    ),
     "Expected shift to be on the device of input": (
         lambda: ada_layer_norm(ROWS, (8,), None, torch.ones(3, 8, device="meta"))
     ),

@@ -54,7 +54,7 @@ def leaves(tensors):
 
 
 @family
-@pytest.mark.parametrize("shape", [(6, 9), (3, 20, 9), (2, 4, 5, 9), (2, 3, 2, 4, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 10), (3, 20, 10), (2, 4, 5, 10), (2, 3, 2, 4, 10)], ids=str)
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
 def test_results_match_the_formula(member, shape, dtype):
     """Output and gradient keep the memory format of the input, for every shape of the parameters."""
@@ -118,7 +118,7 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
     if "memory_efficient" in member.options:
         with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
             first[0].sum().backward()
-    if member.adds:
+    if member.adds and "gate" not in member.options:
         (x, r, *_), (dx, dr, *_) = tensors, first
         assert torch.equal(outputs[1], x + r) and torch.equal(dx, dr.to(dx.dtype))
     with torch.inference_mode():
@@ -160,7 +160,8 @@ def test_in_place_addition_is_tracked_or_refused_by_autograd(add):
 def test_autograd_saves_few_tensors(member):
     """The input or the sum, the weight, and one or two numbers per row; with memory_efficient, the output and the bias.
 
-    Otherwise the bias is saved only if its dtype is not that of the weight.
+    A gate beside a residual is saved with the input that it multiplies, and that of a gated norm with the bias, unless
+    the gate comes first. Otherwise the bias is saved only if its dtype is not that of the weight.
     """
     for bias_dtype in (F32, F64):
         parameter_shape = (4, 64) if "ada" in member.name else (64,)
@@ -171,12 +172,15 @@ def test_autograd_saves_few_tensors(member):
             y, *total = member(x, r, w, b)
         saved = {t.data_ptr(): t for t in found if t is not None and t.numel()}
         kept = [y if "memory_efficient" in member.options else total[0] if member.adds else x, w]
-        if "memory_efficient" in member.options or (bias_dtype == F64 and member.has_bias):
+        kept += [x] if "gate" in member.options else [r] if member.is_gated_norm else []
+        has_gated_bias = member.is_gated_norm and member.has_bias and "gate_first" not in member.options
+        needs_bias = "memory_efficient" in member.options or "gate" in member.options or has_gated_bias
+        if needs_bias or (bias_dtype == F64 and member.has_bias):
             kept.append(b)
         for tensor in kept:
             assert saved.pop(tensor.data_ptr()).numel() == tensor.numel()
         statistics = 1 if "rms" in member.name or "memory_efficient" in member.options else 2
-        assert sum(t.numel() for t in saved.values()) == statistics * 4 * 32
+        assert sum(t.numel() for t in saved.values()) == statistics * 4 * 32 * member.options.get("num_groups", 1)
 
 
 # rms_norm and torch's

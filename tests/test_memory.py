@@ -26,7 +26,7 @@ def freed(t, view=False):
 
 
 def arguments_of(member):
-    return ["input", *["residual"] * member.adds, "weight", *["bias"] * member.has_bias]
+    return ["input", *["residual or gate"] * member.takes_two, "weight", *["bias"] * member.takes_bias]
 
 
 # Freed storages
@@ -65,16 +65,13 @@ def test_operators_refuse_freed_tensors(backend, operator, images, view):
 )
 def test_functions_refuse_freed_tensors(member, name):
     """Eager, recorded, without autograd, and as compositions of aten operations."""
-    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
-    tensors = {"input": torch.randn(shape), "residual": torch.randn(shape) if member.adds else None}
-    tensors |= {"weight": torch.randn(8), "bias": torch.randn(8) if member.has_bias else None}
+    shapes = {"input": (2, 3, 8), "residual or gate": (2, 3, 8), "weight": (8,), "bias": (8,)}
+    tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
     tensors[name] = freed(tensors[name])
 
     def call(x):
-        inputs = [x] if tensors["residual"] is None else [x, tensors["residual"]]
-        shape = [] if member.takes_images else [(8,)]
-        parameters = [t for t in (tensors["weight"], tensors["bias"]) if t is not None]
-        return member.function(*inputs, *shape, *parameters, **member.options)
+        arguments, options = member.arguments(x, *[*tensors.values()][1:])
+        return member.function(*arguments, **options)
 
     x = tensors["input"]
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -84,7 +81,7 @@ def test_functions_refuse_freed_tensors(member, name):
         call(x.requires_grad_())
     if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
         with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
-            torch.vmap(call)(torch.randn(2, *shape))
+            torch.vmap(call)(torch.randn(2, 2, 3, 8))
 
 
 def test_backward_refuses_saved_tensors_that_were_freed():
@@ -158,7 +155,7 @@ def test_overlapping_images_with_every_mask(backend, make):
 def test_functions_of_overlapping_tensors_with_every_mask(member, make):
     """Gradients have the bits of those for a copy, whichever tensors require one."""
     tensors = [make((3, 4, 8), "cpu"), make((3, 4, 8), "cpu"), torch.randn(8), torch.randn(8)]
-    used = [True, member.adds, True, member.has_bias]
+    used = [True, member.takes_two, True, member.takes_bias]
     for mask in itertools.product([False, True], repeat=4):
         if not any(m and u for m, u in zip(mask, used, strict=True)):
             continue

@@ -27,8 +27,10 @@ AFFINE_OPTIONS = [
 
 
 def test_public_names():
-    modules = itertools.product(("", "Add", "Ada"), ("LayerNorm", "RMSNorm"), ("", "2d"))
-    functions = itertools.product(("", "add_", "ada_"), ("layer_norm", "rms_norm"), ("", "_2d"))
+    modules = [*itertools.product(("", "Add", "Ada", "AddAda"), ("LayerNorm", "RMSNorm"), ("", "2d"))]
+    functions = [*itertools.product(("", "add_", "ada_", "add_ada_"), ("layer_norm", "rms_norm"), ("", "_2d"))]
+    modules += itertools.product(("Gated",), ("LayerNorm", "RMSNorm"))
+    functions += itertools.product(("gated_",), ("layer_norm", "rms_norm"))
     others = ["LazyLayerNorm", "convert", "converted", "register_conversion", "revert", "ConversionReport", "trace_as"]
     assert set(layernorm_ext.__all__) == {*map("".join, modules), *map("".join, functions), *others}
 
@@ -119,7 +121,8 @@ class Recorder(torch.Tensor):
         return function, inspect.signature(function).bind(*args, **kwargs).arguments
 
 
-TENSORS = {"input": (3, 8, 1, 8), "residual": (3, 8, 1, 8)} | dict.fromkeys(("weight", "bias", "scale", "shift"), (8,))
+TENSORS = {"input": (3, 8, 1, 8), "residual": (3, 8, 1, 8)}
+TENSORS |= dict.fromkeys(("weight", "bias", "scale", "shift", "gate"), (8,))
 OTHERS = {"normalized_shape": (8,), "eps": 0.1, "zero_centered_weight": True, "inplace": True}
 FUNCTIONS = [getattr(layernorm_ext, name) for name in layernorm_ext.__all__ if "_norm" in name]
 
@@ -166,7 +169,8 @@ def test_flags(cls):
     for flag in flags(cls):
         plain, module = cls(8), cls(8, **{flag: True})
         assert repr(module) == repr(plain)[:-1] + f", {flag}=True)"
-        assert plain.weight.eq(1).all() and module.weight.eq(flag != "zero_centered_weight").all()
+        for each, is_zero_centered in ((plain, False), (module, flag == "zero_centered_weight")):
+            assert all(w.eq(not is_zero_centered).all() for name, w in each.named_parameters() if name == "weight")
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "AddLayerNorm", "AddRMSNorm"])
@@ -196,12 +200,21 @@ def test_sizes_may_be_integers_of_numpy(cls):
     torch.testing.assert_close(cls(numpy.int64(8))(torch.ones(2, 8, 8)), torch.zeros(2, 8, 8), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["AdaLayerNorm", "AdaRMSNorm"])
+@pytest.mark.parametrize("name", ["AdaLayerNorm", "AdaRMSNorm", "AddAdaLayerNorm", "AddAdaRMSNorm"])
 def test_adaptive_modules_have_no_parameters(name):
     rows, images = (getattr(layernorm_ext, n) for n in (name, name + "2d"))
     assert repr(rows(8)) == f"{name}((8,), eps=1e-06)" and repr(images(8)) == f"{name}2d(8, eps=1e-06)"
     assert repr(rows([2, 4], eps=1e-5)) == f"{name}((2, 4), eps=1e-05)"
     assert not rows(8).state_dict() and not images(8).state_dict()
+
+
+@pytest.mark.parametrize("name", ["GatedLayerNorm", "GatedRMSNorm"])
+def test_modules_of_gated_norms_have_the_parameters_of_their_base(name):
+    cls, base = (getattr(layernorm_ext, n) for n in (name, name.removeprefix("Gated")))
+    assert issubclass(cls, base) and parameters_of(cls)[:-3] == [p for p in parameters_of(base) if "memory" not in p[0]]
+    gated, plain = cls((8,), activation="sigmoid", num_groups=2), base((8,))
+    assert repr(gated) == f"Gated{repr(plain)[:-1]}, activation='sigmoid', num_groups=2)"
+    gated.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -217,6 +230,9 @@ def test_modules_start_a_float32_residual(name):
         assert total.dtype == torch.float32 and torch.equal(total, x.float()) and torch.equal(output, plain(x)[0])
         output, total = module(x, total)
         assert (output.dtype, total.dtype) == (torch.bfloat16, torch.float32) and torch.equal(total, 2 * x.float())
+        gate = torch.randn(8)
+        output, total = module(x, None, gate)
+        assert output.dtype == torch.bfloat16 and torch.equal(total, x.float() * gate)
         wide = x.double()
         assert module(wide)[1] is wide if module is norm else module(wide)[1].dtype == torch.float64
 

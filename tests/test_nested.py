@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.family import MEMBERS, with_gradients
 
-from layernorm_ext import ada_rms_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from layernorm_ext import ada_rms_norm, add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 
 LENGTHS = (2, 5, 1)
 # Autograd refuses to change a view in place, such as a component of a nested tensor.
@@ -71,6 +71,10 @@ def test_errors_name_the_argument(layout):
     for other in (nested(layout, 1, 2, 3), torch.randn(3, 5, 8)):
         with pytest.raises(RuntimeError, match="Expected residual to be nested as input is, with components of the sa"):
             add_layer_norm(x, other, (8,))
+        with pytest.raises(RuntimeError, match="Expected gate to be nested as input is, with components of the same s"):
+            gated_rms_norm(x, other, (8,))
+    with pytest.raises(RuntimeError, match=r"Expected gate to be .* nested input, but got gate of shape \[2, 8\]"):
+        add_rms_norm(x, x, (8,), gate=torch.randn(2, 8))
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[7\], expected .*input with shape \[.*\*, 7\]"):
         layer_norm(x, (7,))
     with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
@@ -138,6 +142,10 @@ def test_ragged_dimension_has_neither_weight_nor_holes():
     x = nested(torch.jagged)
     with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
         rms_norm(x, x.shape[1:], torch.ones(8))
+    with pytest.raises(RuntimeError, match="Expected gate to be of same shape as normalized_shape"):
+        add_rms_norm(x, x, x.shape[1:], gate=torch.ones(5, 8))
+    with pytest.raises(RuntimeError, match="Expected gate to be None for normalized_shape = .*, which includes the ra"):
+        gated_rms_norm(x, x, x.shape[1:])
     offsets, lengths = torch.tensor([0, 3, 6, 9]), torch.tensor([2, 1, 3])
     holes = torch.nested.nested_tensor_from_jagged(torch.randn(9, 8), offsets, lengths)
     with pytest.raises(RuntimeError, match="expected a jagged input without holes"):

@@ -44,6 +44,42 @@ def test_variants(backend, variant):
     torch.library.opcheck(backend.ops.forward_.fused, (x.requires_grad_(), (5,), w, None, 1e-5, residual), variant)
 
 
+@pytest.mark.parametrize("batch", [(), (3, 1), (1, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F16, F64)], ids=dtypes_id)
+def test_gated_residuals(backend, batch, dtypes):
+    """With a residual of another dtype."""
+    dtype, parameter_dtype = dtypes
+    x, residual, dy = (torch.randn(3, 2, 5, device=backend.device) for _ in range(3))
+    x, dy, w, gate = (t.to(dtype) for t in (x, dy, residual[0, 0], torch.randn(*batch, 5, device=backend.device)))
+    w, gate, forward = w.to(parameter_dtype), gate.to(parameter_dtype), backend.ops.forward.fused
+    checks = {} if dtype == F32 else SHAPE_FUNCTIONS
+    inputs = [t.requires_grad_() for t in (x, w, residual, gate)]
+    torch.library.opcheck(forward, (x, (5,), w, None, 1e-5, residual, gate), **checks)
+    in_place = x.detach(), (5,), w.detach(), None, 1e-5, residual.detach(), gate.detach()
+    torch.library.opcheck(backend.ops.forward_.fused, in_place, **SHAPE_FUNCTIONS)
+    x, w, residual, gate = (t.detach() for t in inputs)
+    _, total, mean, rstd = forward(x, (5,), w, None, 1e-5, residual, gate)
+    for mask in ([True] * 5, [False] * 4 + [True]):
+        arguments = (dy, total, (5,), mean, rstd, w, None, mask, residual, gate, x)
+        torch.library.opcheck(backend.ops.backward.fused, arguments, **SHAPE_FUNCTIONS)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F16, F64)], ids=dtypes_id)
+def test_gated_norms(backend, gate_first, dtypes):
+    """The gate has strides of its own, and in two cases another dtype than the input."""
+    x, dy, w = (torch.randn(s, device=backend.device).to(dtypes[0]) for s in ((3, 2, 5), (3, 2, 5), (5,)))
+    gate = torch.randn(3, 2, 10, device=backend.device).to(dtypes[1])[..., 5:]
+    options, checks = {"activation": "silu", "gate_first": gate_first}, {} if dtypes[0] == F32 else SHAPE_FUNCTIONS
+    leaves = [t.detach().requires_grad_() for t in (x, w, gate)]
+    torch.library.opcheck(
+        backend.ops.forward.fused, (leaves[0], (5,), leaves[1], None, 1e-5, None, leaves[2]), options, **checks
+    )
+    _, _, mean, rstd = backend.ops.forward.fused(x, (5,), w, None, 1e-5, None, gate, **options)
+    arguments = (dy, x, (5,), mean, rstd, w, None, [True, True, True, False, True], None, gate)
+    torch.library.opcheck(backend.ops.backward.fused, arguments, options, **SHAPE_FUNCTIONS)
+
+
 @groups
 def test_groups(backend, batches):
     """Each dtype has one test below, because the shapes of the results do not depend on it."""

@@ -19,6 +19,8 @@ import layernorm_ext
 from layernorm_ext import (
     AdaLayerNorm,
     AdaRMSNorm,
+    AddAdaLayerNorm,
+    AddAdaRMSNorm,
     LayerNorm,
     ada_rms_norm_2d,
     layer_norm,
@@ -291,6 +293,7 @@ def test_jit_trace_can_be_trained():
 
 
 adaptive_modules = pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm])
+adding_modules = pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm, AddAdaLayerNorm, AddAdaRMSNorm])
 
 # Shapes of the input, of scale and of shift, and the number of normalized dimensions.
 MODULATIONS = {
@@ -309,29 +312,32 @@ MODULATIONS = {
 }
 
 
-@adaptive_modules
+@adding_modules
 @pytest.mark.parametrize("sizes", MODULATIONS.values(), ids=MODULATIONS)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_every_shape_of_scale_and_shift(cls, sizes):
     """Eager calls insert the dimensions of scale and shift in C++, and exported programs in Python.
 
+    A gate beside a residual has the shape of the scale, or of the shift.
     Exported and traced programs call only aten and agree to some roundings of float64; the others have the same bits.
     """
     x, *parameters = (None if s is None else torch.randn(s, dtype=F64) for s in sizes[:3])
     module = cls(sizes[0][-sizes[3] :])
     arguments = (x, *parameters)
+    if cls in (AddAdaLayerNorm, AddAdaRMSNorm):
+        arguments = (x, x.cos(), *parameters, next((p.sin() for p in parameters if p is not None), None))
     expected = module(*arguments)
     program = torch.export.export(module, arguments, strict=False)
     assert not calls_kernels(program)
     programs = [program.module()]
-    if None not in parameters:  # torch.jit.trace takes tensors only
+    if all(argument is not None for argument in arguments):  # torch.jit.trace takes tensors only
         programs.append(torch.jit.trace(module, arguments))
     for each in programs:
         torch.testing.assert_close(each(*arguments), expected, rtol=1e-13, atol=1e-13)
     with trace_as("kernel"):
         program = torch.export.export(module, arguments)
-    assert torch.equal(program.module()(*arguments), expected)
-    assert torch.equal(torch.jit.script(module)(*arguments), expected)
+    torch.testing.assert_close(program.module()(*arguments), expected, **SAME_BITS)
+    torch.testing.assert_close(torch.jit.script(module)(*arguments), expected, **SAME_BITS)
 
 
 @adaptive_modules
@@ -379,6 +385,8 @@ DATA_DEPENDENT = {
     "in place": lambda x, w, rows: layernorm_ext.add_rms_norm(
         x[rows], 2 * x[rows], (8,), select(w, rows), inplace=True
     )[0],
+    "gate": lambda x, w, rows: layernorm_ext.add_rms_norm(x[rows], x[rows], (8,), gate=select(w, rows))[0],
+    "gated norm": lambda x, w, rows: layernorm_ext.gated_rms_norm(x[rows], x[rows], (8,), w[0, 0], num_groups=2),
     "ada_layer_norm": lambda x, w, rows: layernorm_ext.ada_layer_norm(x[rows], (8,), select(w, rows), select(w, rows)),
     "ada_rms_norm": lambda x, w, rows: layernorm_ext.ada_rms_norm(x[rows], (8,), select(w, rows)),
     "item": lambda x, w, rows: layernorm_ext.ada_layer_norm(

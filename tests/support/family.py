@@ -17,7 +17,8 @@ class Member:
     """A function of input and residual [*, C], weight and bias [C], with batch dimensions if it is adaptive.
 
     It returns a tuple of the output and, if it adds the residual, the sum. The functions of images get the channels
-    second.
+    second. The gate of a gated norm is the second tensor, which the others add. With the option "gate", the bias is
+    also the gate beside the residual.
     """
 
     function: Callable
@@ -32,6 +33,15 @@ class Member:
         return "add" in self.name
 
     @property
+    def is_gated_norm(self):
+        return self.name.startswith("gated")
+
+    @property
+    def takes_two(self):
+        """Whether it takes the second tensor: a residual or a gate."""
+        return self.adds or self.is_gated_norm
+
+    @property
     def takes_images(self):
         return "2d" in self.name
 
@@ -39,50 +49,74 @@ class Member:
     def has_bias(self):
         return "rms" not in self.name or "ada" in self.name
 
+    @property
+    def takes_bias(self):
+        """Whether it takes the last tensor: a bias or the gate beside a residual."""
+        return self.has_bias or "gate" in self.options
+
+    def arguments(self, x, r, w, b):
+        """Return the arguments of the function and its options."""
+        x, r, w, b = (channels_second(t) if self.takes_images else t for t in (x, r, w, b))
+        shape = [] if self.takes_images else [(x.size(-1),)]  # a strided nested tensor has no shape
+        arguments = [x, *[r] * self.takes_two, *shape, w, *[b] * self.has_bias]
+        return arguments, self.options | ({"gate": b} if "gate" in self.options else {})
+
     def __call__(self, x, r, w, b):
-        tensors = [x, r, w] if self.adds else [x, w]
-        tensors += [b] if self.has_bias else []
-        if self.takes_images:
-            tensors = [t.movedim(t.dim() - 1, 1) if t.dim() > 1 else t for t in tensors]
-        else:
-            tensors.insert(2 if self.adds else 1, (x.size(-1),))  # a strided nested tensor has no shape
+        tensors, options = self.arguments(x, r, w, b)
         if "inplace" in self.options:
             tensors[1] = tensors[1].clone()  # a leaf cannot change in place
-        results = self.function(*tensors, eps=EPS, **self.options)
+        results = self.function(*tensors, eps=EPS, **options)
         results = results if self.adds else (results,)
         if "inplace" in self.options:
             results = (results[0], tensors[1])
         return tuple(y.movedim(1, y.dim() - 1) for y in results) if self.takes_images else results
 
     def formula(self, x, r, w, b):
-        total = x + r if self.adds else x
         w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))  # [N, C]
+        total = (b * x if "gate" in self.options else x) + r if self.adds else x
+        factor = 1
+        if self.is_gated_norm:
+            factor = torch.sigmoid(r) if "activation" in self.options else r * torch.sigmoid(r)
+        is_first, groups = "gate_first" in self.options, self.options.get("num_groups", 1)
         w = w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w
-        y = formula(total, w, b if self.has_bias else None, rms="rms" in self.name)
+        y = formula(total * (factor if is_first else 1), w, b if self.has_bias else None, "rms" in self.name, groups)
+        y = y * (1 if is_first else factor)
         return (y, total) if self.adds else (y,)
 
 
-def formula(x, weight=None, bias=None, rms=False):
+def channels_second(t):
+    """Return rows or parameters [N, *, C] as images [N, C, *]; a parameter [C] stays."""
+    return t.movedim(t.dim() - 1, 1) if t.dim() > 1 else t
+
+
+def formula(x, weight=None, bias=None, rms=False, groups=1):
     """Return the output in terms of operations that autograd differentiates to any order."""
+    x = x.unflatten(-1, (groups, -1))
     d = x if rms else x - x.mean(-1, keepdim=True)
-    y = d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()
+    y = (d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()).flatten(-2)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
+SIGMOID_FIRST = {"activation": "sigmoid", "gate_first": True}
 OPTIONS = {
     "layer_norm": [{}, {"zero_centered_weight": True}, {"memory_efficient": True}],
     "rms_norm": [{}, {"zero_centered_weight": True}],
-    "add_layer_norm": [{}, {"inplace": True}],
-    "add_rms_norm": [{"zero_centered_weight": True}],
+    "add_layer_norm": [{}, {"inplace": True}, {"gate": True}],
+    "add_rms_norm": [{"zero_centered_weight": True}, {"gate": True, "inplace": True}],
     "ada_layer_norm": [{}],
     "ada_rms_norm": [{}],
+    "add_ada_layer_norm": [{"gate": True}],
+    "add_ada_rms_norm": [{}],
+    "gated_layer_norm": [{}, SIGMOID_FIRST],
+    "gated_rms_norm": [{"activation": "sigmoid"}, {"gate_first": True, "num_groups": 2, "zero_centered_weight": True}],
 }
 MEMBERS = [
     Member(getattr(layernorm_ext, name + suffix), options)
     for suffix in ("", "_2d")
     for name, choices in OPTIONS.items()
     for options in choices
+    if not (suffix and name.startswith("gated"))  # there are none for images
 ]
 MODULES = [
     getattr(layernorm_ext, name)
@@ -93,8 +127,8 @@ family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.na
 
 
 def flags(module_class):
-    """Return the names of the keyword-only options, which torch's modules lack."""
-    return [p.name for p in inspect.signature(module_class).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    """Return the names of the keyword-only options that are False by default, which torch's modules lack."""
+    return [p.name for p in inspect.signature(module_class).parameters.values() if p.default is False]
 
 
 ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
@@ -104,15 +138,27 @@ MODULE_CASES = [
     (layernorm_ext.LayerNorm, {"normalized_shape": (5, 8)}, [ROWS]),
     (layernorm_ext.AdaRMSNorm, {}, [ROWS, (8,), ROWS]),
     (layernorm_ext.AdaRMSNorm2d, {}, [IMAGES, (2, 8, 1, 1)]),
+    (layernorm_ext.GatedLayerNorm, {"activation": "sigmoid"}, [ROWS, ROWS]),
+    (layernorm_ext.GatedRMSNorm, {"num_groups": 4}, [ROWS, ROWS]),
+    (layernorm_ext.GatedRMSNorm, {"num_groups": 4}, [ROWS]),
 ]
 for module_class in MODULES:
-    shape = IMAGES if module_class.__name__.endswith("2d") else ROWS
-    others = {"Add": [shape], "Ada": [(shape[0], 8)] * 2}.get(module_class.__name__[:3], [])
+    name = module_class.__name__
+    shape = IMAGES if name.endswith("2d") else ROWS
+    per_sample = (shape[0], 8)
+    # The inputs after the first one: scale and shift, a residual, or a gate. All may be absent but the residual of an
+    # adaptive norm.
+    others = {
+        "Ada": [[per_sample] * 2, []],
+        "Add": [[shape], [shape, per_sample], []],
+        "AddAda": [[shape, *[per_sample] * 3], [shape, per_sample], [shape]],
+        "Gated": [[shape], []],
+    }
     choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
-    choices += [] if "Ada" in module_class.__name__ else [{"elementwise_affine": False}, {"dtype": torch.float64}]
-    MODULE_CASES += [(module_class, options, [shape, *others]) for options in choices]
-    if others:  # the residual, or scale and shift, may be absent
-        MODULE_CASES += [(module_class, options, [shape]) for options in choices]
+    choices += [] if "Ada" in name else [{"elementwise_affine": False}, {"dtype": torch.float64}]
+    kind = name.removesuffix("2d").removesuffix("LayerNorm").removesuffix("RMSNorm")
+    for shapes in others.get(kind, [[]]):
+        MODULE_CASES += [(module_class, options, [shape, *shapes]) for options in choices]
 module_cases = pytest.mark.parametrize(
     ("cls", "options", "shapes"), MODULE_CASES, ids=lambda v: getattr(v, "__name__", str(v))
 )

@@ -1,0 +1,374 @@
+"""Gates: beside a residual, where they are parameters, and in gated norms, where they have the shape of the input.
+
+test_functions.py and the other tests of the family (support/family.py) test derivatives, transforms and tracers.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support.backends import assert_same_bits
+from support.inputs import all_dtypes, amid_nans, randn, rms_or_not, variants
+from support.reference import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    GRADIENT,
+    OUTPUT,
+    PARAMETER_GRADIENT,
+    RESIDUALS,
+    Backward,
+    Forward,
+    assert_within,
+    broadcast_rows,
+    check_backward,
+    check_forward,
+    dtypes_id,
+    exact,
+    rounding,
+    statistics_dtype,
+)
+from torch.nn import functional as F
+
+import layernorm_ext
+from layernorm_ext import add_ada_layer_norm, add_layer_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
+
+EPS = 1e-5
+ALL = [True] * 5  # output_mask of backward.fused
+
+
+def unit(dtype):
+    """Return the unit roundoff of the arithmetic for a dtype of the data."""
+    return torch.finfo(statistics_dtype(dtype)).eps / 2
+
+
+# Gates beside a residual
+
+# Batch sizes of the input, of the weight, and of the gate.
+GATES = {
+    "shared": ((3, 5), (), ()),
+    "per sample": ((3, 5), (), (3, 1)),
+    "per position": ((3, 5), (), (1, 5)),
+    "per row": ((3, 5), (), (3, 5)),
+    "gate and weight per sample": ((3, 5), (3, 1), (3, 1)),
+    "weight per sample, gate shared": ((3, 5), (3, 1), ()),
+    "no weight": ((3, 5), None, (3, 1)),
+    "many rows": ((2, 70), (), (2, 1)),
+    "one gate for many rows": ((300,), (), ()),
+}
+gates = pytest.mark.parametrize("batches", GATES.values(), ids=GATES)
+
+
+def sum_of_groups(terms, batch, gate):
+    """Sum rows [rows, cols] over the batch dimensions in which a gate has no size of its own."""
+    dims = tuple(d for d, size in enumerate((1,) * (len(batch) + 1 - gate.dim()) + tuple(gate.shape[:-1])) if size == 1)
+    return terms.reshape(*batch, -1).sum(dims).reshape(gate.shape)
+
+
+def check_gated_residual(backend, x, residual, weight, bias, gate, dy, ds, *, images=False, **variant):
+    """Compare forward and backward with float64, and return the results.
+
+    The product and the sum are rounded to float32, and before them a float64 gate. The other results start from the sum
+    that is rounded to its dtype.
+    """
+    tensors = [x, residual, dy, ds]
+    if images:  # the channels of a row are not adjacent
+        tensors, variant = [t.mT.contiguous().mT for t in tensors], variant | {"preserve_layout": True}
+    batch, shape, eps = x.shape[:-1], x.shape[-1:], unit(x.dtype)
+    forward, backward = backend.ops.forward.fused, backend.ops.backward.fused
+    y, total, mean, rstd = forward(tensors[0], shape, weight, bias, EPS, tensors[1], gate, **variant)
+    arguments = (shape, mean, rstd, weight, bias, ALL, tensors[3], gate, tensors[0])
+    *gradients, dx, dgate = backward(tensors[2], total, *arguments, **variant)
+    variant.pop("preserve_layout", None)
+    y, total, mean, rstd, dx, ds_total, *parameters = (
+        t if t is None else t.contiguous() for t in (y, total, mean, rstd, dx, *gradients)
+    )
+
+    wide_x, wide_residual, factor = (exact(broadcast_rows(t, batch)) for t in (x, residual, gate))
+    product = factor * wide_x
+    gate_error = eps if gate.dtype.itemsize > statistics_dtype(x.dtype).itemsize else 0
+    error = (2 * eps + gate_error) * np.abs(product) + eps * np.abs(wide_residual)
+    assert total.dtype == residual.dtype
+    expected = product + wide_residual
+    assert_within(total, expected, error + rounding(total.dtype, expected, error, statistics_dtype(x.dtype)), "sum")
+
+    rows, parameter_rows = ([broadcast_rows(t, batch) for t in g] for g in ((y, mean, rstd), (total, weight, bias)))
+    check_forward(rows, *parameter_rows, EPS, dtype=x.dtype, **variant)
+    # The gradients of sums of other dtypes than the input's: check_backward() takes the arithmetic of the sum.
+    reference = check_backward((ds_total, *parameters), dy, total, weight, bias, EPS, grad_sum=ds, **variant)
+    found = reference.grad_input
+    # The gradient of the sum may be rounded to the sum's dtype before the kernel multiplies it.
+    error = GRADIENT[x.dtype] * reference.terms
+    error = error + rounding(total.dtype, found, error, statistics_dtype(x.dtype))
+    assert dx.dtype == x.dtype and dgate.dtype == gate.dtype and dgate.shape == gate.shape
+    expected, bound = found * factor, np.abs(factor) * (error + (eps + gate_error) * np.abs(found))
+    bound = bound + rounding(x.dtype, expected, bound, statistics_dtype(x.dtype))
+    assert_within(dx, expected, bound, "grad_gated_input")
+    terms = found * wide_x
+    bound = np.abs(wide_x) * error + PARAMETER_GRADIENT[x.dtype] * np.abs(terms)
+    expected, bound = (sum_of_groups(t, batch, gate) for t in (terms, bound))
+    bound = bound + rounding(gate.dtype, expected, bound, statistics_dtype(x.dtype))
+    assert_within(dgate, expected, bound, "grad_gate")
+    return y, total, mean, rstd, ds_total, *parameters, dx, dgate
+
+
+def gated_residual_arguments(backend, batches, cols, dtypes, gate_dtype=None):
+    """Return input, residual, weight, bias, gate, grad_output and grad_sum, surrounded by NaN."""
+    dtype, parameter_dtype, residual_dtype = dtypes
+    batch, of_weight, of_gate = batches
+
+    def draw(shape, dtype):
+        return amid_nans(randn((*shape, cols), dtype, backend.device))
+
+    w, b = (None if of_weight is None else draw(of_weight, parameter_dtype) for _ in range(2))
+    gate = draw(of_gate, gate_dtype or parameter_dtype)
+    return draw(batch, dtype), draw(batch, residual_dtype), w, b, gate, draw(batch, dtype), draw(batch, residual_dtype)
+
+
+@pytest.mark.parametrize("dtypes", RESIDUALS, ids=dtypes_id)
+@gates
+def test_gated_residual_matches_float64(backend, dtypes, batches):
+    for cols, rms in itertools.product((3, 100, 1025, 4100), (False, True)):
+        if batches[0] == (3, 5) or cols <= 100:
+            check_gated_residual(backend, *gated_residual_arguments(backend, batches, cols, dtypes), rms=rms)
+
+
+@all_dtypes
+@variants
+def test_gated_residual_of_images_matches_float64(backend, dtypes, variant):
+    for name, cols in itertools.product(("shared", "per sample", "per position"), (3, 100)):
+        arguments = gated_residual_arguments(backend, GATES[name], cols, (*dtypes, dtypes[0]))
+        check_gated_residual(backend, *arguments, images=True, **variant)
+
+
+@pytest.mark.parametrize("gate_dtype", [F64, F32, F16, BF16], ids=dtypes_id)
+@pytest.mark.parametrize("dtypes", [(F64,) * 3, (F32,) * 3, (F16,) * 3, (BF16, F32, F32)], ids=dtypes_id)
+def test_gates_of_other_dtypes_match_float64(backend, dtypes, gate_dtype):
+    """Rounding a float64 gate to float32 changes no result by more than the bounds, of which random rows need half."""
+    for name in ("shared", "per sample"):
+        check_gated_residual(backend, *gated_residual_arguments(backend, GATES[name], 40, dtypes, gate_dtype))
+
+
+def test_a_gate_of_ones_changes_no_bit(backend):
+    x, residual, w, b, _, dy, ds = gated_residual_arguments(backend, GATES["shared"], 100, (F32, F32, F32))
+    gate, forward = torch.ones(100, device=backend.device), backend.ops.forward.fused
+    expected, results = (forward(x, (100,), w, b, EPS, residual, factor) for factor in (None, gate))
+    assert_same_bits(results, expected)
+    arguments = (dy, expected[1], (100,), *expected[2:], w, b)
+    plain = backend.ops.backward(*arguments, [True] * 3, ds)
+    gradients = backend.ops.backward.fused(*arguments, ALL, ds, gate, x)
+    assert_same_bits(gradients[:4], [*plain, plain[0]])
+    for index in range(5):  # each alone
+        mask = [i == index for i in range(5)]
+        some = backend.ops.backward.fused(*arguments, mask, ds, gate, x)
+        assert_same_bits(some, [g if m else None for g, m in zip(gradients, mask, strict=True)], mask)
+
+
+def test_gated_residual_in_place(backend):
+    x, residual, w, b, gate, *_ = gated_residual_arguments(backend, GATES["per sample"], 40, (BF16, F32, F32))
+    expected = backend.ops.forward.fused(x, (40,), w, b, EPS, residual, gate)
+    in_place = residual.clone()
+    output, mean, rstd = backend.ops.forward_.fused(x, (40,), w, b, EPS, in_place, gate)
+    assert_same_bits((output, in_place, mean, rstd), expected)
+
+
+def test_slices_of_a_modulation_gate_in_place():
+    """A block of a diffusion transformer computes its gates with its scales and shifts."""
+    x, residual = (torch.randn(4, 9, 16) for _ in range(2))
+    modulation = torch.randn(4, 6 * 16).chunk(6, dim=-1)
+    scale, shift, gate = (t.detach().requires_grad_() for t in modulation[:3])
+    results = add_ada_layer_norm(x, residual, (16,), scale, shift, gate=gate)
+    expected = add_ada_layer_norm(x, residual, (16,), scale.contiguous(), shift.contiguous(), gate=gate.contiguous())
+    assert_same_bits(results, expected)
+    assert_same_bits(results, add_ada_layer_norm(x, residual, (16,), scale, shift, gate=gate[:, None]))
+    gradients = (torch.autograd.grad(r[0].sin().sum(), (scale, shift, gate)) for r in (results, expected))
+    assert_same_bits(next(gradients), next(gradients))
+
+
+# Gated norms
+
+ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+# The largest relative error of sigmoid: an exponential of two units in the last place, an addition and a division; then
+# one product for silu.
+ACTIVATION_ERROR = 6
+
+
+def activate(z, name):
+    """Return the values and the derivatives of an activation in wide arithmetic, and the derivatives' terms."""
+    e = np.exp(-np.abs(z))
+    s, complement = (np.where(z > 0, a, b) for a, b in ((1 / (1 + e), e / (1 + e)), (e / (1 + e), 1 / (1 + e))))
+    if name == "sigmoid":
+        return s, s * complement, s * complement
+    return z * s, s * (1 + z * complement), s * (1 + np.abs(z) * complement)
+
+
+def check_gated_norm(backend, x, gate, weight, bias, dy, *, activation, gate_first, rms, zero_centered_weight=False):
+    """Compare forward and backward with float64; all tensors are rows."""
+    options = {"rms": rms, "zero_centered_weight": zero_centered_weight}
+    options |= {"activation": activation, "gate_first": gate_first}
+    shape = x.shape[-1:]
+    y, total, mean, rstd = backend.ops.forward.fused(x, shape, weight, bias, EPS, None, gate, **options)
+    arguments = (shape, mean, rstd, weight, bias, [True, True, True, False, True], None, gate)
+    dx, dw, db, other, dz = backend.ops.backward.fused(dy, x, *arguments, **options)
+    assert total is None and other is None
+
+    u, arithmetic = unit(x.dtype), statistics_dtype(x.dtype)
+    delta = ACTIVATION_ERROR * u  # of the activation and its derivative, relative to their terms
+    wide_x, z, wide_dy, w, b = (exact(t) for t in (x, gate, dy, weight, bias))
+    w = w + int(zero_centered_weight)
+    p, q, q_terms = activate(z, activation)
+    normalized = wide_x * p if gate_first else wide_x
+    forward = Forward(normalized, EPS, rms)
+    xhat, rstd = forward.xhat, forward.rstd
+    abs_xhat, abs_w = np.abs(xhat), np.abs(w)
+
+    def mean_of(t):
+        return t.mean(1, keepdims=True)
+
+    # A relative error of the elements that are normalized changes xhat by the projection of the error.
+    size = rstd * np.abs(normalized) * (delta + u if gate_first else 0)
+    xhat_error = size + (0 if rms else mean_of(size)) + abs_xhat * mean_of(abs_xhat * size)
+    norm, norm_error = forward.output(w, b), OUTPUT[x.dtype] * (abs_w * (1 + abs_xhat) + np.abs(b)) + abs_w * xhat_error
+    after = 1 if gate_first else p
+
+    def check(name, actual, dtype, value, error):
+        assert actual.dtype == dtype, name
+        assert_within(actual, value, error + rounding(dtype, value, error, arithmetic), name, options)
+
+    relative = 0 if gate_first else delta + u  # of what the gate multiplies after the norm
+    check("output", y, x.dtype, norm * after, np.abs(after) * (norm_error + relative * np.abs(norm)))
+
+    dn = wide_dy * after
+    backward = Backward(dn, forward, w, rms)
+    du = backward.grad_input
+    abs_g = np.abs(dn) * abs_w
+    du_error = (GRADIENT[x.dtype] + relative) * backward.terms
+    du_error = du_error + rstd * (abs_xhat * mean_of(abs_g * xhat_error) + xhat_error * mean_of(abs_g * abs_xhat))
+    if gate_first:
+        factor, upstream, error = wide_x, du, du_error
+        check("grad_input", dx, x.dtype, du * p, np.abs(p) * (du_error + (delta + u) * np.abs(du)))
+    else:
+        factor, upstream, error = wide_dy, norm, norm_error
+        check("grad_input", dx, x.dtype, du, du_error)
+    terms = np.abs(factor) * q_terms
+    bound = terms * (error + (delta + 2 * u) * np.abs(upstream))
+    check("grad_gate", dz, gate.dtype, factor * upstream * q, bound)
+    sums = (PARAMETER_GRADIENT[x.dtype] + relative) * np.abs(dn)
+    bound = (sums * (1 + abs_xhat) + np.abs(dn) * xhat_error).sum(0)
+    check("grad_weight", dw, weight.dtype, backward.grad_weight, bound)
+    check("grad_bias", db, bias.dtype, backward.grad_bias, sums.sum(0))
+
+
+gated_norms = pytest.mark.parametrize(
+    "options",
+    [{"activation": f, "gate_first": first} for f in ACTIVATIONS for first in (False, True)],
+    ids=lambda options: f"{options['activation']}-{'first' if options['gate_first'] else 'last'}",
+)
+
+
+@all_dtypes
+@gated_norms
+@rms_or_not
+def test_gated_norm_matches_float64(backend, dtypes, options, rms):
+    """The tensors are surrounded by NaN, so that the gate has strides of its own."""
+    for rows, cols in ((7, 3), (6, 64), (9, 100), (300, 40), (5, 1025), (3, 4100), (1, 20001)):
+        x, dy = (amid_nans(randn((rows, cols), dtypes[0], backend.device)) for _ in range(2))
+        gate = amid_nans(2 * randn((rows, cols), dtypes[0], backend.device), gap=cols)
+        w, b = (amid_nans(randn((cols,), dtypes[1], backend.device)) for _ in range(2))
+        check_gated_norm(backend, x, gate, w, b, dy, rms=rms, zero_centered_weight=rms, **options)
+
+
+@pytest.mark.parametrize("gate_dtype", [F64, F32, F16, BF16], ids=dtypes_id)
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
+@gated_norms
+def test_gates_of_gated_norms_may_have_other_dtypes(backend, dtype, gate_dtype, options):
+    """A float64 gate beside a narrower input is rounded to float32: a relative error of 2^-24 and one of z."""
+    x, dy, w, b = (randn(shape, dtype, backend.device) for shape in ((9, 40), (9, 40), (40,), (40,)))
+    gate = randn((9, 40), F32, backend.device).to(gate_dtype)
+    check_gated_norm(backend, x, gate, w, b, dy, rms=False, **options)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtypes_id)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_over_the_whole_range(backend, dtype, activation):
+    """xhat is 1. Exponentials below the normal numbers may be zero. NaN and infinities give torch's results."""
+    values = [0.0, 1e-30, 1e-8, 0.1, 1, 5, 17, 20, 40, 85, 87, 88, 89, 100, 700, 740, 1e4, torch.finfo(dtype).max]
+    finite = torch.tensor([*values, *(-v for v in values)], dtype=F64).to(dtype)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype)
+    z = torch.cat([finite, special]).to(backend.device)[:, None].expand(-1, 8).contiguous()
+    ones, options = torch.ones_like(z), {"rms": True, "activation": activation}
+    y, _, _, rstd = backend.ops.forward.fused(ones, (8,), None, None, 0.0, None, z, **options)
+    mask = [False, False, False, False, True]
+    *_, dz = backend.ops.backward.fused(ones, ones, (8,), None, rstd, None, None, mask, None, z, **options)
+
+    wide, arithmetic = exact(z[: len(finite)]), statistics_dtype(dtype)
+    p, q, terms = activate(wide, activation)
+    smallest = torch.finfo(arithmetic).smallest_normal * (1 + np.abs(wide))
+    for name, actual, value, size in (("output", y, p, np.abs(p)), ("grad_gate", dz, q, terms)):
+        error = (ACTIVATION_ERROR + 2) * unit(dtype) * size + smallest
+        assert_within(actual[: len(finite)], value, error + rounding(dtype, value, error, arithmetic), name)
+    wide = special.double().requires_grad_()
+    expected = ACTIVATIONS[activation](wide)
+    (gradient,) = torch.autograd.grad(expected.sum(), wide)
+    for actual, right in ((y, expected.detach()), (dz, gradient)):
+        torch.testing.assert_close(actual[len(finite) :, 0].double().cpu(), right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("function", [gated_layer_norm, gated_rms_norm])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_slice_of_a_projection_gates_in_place(function, gate_first):
+    projection = torch.randn(4, 9, 40, requires_grad=True)
+
+    def results(layout):
+        x, gate = (layout(t) for t in projection.split([24, 16], dim=-1)[0].chunk(2, dim=-1))
+        y = function(x, gate, (12,), torch.linspace(0.5, 1.5, 12), gate_first=gate_first)
+        return y, *torch.autograd.grad(y.sin().sum(), projection)
+
+    assert_same_bits(results(lambda t: t), results(torch.Tensor.contiguous))
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 12])
+def test_groups_have_the_bits_of_norms_apart(gate_first, num_groups):
+    x, gate, w, b = (torch.randn(shape) for shape in ((4, 9, 12), (4, 9, 12), (12,), (12,)))
+
+    def divided(t):
+        return t.unflatten(-1, (num_groups, -1))
+
+    for first in (gate, None):
+        y = gated_layer_norm(x, first, (12,), w, b, gate_first=gate_first, num_groups=num_groups)
+        parts = [divided(t) if t is not None else [None] for t in (x, first)]
+        expected = [
+            gated_layer_norm(
+                parts[0][..., i, :],
+                None if first is None else parts[1][..., i, :],
+                (12 // num_groups,),
+                divided(w)[i],
+                divided(b)[i],
+                gate_first=gate_first,
+            )
+            for i in range(num_groups)
+        ]
+        assert_same_bits([y], [torch.cat(expected, dim=-1)])
+    per_sample = torch.randn(4, 1, 12)
+    y = gated_rms_norm(x, gate, (12,), per_sample, gate_first=gate_first, num_groups=num_groups)
+    ones = gated_rms_norm(x[:1], gate[:1], (12,), per_sample[0, 0], gate_first=gate_first, num_groups=num_groups)
+    assert_same_bits([y[:1]], [ones])
+
+
+def test_without_a_gate_it_is_the_plain_norm():
+    """For modules as well; the residual of a first block is zero."""
+    x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    for options in ({}, {"activation": "sigmoid"}, {"gate_first": True}, {"zero_centered_weight": True}):
+        plain = {name: value for name, value in options.items() if name == "zero_centered_weight"}
+        pairs = [
+            (gated_layer_norm(x, None, (8,), w, b, **options), layer_norm(x, (8,), w, b, **plain)),
+            (gated_rms_norm(x, None, (8,), w, **options), rms_norm(x, (8,), w, **plain)),
+            (layernorm_ext.GatedRMSNorm(8, **options)(x), layernorm_ext.RMSNorm(8, **plain)(x)),
+        ]
+        for actual, expected in pairs:
+            assert_same_bits([actual], [expected])
+    norm = layernorm_ext.AddLayerNorm(8)
+    assert_same_bits(norm(x, gate=w), add_layer_norm(x, torch.zeros_like(x), (8,), norm.weight, norm.bias, gate=w))
