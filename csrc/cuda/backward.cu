@@ -18,6 +18,11 @@
 //
 // Still longer rows, and those on older GPUs, take two launches, the first of which stores the sums of each part.
 //
+// A gated norm has y = n * f(z) with n = xhat * weight + bias: dy * f(z) takes the place of dy, and dz = dy * n *
+// f'(z). If the gate is first, x * f(z) takes the place of x, and with du its gradient, dx = du * f(z) and dz = du * x
+// * f'(z). The gate z is staged too, and f(z) is computed in both passes: 5 * groups * rows * cols * sizeof(T) bytes
+// are moved.
+//
 // The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
 // is subtracted.
 //
@@ -25,6 +30,7 @@
 #include <algorithm>
 
 #include "../dtypes.h"
+#include "activation.cuh"
 #include "partials.cuh"
 #include "slice.cuh"
 
@@ -61,6 +67,9 @@ constexpr int kRoundsPerSum = 256;
 constexpr int kThreads = 256;
 constexpr int64_t kMaxJoined = 8;
 
+// Vectors of a part of a row of a gated norm. A block of more vectors of x, dy and the gate needs more than 99 KiB.
+constexpr int64_t kMaxGatedPartVectors = 1024;
+
 // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
 template <class Traits>
 constexpr int kLagOf = Traits::kIsBlock ? 1 : 0;
@@ -70,7 +79,8 @@ template <class Acc>
 using RowSums = Acc[3];
 
 // The flags of calls that an instance for rows of a warp, or of blocks, does not take.
-constexpr unsigned kNotWarp = kInCluster | kStoresSums | kLoadsSums | kFromOutput, kNotBlock = kFromOutput;
+constexpr unsigned kNotWarp = kInCluster | kStoresSums | kLoadsSums | kFromOutput, kNotBlock = kFromOutput,
+                   kNotGated = kFromOutput | kGradSum;
 
 // ---- the rows of a block --------------------------------------------------------------------------------------------
 
@@ -104,6 +114,13 @@ struct alignas(16) RowHeader {
   short x_offset, dy_offset;  // see Slice::staged()
 };
 
+// The gate's gradient, and the place of the staged gate, of a row of a gated norm.
+template <class T, class X, class Acc, class Index>
+struct GatedRowHeader : RowHeader<X, Acc, Index> {
+  T* grad_gate;  // null if it is not wanted, or the row does not exist
+  short gate_offset;
+};
+
 // The rows of a block, as one of its threads sees them.
 template <class T, class X, class Traits_>
 struct Rows {
@@ -111,14 +128,15 @@ struct Rows {
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
   using Acc = AccOf<X>;
   using Index = typename Traits::Index;
-  using Header = RowHeader<X, Acc, Index>;
+  using Header = std::conditional_t<Traits::kIsGated, GatedRowHeader<T, X, Acc, Index>, RowHeader<X, Acc, Index>>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   static constexpr int kStep = Traits::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
   static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;                // or one less
-  // The shared memory of a warp, for one stage: x, dy and the headers of its rows.
+  // The shared memory of a warp, for one stage: x, dy, the gate of a gated norm and the headers of its rows.
   static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
   static constexpr int kDyBegin = SliceOf::template kBytes<X>;
-  static constexpr int kHeaderBegin = kDyBegin + SliceOf::template kBytes<T>;
+  static constexpr int kGateBegin = kDyBegin + SliceOf::template kBytes<T>;
+  static constexpr int kHeaderBegin = kGateBegin + (Traits::kIsGated ? SliceOf::template kBytes<T> : 0);
   static constexpr int kStageBytes = kHeaderBegin + kHeaders * static_cast<int>(sizeof(Header));
 
   const BackwardParams& p;
@@ -159,8 +177,14 @@ struct Rows {
           if (slice.column(j) < cols) prefetch_to_l2(grad_sum + slice.column(j));
         }
       }
+      const T* const gate = address_in(p.gate, T(), 0) + begin;
+      if constexpr (Traits::kIsGated) slice.fetch(shared + stage + kGateBegin, gate, cols);
       if (slice.lane > 0) return;
       Header& to = header(stage);
+      if constexpr (Traits::kIsGated) {
+        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), 0) + begin : nullptr;
+        to.gate_offset = static_cast<short>(slice.offset_of(gate + slice.begin));
+      }
       const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
       const bool has_mean = exists && !flags.has(kRms | kFromOutput);
       async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
@@ -185,22 +209,23 @@ struct Rows {
     }
   }
 
+  // The bias of a column of the part; zero without a bias or after the end.
+  __device__ __forceinline__ Acc load_bias(int column, int64_t group) const {
+    if (!flags.has(kBias) || column >= part_cols) return 0;
+    const int64_t i = group * p.bias.group_stride + begin + column;
+    return flags.has(kWideParameters) ? static_cast<const Acc*>(p.bias.data)[i]
+                                      : static_cast<Acc>(static_cast<const T*>(p.bias.data)[i]);
+  }
+
   // Computes d (see Statistics) of elements [j, j + kStep).
   __device__ __forceinline__ void read_d(Acc (&d)[kStep], const SliceOf& slice, const X* x, int j,
                                          const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements],
                                          int64_t group) const {
     slice.read(d, x, j);
     if (flags.has(kFromOutput)) {
-      const int64_t first = group * p.bias.group_stride + begin;
 #pragma unroll
       for (int e = 0; e < kStep; ++e) {
-        const int column = slice.column(j + e);
-        Acc bias = 0;
-        if (flags.has(kBias) && column < part_cols) {
-          bias = flags.has(kWideParameters) ? static_cast<const Acc*>(p.bias.data)[first + column]
-                                            : static_cast<Acc>(static_cast<const T*>(p.bias.data)[first + column]);
-        }
-        d[e] = recover_xhat(d[e], weight[j + e], bias);
+        d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), group));
         keep_order();  // takes fewer registers
       }
     } else {
@@ -218,9 +243,13 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc d[kStep], dy_values[kStep];
-        const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
-        read_d(d, slice, from.x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
-        slice.read(dy_values, from.dy, j);
+        if constexpr (Traits::kIsGated) {
+          read_gated(d, dy_values, slice, stage, j, statistics);
+        } else {
+          const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
+          read_d(d, slice, from.x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
+          slice.read(dy_values, from.dy, j);
+        }
 #pragma unroll
         for (int e = 0; e < kStep; ++e) {
           if (has_end.value && slice.column(j + e) >= part_cols) d[e] = 0;
@@ -236,6 +265,60 @@ struct Rows {
       add(std::false_type());
     } else {
       add(std::true_type());
+    }
+  }
+
+  // Computes d and the gradient of the norm's output of elements [j, j + kStep) of a gated norm.
+  __device__ __forceinline__ void read_gated(Acc (&d)[kStep], Acc (&dn)[kStep], const SliceOf& slice, int stage, int j,
+                                             const Statistics<Acc>& statistics) const {
+    const Staged from = staged(stage);
+    Acc gate[kStep];
+    slice.read(d, from.x, j);
+    slice.read(dn, from.dy, j);
+    slice.read(gate, staged_gate(stage), j);
+#pragma unroll
+    for (int e = 0; e < kStep; ++e) {
+      const Acc activated = Activated<Acc>(gate[e], flags).value;
+      flags.has(kGateFirst) ? d[e] *= activated : dn[e] *= activated;
+      d[e] = fma(d[e], statistics.scale, -statistics.mean);
+    }
+  }
+
+  // store_grad_input() of a gated norm, which also stores this thread's part of the gate's gradient.
+  __device__ __forceinline__ void store_gated(Acc (&dw)[kElements], Acc (&db)[kElements], int stage,
+                                              const Statistics<Acc>& statistics, const RowMeans<Acc>& means,
+                                              const Acc (&weight)[kElements], int64_t group) const {
+    const auto slice = this->slice.again();
+    const Staged from = staged(stage);
+    X* const dx = compute_once(header(stage).dx);
+    T* const grad_gate = compute_once(header(stage).grad_gate);
+    const int dx_cols = dx == nullptr ? 0 : part_cols, gate_cols = grad_gate == nullptr ? 0 : part_cols;
+    const bool gate_first = flags.has(kGateFirst);
+#pragma unroll
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc x[kStep], dy[kStep], gate[kStep];
+      slice.read(x, from.x, j);
+      slice.read(dy, from.dy, j);
+      slice.read(gate, staged_gate(stage), j);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        const Activated<Acc> activated(gate[e], flags);
+        const Acc u = gate_first ? x[e] * activated.value : x[e];
+        const Acc dn = gate_first ? dy[e] : dy[e] * activated.value;
+        const Acc xhat = fma(fma(u, statistics.scale, -statistics.mean), statistics.rstd, -means.xhat);
+        db[j + e] += dn;
+        dw[j + e] = fma(dn, xhat, dw[j + e]);
+        const Acc du = means.grad_input(dn * weight[j + e] - means.g, xhat, statistics);
+        if (gate_first) {
+          gate[e] = du * x[e] * activated.derivative;
+          x[e] = du * activated.value;
+        } else {
+          gate[e] = dy[e] * fma(xhat, weight[j + e], load_bias(slice.column(j + e), group)) * activated.derivative;
+          x[e] = du;
+        }
+      }
+      slice.store(dx, j, x, dx_cols);
+      slice.store(grad_gate, j, gate, gate_cols);
     }
   }
 
@@ -308,6 +391,9 @@ struct Rows {
     }
     return {slice.template staged<X>(shared + stage, x_offset),
             slice.template staged<T>(shared + stage + kDyBegin, dy_offset)};
+  }
+  __device__ __forceinline__ const T* staged_gate(int stage) const {
+    return slice.template staged<T>(shared + stage + kGateBegin, header(stage).gate_offset);
   }
 };
 
@@ -414,7 +500,10 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   using Acc = typename RowsOf::Acc;
   using Index = typename Traits::Index;
   constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Traits>;
-  const Flags flags = {plan.flags.bits & ~(Traits::kIsAny ? 0 : Traits::kIsWarp ? kNotWarp : kNotBlock)};
+  const Flags flags = {plan.flags.bits & ~(Traits::kIsGated  ? kNotGated
+                                           : Traits::kIsAny  ? 0
+                                           : Traits::kIsWarp ? kNotWarp
+                                                             : kNotBlock)};
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool joins = !in_cluster && plan.joined > 1;
 
@@ -528,7 +617,9 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
         const auto finish = [&](auto has_grad_sum) {
           rows.store_grad_input(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.group);
         };
-        if constexpr (Traits::kIsAny) {
+        if constexpr (Traits::kIsGated) {
+          rows.store_gated(dw, db, last_stage, last_statistics, means, weight, segment.group);
+        } else if constexpr (Traits::kIsAny) {
           finish(flags.has(kGradSum));
         } else {  // loads all of grad_sum first
           flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
@@ -608,9 +699,12 @@ bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
 }
 
 // Calls f with the instance of the kernel for the rows of a plan; with the one for all rows and options if `any`.
-// float64 has no other, nor have rows of a float32 residual that are not whole vectors.
+// float64 has no other, nor have rows of a float32 residual that are not whole vectors. Gated norms have one instance.
 template <class T, class X, class F>
 auto with_path(const BackwardPlan& plan, bool any, const F& f) {
+  if constexpr (std::is_same_v<T, X>) {
+    if (plan.flags.has(kGatedNorm)) return f(GatedRows());
+  }
   if constexpr (!std::is_same_v<X, double>) {
     if (!any && plan.deals_vectors) return plan.is_warp ? f(WarpVectors()) : f(BlockVectors());
   }
@@ -650,7 +744,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
   plan.float_cols = Divisor<float>(static_cast<float>(p.cols), static_cast<float>(1.0 / static_cast<double>(p.cols)));
   plan.double_cols = Divisor<double>(p.cols);
   plan.joined = 1;
-  plan.divide<X>(p.cols);
+  plan.divide<X>(p.cols, flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
   const bool clusters = has_clusters(config, backward_rows<T, X, AnyRows>);
   const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
   const bool reads_twice = plan.num_parts > 1 && !in_cluster;
@@ -715,6 +809,8 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
 }  // namespace
 
 void backward(const BackwardParams& p) {
+  const bool has_gate_gradients = p.grad_gate.data || p.grad_gated_input.data;
+  if (has_gate_gradients && p.activation == Activation::kNone) return backward_with_gate(p);
   if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);

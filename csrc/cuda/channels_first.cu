@@ -130,8 +130,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
   const Channels<const T> input(p.input, pixel);
   const Channels<const X> residual(p.residual, pixel);
+  const ChannelParameter<Acc, W> gate(p.gate, pixel, 1);  // a product with 1 changes no bit of the sum
   const auto fetch = [&](int64_t c) {
-    const X v = has_residual ? static_cast<X>(static_cast<Acc>(input[c]) + static_cast<Acc>(residual[c])) : global_x[c];
+    const X v = has_residual ? static_cast<X>(fma(gate[c], static_cast<Acc>(input[c]), static_cast<Acc>(residual[c])))
+                             : global_x[c];
     if (has_residual) global_x[c] = v;
     if (plan.staged) staged_x[c] = v;
   };

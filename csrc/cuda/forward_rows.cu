@@ -1,5 +1,5 @@
 // y = (x - mean) * rstd * weight + bias for the rows of x [groups, rows, cols] on a GPU, in registers. RMSNorm's mean
-// is 0. A residual is added first, and the sum is stored.
+// is 0. A residual is added first, to the input or to its product with a gate, and the sum is stored.
 //
 // The rows are whole vectors. Some lanes of a warp, or a block, hold a row: neighbouring threads hold neighbouring
 // vectors, and a thread four or eight. Only rows of a block have a barrier.
@@ -98,7 +98,7 @@ struct ThreadPart {
     }
   }
 
-  // Loads vectors of x, the sum of input and residual if there is one.
+  // Loads vectors of x: the input, or its sum with a residual. A gate multiplies the input before that.
   template <int kCount>
   __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], const Row& row, bool exists) const {
     load<false>(x, exists, address<const X>(has(kResidual) ? p.residual : p.input, row), 0, has(kAligned), X(0.0f));
@@ -109,14 +109,31 @@ struct ThreadPart {
     for (int begin = 0; begin < kCount; begin += kBatch) {
       Vec<T> input[kBatch];
       load<false>(input, exists, from, begin, has(kAligned), T(0.0f));
+      const auto add = [&](auto has_gate) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        Acc a[kVec], b[kVec];
-        widen(a, x[begin + i]);
-        widen(b, input[i]);
+        for (int i = 0; i < kBatch; ++i) {
+          Acc a[kVec], b[kVec];
+          widen(a, x[begin + i]);
+          widen(b, input[i]);
+          if constexpr (has_gate) {
+            Vec<W> gate[1];
+            Acc g[kVec];
+            load<true>(gate, exists, address<const W>(p.gate, {row.group, 0}), begin + i, has(kAlignedParameters),
+                       W(0.0f));
+            widen(g, gate[0]);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) a[e] += b[e];
-        x[begin + i] = compute_again(round_to<X>(a));
+            for (int e = 0; e < kVec; ++e) a[e] = fma(g[e], b[e], a[e]);
+          } else {
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) a[e] += b[e];
+          }
+          x[begin + i] = compute_again(round_to<X>(a));
+        }
+      };
+      if (has(kGate)) {
+        add(std::true_type());
+      } else {
+        add(std::false_type());
       }
     }
   }
@@ -213,16 +230,19 @@ struct ThreadPart {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // Blocks that fit on a multiprocessor. Four vectors of a thread leave room for 32 warps of 64 registers per thread, or
-// 24 of 80 if they have 16 bits, and eight for 20 warps of 96.
-template <int kVectors>
-constexpr int kMaxThreads = kVectors == 4 ? 256 : 320;
+// 24 of 80 if they have 16 bits, and eight for 20 warps of 96, or 24 of 80 if they are float32.
+template <class X, int kVectors>
+constexpr int kMaxThreads = kVectors == 4    ? 256
+                            : sizeof(X) == 4 ? 384
+                                             : 320;
 template <class X, int kVectors>
 constexpr int kMinBlocksPerSM = kVectors == 8    ? 2
                                 : sizeof(X) == 4 ? 4
                                                  : 3;
 
 template <class Types, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocksPerSM<typename Types::X, kVectors>)
+__global__ void __launch_bounds__(kMaxThreads<typename Types::X, kVectors>,
+                                  kMinBlocksPerSM<typename Types::X, kVectors>)
     forward_rows(const ForwardParams p, const RowsPlan<AccOf<typename Types::X>> plan) {
   const unsigned thread = threadIdx.x & ((1u << plan.log2_row_threads) - 1);
   ThreadPart<Types, kVectors>{p, plan, static_cast<unsigned>(plan.row_threads), thread}.normalize();

@@ -5,14 +5,19 @@
 // a short row, a block a longer one, and the blocks of a cluster one of more than 8192 columns. Blocks are persistent:
 // asynchronous copies bring the next rows to shared memory, from where a row is read twice, for its sums and for the
 // output. 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum,
-// which replaces it in shared memory. A block has one barrier per row, and a cluster one exchange of moments, which the
-// formula of Chan, Golub and LeVeque merges.
+// which replaces it in shared memory. A gate that multiplies the input is read from the caches for each row. A block
+// has one barrier per row, and a cluster one exchange of moments, which the formula of Chan, Golub and LeVeque merges.
 //
 // Still longer rows, and those on older GPUs, take two launches, the first of which stores the moments of each part.
+//
+// A gated norm multiplies y, or with gate_first the input, by f(z), and z is staged like the input beside a residual:
+// 3 * groups * rows * cols * sizeof(T) bytes are moved. The elements that are normalized wait in registers for the
+// sums.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
 // Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
+#include "activation.cuh"
 #include "moments.cuh"
 #include "slice.cuh"
 
@@ -34,6 +39,9 @@ namespace {
 
 constexpr int kThreadsOfShortRows = 128;  // of a block whose warps hold rows
 constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use
+
+// The flags of calls that the instance for gated norms does not take.
+constexpr unsigned kNotGated = kResidual | kGate;
 
 // The addresses of the results of a row, and the first vector of the block's part of it, from which a warp estimates
 // the mean. A vector that is not aligned is in two pieces of 16 aligned bytes.
@@ -66,15 +74,16 @@ struct Rows {
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
-  // A stage has the headers of the warp's rows, x, and the input if there is a residual.
+  // A stage has the headers of the warp's rows, x, and the input if there is a residual, or the gate of a gated norm.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   template <class E>
   __host__ __device__ static int array_bytes(int rows) {
     return SliceOf::kWarpCols * static_cast<int>(sizeof(E)) + (Path::kMapping == Mapping::kVectors ? 0 : 16 * rows);
   }
   __host__ __device__ static int stage_bytes(int rows, bool has_residual) {
-    return x_begin(rows) + array_bytes<X>(rows) + (has_residual ? array_bytes<T>(rows) : 0);
+    return x_begin(rows) + array_bytes<X>(rows) + (Path::kIsGated || has_residual ? array_bytes<T>(rows) : 0);
   }
+  __device__ __forceinline__ bool has_gate() const { return Path::kIsAny && flags.has(kGate); }
   __device__ __forceinline__ int rows_of_warp() const { return Path::kIsBlock ? 1 : kWarpSize / slice.lanes(); }
   __device__ __forceinline__ Header& header(int stage) const {
     return reinterpret_cast<Header*>(shared + stage)[Path::kIsBlock ? 0 : slice.row];
@@ -93,8 +102,8 @@ struct Rows {
     const X* const x = address<const X>(adds ? p.residual : p.input, row) + begin;
     slice.fetch(x_at(stage), x, cols);
     fetch_first_vector(to.x, x, cols);
-    const T* const input = address<const T>(p.input, row) + begin;
-    if (adds) {
+    const T* const input = address<const T>(Path::kIsGated ? p.gate : p.input, row) + begin;
+    if (Path::kIsGated || adds) {
       slice.fetch(input_at(stage), input, cols);
       fetch_first_vector(to.input, input, cols);
     }
@@ -118,8 +127,15 @@ struct Rows {
   __device__ __forceinline__ X* staged_x(int stage) const {
     return slice.template staged<X>(x_at(stage), header(stage).x_offset);
   }
-  // Adds the input to the residual.
-  __device__ __forceinline__ void add_input(int stage) const {
+  // The gate of a column of the part; zero after the end.
+  __device__ __forceinline__ Acc load_gate(int64_t group, int column) const {
+    if (column >= part_cols) return 0;
+    const int64_t i = group * p.gate.group_stride + begin + column;
+    return flags.has(kWideParameters) ? static_cast<const Acc*>(p.gate.data)[i]
+                                      : static_cast<Acc>(static_cast<const T*>(p.gate.data)[i]);
+  }
+  // Adds the input, or its product with the gate of the row's group, to the residual.
+  __device__ __forceinline__ void add_input(int stage, int64_t group) const {
     const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     X* const x = staged_x(stage);
     const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
@@ -128,19 +144,54 @@ struct Rows {
       Acc a[kStep], b[kStep];
       slice.read(a, x, j);
       slice.read(b, input, j);
+      if (has_gate()) {
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) a[e] += b[e];
+        for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kStep; ++e) a[e] += b[e];
+      }
       slice.write(x, j, round_to<X>(a));
     }
   }
+  // Reads the input of a gated norm, or its product with the activated gate, which is not rounded.
+  __device__ __forceinline__ void read_gated(Acc (&v)[kElements], int stage) const {
+    const auto slice = this->slice.again();
+    const X* const x = staged_x(stage);
+#pragma unroll
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc a[kStep];
+      slice.read(a, x, j);
+      if (flags.has(kGateFirst)) apply_gate(a, slice, stage, j);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) v[j + e] = a[e];
+    }
+  }
+  // Multiplies elements [j, j + kStep) by the activated gate.
+  __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const SliceOf& slice, int stage, int j) const {
+    Acc gate[kStep];
+    slice.read(gate, slice.template staged<T>(input_at(stage), header(stage).input_offset), j);
+#pragma unroll
+    for (int e = 0; e < kStep; ++e) v[e] *= Activated<Acc>(gate[e], flags).value;
+  }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
-  __device__ __forceinline__ Acc estimate_mean(int stage) const {
+  __device__ __forceinline__ Acc estimate_mean(int stage, int64_t group) const {
     const Header& from = header(stage);
     Acc v[kVec], mean = 0;
     read_first_vector<X>(v, from.x, from.x_offset);
+    if (Path::kIsGated && flags.has(kGateFirst)) {
+      Acc gate[kVec];
+      read_first_vector<T>(gate, from.input, from.input_offset);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] *= Activated<Acc>(gate[e], flags).value;
+    }
     if (flags.has(kResidual)) {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
+      if (has_gate()) {
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
+      }
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
@@ -158,15 +209,16 @@ struct Rows {
     }
   }
 
-  // Adds up d = x * scale - pivot and their squares.
-  __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Moments<Acc>& moments) const {
+  // Adds up d = x * scale - pivot and their squares. A gated norm has `gated` in place of x.
+  __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&gated)[kElements],
+                                      const Moments<Acc>& moments) const {
     const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     Acc diffs[2] = {}, squares[2] = {};
     const auto add = [&](auto has_end) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc v[kStep];
-        slice.read(v, x, j);
+        read(v, slice, x, gated, j);
 #pragma unroll
         for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
           const bool exists = !has_end.value || slice.column(j + e) < part_cols;
@@ -183,6 +235,15 @@ struct Rows {
     }
     sums[0] = diffs[0] + diffs[1];
     sums[1] = squares[0] + squares[1];
+  }
+  __device__ __forceinline__ static void read(Acc (&v)[kStep], const SliceOf& slice, const X* x,
+                                              const Acc (&gated)[kElements], int j) {
+    if constexpr (Path::kIsGated) {
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) v[e] = gated[j + e];
+    } else {
+      slice.read(v, x, j);
+    }
   }
 };
 
@@ -202,7 +263,7 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
   using RowsOf = Rows<T, X, Path>;
   using Acc = typename RowsOf::Acc;
   constexpr int kElements = RowsOf::kElements, kStep = RowsOf::kStep;
-  const Flags flags = plan.flags;
+  const Flags flags = {plan.flags.bits & ~(Path::kIsGated ? kNotGated : 0)};
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const bool is_warp = Path::kIsAny && plan.is_warp;
@@ -264,14 +325,17 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
       slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
     }
     X* const x = rows.staged_x(stage);
-    if (flags.has(kResidual)) rows.add_input(stage);
+    if (flags.has(kResidual)) rows.add_input(stage, index.group);
+    Acc gated[kElements];
+    if constexpr (Path::kIsGated) rows.read_gated(gated, stage);
 
     Moments<Acc> moments;
     const auto stored_moments = [&] { return static_cast<Moments<Acc>*>(plan.workspace) + number * plan.num_parts; };
     if (!flags.has(kLoadsSums)) {
       const bool rms = flags.has(kRms);
-      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage), plan.row_threads, part_divisor, rms, buffer,
-                               [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, from); });
+      moments =
+          reduce_moments(rms ? 0 : rows.estimate_mean(stage, index.group), plan.row_threads, part_divisor, rms, buffer,
+                         [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, gated, from); });
     }
     if (flags.has(kStoresSums)) {
       if (is_first_thread) stored_moments()[part] = moments;
@@ -291,12 +355,15 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc v[kStep];
-      slice_again.read(v, x, j);
+      rows.read(v, slice_again, x, gated, j);
       // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
       if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
       if (flags.has(kStoresSums)) continue;
 #pragma unroll
       for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
+      if constexpr (Path::kIsGated) {
+        if (!flags.has(kGateFirst)) rows.apply_gate(v, slice_again, stage, j);
+      }
       slice_again.store(output, j, v, cols);
     }
     __syncwarp();
@@ -364,9 +431,13 @@ void forward_slices(const ForwardParams& p) {
     plan.cols = Divisor<Acc>(p.cols);
     plan.part = Divisor<Acc>(plan.part_cols);
     plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
+    if constexpr (std::is_same_v<T, X>) {
+      if (plan.flags.has(kGatedNorm)) return launch_slices<T, X, GatedRows>(p, plan);
+    }
     if constexpr (std::is_same_v<T, X> && !std::is_same_v<X, double>) {
-      if (!plan.is_warp && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
-      if (!plan.is_warp && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
+      const bool any = plan.is_warp || plan.flags.has(kGate);
+      if (!any && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
+      if (!any && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
     }
     launch_slices<T, X, AnyRows>(p, plan);
   });

@@ -26,12 +26,15 @@ void forward_slices(const ForwardParams& params);
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
 
+// Backward of a norm and of the gate beside its residual (gate.cu).
+void backward_with_gate(const BackwardParams& params);
+
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
 // The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
 enum Flag : unsigned {
   kAligned = 1 << 0,            // all rows, or channels of images, start at multiples of 16 bytes and are whole vectors
-  kAlignedParameters = 1 << 1,  // weight and bias start at multiples of 16 bytes
+  kAlignedParameters = 1 << 1,  // weight, bias and gate start at multiples of 16 bytes
   kHasGroups = 1 << 2,
   kRms = 1 << 3,
   kWeight = 1 << 4,
@@ -40,7 +43,7 @@ enum Flag : unsigned {
   kInCluster = 1 << 7,        // a cluster shares a row
   kStoresSums = 1 << 8,       // the first of two launches that read a row: it stores the row's sums in the workspace
   kLoadsSums = 1 << 9,        // the second launch
-  kWideParameters = 1 << 10,  // weight and bias have the type of sums, not that of the input
+  kWideParameters = 1 << 10,  // weight, bias and gate have the type of sums, not that of the input
   kResidual = 1 << 11,        // of forward only
   kGradInput = 1 << 12,       // this and the following flags: of backward only
   kGradWeight = 1 << 13,
@@ -49,6 +52,10 @@ enum Flag : unsigned {
   kFromOutput = 1 << 16,
   kWeightPerGroup = 1 << 17,  // each group has a gradient of its own
   kBiasPerGroup = 1 << 18,
+  kGate = 1 << 19,  // of forward only: the gate beside a residual
+  kGatedNorm = 1 << 20,
+  kGateFirst = 1 << 21,
+  kSigmoid = 1 << 22,  // the activation of a gated norm, or else silu
 };
 
 struct Flags {
@@ -84,6 +91,9 @@ Flags common_flags(const Params& p, bool is_aligned_data) {
   flags.set(kBias, p.bias.data);
   flags.set(kZeroCentered, p.zero_centered_weight);
   flags.set(kWideParameters, sizeof(W) > sizeof(T));
+  flags.set(kGatedNorm, p.activation != Activation::kNone);
+  flags.set(kGateFirst, p.gate_first);
+  flags.set(kSigmoid, p.activation == Activation::kSigmoid);
   return flags;
 }
 
@@ -91,6 +101,8 @@ template <class T, class X, class W>
 Flags make_flags(const ForwardParams& p) {
   Flags flags = common_flags<T, W>(p, is_aligned<T>(p, p.input, p.output) && is_aligned<X>(p, p.residual, p.sum));
   flags.set(kResidual, p.residual.data);
+  flags.set(kGate, p.gate.data && !flags.has(kGatedNorm));
+  if (flags.has(kGate) && !is_aligned<W>(p, p.gate)) flags.set(kAlignedParameters, false);
   return flags;
 }
 

@@ -209,6 +209,7 @@ struct Path {
   static constexpr Mapping kMapping = kMapping_;
   static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
   static constexpr bool kIsAny = kMapping == Mapping::kAny, kIsBlock = kLanes > 0, kIsWarp = !kIsAny && !kIsBlock;
+  static constexpr bool kIsGated = false;
   using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns
 };
 struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows of whole vectors that a warp holds
@@ -216,6 +217,9 @@ struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, 
 struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
 struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
 struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows, dtypes and options
+struct GatedRows : Path<Mapping::kAny, 0> {                     // all rows and dtypes of gated norms
+  static constexpr bool kIsGated = true;
+};
 
 constexpr int kMinLanes = 2;  // of a row
 
@@ -231,15 +235,16 @@ struct RowDivision {
   int row_threads;
   int part_cols, num_parts;  // the parts of a row, of a block each
 
+  // A block holds at most `max_vectors` of a part.
   template <class X>
-  void divide(int64_t cols) {
+  void divide(int64_t cols, int64_t max_vectors = kMaxPartVectors) {
     using SliceOf = Slice<X, Mapping::kAny, 0>;
     constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
     const int64_t vectors = ceil_div(cols, kVec);
     deals_vectors = cols % kVec == 0;
     is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
     constexpr int64_t kMaxWarps = kMaxRowThreads<X> / kWarpSize;  // also those that are resident on a multiprocessor
-    const int64_t max_part = std::min(kMaxPartVectors, kWarpVectors * kMaxWarps);
+    const int64_t max_part = std::min({kMaxPartVectors, max_vectors, kWarpVectors * kMaxWarps});
     const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
     int64_t parts = is_warp ? 1 : ceil_div(vectors, max_part);
     // As few blocks as keep nearly all warps resident: a cluster of two would have 12 of 16 for 12288 columns.

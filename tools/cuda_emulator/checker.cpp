@@ -312,6 +312,7 @@ EMULATOR_CHECK(void __tsan_read_range(void* a, size_t n), n, kRead, false)
 EMULATOR_CHECK(void __tsan_write_range(void* a, size_t n), n, kWrite, false)
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}          // host code has virtual functions, kernels have none
 void __tsan_init() { emulator::checking = true; }  // at load, if anything was compiled with -fsanitize=thread
 
 #define EMULATOR_UNDEFINED(name) \

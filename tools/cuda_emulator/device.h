@@ -61,7 +61,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place =
 
 // ---- arithmetic that the C++ library lacks --------------------------------------------------------------------------
 
-using std::abs, std::fma, std::hypot, std::sqrt;
+using std::abs, std::exp, std::fma, std::hypot, std::sqrt;
 inline float __frsqrt_rn(float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);

@@ -76,12 +76,13 @@ def on_cuda(overload):
 forward = on_cuda(torch.ops.layernorm.forward.default)
 forward_fused = on_cuda(torch.ops.layernorm.forward.fused)
 backward = on_cuda(torch.ops.layernorm.backward.default)
+backward_fused = on_cuda(torch.ops.layernorm.backward.fused)
 
 
 def calls_on(x, parameters, masks=MASKS[:1], **layout):
     """Yield (description, function) for calls on a tensor with each (name, weight, bias).
 
-    With several masks of gradients, the last parameters also get all options.
+    The weight is also a gate beside a residual. With several masks of gradients, the last parameters get all options.
     """
     n, dtype = [x.shape[-1]], torch.float64 if x.dtype == torch.float64 else torch.float32
     mean = rstd = torch.empty((*x.shape[:-1], 1), dtype=dtype)
@@ -89,6 +90,14 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
         yield f"forward{name}", forward(x, n, w, b, **layout)
         for mask in masks:
             yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
+        yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, w, **layout)
+        yield f"backward, gate{name}", backward_fused(x, x, n, mean, rstd, w, b, [True] * 5, x, w, x, **layout)
+        if not layout:
+            gated = {"activation": "silu", "gate_first": True}
+            yield f"forward, gated norm{name}", forward_fused(x, n, w, b, 1e-5, None, x, **gated)
+            for mask in ([True, True, True, False, True], [False] * 4 + [True])[: len(masks)]:
+                call = backward_fused(x, x, n, mean, rstd, w, b, mask, None, x, None, **gated)
+                yield f"backward, gated norm{name} {mask}", call
     if len(masks) == 1:
         return
     yield "forward, residual", forward_fused(x, n, w, b, 1e-5, x, **layout)
@@ -97,9 +106,16 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
         yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x, **layout)
         options = {"grad_sum": x, "rms": True, "memory_efficient": True, **layout}
         yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
+    yield (
+        "backward, gated input",
+        backward_fused(x, x, n, mean, rstd, w, b, [False] * 3 + [True, False], x, w, **layout),
+    )
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
         yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total, **layout)
+        yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, w, **layout)
+        options = (mean, rstd, w, b, [True] * 5, total, w, x)
+        yield "backward, gate, float32 residual", backward_fused(x, total, n, *options, **layout)
         for mask in masks[:2]:
             options = {"grad_sum": total, **layout}
             yield f"backward, float32 residual {mask}", backward(x, total, n, mean, rstd, w, b, mask, **options)

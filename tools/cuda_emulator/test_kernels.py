@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.backends import ALL, MASKS, Results, assert_same_bits, check, check_images, run, run_images, run_pixels
 from support.inputs import all_dtypes, amid_nans, hard_rows, randn, random_args
-from support.reference import BF16, F32, F64, RESIDUALS, broadcast_rows, dtypes_id, xhat_error_from_output
+from support.reference import BF16, F16, F32, F64, RESIDUALS, broadcast_rows, dtypes_id, xhat_error_from_output
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
@@ -319,3 +319,147 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
         _, *sums = library.ops.backward(dy, x, (cols,), None, rstd, None, None, [False, True, True], rms=True)
     expected = torch.tensor([2.0**24, 2.0**24, 2.0**24 + 2]) + (rows - 256)
     assert all(gradient.eq(expected.sum(dtype=F64).float()).all() for gradient in sums)
+
+
+# Gates
+
+
+GATED_MASKS = [[True] * 5, [True, False, False, True, False], [False, True, True, False, True], [False] * 4 + [True]]
+
+
+def assert_close(actual, expected, terms, arithmetic, *context):
+    """Compare with float64: 64 roundings of the terms in the accumulation type, and one to the result's dtype."""
+    info = torch.finfo(actual.dtype)
+    bound = 64 * torch.finfo(arithmetic).eps * terms + info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
+    wrong = (actual.double() - expected).abs() > bound
+    assert not (wrong | actual.isnan()).any(), (actual[wrong], expected[wrong], *context)
+
+
+def assert_requested(gradients, mask, *context):
+    assert [gradient is not None and gradient.numel() > 0 for gradient in gradients] == mask, context
+
+
+@rows_and_pixels
+@pytest.mark.parametrize("dtypes", RESIDUALS, ids=lambda dtypes: f"{dtypes_id(dtypes[:2])}+{dtypes_id(dtypes[2:])}")
+def test_gates_beside_residuals_match_float64(library, dtypes, run, path):
+    """Each test draws 20 combinations of sizes, gates, layouts and wanted gradients, always the same ones.
+
+    Groups have one segment or several, and a block has rows of one group or of some.
+    The gradients of the gate are compared with those that follow from the rounded grad_input, which is tested first.
+    """
+    acc = F64 if dtypes[0] == F64 else F32
+    draw = random.Random(f"gate {dtypes} {path}").choice
+    is_image = run is run_pixels
+    place = (lambda t: t.mT.contiguous().mT) if is_image else lambda t: t
+    for case in range(20):
+        groups, rows = draw([(1, 33), (2, 24), (3, 70), (70, 1)])
+        vectors = draw([1, 5, 260]) if path else draw([1, 5, 100, 260, 1030])
+        cols = vectors * 16 // dtypes[0].itemsize + draw([0, 0, 3])
+        if cols > 1000:
+            groups, rows = 2, 3
+        variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}
+        layout = place if is_image else draw([in_fused_projection, amid_nans, torch.clone])
+        x, dy = (layout(randn((groups, rows, cols), dtypes[0])) for _ in range(2))
+        residual, grad_sum = (layout(randn((groups, rows, cols), dtypes[2])) for _ in range(2))
+        w, b, gate = (
+            draw([amid_nans, torch.clone])(randn(draw([(cols,), (groups, 1, cols)]), dtypes[1])) for _ in range(3)
+        )
+        arguments = ((cols,), w, b, 1e-5)
+        options = {**variant, "preserve_layout": is_image}
+        mask = draw(GATED_MASKS)
+        with library.schedule(case, **path):
+            output, total, mean, rstd = library.ops.forward.fused(x, *arguments, residual, gate, **options)
+            gradients = library.ops.backward.fused(
+                dy, total, (cols,), mean, rstd, w, b, [True, *mask[1:]], grad_sum, gate, x, **options
+            )
+            requested = library.ops.backward.fused(
+                dy, total, (cols,), mean, rstd, w, b, mask, grad_sum, gate, x, **options
+            )
+            if not is_image:
+                in_place = residual.clone()
+                results = library.ops.forward_.fused(x, *arguments, in_place, gate, **variant)
+                assert_same_bits([in_place, *results], [total, output, mean, rstd], case)
+        x64, gate64 = x.double(), gate.double()
+        assert_close(total, residual.double() + gate64 * x64, residual.double().abs() + (gate64 * x64).abs(), acc, case)
+        more = {"grad_sum": grad_sum, "context": (case,), **variant}
+        rows_of = (t if t is None else t.contiguous() for t in (output, mean, rstd, gradients[0]))
+        output, mean, rstd, ds = rows_of
+        absent = [gradient if wanted else None for gradient, wanted in zip(gradients[1:3], mask[1:3], strict=True)]
+        check(Results(output, None, mean, rstd, ds, *absent), total.contiguous(), dy, w, b, **more)
+        if mask[3]:
+            assert_close(gradients[3], gate64 * ds.double(), torch.zeros(()), acc, case, "grad_gated_input")
+        if mask[4]:
+            product = ds.double() * x64
+            expected, terms = (t.sum_to_size(gate.shape) for t in (product, product.abs()))
+            assert_close(gradients[4], expected, terms, acc, case, "grad_gate")
+        assert_requested(requested, mask, case)
+        assert_same_bits(
+            [g for g in requested if g is not None], [g for g, m in zip(gradients, mask, strict=True) if m], case
+        )
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtypes_id)
+def test_gated_norms_match_float64(library, dtype, path):
+    """Each test draws 30 combinations of sizes, options, layouts and wanted gradients, always the same ones.
+
+    The gate is a slice of a fused projection, or at any address. Its exponential overflows for the largest numbers.
+    """
+    acc = F64 if dtype == F64 else F32
+    draw = random.Random(f"gated {dtype} {path}").choice
+    for case in range(30):
+        groups, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
+        vectors = draw([1, 5, 9, 260]) if path else draw([1, 5, 9, 100, 260, 1030])
+        cols = vectors * 16 // dtype.itemsize + draw([0, 0, 3])
+        if cols > 1000:
+            groups, rows = 2, 3
+        layouts = [in_fused_projection, amid_nans, torch.clone]
+        x, dy, z = (draw(layouts)(randn((groups, rows, cols), dtype)) for _ in range(3))
+        z[0, 0] *= 200
+        w, b = (draw([None, torch.randn(cols), torch.randn(groups, 1, cols)]) for _ in range(2))
+        w, b = (t if t is None else t.to(acc) for t in (w, b))
+        variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}
+        gated = {"activation": draw(["silu", "sigmoid"]), "gate_first": draw([False, True])}
+        mask = draw(GATED_MASKS)
+        arguments = ((cols,), w, b, 1e-5)
+        with library.schedule(case, **path):
+            output, _, mean, rstd = library.ops.forward.fused(x, *arguments, None, z, **variant, **gated)
+            gradients = library.ops.backward.fused(
+                dy, x, (cols,), mean, rstd, w, b, mask, None, z, None, **variant, **gated
+            )
+        context = (case, groups, rows, cols, variant, gated)
+        assert_requested(gradients, [*mask[:3], False, mask[4]], *context)
+
+        inputs = [t if t is None else t.double().requires_grad_() for t in (x, z, w, b)]
+        x64, z64, w64, b64 = inputs
+        first = gated["gate_first"]
+        s = z64.sigmoid()
+        f = s if gated["activation"] == "sigmoid" else z64 * s
+        u = x64 * f if first else x64
+        deviation = u if variant["rms"] else u - u.mean(-1, keepdim=True)
+        scale = (deviation.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        xhat = deviation * scale
+        factor = torch.ones(()) if w is None else w64 + variant["zero_centered_weight"]
+        n = xhat * factor + (0 if b is None else b64)
+        y = n if first else n * f
+        with torch.no_grad():
+            rest = 1 - s
+            slope = s * rest if gated["activation"] == "sigmoid" else s * (1 + z64.abs() * rest)
+            n_terms = factor.abs() * (1 + xhat.abs()) + (0 if b is None else b64.abs())
+            dn = dy.double().abs() * (1 if first else f.abs())
+            g = dn * factor.abs()
+            du = scale * (g + g.mean(-1, keepdim=True) + (1 + xhat.abs()) * (g * xhat.abs()).mean(-1, keepdim=True))
+            terms = {
+                "x": du * f.abs() if first else du,
+                "z": du * x64.abs() * slope if first else dy.double().abs() * n_terms * slope,
+                "w": dn * (1 + xhat.abs()),
+                "b": dn,
+            }
+        assert_close(output, y.detach(), n_terms * (1 if first else f.detach().abs()), acc, *context)
+        assert_close(rstd, scale.detach(), scale.detach(), acc, *context)
+        needed = [t for t in inputs if t is not None]
+        expected = dict(zip([id(t) for t in needed], torch.autograd.grad(y, needed, dy.double()), strict=True))
+        for name, gradient, tensor in zip("xwbz", (*gradients[:3], gradients[4]), (x64, w64, b64, z64), strict=True):
+            if gradient is None or tensor is None:
+                continue
+            assert_close(gradient, expected[id(tensor)], terms[name].sum_to_size(tensor.shape), acc, *context, name)

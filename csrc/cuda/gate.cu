@@ -1,0 +1,288 @@
+// The gradients of a gate beside a residual on a GPU. With s = residual + gate * x and ds the gradient of s, for every
+// row of x and ds [groups, rows, cols]:
+//
+//   dx = gate * ds      dgate = sum of ds * x over the rows that share the gate
+//
+// ds is grad_input, as the kernels of backward have stored it. This kernel runs after them, because none of them has
+// registers left for a third sum of its columns. It moves groups * rows * cols * (sizeof(X) + 2 * sizeof(T)) bytes.
+//
+// A thread owns a vector of columns, and the threads of a block that own the same columns take the rows of a segment in
+// turn. For images, a warp owns a channel, and its lanes take the pixels in turn. Products are added in Acc over kBatch
+// rows and then in double. The workspace has the partial sums of dgate [weight_partials, cols], a row for each segment,
+// which add_partials adds; the sums of a group of one segment are its gradient.
+//
+// Source: Touvron et al., Going deeper with image transformers, 2021, arXiv:2103.17239.
+#include <algorithm>
+
+#include "../dtypes.h"
+#include "partials.cuh"
+
+namespace layernorm::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kBatch = 4;  // rows of a thread, or pixels of a lane, that are loaded together
+
+// The columns [begin, begin + count) of a row, of which the thread holds a vector. Other elements are zeros.
+template <class T>
+struct Columns {
+  static constexpr int kVec = kVectorSize<T>;
+  int64_t begin;
+  int count;
+
+  template <class E>
+  __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row, bool aligned) const {
+    Vector<E, kVec> v;
+    fill(v, E(0.0f));
+    if (aligned) {
+      load_vector_if<false>(exists && count > 0, v, row + begin);
+    } else if (exists) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        if (e < count) v.values[e] = row[begin + e];
+      }
+    }
+    return v;
+  }
+  template <class E, class Acc>
+  __device__ __forceinline__ void store(E* row, const Acc (&v)[kVec], bool aligned) const {
+    const Vector<E, kVec> rounded = round_to<E>(v);
+    if (aligned) {
+      if (count > 0) *reinterpret_cast<Vector<E, kVec>*>(row + begin) = rounded;
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      if (e < count) row[begin + e] = rounded.values[e];
+    }
+  }
+};
+
+// The segments of a launch, whose rows share a gate. X and W are the types of ds and of the gate.
+template <class T, class X, class W>
+struct Gradients {
+  using Acc = AccOf<X>;
+
+  const BackwardParams& p;
+  const GradientPlan& plan;
+  double (&thread_sums)[kThreads][kVectorSize<T>];  // in shared memory
+
+  struct Segment {
+    int64_t number, group, first, end;  // group: of the gate; rows [first, end) among all rows
+  };
+  template <class F>
+  __device__ __forceinline__ void for_each_segment(const F& f) const {
+    for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
+      const auto [group, in_group] = plan.segments_per_group.divide(number);
+      const int64_t group_end = (group + 1) * plan.gradient_group_rows;
+      const int64_t first = group_end - plan.gradient_group_rows + in_group * plan.segment_rows;
+      f(Segment{number, group, first, min(first + plan.segment_rows, group_end)});
+    }
+  }
+  __device__ __forceinline__ RowIndex index_of(int64_t row) const {
+    return find_group(row, plan.flags.has(kHasGroups), plan.rows);
+  }
+  __device__ __forceinline__ Acc* partial_sums(const Segment& segment) const {
+    return static_cast<Acc*>(plan.workspace) + segment.number * p.cols;
+  }
+
+  // The vectors of successive columns.
+  __device__ __forceinline__ void compute_for_rows() const {
+    constexpr int kVec = Columns<T>::kVec;
+    const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
+    const Columns<T> columns{begin, static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}))};
+    const bool aligned = plan.flags.has(kAligned), aligned_gate = plan.flags.has(kAlignedParameters);
+    const bool sums_gate = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+    const int step = static_cast<int>(blockDim.y);
+    for_each_segment([&](const Segment& segment) {
+      Acc gate[kVec];
+      widen(gate, columns.load(stores_input, address<const W>(p.gate, {segment.group, 0}), aligned_gate));
+      double sums[kVec] = {};
+#pragma unroll 1
+      for (int64_t first = segment.first + threadIdx.y; first < segment.end; first += kBatch * step) {
+        Vector<X, kVec> ds[kBatch];
+        Vector<T, kVec> x[kBatch];
+        const auto exists = [&](int i) { return first + i * step < segment.end; };
+        const auto index = [&](int i) { return index_of(exists(i) ? first + i * step : first); };
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)), aligned);
+          x[i] = columns.load(exists(i) && sums_gate, address<const T>(p.gated_input, index(i)), aligned);
+        }
+        Acc batch_sums[kVec] = {};
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          Acc wide_ds[kVec], wide_x[kVec];
+          widen(wide_ds, ds[i]);
+          widen(wide_x, x[i]);
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) {
+            batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
+            wide_ds[e] *= gate[e];
+          }
+          if (stores_input && exists(i)) columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds, aligned);
+        }
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
+      }
+      if (!sums_gate) return;
+      if (step > 1) {
+        double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) own[e] = sums[e];
+        __syncthreads();
+        for (int y = 1; threadIdx.y == 0 && y < step; ++y) {
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) sums[e] += thread_sums[y * blockDim.x + threadIdx.x][e];
+        }
+        __syncthreads();  // before the next segment overwrites the sums
+      }
+      if (threadIdx.y > 0) return;
+      Acc rounded[kVec];
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
+      if (plan.stores_gradient(kWeightPerGroup)) {
+        columns.store(address<W>(p.grad_gate, {segment.group, 0}), rounded, aligned_gate);
+      } else {
+        columns.store(partial_sums(segment), rounded, aligned);
+      }
+    });
+  }
+
+  // The channels of images.
+  __device__ __forceinline__ void compute_for_pixels() const {
+    const int64_t c = int64_t{blockIdx.x} * kWarps + threadIdx.y;
+    if (c >= p.cols) return;
+    const bool sums_gate = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+    const auto at = [&](auto element, const View& view, int64_t pixel) {
+      return address<decltype(element)>(view, index_of(pixel)) + c * view.col_stride;
+    };
+    for_each_segment([&](const Segment& segment) {
+      const Acc gate = stores_input ? static_cast<Acc>(address<const W>(p.gate, {segment.group, 0})[c]) : 0;
+      double sum = 0;
+#pragma unroll 1
+      for (int64_t first = segment.first + threadIdx.x; first < segment.end; first += kBatch * kWarpSize) {
+        Acc ds[kBatch], x[kBatch], batch_sum = 0;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int64_t pixel = first + i * kWarpSize;
+          const bool exists = pixel < segment.end;
+          ds[i] = exists ? static_cast<Acc>(*at(X(), p.grad_input, pixel)) : 0;
+          x[i] = exists && sums_gate ? static_cast<Acc>(*at(T(), p.gated_input, pixel)) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int64_t pixel = first + i * kWarpSize;
+          batch_sum = fma(ds[i], x[i], batch_sum);
+          if (stores_input && pixel < segment.end) *at(T(), p.grad_gated_input, pixel) = static_cast<T>(gate * ds[i]);
+        }
+        sum += batch_sum;
+      }
+      if (!sums_gate) return;
+      sum = sum_lanes<kWarpSize>(sum);
+      if (threadIdx.x > 0) return;
+      if (plan.stores_gradient(kWeightPerGroup)) {
+        address<W>(p.grad_gate, {segment.group, 0})[c] = static_cast<W>(static_cast<Acc>(sum));
+      } else {
+        partial_sums(segment)[c] = static_cast<Acc>(sum);
+      }
+    });
+  }
+};
+
+// Run time chooses between T and Acc as the types of ds and of the gate: a kernel for each combination would be no
+// faster, because it waits for memory.
+template <class T>
+__global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams p, const GradientPlan plan) {
+  const auto compute = [&](const auto& gradients) {
+    p.channels_first ? gradients.compute_for_pixels() : gradients.compute_for_rows();
+  };
+  __shared__ double thread_sums[kThreads][kVectorSize<T>];
+  wait_for_previous_grid();
+  if (p.sum_dtype != p.dtype) {
+    compute(Gradients<T, AccOf<T>, AccOf<T>>{p, plan, thread_sums});
+  } else if (p.param_dtype != p.dtype) {
+    compute(Gradients<T, T, AccOf<T>>{p, plan, thread_sums});
+  } else {
+    compute(Gradients<T, T, T>{p, plan, thread_sums});
+  }
+}
+
+// ---- host code ------------------------------------------------------------------------------------------------------
+
+// Reserves the first bytes of a call's only allocation, and gives its caller the bytes that follow.
+class ReservingAllocator final : public Allocator {
+ public:
+  ReservingAllocator(Allocator& allocator, int64_t bytes) : allocator_(allocator), bytes_(round_up(bytes, 256)) {}
+
+  void* allocate(int64_t bytes) override {
+    reserved_ = allocator_.allocate(bytes_ + bytes);
+    return static_cast<char*>(reserved_) + bytes_;
+  }
+  void* reserved() {
+    if (!reserved_ && bytes_ > 0) allocate(0);
+    return reserved_;
+  }
+
+ private:
+  Allocator& allocator_;
+  const int64_t bytes_;
+  void* reserved_ = nullptr;
+};
+
+// Plans the launch. The gate has the place of the weight in the plan.
+template <class T, class X, class W>
+GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
+  GradientPlan plan = {};
+  const bool per_group = is_per_group(p, p.gate);
+  constexpr int64_t kVec = kVectorSize<T>;
+  plan.flags.set(kAligned, is_aligned<T>(p, p.gated_input, p.grad_gated_input) && is_aligned<X>(p, p.grad_input) &&
+                               p.cols % kVec == 0);
+  plan.flags.set(kAlignedParameters, is_aligned<W>(p, p.gate, p.grad_gate) && p.cols % kVec == 0);
+  plan.flags.set(kHasGroups, p.groups > 1);
+  plan.flags.set(kGradInput, p.grad_gated_input.data);
+  plan.flags.set(kGradWeight, p.grad_gate.data);
+  plan.flags.set(kWeightPerGroup, per_group);
+  int64_t rows_of_block = kWarpSize;  // one for each thread of a column
+  if (p.channels_first) {
+    config.block = dim3(kWarpSize, kWarps);
+    config.grid.x = static_cast<unsigned>(ceil_div(p.cols, kWarps));
+  } else {
+    const int64_t vectors = ceil_div(p.cols, kVec), threads = std::min<int64_t>(vectors, kThreads);
+    rows_of_block = std::min(kThreads / threads, per_group ? p.rows : p.groups * p.rows);
+    config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_of_block));
+    config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
+  }
+  const int64_t resident = std::max<int64_t>(resident_blocks(config, gate_gradients<T>) / config.grid.x, 1);
+  plan.set_segments(p, rows_of_block * kBatch, resident, 4);
+  config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
+  config.stream = static_cast<Stream>(p.stream);
+  config.overlaps_previous = true;
+  return plan;
+}
+
+}  // namespace
+
+void backward_with_gate(const BackwardParams& p) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using T = typename decltype(types)::T;
+    using X = typename decltype(types)::X;
+    using Acc = AccOf<X>;
+    LaunchConfig config;
+    GradientPlan plan = make_plan<T, X, typename decltype(types)::W>(p, config);
+    ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * static_cast<int64_t>(sizeof(Acc)));
+    BackwardParams norm = p;
+    norm.gate = norm.grad_gate = norm.grad_gated_input = {};
+    norm.allocator = &allocator;
+    backward(norm);
+
+    plan.workspace = allocator.reserved();
+    launch(config, gate_gradients<T>, p, plan);
+    BackwardParams sums = p;
+    sums.grad_weight = p.grad_gate;
+    launch_add_partials<Acc>(sums, plan, p.cols, config);
+  });
+}
+
+}  // namespace layernorm::cuda

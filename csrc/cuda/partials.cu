@@ -1,0 +1,90 @@
+// The gradients of parameters from their partial sums in the workspace.
+#include <algorithm>
+
+#include "partials.cuh"
+
+namespace layernorm::cuda {
+namespace {
+
+constexpr int kMaxWarpsPerColumn = 32;  // of add_partials
+constexpr int kLoadsInFlight = 8;       // of a thread
+
+// The partial sums [groups, count, pitch] of a gradient [groups, cols].
+template <class Acc>
+struct Partials {
+  const Acc* sums;
+  int64_t groups, count;
+  View gradient;
+};
+
+template <class Acc>
+__device__ __forceinline__ void store_rounded(void* to, int64_t i, Acc value, Dtype dtype) {
+  if (dtype == Dtype::kFloat16) {
+    static_cast<__half*>(to)[i] = static_cast<__half>(value);
+  } else if (dtype == Dtype::kBFloat16) {
+    static_cast<__nv_bfloat16*>(to)[i] = static_cast<__nv_bfloat16>(value);
+  } else if (sizeof(Acc) == 4 || dtype == Dtype::kFloat32) {
+    static_cast<float*>(to)[i] = static_cast<float>(value);
+  } else {
+    static_cast<double*>(to)[i] = value;
+  }
+}
+
+// Adds the partial sums of each group in a fixed order: of the first gradient if blockIdx.z is 0, else of the second. A
+// lane of each warp has a column. The kernel waits for memory, so that many loads are in flight.
+template <class Acc>
+__global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize)
+    add_partials(const Partials<Acc> first, const Partials<Acc> second, const int64_t pitch, const int64_t cols,
+                 const Dtype dtype) {
+  __shared__ double sums[kMaxWarpsPerColumn][kWarpSize];
+  const Partials<Acc> partials = blockIdx.z > 0 ? second : first;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
+  wait_for_previous_grid();
+  for (int64_t group = blockIdx.y; group < partials.groups; group += gridDim.y) {
+    const Acc* const from = partials.sums + group * partials.count * pitch + column;
+    double sum = 0;
+    if (column < cols) {
+#pragma unroll kLoadsInFlight
+      for (int64_t i = warp; i < partials.count; i += warps) sum += from[i * pitch];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < cols) {
+#pragma unroll 4
+      for (int w = 1; w < warps; ++w) sum += sums[w][lane];
+      store_rounded(partials.gradient.data, group * partials.gradient.group_stride + column, static_cast<Acc>(sum),
+                    dtype);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+template <class Acc>
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch, LaunchConfig config) {
+  const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
+    const int64_t groups = std::min(is_per_group ? p.groups : 1, rows);  // 0 without partial sums
+    return Partials<Acc>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups,
+                         rows / std::max(groups, int64_t{1}), gradient};
+  };
+  const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
+  const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
+  const int64_t groups = std::max(weight.groups, bias.groups);
+  if (groups == 0) return;
+  // Four partial sums of a thread take as long as those of more warps would take to add up.
+  const int64_t warps = ceil_div(std::max(weight.count, bias.count), 4);
+  config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
+                     static_cast<unsigned>(std::min(groups, kMaxGridY)), weight.groups > 0 && bias.groups > 0 ? 2 : 1);
+  config.block = static_cast<unsigned>(std::min<int64_t>(warps, kMaxWarpsPerColumn) * kWarpSize);
+  config.shared_bytes = 0;
+  config.cluster = 1;
+  config.overlaps_previous = true;
+  launch(config, add_partials<Acc>, weight.groups > 0 ? weight : bias, bias, pitch, p.cols, p.param_dtype);
+}
+
+template void launch_add_partials<float>(const BackwardParams&, const GradientPlan&, int64_t, LaunchConfig);
+template void launch_add_partials<double>(const BackwardParams&, const GradientPlan&, int64_t, LaunchConfig);
+
+}  // namespace layernorm::cuda
