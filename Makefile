@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-CPP := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CPP := $(shell find csrc tests tools -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: install cuda-build test test-all test-device test-aarch64 launch-audit gpu-build gpu-test gpu-sanitize gpu-bench gpu-profile \
 	bench bench-compare docs wheel lint format ci clean
@@ -25,7 +25,7 @@ test-all:
 	python -m pytest -n auto -m integration
 
 test-device:
-	python -m pytest -n auto --dist loadfile tests/emulator
+	python -m pytest -n auto --dist loadfile tools/cuda_emulator
 	python -m pytest -n auto --backends emulated -k emulated
 
 # It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
@@ -42,7 +42,7 @@ test-aarch64:
 
 # It needs a package that was built with CUDA, but no GPU.
 launch-audit:
-	python tests/emulator/launch_audit.py
+	python tools/cuda_emulator/launch_audit.py
 
 OUT ?= build/gpu
 GPU_TESTS = python -m pytest --backends cuda

@@ -250,7 +250,8 @@ def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_pat
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / name.removesuffix(".tar.gz")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs/pytorch.md", "tests/conftest.py"}
+    assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "conftest.py", "docs/pytorch.md", "tests/bits.json"}
+    assert files >= {"tools/cuda_emulator/emulator.h", "tools/cuda_emulator/launch_audit.py"}
     for document in (folder / file for file in files if file.endswith(".md")):
         for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"

@@ -43,7 +43,7 @@ def test_example_keeps_its_promise(name, one_thread, capsys, request):
 
 def blocks(language):
     """Return the code blocks of all documents, each with its document and the line above it."""
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*/*.md")]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tools/*/*.md")]
     fence = re.compile(rf"^([^\n]*)\n```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     matches = [(str(path.relative_to(ROOT)), *match) for path in documents for match in fence.findall(path.read_text())]
     return [parameter(*match, id=f"{match[0]}-{i}") for i, match in enumerate(sorted(matches))]

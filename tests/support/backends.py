@@ -43,7 +43,7 @@ def installed(device):
 
 def emulated():
     """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
-    import emulated_build  # in tests/emulator
+    import emulated_build  # in tools/cuda_emulator
 
     ops = emulated_build.library(emulated_build.PLAIN).ops
     return Backend("emulated", "cpu", ops, lambda *args, **kwargs: ops.forward(*args, **kwargs)[0])

@@ -1,8 +1,8 @@
 """Runs the compiled CUDA host code without a GPU, and lists the launches that each GPU would refuse.
 
-python tests/emulator/launch_audit.py           every GPU
-python tests/emulator/launch_audit.py H200      one GPU
-python tests/emulator/launch_audit.py H200 --plan "forward bfloat16 4096x1024"    prints the launches of a call
+python tools/cuda_emulator/launch_audit.py           every GPU
+python tools/cuda_emulator/launch_audit.py H200      one GPU
+python tools/cuda_emulator/launch_audit.py H200 --plan "forward bfloat16 4096x1024"    prints the launches of a call
 
 It needs a package that was built with CUDA (FORCE_CUDA=1, no GPU needed), g++, and cuobjdump from the CUDA toolkit or
 from the package triton. The operators are called with CPU tensors through the dispatch key CUDA, and the preloaded
