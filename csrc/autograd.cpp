@@ -226,7 +226,7 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
   node->input = Saved(x, /*is_output=*/!x.is_same(input));
   node->weight = Saved(w);
-  if (options.memory_efficient || options.is_gated_norm() || is_unlike(b, w)) node->bias = Saved(b);
+  if (needs_bias(options) || is_unlike(b, w)) node->bias = Saved(b);
   if (needs_mean(options)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;

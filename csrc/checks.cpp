@@ -351,7 +351,7 @@ void check_allocated(const BackwardArgs& args) {
   check_allocated("mean", args.mean);
   check_allocated(args.rstd, "rstd");
   check_allocated("weight", args.weight);
-  if (args.options.memory_efficient) check_allocated("bias", args.bias);  // else only its shape and dtype count
+  if (needs_bias(args.options)) check_allocated("bias", args.bias);  // else only its shape and dtype count
   check_allocated("grad_sum", args.grad_sum);
   check_allocated("gate", args.gate);
   check_allocated("gated_input", args.gated_input);

@@ -338,7 +338,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto dy = views.fit(args.grad_output), x = views.fit(input);
   const auto dsum = wants_input && present(args.grad_sum) ? views.fit(*args.grad_sum) : MaybeOwned();
   const auto weight = kernel_parameter(args.weight, types.kernel, views);
-  const auto bias = args.options.memory_efficient ? kernel_parameter(args.bias, types.kernel, views) : MaybeOwned();
+  const auto bias = needs_bias(args.options) ? kernel_parameter(args.bias, types.kernel, views) : MaybeOwned();
   const auto gate = gate_as.for_kernel(types.kernel, views);
   const auto gated_input = wants_gate && present(gate_as.parameter) ? views.fit(*args.gated_input) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);

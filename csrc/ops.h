@@ -208,6 +208,11 @@ struct Operators {
 // The namespace under which the operators are registered.
 extern const char* const kOperatorNamespace;
 
+// Whether backward needs the values of the bias: for xhat, or for the gradient of a gate that multiplies the output.
+inline bool needs_bias(const Options& options) {
+  return options.memory_efficient || (options.is_gated_norm() && !options.gate_first);
+}
+
 // Whether backward needs the means of the rows.
 inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
 

@@ -70,7 +70,7 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
                 zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
   }
-  if (present(args.residual) || present(args.gate)) {
+  if (present(args.residual) || present(args.gate) || args.options.is_gated_norm()) {
     static const auto op = find<FusedForwardOperator<nullptr>>("forward", "fused");
     auto [output, sum, mean, rstd] =
         op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, args.residual, args.gate, rms,

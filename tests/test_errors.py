@@ -163,10 +163,6 @@ def test_errors_of_gates(backend, context):
     with raises('Expected gate to be a tensor with activation = "silu", but got None for input of shape [2, 3]'):
         forward(*arguments, activation="silu")
     with raises(
-        "Expected memory_efficient=False with a gate, but got True with a gate of shape [2, 3] and input of sh"
-    ):
-        forward(*arguments, None, x, activation="silu", memory_efficient=True)
-    with raises(
         "Expected gated_input to be a tensor beside a gate, but got None with gate of shape [3] and input of sh"
     ):
         backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0])

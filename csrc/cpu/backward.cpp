@@ -657,7 +657,7 @@ class GatedTask {
       const GatedBlock block = set_rows(group, r);
       loops_.load(p_, group, r, count, block);
       sums.add(0, 0, count, c, compute_coefficients(b_, 0, 0, count, c));
-      loops_.store(p_, group, r, count, block, c);
+      if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, group, r, count, block, c);
     });
     sums.end();
   }

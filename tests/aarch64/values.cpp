@@ -66,7 +66,7 @@ void fill(Array& array, int exponent) {
 }
 
 struct Case : Params {
-  bool grouped, has_weight, has_bias, has_residual, from_output;
+  bool grouped, has_weight, has_bias, has_residual, has_gate, from_output;
   int exponent;  // of the input: a power of two
 };
 
@@ -91,17 +91,20 @@ uint64_t hash_of_results(const Case& k) {
   forward.residual = input(k.has_residual, matrix(k.sum_dtype), k.exponent);
   forward.weight = input(k.has_weight, parameter());
   forward.bias = input(k.has_bias, parameter());
+  const bool gates_norm = k.activation != Activation::kNone;
+  const auto gate = [&] { return gates_norm ? matrix(k.dtype) : parameter(); };
+  forward.gate = input(k.has_gate, gate());
   forward.mean = result(!k.rms, statistic());
   forward.rstd = result(true, statistic());
   forward.sum = result(k.has_residual, matrix(k.sum_dtype));
   forward.output = result(true, matrix(k.dtype));
   forward.eps = 1e-5;
+  Workspace workspace;
+  forward.allocator = &workspace;
   cpu::forward(forward);
 
-  Workspace workspace;
   BackwardParams backward{};
   static_cast<Params&>(backward) = forward;
-  backward.allocator = &workspace;
   backward.from_output = k.from_output;
   backward.input = k.from_output ? forward.output : k.has_residual ? forward.sum : forward.input;
   backward.grad_output = input(true, matrix(k.dtype));
@@ -109,6 +112,9 @@ uint64_t hash_of_results(const Case& k) {
   backward.grad_input = result(true, matrix(k.sum_dtype));
   backward.grad_weight = result(k.has_weight, parameter());
   backward.grad_bias = result(k.has_bias, parameter());
+  if (k.has_gate && k.has_residual) backward.gated_input = forward.input;
+  backward.grad_gated_input = result(k.has_gate && k.has_residual, matrix(k.dtype));
+  backward.grad_gate = result(k.has_gate, gate());
   cpu::backward(backward);
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, of all bytes
   for (const Array& array : results) {
@@ -132,24 +138,41 @@ int main() {
   constexpr int kFirstImage = 7;
   for (const auto& [dtype, sum_dtype, param_dtype] : dtypes) {
     for (int shape = 0; shape < 11; ++shape) {
-      for (int flags = 0; flags < 32; ++flags) {
+      const auto make_case = [&](int flags) {
         Case k{};
         k.groups = shapes[shape][0], k.rows = shapes[shape][1], k.cols = shapes[shape][2];
         k.channels_first = shape >= kFirstImage;
         k.dtype = dtype, k.sum_dtype = sum_dtype, k.param_dtype = param_dtype;
         k.rms = flags & 1, k.grouped = flags & 2, k.has_weight = flags & 4, k.has_bias = flags & 8;
-        k.has_residual = flags & 16 || dtype != sum_dtype;
         k.zero_centered_weight = k.has_weight && flags & 16;
-        const auto print = [&](const char* what) {
-          std::printf("dtypes %d %d %d, shape %d, flags %d%s: %016llx\n", int(dtype), int(sum_dtype), int(param_dtype),
-                      shape, flags, what, static_cast<unsigned long long>(hash_of_results(k)));
-        };
-        print("");
+        return k;
+      };
+      const auto print = [&](const Case& k, int flags, const char* what) {
+        std::printf("dtypes %d %d %d, shape %d, flags %d%s: %016llx\n", int(k.dtype), int(k.sum_dtype),
+                    int(k.param_dtype), shape, flags, what, static_cast<unsigned long long>(hash_of_results(k)));
+      };
+      for (int flags = 0; flags < 32; ++flags) {
+        Case k = make_case(flags);
+        k.has_residual = flags & 16 || dtype != sum_dtype;
+        print(k, flags, "");
         if (dtype != param_dtype || accumulate_dtype(dtype) != dtype || !k.has_weight) continue;
         k.from_output = !k.has_residual;
-        if (k.from_output) print(", backward from the output");
+        if (k.from_output) print(k, flags, ", backward from the output");
         k.from_output = false, k.exponent = dtype == kF64 ? 600 : 100;
-        print(", squares that overflow");
+        print(k, flags, ", squares that overflow");
+      }
+      for (int flags = 0; flags < 16; ++flags) {
+        Case k = make_case(flags);
+        k.has_gate = k.has_residual = true;
+        print(k, flags, ", gated residual");
+        if (k.channels_first || dtype != sum_dtype || param_dtype != accumulate_dtype(dtype)) continue;
+        k.has_residual = false;
+        for (const bool gate_first : {false, true}) {
+          for (const Activation activation : {Activation::kSilu, Activation::kSigmoid}) {
+            k.gate_first = gate_first, k.activation = activation;
+            print(k, flags, gate_first ? ", gated input" : ", gated output");
+          }
+        }
       }
     }
   }
