@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import randomize
-from support.packages import Float64Throughout, assert_close, build_inputs, build_model, logits_and_gradients
+from support.packages import (
+    MAMBA2,
+    QWEN3_NEXT,
+    Float64Throughout,
+    assert_close,
+    build_inputs,
+    build_model,
+    logits_and_gradients,
+)
 from support.reference import BF16, F16, F32, F64
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
@@ -42,11 +50,6 @@ def norms(model):
 
 # Models
 
-# Layers without experts, whose operators take no float64.
-QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
-QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
-QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-MAMBA2 = {"state_size": 4, "num_heads": 4, "n_groups": 1, "expand": 2, "chunk_size": 4}
 # Name of the model -> its options, and the number of kernelized layers.
 MODELS = {
     "LlamaForCausalLM": ({}, 5),
@@ -162,10 +165,7 @@ def test_every_decorated_class_of_transformers_gets_its_output_and_dtype(kernels
 def test_gate_first_classes_without_a_gate_are_plain_norms(kernels):
     for cls, name in decorated_classes():
         if name == "RMSNormGateFirst":
-            layer, x = (
-                randomize(cls(8, 4) if "group_size" in inspect.signature(cls).parameters else cls(8)),
-                torch.randn(3, 8),
-            )
+            layer, x = build_layer(cls), torch.randn(3, 8)
             expected = layer(x)
             kernels.kernelize(layer, mode=kernels.Mode.INFERENCE, device="cpu")
             torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)  # ten roundings of 6e-8
