@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from copy import copy
@@ -42,12 +43,18 @@ ACTIVATION: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Ta
 
 _CONTAINERS = (dict, list, set)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_Dtypes = tuple[torch.dtype, torch.dtype | None]  # of input and parameters, if there are any
+# Of input, parameters and gate, if there are any.
+_Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
 def has_activation(module: Module) -> bool:
     """Return whether a module has no children but those of ACTIVATION."""
     return module._modules.keys() <= ACTIVATION.keys() and None not in module._modules.values()
+
+
+def takes_gate(module: Module) -> bool:
+    """Return whether forward of a module takes a gate as second input."""
+    return list(inspect.signature(type(module).forward).parameters)[2:] == ["gate"]
 
 
 def difference(module: Module, ours: Any) -> str | None:
@@ -75,6 +82,7 @@ def difference(module: Module, ours: Any) -> str | None:
         others["normalized_shape"] = shape
     tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
     shapes = {name: shape if is_reduced else full_shape(p) for name, p in tensors.items() if p is not None}
+    has_gate = takes_gate(module)
     small = max((torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)) ** 0.5, _SMALLEST_SCALE)
 
     def random(size: tuple[int, ...], seed: int) -> Tensor:
@@ -82,20 +90,25 @@ def difference(module: Module, ours: Any) -> str | None:
         return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
 
     parameters = {name: random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
-    values = ("output", "gradient of input", *(f"gradient of {name}" for name in parameters))
 
-    def results(module: Module, dtypes: _Dtypes, x: Tensor, dy: Tensor | None = None) -> list[Tensor] | Exception:
+    def results(module: Module, dtypes: _Dtypes, x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor] | Exception:
         """Return the output in these dtypes, and the gradients if ``dy`` is given."""
-        inputs = [x.to(dtypes[0], copy=True), *(p.detach().to(dtypes[1]) for p in parameters.values())]
-        for tensor in inputs:
+        inputs = {"input": x.to(dtypes[0], copy=True)}
+        if dtypes[2]:
+            inputs["gate"] = random(tuple(x.shape), 4).to(dtypes[2])
+        copies = {name: p.detach().to(dtypes[1]) for name, p in parameters.items()}
+        tensors = [*inputs.values(), *copies.values()]
+        for tensor in tensors:
             tensor.requires_grad_(dy is not None)
         try:
-            y = _forward(module, inputs[0], dict(zip(parameters, inputs[1:], strict=True)), others)
+            y = _forward(module, list(inputs.values()), copies, others)
             if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
-                return [y]
-            return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)]
+                return {"output": y}
+            gradients = torch.autograd.grad(y, tensors, dy.to(y.dtype), materialize_grads=True)
+            names = (f"gradient of {name}" for name in (*inputs, *copies))
+            return {"output": y, **dict(zip(names, gradients, strict=True))}
         except Exception as error:  # foreign code may raise anything
             return error
 
@@ -109,7 +122,8 @@ def difference(module: Module, ours: Any) -> str | None:
     widths = [shape] if shape else [(_WIDTH,), (_WIDTH + 1,)]
     sizes = [size for width in widths for size in _sizes(width)]
     # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
-    for dtypes in itertools.product(_FLOATS[:2], _FLOATS[:2] if parameters else (None,)):
+    for dtype, parameter_dtype in itertools.product(_FLOATS[:2], _FLOATS[:2] if parameters else (None,)):
+        dtypes = dtype, parameter_dtype, dtype if has_gate else None
         attempts = ((size, results(module, dtypes, *sample(size))) for size in sizes)
         accepted = next((size for size, theirs in attempts if not isinstance(theirs, Exception)), None)
         if accepted is not None:
@@ -117,18 +131,22 @@ def difference(module: Module, ours: Any) -> str | None:
     else:
         raise SkippedError(f"it refuses every input: {_shortened(results(module, dtypes, *sample(sizes[0])))}")
 
-    for size in sizes:
+    # Some layers need a gate, while ours are then plain norms.
+    gates = (dtype, None) if has_gate else (None,)
+    for size, gate in itertools.product(sizes, gates):
         x, dy = sample(size)
+        dtypes = dtype, parameter_dtype, gate
         theirs, mine = results(module, dtypes, x, dy), results(ours, dtypes, x, dy)
         if isinstance(theirs, Exception):
-            takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d))  # images of any rank
+            # A layer for images takes any rank.
+            takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d)) or (has_gate and gate is None)
             if not isinstance(mine, Exception) and not takes_more:
                 return f"input of size{list(size)} raises {_shortened(theirs)}"
         elif isinstance(mine, Exception):
             return f"it takes input of size{list(size)}"
         else:
-            for value, one, other in zip(values, theirs, mine, strict=True):
-                distance = (one.double() - other.double()).abs()
+            for value, expected in theirs.items():
+                distance = (expected.double() - mine[value].double()).abs()
                 if value == "gradient of input":
                     distance[0] *= small
                 if not (distance <= _TOLERANCE).all():
@@ -141,7 +159,8 @@ def difference(module: Module, ours: Any) -> str | None:
     x_and_small_rows[0] *= small
     # In float16, squares of small rows are subnormal, and layers that compute in 16 bits lose digits.
     inputs = {dtype: x if dtype == torch.float16 else x_and_small_rows for dtype in _FLOATS}
-    return _difference_by_dtype(module, ours, inputs, results, bool(parameters))
+    kinds = itertools.product(_FLOATS, _FLOATS if parameters else (None,), (*_FLOATS, None) if has_gate else (None,))
+    return _difference_by_dtype(module, ours, inputs, results, list(kinds))
 
 
 def _sizes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -151,7 +170,7 @@ def _sizes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [*sizes, (m, *shape, n), (m, *shape, n, m, n)] if len(shape) == 1 else sizes
 
 
-def _forward(module: Module, x: Tensor, parameters: dict[str, Tensor], others: dict[str, object]) -> Tensor:
+def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor], others: dict[str, object]) -> Tensor:
     """Call a module without hooks, with these parameters and other attributes; it may change copies of its state."""
     double: Any = object.__new__(type(module))
     for name, value in vars(module).items():
@@ -160,7 +179,7 @@ def _forward(module: Module, x: Tensor, parameters: dict[str, Tensor], others: d
             vars(double)[name] = copy(value) if type(value) in _CONTAINERS else value
     buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     vars(double).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
-    return type(module).forward(double, x)
+    return type(module).forward(double, *inputs)
 
 
 def _shortened(error: object) -> str:
@@ -168,15 +187,16 @@ def _shortened(error: object) -> str:
 
 
 def _difference_by_dtype(
-    module: Module, ours: Any, inputs: dict[torch.dtype, Tensor], results: Any, has_parameters: bool
+    module: Module, ours: Any, inputs: dict[torch.dtype, Tensor], results: Any, kinds: list[_Dtypes]
 ) -> str | None:
-    """Return how the results differ for pairs of dtypes, if they do; set the output dtypes of ``ours``."""
+    """Return how the results differ for combinations of dtypes, if they do; set the output dtypes of ``ours``."""
     outputs = {}
-    for dtypes in itertools.product(_FLOATS, _FLOATS if has_parameters else (None,)):
+    for dtypes in kinds:
         theirs = results(module, dtypes, inputs[dtypes[0]])
         if not isinstance(theirs, Exception):
-            outputs[dtypes] = theirs[0]
-    others = {dtypes: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
+            outputs[dtypes] = theirs["output"]
+    # If an output dtype depended on the gate's, the comparison below would find the difference.
+    others = {dtypes[:2]: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
     if others:
         keep_output_dtypes(ours, others)
     for dtypes, expected in outputs.items():
@@ -184,10 +204,10 @@ def _difference_by_dtype(
         names = " and ".join(str(dtype) for dtype in dtypes if dtype)
         if isinstance(mine, Exception):  # from a user's subclass of ours
             return f"it takes {names}: {_shortened(mine)}"
-        if mine[0].dtype != expected.dtype:
+        if mine["output"].dtype != expected.dtype:
             return f"output of {names} is {expected.dtype}"
         roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
-        distance = (mine[0].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
+        distance = (mine["output"].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
         if not (distance <= max(_TOLERANCE, roundings)).all():
             return f"output of {names} differs by {distance.max():.2g}"
     return None

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from .channels_first import LayerNorm2d, RMSNorm2d, rms_norm_2d
 from .functional import rms_norm
-from .modules import LayerNorm, RMSNorm
+from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
 
 # The output dtype for the dtypes of input and weight, if it is not that of the input.
 OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
@@ -67,7 +67,27 @@ class _RMSNorm2d(_KeepsOutputDtypes, RMSNorm2d):
     pass
 
 
+class _KeepsOutputDtypesWithGate(_KeepsOutputDtypes):
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        return _round(
+            super(_KeepsOutputDtypes, self).forward(_widen(input, self.weight, self._output_dtypes), gate),
+            input,
+            self.weight,
+            self._output_dtypes,
+        )
+
+
+class _GatedLayerNorm(_KeepsOutputDtypesWithGate, GatedLayerNorm):
+    pass
+
+
+class _GatedRMSNorm(_KeepsOutputDtypesWithGate, GatedRMSNorm):
+    pass
+
+
 _KEEPS_OUTPUT_DTYPES: dict[type, type] = {
+    GatedLayerNorm: _GatedLayerNorm,
+    GatedRMSNorm: _GatedRMSNorm,
     LayerNorm: _LayerNorm,
     LayerNorm2d: _LayerNorm2d,
     RMSNorm: _RMSNorm,

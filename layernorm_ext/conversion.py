@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 import warnings
@@ -17,10 +18,18 @@ import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
 from . import _build_info
-from ._comparison import TORCH_LAYERS, SkippedError, difference, full_shape, has_activation, tensor_attribute
+from ._comparison import (
+    TORCH_LAYERS,
+    SkippedError,
+    difference,
+    full_shape,
+    has_activation,
+    takes_gate,
+    tensor_attribute,
+)
 from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
 from .channels_first import LayerNorm2d, RMSNorm2d
-from .modules import LayerNorm, RMSNorm
+from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
 
@@ -159,12 +168,13 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
     """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
-        cls: A class whose ``forward`` takes only the input, or a class name ``"package.module.Class"``, in which ``*``
-            matches anything. Subclasses are not included.
+        cls: A class whose ``forward`` takes only the input, or also a ``gate``, or a class name
+            ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
-            or ``RMSNorm2d`` that should replace it. Its parameters must have the same names; their values are not used,
-            so the device can be "meta". If ``None``, all four layers are tried, also with a zero-centered weight. The
-            attributes that they need may have the names that ``docs/convert.md`` lists.
+            or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
+            parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
+            all layers are tried, also with a zero-centered weight. The attributes that they need may have the names
+            that ``docs/convert.md`` lists.
 
     Raises:
         TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
@@ -207,6 +217,7 @@ _NAME = re.compile("(layer|rms)_?norm", re.IGNORECASE)
 _WEIGHTS = ("weight", "gamma", "scale", "g")
 _BIASES = ("bias", "beta", "b")
 _EPS = ("eps", "variance_epsilon")
+_GROUPS = ("group_size", "n_groups", "num_groups")  # the width of a group, or the number of groups
 
 
 # The choice of a replacement
@@ -290,7 +301,7 @@ def _replacement(module: Module) -> Module:
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
     parameters = list(inspect.signature(cls.forward).parameters.values())
-    if len(parameters) != 2:
+    if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
@@ -332,18 +343,23 @@ def _candidates(module: Any) -> Iterator[Module]:
     bias_name, bias = _first_tensor(module, _BIASES)
     shape = _shape(module, weight_name, weight)
     rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
-    kinds: list[tuple[Any, Any, Any]] = [(shape, RMSNorm, LayerNorm)]
-    if len(shape) == 1:
-        kinds.append((shape[0], RMSNorm2d, LayerNorm2d))
+    has_gate = takes_gate(module)
+    kinds: list[tuple[Any, Any, Any, dict[str, Any]]] = []
+    if has_gate:
+        kinds += [(shape, GatedRMSNorm, GatedLayerNorm, options) for options in _gate_options(module, shape)]
+    elif shape:
+        kinds.append((shape, RMSNorm, LayerNorm, {}))
+        if len(shape) == 1:
+            kinds.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
     layers: list[Module] = []
-    for size, rms_norm, layer_norm in kinds if shape else []:
+    for size, rms_norm, layer_norm, others in kinds:
         for zero_centered in (False,) if weight is None else (False, True):
-            options = {"elementwise_affine": weight is not None, "zero_centered_weight": zero_centered}
+            options = others | {"elementwise_affine": weight is not None, "zero_centered_weight": zero_centered}
             if bias is None:
                 layers.append(rms_norm(size, rms_eps, device="meta", **options))
             if eps is not None:
                 layers.append(layer_norm(size, eps, bias=bias is not None, device="meta", **options))
-    if bias is None and not module._modules:  # one class has a weight that it never uses
+    if bias is None and not module._modules and not has_gate:  # one class has a weight that it never uses
         layers += [of_any_width(cls, rms_eps) for cls in (RMSNorm, RMSNorm2d)]
     for ours in layers:
         if "act" in module._modules:
@@ -351,6 +367,24 @@ def _candidates(module: Any) -> Iterator[Module]:
         if (weight_name, bias_name) != ("weight", "bias"):
             rename_parameters(ours, weight_name, bias_name)
         yield ours
+
+
+def _gate_options(module: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return all options that a gated norm with the common attributes may have."""
+    if not shape:
+        raise SkippedError("it takes a gate, but has neither a weight nor a normalized_shape")
+    if module._modules:
+        raise SkippedError(f"it takes a gate and has a child {next(iter(module._modules))}")
+    num_groups = 1
+    for name in _GROUPS:
+        groups = getattr(module, name, None)
+        if isinstance(groups, int) and len(shape) == 1 and groups > 0 and shape[0] % groups == 0:
+            num_groups = shape[0] // groups if name == "group_size" else groups
+            break
+    return [
+        {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
+        for activation, gate_first in itertools.product(("silu", "sigmoid"), (True, False))
+    ]
 
 
 def _first_tensor(module: Module, names: Sequence[str]) -> tuple[str, torch.Tensor | None]:

@@ -8,6 +8,8 @@ name of the layer         classes
 ========================  ======================================================================
 ``RMSNorm``               the RMSNorms that transformers decorates, four of five
 ``RMSNormZeroCentered``   ten classes that multiply by ``weight + 1``, such as Gemma's
+``RMSNormGated``          the RMSNorms that multiply the output by an activated gate, such as Qwen3-Next's
+``RMSNormGateFirst``      five classes that multiply the input by an activated gate, such as Mamba-2's
 ``LayerNorm``             ``torch.nn.LayerNorm``, after ``kernels.replace_kernel_forward_from_hub``
 ========================  ======================================================================
 """
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from . import _build_info
 from ._compatibility import require
-from .functional import layer_norm, rms_norm
+from .functional import gated_rms_norm, layer_norm, rms_norm
 
 __all__ = ["register"]
 
@@ -33,11 +35,11 @@ kernels = require("kernels", "0.17")
 
 
 def register() -> None:
-    """Map the layers ``RMSNorm``, ``RMSNormZeroCentered`` and ``LayerNorm`` to this package's kernels.
+    """Map the layers of the table above to this package's kernels.
 
     If transformers is installed, its own mapping, which ``use_kernels=True`` registers, is changed in the same way, and
-    its zero-centered RMSNorms that no decorator names, such as Gemma's, get the name ``RMSNormZeroCentered``. Mappings
-    for other layers and devices stay in force.
+    its RMSNorms that no decorator names get the name ``RMSNormZeroCentered``, such as Gemma's, or ``RMSNormGateFirst``,
+    such as Mamba-2's. Mappings for other layers and devices stay in force.
 
     Raises:
         ImportError: transformers is older than 5.16, or needs another version of ``kernels``.
@@ -59,17 +61,18 @@ def _register_with_transformers(mapping: dict[str, dict[str, _Repository]]) -> N
         )
     hub_kernels = import_module("transformers.integrations.hub_kernels")
     classes = [
-        getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
-        for model, name in _ZERO_CENTERED.items()
+        (getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name), layer)
+        for layer, names in _UNDECORATED.items()
+        for model, name in names.items()
         if find_spec(f"transformers.models.{model}")  # older versions have fewer models
     ]
     theirs = hub_kernels.get_kernel_mapping_transformers()
     for name, repositories in mapping.items():
         theirs.setdefault(name, {}).update(repositories)
-    for cls in classes:
+    for cls, layer in classes:
         # A subclass may have another formula.
         condition = partial(_is_instance_of_class_itself, cls)
-        kernels.replace_kernel_forward_from_hub(cls, "RMSNormZeroCentered", condition=condition)
+        kernels.replace_kernel_forward_from_hub(cls, layer, condition=condition)
 
 
 def _is_instance_of_class_itself(cls: type, module: torch.nn.Module) -> bool:
@@ -89,6 +92,17 @@ _ZERO_CENTERED = {
     "t5gemma2": "T5Gemma2RMSNorm",
     "vaultgemma": "VaultGemmaRMSNorm",
 }
+
+# Those that multiply the input by the gate, some in groups.
+_GATE_FIRST = {
+    "bamba": "BambaRMSNormGated",
+    "granitemoehybrid": "GraniteMoeHybridRMSNormGated",
+    "mamba2": "MambaRMSNormGated",
+    "nemotron_h": "NemotronHRMSNormGated",
+    "zamba2": "Zamba2RMSNormGated",
+}
+
+_UNDECORATED = {"RMSNormZeroCentered": _ZERO_CENTERED, "RMSNormGateFirst": _GATE_FIRST}
 
 
 # The layers. ``kernels`` binds their ``forward`` to modules of other classes, and allows no further methods.
@@ -119,19 +133,44 @@ class _LayerNorm(torch.nn.Module):
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-_LAYERS = {"RMSNorm": _RMSNorm, "RMSNormZeroCentered": _RMSNormZeroCentered, "LayerNorm": _LayerNorm}
+class _RMSNormGated(torch.nn.Module):
+    has_backward = can_torch_compile = True
+    activation: Any
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return _rms_norm(self, hidden_states, gate, activation=self.activation)
 
 
-def _rms_norm(module: Any, x: Tensor, *, zero_centered_weight: bool) -> Tensor:
+class _RMSNormGateFirst(torch.nn.Module):
+    has_backward = can_torch_compile = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return _rms_norm(self, hidden_states, gate, gate_first=True)
+
+
+_LAYERS = {
+    "RMSNorm": _RMSNorm,
+    "RMSNormZeroCentered": _RMSNormZeroCentered,
+    "LayerNorm": _LayerNorm,
+    "RMSNormGated": _RMSNormGated,
+    "RMSNormGateFirst": _RMSNormGateFirst,
+}
+
+
+def _rms_norm(module: Any, x: Tensor, *gate: Tensor | None, **options: Any) -> Tensor:
     """Compute what the module's own ``forward`` computes, in the dtype that it returns."""
     weight = module.weight
     shape = module.normalized_shape if weight is None else weight.shape
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     dtype = x.dtype
     if weight is not None and weight.dtype != dtype:  # some classes return the input's dtype, others the wider one
-        dtype = type(module).forward(module, x.new_empty(0, *shape)).dtype
+        empty = x.new_empty(0, *shape)
+        dtype = type(module).forward(module, empty, *(empty for _ in gate)).dtype
         x = x.to(torch.promote_types(x.dtype, dtype))
-    return rms_norm(x, shape, weight, eps, zero_centered_weight=zero_centered_weight).to(dtype)
+    if not gate:
+        return rms_norm(x, shape, weight, eps, **options).to(dtype)
+    num_groups = shape[-1] // module.group_size if hasattr(module, "group_size") else 1
+    return gated_rms_norm(x, gate[0], shape, weight, eps, num_groups=num_groups, **options).to(dtype)
 
 
 @dataclass(frozen=True)

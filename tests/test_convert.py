@@ -204,7 +204,7 @@ SKIPPED = {
     "bfloat16": (rounded_for(BF16, BF16), "output of torch.bfloat16 and torch.bfloat16 differs by "),
     "mixed dtypes": (rounded_for(F16, F32), "output of torch.float16 and torch.float32 differs by "),
     "forward of the instance": (layer_with(torch_forward, forward=abs), "its forward was replaced by another"),
-    "two inputs": (lambda self, x, gate=None: x, "its forward has the parameters self, x, gate"),
+    "two inputs": (lambda self, x, mask=None: x, "its forward has the parameters self, x, mask"),
     "other parameter": (layer_with(torch_forward, gamma=torch.nn.Parameter(torch.ones(5))), "it has a parameter gamma"),
     "no forward": (type("NoForward", (torch.nn.Module,), {})(), "it refuses every input: NotImplementedError: "),
     "eps is a tensor": (layer_with(torch_forward, eps=torch.tensor(1e-5)), "its eps is of type Tensor"),

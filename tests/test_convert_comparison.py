@@ -126,9 +126,9 @@ def comparisons(monkeypatch):
     """Return a list of the shapes of the input in every call of a layer during a comparison."""
     calls, forward = [], _comparison._forward
 
-    def record(module, x, *others):
-        calls.append(x.shape)
-        return forward(module, x, *others)
+    def record(module, inputs, *others):
+        calls.append(inputs[0].shape)
+        return forward(module, inputs, *others)
 
     monkeypatch.setattr(_comparison, "_forward", record)
     return calls

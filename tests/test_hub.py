@@ -2,14 +2,24 @@
 
 import copy
 import importlib
+import inspect
 import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import randomize
-from support.packages import Float64Throughout, assert_close, build_inputs, build_model, logits_and_gradients
+from support.packages import (
+    MAMBA2,
+    QWEN3_NEXT,
+    Float64Throughout,
+    assert_close,
+    build_inputs,
+    build_model,
+    logits_and_gradients,
+)
 from support.reference import BF16, F16, F32, F64
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
@@ -34,22 +44,19 @@ def is_ours(module):
 
 def norms(model):
     """Return the layers that this package replaces."""
-    names = ("RMSNorm", "RMSNormZeroCentered")
+    names = ("RMSNorm", "RMSNormZeroCentered", "RMSNormGated", "RMSNormGateFirst")
     return [module for module in model.modules() if getattr(module, "kernel_layer_name", None) in names]
 
 
 # Models
 
-# Layers without experts, whose operators take no float64.
-QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
-QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
-QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 # Name of the model -> its options, and the number of kernelized layers.
 MODELS = {
     "LlamaForCausalLM": ({}, 5),
     "Qwen3ForCausalLM": ({}, 9),
     "GemmaForCausalLM": ({}, 5),
-    "Qwen3NextForCausalLM": (QWEN3_NEXT, 7),
+    "Qwen3NextForCausalLM": (QWEN3_NEXT, 8),
+    "Mamba2ForCausalLM": (MAMBA2, 2),  # the other norms are not decorated
 }
 
 
@@ -103,9 +110,9 @@ def test_transformers_own_mapping_has_this_package_only_where_it_has_kernels(ker
 
 
 def decorated_classes():
-    """Yield the classes of transformers that this package's layers replace, and whether their weight is zero-centered.
+    """Yield the classes of transformers that this package's layers replace, and their names for ``kernels``.
 
-    The classes must take a width.
+    The classes must take a width, and those with groups the width of a group.
     """
     import transformers
 
@@ -114,39 +121,76 @@ def decorated_classes():
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
             for cls in vars(module).values():
                 name = getattr(cls, "kernel_layer_name", "")
-                if name.startswith("RMSNorm") and name != "RMSNormGated" and cls.__module__ == module.__name__:
-                    yield cls, name == "RMSNormZeroCentered"
+                if name.startswith("RMSNorm") and cls.__module__ == module.__name__:
+                    yield cls, name
+
+
+def build_layer(cls):
+    return randomize(cls(8, 4) if "group_size" in inspect.signature(cls).parameters else cls(8))
+
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+
+
+def exact_norm(layer, name, x, *gate):
+    """Return the result of a decorated class in float64."""
+    eps = getattr(layer, "variance_epsilon", None) or layer.eps
+    weight = layer.weight.double() + (name == "RMSNormZeroCentered")
+    factor = ACTIVATIONS[getattr(layer, "activation", "silu")](gate[0].double()) if gate else 1
+    if name == "RMSNormGateFirst":
+        x, factor = x.double() * factor, 1
+    groups = x.double().unflatten(-1, (-1, getattr(layer, "group_size", 8)))
+    return torch.nn.functional.rms_norm(groups, groups.shape[-1:], None, eps).flatten(-2) * weight * factor
 
 
 def test_every_decorated_class_of_transformers_gets_its_output_and_dtype(kernels):
     classes = dict(decorated_classes())
-    assert len(classes) > 100 and sum(classes.values()) >= 12
-    for cls, zero_centered in classes.items():
-        for x_dtype, dtype in itertools.product((F64, F32, F16, BF16), repeat=2):
-            layer, x = randomize(cls(8)).to(dtype), torch.randn(3, 8).to(x_dtype)
-            theirs = layer(x)
+    count = Counter(classes.values())
+    assert len(classes) > 100 and count["RMSNormZeroCentered"] >= 12
+    assert count["RMSNormGated"] >= 8 and count["RMSNormGateFirst"] >= 5
+    for cls, name in classes.items():
+        gate_dtypes = (F32, BF16) if "Gate" in name else (None,)
+        for x_dtype, dtype, gate_dtype in itertools.product((F64, F32, F16, BF16), (F64, F32, F16, BF16), gate_dtypes):
+            layer, x = build_layer(cls).to(dtype), torch.randn(3, 8).to(x_dtype)
+            gate = (torch.randn(3, 8).to(gate_dtype),) if gate_dtype else ()
+            theirs = layer(x, *gate)
             kernels.kernelize(layer, mode=kernels.Mode.TRAINING, device="cpu")
-            ours = layer(x)
+            ours = layer(x, *gate)
             assert is_ours(layer) and ours.dtype == theirs.dtype
-            eps = getattr(layer, "variance_epsilon", None) or layer.eps
-            exact = torch.nn.functional.rms_norm(x.double(), (8,), layer.weight.double() + zero_centered, eps)
             # float32 arithmetic loses less than 1e-6, and the output is rounded once.
             rtol = torch.finfo(ours.dtype).eps / 2 + 1e-6
-            torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=1e-6)
+            torch.testing.assert_close(ours.double(), exact_norm(layer, name, x, *gate), rtol=rtol, atol=1e-6)
+
+
+def test_gate_first_classes_without_a_gate_are_plain_norms(kernels):
+    for cls, name in decorated_classes():
+        if name == "RMSNormGateFirst":
+            layer, x = build_layer(cls), torch.randn(3, 8)
+            expected = layer(x)
+            kernels.kernelize(layer, mode=kernels.Mode.INFERENCE, device="cpu")
+            torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)  # ten roundings of 6e-8
 
 
 def test_output_dtypes_of_mixed_dtypes_are_compiled(kernels):
     """The original is asked for the dtype, with an empty input."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-    for cls, dtype in ((LlamaRMSNorm, F32), (GptOssRMSNorm, BF16)):
-        layer, x = randomize(cls(8)), torch.randn(3, 8, dtype=BF16)
+    cases = [
+        (LlamaRMSNorm, F32, 1),
+        (GptOssRMSNorm, BF16, 1),
+        (MambaRMSNormGated, F32, 2),
+        (Qwen3_5RMSNormGated, BF16, 2),
+    ]
+    for cls, dtype, count in cases:
+        layer, inputs = randomize(cls(8)), torch.randn(count, 3, 8, dtype=BF16).unbind()
         kernels.kernelize(layer, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
         torch._dynamo.reset()
-        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(*inputs)
         assert y.dtype == dtype
-        torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
+        torch.testing.assert_close(y, layer(*inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])

@@ -12,6 +12,12 @@ CONFIG = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "
 CONFIG |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 16, "image_size": 32, "patch_size": 8}
 CONFIG |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
 
+MAMBA2 = {"state_size": 4, "num_heads": 4, "n_groups": 1, "expand": 2, "chunk_size": 4}
+# Layers without experts, whose operators take no float64.
+QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
+QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
+QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
 
 def build_model(name, options):
     package, _, model = name.rpartition(" ")
