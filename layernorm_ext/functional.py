@@ -88,9 +88,8 @@ def layer_norm(
         >>> layer_norm(x, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
-    options: dict[
-        str, Any
-    ] = {}  # empty by default: parsing options takes time, and overrides may know torch's arguments only
+    # Empty by default: parsing options takes time, and overrides may know torch's arguments only.
+    options: dict[str, Any] = {}
     if zero_centered_weight or memory_efficient:
         options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     # The compiled function is fast, but torch.compile cannot trace it and __torch_function__ cannot override it.
