@@ -327,7 +327,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
                                              : parameter_gradient(types.gate);
   }
   const auto result = [&] {
-    if (!returns_input) grad_input = Tensor();
+    if (!returns_input) grads.grad_input = Tensor();
     return grads;
   };
   if (empty || !(wants_input || wants_weight || wants_bias || wants_gate)) return result();
