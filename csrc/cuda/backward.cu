@@ -130,8 +130,9 @@ struct Rows {
   using Index = typename Traits::Index;
   using Header = std::conditional_t<Traits::kIsGated, GatedRowHeader<T, X, Acc, Index>, RowHeader<X, Acc, Index>>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
-  static constexpr int kStep = Traits::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
-  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;                // or one less
+  // Elements that are processed together.
+  static constexpr int kStep = Traits::kIsGated ? 2 : Traits::kIsAny ? std::min(kVec, 4) : kVec;
+  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;  // or one less
   // The shared memory of a warp, for one stage: x, dy, the gate of a gated norm and the headers of its rows.
   static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
   static constexpr int kDyBegin = SliceOf::template kBytes<X>;
@@ -290,9 +291,6 @@ struct Rows {
                                               const Acc (&weight)[kElements], int64_t group) const {
     const auto slice = this->slice.again();
     const Staged from = staged(stage);
-    X* const dx = compute_once(header(stage).dx);
-    T* const grad_gate = compute_once(header(stage).grad_gate);
-    const int dx_cols = dx == nullptr ? 0 : part_cols, gate_cols = grad_gate == nullptr ? 0 : part_cols;
     const bool gate_first = flags.has(kGateFirst);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
@@ -317,8 +315,10 @@ struct Rows {
           x[e] = du;
         }
       }
-      slice.store(dx, j, x, dx_cols);
-      slice.store(grad_gate, j, gate, gate_cols);
+      // The addresses come from shared memory each time, because they would take registers.
+      const auto store = [&](auto* to, const Acc(&v)[kStep]) { slice.store(to, j, v, to == nullptr ? 0 : part_cols); };
+      store(header(stage).dx, x);
+      store(header(stage).grad_gate, gate);
     }
   }
 

@@ -230,10 +230,16 @@ struct ThreadPart {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // Blocks that fit on a multiprocessor. Four vectors of a thread leave room for 32 warps of 64 registers per thread, or
-// 24 of 80 if they have 16 bits, and eight for 20 warps of 96, or 24 of 80 if they are float32.
+// 24 of 80 if they have 16 bits, and eight for 20 warps of 96, or 24 of 80 if they are float32. Code for 10.0 would
+// then spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kMaxFloatThreads = 320;
+#else
+constexpr int kMaxFloatThreads = 384;
+#endif
 template <class X, int kVectors>
 constexpr int kMaxThreads = kVectors == 4    ? 256
-                            : sizeof(X) == 4 ? 384
+                            : sizeof(X) == 4 ? kMaxFloatThreads
                                              : 320;
 template <class X, int kVectors>
 constexpr int kMinBlocksPerSM = kVectors == 8    ? 2

@@ -13,7 +13,18 @@ import pytest
 import torch
 from support.backends import ALL, MASKS, Results, assert_same_bits, check, check_images, run, run_images, run_pixels
 from support.inputs import all_dtypes, amid_nans, hard_rows, randn, random_args
-from support.reference import BF16, F16, F32, F64, RESIDUALS, broadcast_rows, dtypes_id, xhat_error_from_output
+from support.reference import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    RESIDUALS,
+    broadcast_rows,
+    check_backward,
+    check_forward,
+    dtypes_id,
+    xhat_error_from_output,
+)
 
 WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
 
@@ -381,11 +392,13 @@ def test_gates_beside_residuals_match_float64(library, dtypes, run, path):
                 assert_same_bits([in_place, *results], [total, output, mean, rstd], case)
         x64, gate64 = x.double(), gate.double()
         assert_close(total, residual.double() + gate64 * x64, residual.double().abs() + (gate64 * x64).abs(), acc, case)
-        more = {"grad_sum": grad_sum, "context": (case,), **variant}
-        rows_of = (t if t is None else t.contiguous() for t in (output, mean, rstd, gradients[0]))
-        output, mean, rstd, ds = rows_of
+        total, output, mean, rstd, ds = (
+            t if t is None else t.contiguous() for t in (total, output, mean, rstd, gradients[0])
+        )
         absent = [gradient if wanted else None for gradient, wanted in zip(gradients[1:3], mask[1:3], strict=True)]
-        check(Results(output, None, mean, rstd, ds, *absent), total.contiguous(), dy, w, b, **more)
+        rows, arguments = ([broadcast_rows(t, x.shape[:-1]) for t in g] for g in ((output, mean, rstd), (total, w, b)))
+        check_forward(rows, *arguments, 1e-5, (case,), dtype=dtypes[0], **variant)
+        check_backward((ds, *absent), dy, total, w, b, 1e-5, (case,), grad_sum=grad_sum, **variant)
         if mask[3]:
             assert_close(gradients[3], gate64 * ds.double(), torch.zeros(()), acc, case, "grad_gated_input")
         if mask[4]:
