@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from . import tracing
+from ._calls import check_residual, norm, override, rms_eps
 from ._ops import _C
 from ._script import compile_as_operators
-from .functional import _norm, check_residual, override, rms_eps
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, describe_options, to_fp32
 
 __all__ = ["AdaLayerNorm2d", "AdaRMSNorm2d", "AddAdaLayerNorm2d", "AddAdaRMSNorm2d", "AddLayerNorm2d", "AddRMSNorm2d"]
@@ -302,7 +302,7 @@ def _norm_2d(
     tracing.check("check_images", input, residual, weight, bias, adaptive, gate)
     last = input.dim() - 1
     rows = input.movedim(1, last)
-    output, total = _norm(
+    output, total = norm(
         rows,
         None if residual is None else residual.movedim(1, last),
         rows.shape[-1:],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
-from . import tracing
+from ._calls import gated_norm, is_overridden, modulated_norm, norm, override, rms_eps
 from ._ops import _C
 from ._script import compile_as_operators
 
@@ -97,9 +97,9 @@ def layer_norm(
         output = _C.layer_norm(input, normalized_shape, weight, bias, eps, **options)
         if output is not None:
             return output
-    if _is_overridden(input, weight, bias):
+    if is_overridden(input, weight, bias):
         return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
-    return _norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
+    return norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
 
 
 def rms_norm(
@@ -125,13 +125,13 @@ def rms_norm(
         ``input`` is, else contiguous.
     """
     options: dict[str, Any] = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
-    if _is_overridden(input, weight):
+    if is_overridden(input, weight):
         return override(rms_norm, input, normalized_shape, weight=weight, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, **options)
         if output is not None:
             return output
-    return _norm(input, None, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)[0]
+    return norm(input, None, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)[0]
 
 
 def add_layer_norm(
@@ -191,13 +191,13 @@ def add_layer_norm(
         torch.Size([2, 3, 8])
     """
     options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if _is_overridden(input, residual, weight, bias, gate):
+    if is_overridden(input, residual, weight, bias, gate):
         return override(add_layer_norm, input, residual, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         results = _C.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
         if results is not None:
             return results
-    return _modulated_norm(input, residual, normalized_shape, weight, bias, eps, **options)
+    return modulated_norm(input, residual, normalized_shape, weight, bias, eps, **options)
 
 
 def add_rms_norm(
@@ -221,13 +221,13 @@ def add_rms_norm(
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if _is_overridden(input, residual, weight, gate):
+    if is_overridden(input, residual, weight, gate):
         return override(add_rms_norm, input, residual, normalized_shape, weight=weight, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         results = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
         if results is not None:
             return results
-    return _modulated_norm(input, residual, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
+    return modulated_norm(input, residual, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
 
 
 def ada_layer_norm(
@@ -272,13 +272,13 @@ def ada_layer_norm(
         >>> ada_layer_norm(x, (8,), scale, shift).shape
         torch.Size([2, 3, 8])
     """
-    if _is_overridden(input, scale, shift):
+    if is_overridden(input, scale, shift):
         return override(ada_layer_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.ada_layer_norm(input, normalized_shape, scale, shift, eps)
         if output is not None:
             return output
-    return _modulated_norm(input, None, normalized_shape, scale, shift, eps, adaptive=True)[0]
+    return modulated_norm(input, None, normalized_shape, scale, shift, eps, adaptive=True)[0]
 
 
 def ada_rms_norm(
@@ -298,13 +298,13 @@ def ada_rms_norm(
     <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    if _is_overridden(input, scale, shift):
+    if is_overridden(input, scale, shift):
         return override(ada_rms_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.ada_rms_norm(input, normalized_shape, scale, shift, eps)
         if output is not None:
             return output
-    return _modulated_norm(input, None, normalized_shape, scale, shift, eps, adaptive=True, rms=True)[0]
+    return modulated_norm(input, None, normalized_shape, scale, shift, eps, adaptive=True, rms=True)[0]
 
 
 def add_ada_layer_norm(
@@ -337,7 +337,7 @@ def add_ada_layer_norm(
         torch.Size([2, 3, 8])
     """
     options: dict[str, Any] = {"gate": gate, "inplace": inplace}
-    if _is_overridden(input, residual, scale, shift, gate):
+    if is_overridden(input, residual, scale, shift, gate):
         return override(
             add_ada_layer_norm, input, residual, normalized_shape, scale=scale, shift=shift, eps=eps, **options
         )
@@ -345,7 +345,7 @@ def add_ada_layer_norm(
         results = _C.add_ada_layer_norm(input, residual, normalized_shape, scale, shift, eps, **options)
         if results is not None:
             return results
-    return _modulated_norm(input, residual, normalized_shape, scale, shift, eps, adaptive=True, **options)
+    return modulated_norm(input, residual, normalized_shape, scale, shift, eps, adaptive=True, **options)
 
 
 def add_ada_rms_norm(
@@ -370,7 +370,7 @@ def add_ada_rms_norm(
     Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     options: dict[str, Any] = {"gate": gate, "inplace": inplace}
-    if _is_overridden(input, residual, scale, shift, gate):
+    if is_overridden(input, residual, scale, shift, gate):
         return override(
             add_ada_rms_norm, input, residual, normalized_shape, scale=scale, shift=shift, eps=eps, **options
         )
@@ -378,7 +378,7 @@ def add_ada_rms_norm(
         results = _C.add_ada_rms_norm(input, residual, normalized_shape, scale, shift, eps, **options)
         if results is not None:
             return results
-    return _modulated_norm(input, residual, normalized_shape, scale, shift, eps, adaptive=True, rms=True, **options)
+    return modulated_norm(input, residual, normalized_shape, scale, shift, eps, adaptive=True, rms=True, **options)
 
 
 def gated_layer_norm(
@@ -443,13 +443,13 @@ def gated_layer_norm(
     """
     options: dict[str, Any] = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
     options["zero_centered_weight"] = zero_centered_weight
-    if _is_overridden(input, gate, weight, bias):
+    if is_overridden(input, gate, weight, bias):
         return override(gated_layer_norm, input, gate, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.gated_layer_norm(input, gate, normalized_shape, weight, bias, eps, **options)
         if output is not None:
             return output
-    return _gated_norm(input, gate, normalized_shape, weight, bias, eps, **options)
+    return gated_norm(input, gate, normalized_shape, weight, bias, eps, **options)
 
 
 def gated_rms_norm(
@@ -486,254 +486,14 @@ def gated_rms_norm(
     """
     options: dict[str, Any] = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
     options["zero_centered_weight"] = zero_centered_weight
-    if _is_overridden(input, gate, weight):
+    if is_overridden(input, gate, weight):
         return override(gated_rms_norm, input, gate, normalized_shape, weight=weight, eps=eps, **options)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.gated_rms_norm(input, gate, normalized_shape, weight, eps, **options)
         if output is not None:
             return output
-    return _gated_norm(input, gate, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
+    return gated_norm(input, gate, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
 
 
 compile_as_operators(layer_norm, rms_norm, add_layer_norm, add_rms_norm, ada_layer_norm, ada_rms_norm)
 compile_as_operators(add_ada_layer_norm, add_ada_rms_norm, gated_layer_norm, gated_rms_norm)
-
-
-def _modulated_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    *,
-    gate: Tensor | None = None,
-    adaptive: bool = False,
-    **options: bool,
-) -> tracing.Results:
-    """Insert the batch dimensions that scale and shift, if ``adaptive``, and the gate of a residual lack."""
-    scale, shift = (weight, bias) if adaptive else (None, None)
-    if input.is_nested:
-        for name, parameter in {"scale": scale, "shift": shift, "gate": gate}.items():
-            if parameter is not None and parameter.dim() != len(normalized_shape):
-                raise RuntimeError(
-                    f"Expected {name} to be of same shape as normalized_shape for a nested input, but got {name} of "
-                    f"shape {list(parameter.shape)} and normalized_shape = {list(normalized_shape)}"
-                )
-    elif adaptive or gate is not None:
-        normalized_shape = tracing.constant_sizes(normalized_shape)
-        tracing.check("check_modulation", input, normalized_shape, scale, shift, gate)
-        scale, shift, gate = (_insert_batch_dims(t, input, len(normalized_shape)) for t in (scale, shift, gate))
-    if adaptive:
-        weight, bias = scale, shift
-        options["zero_centered_weight"] = True
-    return _norm(input, residual, normalized_shape, weight, bias, eps, gate=gate, **options)
-
-
-def _gated_norm(
-    input: Tensor,
-    gate: Tensor | None,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    *,
-    activation: str,
-    gate_first: bool,
-    num_groups: int,
-    **options: Any,
-) -> Tensor:
-    """Check the options, which a plain norm without a gate ignores."""
-    if activation not in ("silu", "sigmoid"):
-        raise RuntimeError(
-            f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}" and input of shape '
-            f"{list(input.shape)}"
-        )
-    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
-        raise RuntimeError(
-            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
-            f"normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
-        )
-    if gate is not None:
-        options |= {"activation": activation, "gate_first": gate_first}
-    return _norm(input, None, normalized_shape, weight, bias, eps, gate=gate, num_groups=num_groups, **options)[0]
-
-
-def _norm(
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    *,
-    gate: Tensor | None = None,
-    num_groups: int = 1,
-    rms: bool = False,
-    zero_centered_weight: bool = False,
-    memory_efficient: bool = False,
-    preserve_layout: bool = False,
-    inplace: bool | None = None,
-    **gate_options: Any,
-) -> tracing.Results:
-    """Compute any member of the family by operators that a tracer can record; also of nested tensors.
-
-    ``inplace`` is None for functions without a residual. ``gate_options`` are ``activation`` and ``gate_first`` of a
-    gated norm with a gate.
-    """
-    if eps is None:
-        raise TypeError("layer_norm(): argument 'eps' must be float, not NoneType")
-    check_residual(input, residual, inplace)
-    # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls one
-    # with the item of a tensor, as torch's functions do.
-    if eps == 0:
-        eps = 0.0
-    options = {"rms": rms, "zero_centered_weight": zero_centered_weight, **gate_options}
-    if input.is_nested:
-        options |= {"memory_efficient": memory_efficient, "inplace": inplace, "num_groups": num_groups}
-        return _norm_nested(input, residual, normalized_shape, weight, bias, eps, gate=gate, **options)
-    normalized_shape = tracing.constant_sizes(normalized_shape)
-    if num_groups != 1:
-        activation = gate_options.get("activation")
-        tracing.check("check_forward", input, None, normalized_shape, weight, bias, gate, activation)
-        sizes, dims = (num_groups, normalized_shape[0] // num_groups), input.dim()
-        input, gate, weight, bias = (_divide(t, sizes, dims) for t in (input, gate, weight, bias))
-        output, _ = _norm(input, None, sizes[1:], weight, bias, eps, gate=gate, **options)
-        return output.flatten(dims - 1), None
-    if tracing.records_aten():
-        return tracing.norm(
-            input, residual, normalized_shape, weight, bias, eps, gate=gate, inplace=bool(inplace), **options
-        )
-    ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
-    arguments = (normalized_shape, weight, bias, eps)
-    options |= {"memory_efficient": memory_efficient, "preserve_layout": preserve_layout}
-    if inplace:
-        return ops.forward_.fused(input, *arguments, residual, gate, **options)[0], residual
-    if residual is None and gate is None:
-        return ops.forward.default(input, *arguments, **options)[0], None
-    return ops.forward.fused(input, *arguments, residual, gate, **options)[:2]
-
-
-def check_residual(input: Tensor, residual: Tensor | None, inplace: bool | None) -> None:
-    """Raise the error of eager calls for a missing residual; ``inplace`` is None for functions without one."""
-    if residual is None and inplace is not None:
-        raise TypeError(f"argument 'residual' must be Tensor, not NoneType, for input of shape {list(input.shape)}")
-
-
-def _divide(tensor: Any, sizes: tuple[int, int], dims: int) -> Any:
-    """Return a view with the last dimension divided and, for a shared parameter, the batch dimensions that it lacks."""
-    return None if tensor is None else tensor.unflatten(-1, sizes)[(None,) * (dims - tensor.dim())]
-
-
-def rms_eps(input: Tensor, eps: float | None) -> float:
-    """Return eps, by default torch.finfo(dtype).eps of the accumulation dtype, as in torch."""
-    if eps is None:
-        return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
-    return eps
-
-
-def _insert_batch_dims(parameter: Tensor | None, input: Tensor, normalized_dims: int) -> Tensor | None:
-    """Insert the batch dimensions that a scale, a shift or the gate of a residual lacks after those that it has."""
-    if parameter is None or parameter.dim() == normalized_dims:
-        return parameter
-    for _ in range(input.dim() - parameter.dim()):
-        parameter = parameter.unsqueeze(-1 - normalized_dims)
-    return parameter
-
-
-def _is_overridden(input: Tensor, *others: Tensor | None) -> bool:
-    if not has_torch_function_variadic(input, *others):
-        return False
-    with torch._C.DisableTorchFunctionSubclass():  # do not call the override for is_nested
-        # torch's override for jagged tensors looks functions up by name, and would mistake this rms_norm for torch's.
-        return not (isinstance(input, Tensor) and input.is_nested)
-
-
-def override(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call the ``__torch_function__`` of an argument instead of a function."""
-    return handle_torch_function(function, (*arguments, *keywords.values()), *arguments, **keywords)
-
-
-def _norm_nested(
-    input: Any,  # torch's class of jagged tensors is private
-    residual: Any,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    gate: Any = None,
-    **options: Any,
-) -> tracing.Results:
-    """Normalize all values of a jagged tensor at once, and the components of other nested tensors one by one."""
-    jagged, dims, inplace = input.layout == torch.jagged, len(normalized_shape), options["inplace"]
-    if jagged and tuple(normalized_shape) != tuple(input.shape[1:][-dims:]):
-        raise RuntimeError(
-            f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with shape [B, *, "
-            f"{str(list(normalized_shape))[1:-1]}], but got input of size{list(input.shape)}"
-        )
-    parameters = {"weight": weight, "bias": bias}
-    alike = {"residual": residual}  # tensors with the components of the input
-    (alike if "activation" in options else parameters)["gate"] = gate
-    for name, tensor in alike.items():
-        if tensor is not None and not (
-            tensor.is_nested and tensor.layout == input.layout and _sizes(tensor) == _sizes(input)
-        ):
-            raise RuntimeError(
-                f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
-                f"size{_sizes(tensor)} and input of size{_sizes(input)}"
-            )
-    over_ragged = jagged and input._ragged_idx >= input.dim() - dims
-    if over_ragged:
-        if "activation" in options:
-            raise RuntimeError(
-                f"Expected gate to be None for normalized_shape = {list(normalized_shape)}, which includes the ragged "
-                f"dimension, but got gate of shape {list(gate.shape)}"
-            )
-        for name, tensor in parameters.items():
-            if tensor is not None:
-                raise RuntimeError(
-                    f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
-                    f"{list(tensor.shape)} and normalized_shape = {list(normalized_shape)}, which includes "
-                    "the ragged dimension"
-                )
-        if input.lengths() is not None:
-            raise RuntimeError(
-                f"Given normalized_shape={list(normalized_shape)} with the ragged dimension, expected a jagged "
-                "input without holes, but got one with lengths"
-            )
-
-    def join(values: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)
-
-    if jagged and (not over_ragged or torch.compiler.is_compiling()):
-        values, added = input.values(), None if residual is None else residual.values()
-        if over_ragged:  # torch.compile does not know the number of components
-            offsets, ragged_dim, rms = input.offsets(), input._ragged_idx - 1, options["rms"]
-            output, total = tracing.norm_over_ragged(
-                values, added, normalized_shape, eps, offsets, ragged_dim, rms=rms, inplace=inplace
-            )
-        else:
-            factor = gate.values() if gate is not None and gate.is_nested else gate
-            output, total = _norm(values, added, normalized_shape, weight, bias, eps, gate=factor, **options)
-        return join(output), residual if inplace or residual is None else join(total)
-
-    components = input.unbind()
-    residuals = [None] * len(components) if residual is None else residual.unbind()
-    gates = gate.unbind() if gate is not None and gate.is_nested else [gate] * len(components)
-    results = []
-    for x, added, factor in zip(components, residuals, gates, strict=True):
-        shape = x.shape[-dims:] if jagged else normalized_shape
-        results.append(_norm(x, added, shape, weight, bias, eps, gate=factor, **options))
-
-    def gather(parts: list[Tensor]) -> Tensor:
-        return join(torch.cat(parts, input._ragged_idx - 1)) if jagged else torch.nested.as_nested_tensor(parts)
-
-    output = gather([output for output, _ in results])
-    return output, residual if inplace or residual is None else gather([total for _, total in results])
-
-
-def _sizes(tensor: Tensor) -> list[Any]:
-    """Return the shape, or the shapes of the components of a strided nested tensor."""
-    is_strided = tensor.is_nested and tensor.layout != torch.jagged
-    return tensor._nested_tensor_size().tolist() if is_strided else list(tensor.shape)

@@ -126,34 +126,34 @@ def norm(
 ) -> Results:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
     check("check_forward", input, residual, normalized_shape, weight, bias, gate, activation)
-    accumulate_dtype = _accumulate_dtype(input)
+    accumulate_dtype = accumulation_dtype(input)
     x, total, output_factor = input, None, None
     if gate is not None:
-        factor = _cast(gate, accumulate_dtype)
+        factor = cast(gate, accumulate_dtype)
         if activation is not None:
             factor = F.silu(factor) if activation == "silu" else torch.sigmoid(factor)
         if activation is None or gate_first:
-            x = _cast(input, accumulate_dtype) * factor
+            x = cast(input, accumulate_dtype) * factor
         else:
             output_factor = factor
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = _cast(_cast(x, accumulate_dtype) + _cast(residual, accumulate_dtype), residual.dtype)
+        x = cast(cast(x, accumulate_dtype) + cast(residual, accumulate_dtype), residual.dtype)
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
-        weight = _cast(weight, accumulate_dtype) + 1
+        weight = cast(weight, accumulate_dtype) + 1
     # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
     apart = (rms and bias is not None) or any(parameter.dim() > len(normalized_shape) for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
     mixed = apart or output_factor is not None or any(parameter.dtype != x.dtype for parameter in parameters)
     dtype = accumulate_dtype if mixed else x.dtype
-    x = _cast(x, dtype)
-    weight, bias = (None if parameter is None else _cast(parameter, dtype) for parameter in (weight, bias))
+    x = cast(x, dtype)
+    weight, bias = (None if parameter is None else cast(parameter, dtype) for parameter in (weight, bias))
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         apart = True
         dims = [-1 - d for d in range(len(normalized_shape))]
-        wide = _cast(x, accumulate_dtype)
+        wide = cast(x, accumulate_dtype)
         output = wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)
     elif rms:
         output = F.rms_norm(x, normalized_shape, None if apart else weight, eps)
@@ -163,42 +163,7 @@ def norm(
         output = output if weight is None else output * weight
         output = output if bias is None else output + bias
     output = output if output_factor is None else output * output_factor
-    return _cast(output, input.dtype), total  # under autocast, torch's functions may return float32
-
-
-def norm_over_ragged(
-    values: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    offsets: Tensor,
-    ragged_dim: int,
-    *,
-    rms: bool,
-    inplace: bool | None,
-) -> Results:
-    """Normalize the values of a jagged tensor over dimensions that include the ragged one, with torch's precision."""
-    x, total = values, None
-    if residual is not None:
-        x = values + residual
-        total = residual.copy_(x) if inplace else x
-    x = _cast(x, _accumulate_dtype(values))
-    dims = range(x.dim() - len(normalized_shape), x.dim())
-    lengths = offsets.diff()
-    components = torch.arange(lengths.size(0), device=values.device)
-    component = torch.repeat_interleave(components, lengths, output_size=x.size(ragged_dim))
-
-    def mean(t: Tensor) -> Tensor:
-        for dim in dims:
-            t = t if dim == ragged_dim else t.mean(dim, keepdim=True)
-        sizes = [lengths.size(0) if dim == ragged_dim else size for dim, size in enumerate(t.shape)]
-        sums = t.new_zeros(sizes).index_add(ragged_dim, component, t)
-        shape = [-1 if dim == ragged_dim else 1 for dim in range(t.dim())]
-        return (sums / lengths.view(shape)).index_select(ragged_dim, component)
-
-    if not rms:
-        x = x - mean(x)
-    return _cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
+    return cast(output, input.dtype), total  # under autocast, torch's functions may return float32
 
 
 def with_format_of(input: Tensor, output: Tensor) -> Tensor:
@@ -209,9 +174,11 @@ def with_format_of(input: Tensor, output: Tensor) -> Tensor:
     return output if is_channels_last else output.contiguous()
 
 
-def _accumulate_dtype(input: Tensor) -> torch.dtype:
+def accumulation_dtype(input: Tensor) -> torch.dtype:
+    """Return the dtype of statistics and sums."""
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor, without a node in the graph if it has the dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
