@@ -108,7 +108,7 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
         yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
     yield (
         "backward, gated input",
-        backward_fused(x, x, n, mean, rstd, w, b, [False] * 3 + [True, False], x, w, **layout),
+        backward_fused(x, x, n, mean, rstd, w, b, [False] * 3 + [True, False], x, w, x, **layout),
     )
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
