@@ -43,7 +43,7 @@ ACTIVATION: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Ta
 
 _CONTAINERS = (dict, list, set)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Of input, parameters and gate, if there are any.
+# The dtypes of input, parameters and gate; None if a call has no parameters or no gate.
 _Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 

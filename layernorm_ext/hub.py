@@ -93,7 +93,7 @@ _ZERO_CENTERED = {
     "vaultgemma": "VaultGemmaRMSNorm",
 }
 
-# Those that multiply the input by the gate, some in groups.
+# The classes that multiply the input by the gate before the norm. Some normalize groups.
 _GATE_FIRST = {
     "bamba": "BambaRMSNormGated",
     "granitemoehybrid": "GraniteMoeHybridRMSNormGated",

@@ -149,7 +149,7 @@ def test_errors_of_backward(backend, context, message, changes):
 
 
 def test_errors_of_gates(backend, context):
-    """Those that the public functions cannot cause; FUNCTION_ERRORS has the others."""
+    """The public functions cannot cause these errors; FUNCTION_ERRORS has the others."""
     x, statistics = X.to(backend.device), STATISTICS.to(backend.device)
     forward, arguments = backend.ops.forward.fused, (x, [3], None, None, 1e-5)
     with raises(
