@@ -21,12 +21,14 @@ from ._compatibility import check_torch
 
 check_torch()
 
-from . import channels_first, conversion, functional, modules, tracing
+from . import channels_first, conversion, functional, modules, modules_2d, modules_adaptive, tracing
 from ._ops import register_with_torch
 from .channels_first import *
 from .conversion import *
 from .functional import *
 from .modules import *
+from .modules_2d import *
+from .modules_adaptive import *
 from .tracing import *
 
 __all__ = []
@@ -34,6 +36,8 @@ __all__ += channels_first.__all__
 __all__ += conversion.__all__
 __all__ += functional.__all__
 __all__ += modules.__all__
+__all__ += modules_2d.__all__
+__all__ += modules_adaptive.__all__
 __all__ += tracing.__all__
 __version__ = metadata.version("layernorm-ext")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ._replacements import keep_output_dtypes
-from .channels_first import LayerNorm2d, RMSNorm2d
 from .modules import LayerNorm, RMSNorm
+from .modules_2d import LayerNorm2d, RMSNorm2d
 
 
 class SkippedError(Exception):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .channels_first import LayerNorm2d, RMSNorm2d, rms_norm_2d
+from .channels_first import rms_norm_2d
 from .functional import rms_norm
 from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
+from .modules_2d import LayerNorm2d, RMSNorm2d
 
 # The output dtype for the dtypes of input and weight, if it is not that of the input.
 OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]

@@ -28,8 +28,8 @@ from ._comparison import (
     tensor_attribute,
 )
 from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
-from .channels_first import LayerNorm2d, RMSNorm2d
 from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
+from .modules_2d import LayerNorm2d, RMSNorm2d
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
 
