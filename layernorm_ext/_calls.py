@@ -58,19 +58,24 @@ def gated_norm(
     **options: Any,
 ) -> Tensor:
     """Check the options, which a plain norm without a gate ignores."""
-    if activation not in ("silu", "sigmoid"):
-        raise RuntimeError(
-            f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}" and input of shape '
-            f"{list(input.shape)}"
-        )
-    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
-        raise RuntimeError(
-            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
-            f"normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
-        )
+    error = gate_options_error(activation, num_groups, normalized_shape)
+    if error is not None:
+        raise RuntimeError(f"{error} and input of shape {list(input.shape)}")
     if gate is not None:
         options |= {"activation": activation, "gate_first": gate_first}
     return norm(input, None, normalized_shape, weight, bias, eps, gate=gate, num_groups=num_groups, **options)[0]
+
+
+def gate_options_error(activation: str, num_groups: int, normalized_shape: Sequence[int]) -> str | None:
+    """Return the error of an unknown activation, or of groups that do not divide the normalized dimension."""
+    if activation not in ("silu", "sigmoid"):
+        return f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}"'
+    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
+        return (
+            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
+            f"normalized_shape = {list(normalized_shape)}"
+        )
+    return None
 
 
 def norm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
+from ._calls import gate_options_error
 from .functional import add_layer_norm, add_rms_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
 
 __all__ = ["AddLayerNorm", "AddRMSNorm", "GatedLayerNorm", "GatedRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
@@ -298,6 +300,14 @@ class AddRMSNorm(RMSNorm):
         )
 
 
+def _check_gate_options(activation: str, num_groups: int, normalized_shape: tuple[int, ...]) -> None:
+    if not isinstance(num_groups, Integral):
+        raise TypeError(f"Expected num_groups to be an int, but got num_groups={num_groups!r}")
+    error = gate_options_error(activation, num_groups, normalized_shape)
+    if error is not None:
+        raise ValueError(error)
+
+
 class GatedLayerNorm(LayerNorm):
     r"""Layer normalization whose output, or input, is multiplied by an activated gate.
 
@@ -315,6 +325,10 @@ class GatedLayerNorm(LayerNorm):
         gate_first: Whether the gate multiplies the input instead of the output.
         num_groups: The number of groups of equal size into which the last dimension is divided. Each is normalized
             apart; the weight has all elements.
+
+    Raises:
+        ValueError: ``activation`` is unknown, or ``num_groups`` does not divide the only dimension of
+            ``normalized_shape``.
 
     Shape:
         Input, gate and output: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. ``weight`` (initially ones) and
@@ -347,6 +361,7 @@ class GatedLayerNorm(LayerNorm):
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias, device, dtype, zero_centered_weight=zero_centered_weight
         )
+        _check_gate_options(activation, num_groups, self.normalized_shape)
         self.activation = activation
         self.gate_first = gate_first
         self.num_groups = num_groups
@@ -403,6 +418,7 @@ class GatedRMSNorm(RMSNorm):
         super().__init__(
             normalized_shape, eps, elementwise_affine, device, dtype, zero_centered_weight=zero_centered_weight
         )
+        _check_gate_options(activation, num_groups, self.normalized_shape)
         self.activation = activation
         self.gate_first = gate_first
         self.num_groups = num_groups

@@ -396,6 +396,19 @@ def test_errors_of_functions_and_modules(context, message, call):
         call()
 
 
+@pytest.mark.parametrize("cls", [layernorm_ext.GatedLayerNorm, layernorm_ext.GatedRMSNorm])
+def test_constructors_of_gated_modules_check_their_options(cls):
+    message = 'Expected activation to be "silu" or "sigmoid", but got activation = "relu"'
+    with pytest.raises(ValueError, match=message):
+        cls(8, activation="relu")
+    for size, num_groups in ((8, 3), (8, 0), ((5, 8), 2)):
+        message = "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = "
+        with pytest.raises(ValueError, match=message + str(num_groups)):
+            cls(size, num_groups=num_groups)
+    with pytest.raises(TypeError, match=re.escape("Expected num_groups to be an int, but got num_groups=2.0")):
+        cls(8, num_groups=2.0)
+
+
 ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices
     "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta")),
     "Expected gate to be on the device of input": (
