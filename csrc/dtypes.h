@@ -20,26 +20,22 @@ struct Types {
 template <class Elements, class F>
 void dispatch_dtypes(const Params& p, F&& f) {
   using E = Elements;
-  const auto is = [&](Dtype dtype, Dtype sum_dtype, Dtype param_dtype) {
-    return p.dtype == dtype && p.sum_dtype == sum_dtype && p.param_dtype == param_dtype;
+  using Float = typename E::Float32;
+  const auto is_sum_and_parameters = [&](Dtype sum_dtype, Dtype param_dtype) {
+    return p.sum_dtype == sum_dtype && p.param_dtype == param_dtype;
   };
-  const auto with_16_bit = [&](Dtype half, auto element) {
+  const auto with_16_bit = [&](auto element) {
     using Half = decltype(element);
-    if (is(half, half, half)) return f(Types<Half, Half, Half>{}), true;
-    if (is(half, half, Dtype::kFloat32)) return f(Types<Half, Half, typename E::Float32>{}), true;
-    if (is(half, Dtype::kFloat32, Dtype::kFloat32)) {
-      return f(Types<Half, typename E::Float32, typename E::Float32>{}), true;
-    }
-    return false;
-  };
-  if (is(Dtype::kFloat64, Dtype::kFloat64, Dtype::kFloat64)) {
-    f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});
-  } else if (is(Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32)) {
-    f(Types<typename E::Float32, typename E::Float32, typename E::Float32>{});
-  } else if (!with_16_bit(Dtype::kFloat16, typename E::Float16{}) &&
-             !with_16_bit(Dtype::kBFloat16, typename E::BFloat16{})) {
+    if (is_sum_and_parameters(p.dtype, p.dtype)) return f(Types<Half, Half, Half>{});
+    if (is_sum_and_parameters(p.dtype, Dtype::kFloat32)) return f(Types<Half, Half, Float>{});
+    if (is_sum_and_parameters(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<Half, Float, Float>{});
     no_kernel_for(p);
-  }
+  };
+  if (p.dtype == Dtype::kFloat16) return with_16_bit(typename E::Float16{});
+  if (p.dtype == Dtype::kBFloat16) return with_16_bit(typename E::BFloat16{});
+  if (!is_sum_and_parameters(p.dtype, p.dtype)) no_kernel_for(p);
+  if (p.dtype == Dtype::kFloat32) return f(Types<Float, Float, Float>{});
+  f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});
 }
 
 }  // namespace layernorm
