@@ -403,21 +403,19 @@ bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) 
 
 // Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
 // group.
-template <class B, bool with_dx, bool streaming, bool wants_dweight, bool with_dbias>
+template <class B, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
 void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
                        const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
-  constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
-  constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
   // For the usual gradients only, because each copy of the loop enlarges the library.
-  if constexpr (kHasColumnLoop && B::kTogether && with_dx && kWithDweight) {
+  if constexpr (kHasColumnLoop && B::kTogether && with_dx && with_dweight) {
     if (b.policy.by_columns && !any_special) {
-      return gradients_loop_by_columns<Wanted<false, with_dx, kStreaming, kWithDweight, with_dbias>>(
+      return gradients_loop_by_columns<Wanted<false, with_dx, streaming, with_dweight, with_dbias>>(
           b, buffer, group, r, count, first, c, begin, n);
     }
   }
   int64_t k = 0;
   const auto loop = [&](auto rows, auto special) {
-    gradients_loop_by_rows<rows, Wanted<special, with_dx, kStreaming, kWithDweight, with_dbias>>(
+    gradients_loop_by_rows<rows, Wanted<special, with_dx, streaming, with_dweight, with_dbias>>(
         b, buffer, group, r + k, first && k == 0, c.from(k), begin, n);
     k += rows;
   };
@@ -436,9 +434,15 @@ void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int
 // block of rows would slow down short rows.
 template <class B>
 auto choose_gradients(const B& b) {
-  auto* chosen = compute_gradients<B, true, true, true, true>;
-  dispatch_flags([&](auto... flags) { chosen = compute_gradients<B, flags...>; }, b.p.grad_input.data != nullptr,
-                 b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+  auto* chosen = compute_gradients<B, true, false, true, true>;
+  dispatch_flags(
+      [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
+        constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
+        // dbias alone is rare, and has no loop of its own.
+        chosen = compute_gradients<B, with_dx, kStreaming, wants_dweight || with_dbias, with_dbias>;
+      },
+      b.p.grad_input.data != nullptr, b.policy.streams, b.p.grad_weight.data != nullptr,
+      b.p.grad_bias.data != nullptr);
   return chosen;
 }
 
