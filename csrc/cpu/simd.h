@@ -120,9 +120,23 @@ inline Pack<Acc> fma(const Pack<Acc>& x, const Y& y, const Z& z) {
 
 // ---- exp ------------------------------------------------------------------------------------------------------------
 
+// max(x, least). NaN stays NaN.
+#if defined(__AVX512F__)
+inline Vec<float> at_least(Vec<float> x, Vec<float> least) { return _mm512_max_ps(least, x); }
+inline Vec<double> at_least(Vec<double> x, Vec<double> least) { return _mm512_max_pd(least, x); }
+#elif defined(__AVX2__)
+inline Vec<float> at_least(Vec<float> x, Vec<float> least) { return _mm256_max_ps(least, x); }
+inline Vec<double> at_least(Vec<double> x, Vec<double> least) { return _mm256_max_pd(least, x); }
+#else
+template <class V>
+inline V at_least(V x, V least) {
+  return x < least ? least : x;
+}
+#endif
+
 // exp(x) = 2^n * exp(r), where n is x / ln(2) rounded to an integer, so that |r| is at most about ln(2) / 2. ln(2) has
-// two parts; the product of n with the first one is exact. exp(r) is a polynomial that begins with 1 + r; the others of
-// its coefficients minimize the largest relative error (2^-28 and 2^-57).
+// two parts; the product of n with the first one is exact. exp(r) is 1 + r + r^2 * p(r); the coefficients of p, from
+// the last on, minimize the largest relative error (2^-28 and 2^-57).
 template <class Acc>
 struct ExpConstants;
 template <>
@@ -132,8 +146,8 @@ struct ExpConstants<float> {
   static constexpr float kLeast = -104;  // whose exp is zero in float
   static constexpr float kInverseLn2 = 0x1.715476p+0f, kLn2First = 0x1.63p-1f, kLn2Rest = -0x1.bd0106p-13f;
   static constexpr float kShift = 0x1p64f, kRound = 0x1.8p23f + 127 + 64;
-  static constexpr float kCoefficients[] = {
-      0x1.6a23e6p-10f, 0x1.123a2p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f, 0x1.fffffcp-2f, 1, 1};
+  static constexpr float kCoefficients[] = {0x1.6a23e6p-10f, 0x1.123a2p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f,
+                                            0x1.fffffcp-2f};
 };
 template <>
 struct ExpConstants<double> {
@@ -143,40 +157,36 @@ struct ExpConstants<double> {
   static constexpr double kInverseLn2 = 0x1.71547652b82fep+0, kLn2First = 0x1.62e42feep-1,
                           kLn2Rest = 0x1.a39ef35793c76p-33;
   static constexpr double kShift = 0x1p512, kRound = 0x1.8p52 + 1023 + 512;
-  static constexpr double kCoefficients[] = {0x1.ad7f3b22740dcp-26,
-                                             0x1.28ad9b7868661p-22,
-                                             0x1.71df25b516d4cp-19,
-                                             0x1.a01999e274b14p-16,
-                                             0x1.a01a012a0e7e8p-13,
-                                             0x1.6c16c18438a89p-10,
-                                             0x1.1111111127d10p-7,
-                                             0x1.555555555083fp-5,
-                                             0x1.55555555554f9p-3,
-                                             0x1.000000000000ap-1,
-                                             1,
-                                             1};
+  static constexpr double kCoefficients[] = {
+      0x1.ad7f3b22740dcp-26, 0x1.28ad9b7868661p-22, 0x1.71df25b516d4cp-19, 0x1.a01999e274b14p-16, 0x1.a01a012a0e7e8p-13,
+      0x1.6c16c18438a89p-10, 0x1.1111111127d10p-7,  0x1.555555555083fp-5,  0x1.55555555554f9p-3,  0x1.000000000000ap-1};
 };
 
-// exp(x) for x <= 0, or NaN.
+// exp(-|x|).
 template <class Acc>
-inline Vec<Acc> exp_vector(Vec<Acc> x) {
+inline Vec<Acc> exp_of_minus_abs(Vec<Acc> x) {
   using C = ExpConstants<Acc>;
   using Bits = Vec<typename C::Bits>;
   const auto vector = [](Acc value) { return value - Vec<Acc>{}; };
-  x = x < C::kLeast ? vector(C::kLeast) : x;
+  x = reinterpret_cast<Vec<Acc>>(reinterpret_cast<Bits>(x) | reinterpret_cast<Bits>(vector(-0.0)));
+  x = at_least(x, vector(C::kLeast));
   // The addition rounds to an integer. The last bits of the sum are then the exponent bits of 2^n * kShift, which is a
   // normal number, although 2^n may be subnormal.
   const Vec<Acc> sum = fma_vectors(x, vector(C::kInverseLn2), vector(C::kRound));
   const Vec<Acc> n = sum - C::kRound;
   Vec<Acc> r = fma_vectors(n, vector(-C::kLn2First), x);
   r = fma_vectors(n, vector(-C::kLn2Rest), r);
-  Vec<Acc> result = vector(C::kCoefficients[0]);
+  // The odd and the even terms of p, each in steps of r^2, so that fewer steps wait for each other.
+  const Vec<Acc> square = r * r;
+  Vec<Acc> terms = vector(C::kCoefficients[0]), others = vector(C::kCoefficients[1]);
 #pragma GCC unroll 16
-  for (size_t i = 1; i < sizeof(C::kCoefficients) / sizeof(Acc); ++i) {
-    result = fma_vectors(result, r, vector(C::kCoefficients[i]));
+  for (size_t i = 2; i < sizeof(C::kCoefficients) / sizeof(Acc); ++i) {
+    const Vec<Acc> next = fma_vectors(terms, square, vector(C::kCoefficients[i]));
+    terms = others, others = next;
   }
+  const Vec<Acc> p = fma_vectors(terms, r, others);
   const auto scale = reinterpret_cast<Vec<Acc>>(reinterpret_cast<Bits>(sum) << C::kMantissaBits);
-  return result * scale * (1 / C::kShift);
+  return fma_vectors(fma_vectors(square, p, r), scale, scale) * (1 / C::kShift);
 }
 
 // ---- sums over a pack -----------------------------------------------------------------------------------------------
