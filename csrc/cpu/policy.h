@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "simd.h"
+#include "load_store.h"
 
 namespace layernorm::cpu {
 namespace {
