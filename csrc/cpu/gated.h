@@ -1,4 +1,5 @@
-// The loops of a gated norm before and after those of the plain norm, which handles rows of Acc. f is the activation.
+// The activation f of a gated norm, and the loops of its backward pass before and after those of the plain norm, which
+// handles rows of Acc.
 //
 //   gate after the norm: y = n * f(z), where n = xhat * weight + bias is the plain norm of x
 //     dn = dy * f(z)     dz = dy * f'(z) * n      dx is that of the plain norm, whose dy is dn
