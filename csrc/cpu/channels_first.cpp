@@ -261,7 +261,7 @@ void forward_block(const ForwardParams& p, const BlockPosition& position) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The coefficients of each pixel for the gradients loop; see Coefficients in backward.cpp.
+// The coefficients of each pixel for the gradients loop; see Coefficients in backward_loops.h.
 template <class Acc>
 struct PixelCoefficients {
   PerPixel<Acc> scale, mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, mean_g;

@@ -33,29 +33,28 @@ struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
   bool in_range;           // no sum overflowed, and no squares underflowed
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
+
+  Statistics<Acc, 1> row(int k) const {
+    using One = PerRow<Acc, 1>;
+    return {One{center[k]}, One{correction[k]}, One{rstd[k]}, in_range, nullptr};
+  }
 };
 
-// sum = input + residual or, with a gate, gate * input + residual, for kCount rows.
-template <class Threads, int kCount, bool gated, class T, class X, class W>
+// sum = gate * input + residual for kCount rows. Without a gate the product with 1 changes no bit.
+template <class Threads, int kCount, class T, class X, class W>
 void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
-  constexpr bool kMayHaveNan = !std::is_same_v<T, X> || (gated && !std::is_same_v<T, W>);
+  constexpr bool kMayHaveNan = !std::is_same_v<T, X> || !std::is_same_v<T, W>;
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
   const W* const gate = p.gate.row<const W>(group, 0);
   X* const sum = p.sum.row<X>(group, r);
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<AccOf<X>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-      Pack<AccOf<X>> factor;
-      if constexpr (gated) factor = load<X>(gate + j, lanes);
+      const auto factor = load_weight<X>(gate, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
-        auto v = load<X>(input + k * p.input.row_stride + j, lanes);
+        const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
         const auto addend = load<X>(residual + k * p.residual.row_stride + j, lanes);
-        if constexpr (gated) {
-          v = fma(v, factor, addend);
-        } else {
-          v = v + addend;
-        }
-        store<X, kMayHaveNan>(sum + k * p.sum.row_stride + j, v, lanes);
+        store<X, kMayHaveNan>(sum + k * p.sum.row_stride + j, fma(v, factor, addend), lanes);
       }
     });
   });
@@ -142,7 +141,8 @@ void prefetch_for_write(T* p) {
 }
 
 // Stores the output of kCount rows.
-template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, class T, class X, class W>
+template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, bool gated, class T, class X,
+          class W>
 void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const Chunks& chunks,
                const Statistics<AccOf<X>, kCount>& stats, AccOf<X> scale, const Prefetch& prefetch) {
   using Acc = AccOf<X>;
@@ -154,6 +154,10 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
+  const Activation activation = p.activation;
+  const T* const z = gated ? p.gate.row<const T>(group, r) : nullptr;
+  const int64_t z_stride = p.gate.row_stride;
+  const T* const next_z = gated && prefetch.rows ? z + prefetch.rows * z_stride : nullptr;
   const X* const next_x = prefetch.rows ? x + prefetch.rows * x_stride : nullptr;
   const T* const next_y = prefetch.rows && prefetch.output && !streaming ? y + prefetch.rows * y_stride : nullptr;
   // Local variables, which a store cannot alias.
@@ -178,11 +182,13 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
         } else if (bias) {
           v = v + b;
         }
+        if constexpr (gated) v = v * activate(load<X>(z + k * z_stride + j, lanes), activation);
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
         if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead);
       }
       for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
       for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
+      for (int k = 0; next_z && k < kCount; ++k) prefetch_to_l2(next_z + k * z_stride + j);
     });
     if (streaming) streaming_fence();
   });
@@ -198,13 +204,34 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
   Acc* const mean = p.mean.row<Acc>(group, r);
   Acc* const rstd = p.rstd.row<Acc>(group, r);
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
-  if (stats.in_range) {
-    constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
-    const auto store_output = [&](auto streaming, auto has_differences) {
-      normalize<Threads, kCount, false, streaming, has_differences, T, X, W>(p, group, r, values, chunks, stats,
-                                                                             /*scale=*/1, prefetch);
+  constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
+  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
+  const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
+  const Prefetch& single = policy.prefetch_single;
+  const Prefetch row_prefetch = {single.rows ? max(single.rows, kCount) : 0, single.output};
+  // Stores a row that has a gate or a scale.
+  const auto store_row = [&](int64_t row, const Statistics<Acc, 1>& row_stats, Acc scale) {
+    const auto store_output = [&](auto streaming, auto gated) {
+      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, group, row, values, chunks, row_stats, scale,
+                                                                    row_prefetch);
     };
-    if (kMayStream && policy.streams) {
+    constexpr std::bool_constant<kMayBeGated> kGated;
+    if (!is_gated) {
+      store_output(std::false_type{}, std::false_type{});
+    } else if (kMayStream && policy.streams) {
+      store_output(std::bool_constant < kMayStream && kMayBeGated > {}, kGated);
+    } else {
+      store_output(std::false_type{}, kGated);
+    }
+  };
+  if (stats.in_range) {
+    const auto store_output = [&](auto streaming, auto has_differences) {
+      normalize<Threads, kCount, false, streaming, has_differences, false, T, X, W>(p, group, r, values, chunks, stats,
+                                                                                    /*scale=*/1, prefetch);
+    };
+    if (is_gated) {
+      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.row(k), /*scale=*/1);
+    } else if (kMayStream && policy.streams) {
       store_output(std::bool_constant<kMayStream>{}, std::false_type{});
     } else if (kMayKeepDifferences<kPacks, T, X> && stats.differences) {
       store_output(std::false_type{}, std::bool_constant<kMayKeepDifferences<kPacks, T, X>>{});
@@ -224,7 +251,7 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc scale = scale_for(stats.rstd[0], stats.center[0]);
     const auto scaled = compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
-    normalize<Threads, 1, true, false, false, T, X, W>(p, group, r, values, chunks, scaled, scale, prefetch);
+    store_row(r, scaled, scale);
     if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / scale);
     store_rstd(rstd, scaled.rstd[0], scale, p.eps);
   }
@@ -240,10 +267,7 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
-    if (p.residual.data) {
-      p.gate.data ? add_residual<Threads, kCount, true, T, X, W>(p, group, r + k, chunks)
-                  : add_residual<Threads, kCount, false, T, X, W>(p, group, r + k, chunks);
-    }
+    if (p.residual.data) add_residual<Threads, kCount, T, X, W>(p, group, r + k, chunks);
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
       stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
@@ -278,39 +302,56 @@ template <class T, class X, class W>
   });
 }
 
-// A gated norm: the plain norm of blocks of rows, whose input or output, or both, are scratch rows.
+// The products of the input and the activated gate, for rows r to r + count - 1 of a group.
 template <class T>
-void gated_forward(const ForwardParams& p) {
+void gate_rows(const ForwardParams& p, int64_t group, int64_t r, int64_t count, const View& products,
+               const Prefetch& prefetch) {
   using Acc = AccOf<T>;
-  constexpr bool kConverts = !std::is_same_v<T, Acc>;
-  const bool loads = kConverts || p.gate_first, stores = kConverts || !p.gate_first;
-  const auto load_rows = choose_gate_rows<T, T, Acc>(p.gate_first ? p.activation : Activation::kNone);
-  const auto store_rows = choose_gate_rows<T, Acc, T>(p.gate_first ? Activation::kNone : p.activation);
+  const Activation activation = p.activation;
+  for (int64_t k = 0; k < count; ++k) {
+    const T* const x = p.input.row<const T>(group, r + k);
+    const T* const z = p.gate.row<const T>(group, r + k);
+    Acc* const to = products.row<Acc>(0, k);
+    const T* const next_x = x + prefetch.rows * p.input.row_stride;
+    const T* const next_z = z + prefetch.rows * p.gate.row_stride;
+    const T* const next_y = p.output.row<const T>(group, r + k + prefetch.rows);
+    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+      store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
+      if (!prefetch.rows) return;
+      prefetch_to_l2(next_x + j), prefetch_to_l2(next_z + j);
+      if (prefetch.output) prefetch_to_l2(next_y + j);
+    });
+  }
+}
+
+// A norm whose gate is first: the plain norm of blocks of rows of the products, which are scratch rows.
+template <class T>
+void gate_first_forward(const ForwardParams& p) {
+  using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChunk<Acc>);
   const int64_t rows = p.groups * p.rows;
   const GatedPolicy policy(p, rows, gated_forward_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
   ForwardParams norm = p;  // of a block
-  norm.groups = 1, norm.rows = policy.block, norm.gate = View();
-  const ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(Acc));
+  norm.groups = 1, norm.rows = policy.block, norm.gate = View(), norm.activation = Activation::kNone;
+  ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
+  const ForwardPolicy whole(p, sizeof(T), sizeof(T));
+  norm_policy.streams = whole.streams;
+  const Prefetch prefetch = {whole.prefetch_single.rows, whole.prefetch_single.output && !whole.streams};
   Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.scratch * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
     ForwardParams block = norm;
-    const View scratch_rows = {scratch + task * policy.array, 0, policy.pitch, 1};
+    block.input = {scratch + task * policy.array, 0, policy.pitch, 1};
     for_each_group(p.rows, task * rows / policy.tasks, last * rows / policy.tasks,
                    [&](int64_t group, int64_t r, int64_t count) {
                      for (const int64_t end = r + count; r < end; r += policy.block) {
                        block.rows = min(policy.block, end - r);
-                       const View gate = rows_from<T>(p.gate, group, r);
-                       const View input = rows_from<T>(p.input, group, r), output = rows_from<T>(p.output, group, r);
-                       block.input = loads ? scratch_rows : input;
-                       block.output = stores ? scratch_rows : output;
+                       block.output = rows_from<T>(p.output, group, r);
                        block.weight = rows_from<Acc>(p.weight, group, 0);
                        block.bias = rows_from<Acc>(p.bias, group, 0);
                        block.mean = rows_from<Acc>(p.mean, group, r);
                        block.rstd = rows_from<Acc>(p.rstd, group, r);
-                       if (loads) load_rows(input, gate, scratch_rows, block.rows, p.cols);
-                       forward_on_thread<Acc, Acc, Acc>(block, norm_policy, chunks, 0, block.rows);
-                       if (stores) store_rows(scratch_rows, gate, output, block.rows, p.cols);
+                       gate_rows<T>(p, group, r, block.rows, block.input, prefetch);
+                       forward_on_thread<T, Acc, Acc>(block, norm_policy, chunks, 0, block.rows);
                      }
                    });
   });
@@ -324,7 +365,7 @@ void forward(const ForwardParams& p) {
     using T = typename decltype(types)::T;
     using X = typename decltype(types)::X;
     using W = typename decltype(types)::W;
-    if (p.activation != Activation::kNone) return gated_forward<T>(p);
+    if (p.gate_first) return gate_first_forward<T>(p);
     const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const ForwardPolicy policy(p, sizeof(X), sizeof(T));
     const int64_t rows = p.groups * p.rows;

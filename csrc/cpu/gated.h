@@ -1,4 +1,5 @@
-// The loops of a gated norm before and after those of the plain norm, which handles rows of Acc. f is the activation.
+// The activation f of a gated norm, and the loops of its backward pass before and after those of the plain norm, which
+// handles rows of Acc.
 //
 //   gate after the norm: y = n * f(z), where n = xhat * weight + bias is the plain norm of x
 //     dn = dy * f(z)     dz = dy * f'(z) * n      dx is that of the plain norm, whose dy is dn
@@ -14,7 +15,7 @@
 namespace layernorm::cpu {
 namespace {
 
-// s = 1 / (1 + exp(-z)), and 1 - s without cancellation. exp never overflows, because its argument is -|z|.
+// s = 1 / (1 + exp(-z)), and 1 - s without cancellation.
 template <class Acc>
 struct Logistic {
   explicit Logistic(const Pack<Acc>& z) { set(z.a, s.a, complement.a), set(z.b, s.b, complement.b); }
@@ -24,31 +25,29 @@ struct Logistic {
  private:
   static void set(Vec<Acc> z, Vec<Acc>& s, Vec<Acc>& complement) {
     const auto is_negative = z < 0;
-    const Vec<Acc> e = exp_vector<Acc>(is_negative ? z : -z);
-    const Vec<Acc> larger = 1 / (1 + e), smaller = e * larger;
-    s = is_negative ? smaller : larger;
-    complement = is_negative ? larger : smaller;
+    const Vec<Acc> e = exp_of_minus_abs<Acc>(z), one = Acc(1) - Vec<Acc>{}, sum = 1 + e;
+    s = (is_negative ? e : one) / sum;
+    complement = (is_negative ? one : e) / sum;
   }
 };
 
-template <Activation activation, class Acc>
-Pack<Acc> activate(const Pack<Acc>& z) {
+// Without the attribute, GCC calls the function for each pack.
+template <class Acc>
+[[gnu::always_inline]] inline Pack<Acc> activate(const Pack<Acc>& z, Activation activation) {
   const Logistic<Acc> logistic(z);
-  if constexpr (activation == Activation::kSilu) return z * logistic.s;
-  return logistic.s;
+  return activation == Activation::kSilu ? z * logistic.s : logistic.s;
 }
 
 // f(z) and f'(z).
-template <Activation activation, class Acc>
+template <class Acc>
 struct WithDerivative {
-  explicit WithDerivative(const Pack<Acc>& z) {
+  WithDerivative(const Pack<Acc>& z, Activation activation) {
     const Logistic<Acc> logistic(z);
-    if constexpr (activation == Activation::kSilu) {
+    value = logistic.s;
+    derivative = logistic.s * logistic.complement;
+    if (activation == Activation::kSilu) {
       value = z * logistic.s;
       derivative = logistic.s * fma(z, logistic.complement, Acc(1));
-    } else {
-      value = logistic.s;
-      derivative = logistic.s * logistic.complement;
     }
   }
 
@@ -59,31 +58,6 @@ struct WithDerivative {
 template <class Element>
 View rows_from(const View& array, int64_t group, int64_t row) {
   return {array.row<Element>(group, row), 0, array.row_stride, array.col_stride};
-}
-
-// ---- forward --------------------------------------------------------------------------------------------------------
-
-// to = from * f(z), or from without an activation.
-template <class T, Activation activation, class From, class To>
-void gate_rows(const View& from, const View& gate, const View& to, int64_t rows, int64_t cols) {
-  using Acc = AccOf<T>;
-  for (int64_t k = 0; k < rows; ++k) {
-    const From* const source = from.row<const From>(0, k);
-    const T* const z = gate.row<const T>(0, k);
-    To* const target = to.row<To>(0, k);
-    for_each_pack<Acc, 1>(0, cols, [&](int, int64_t j, auto lanes) {
-      auto v = load<Acc>(source + j, lanes);
-      if constexpr (activation != Activation::kNone) v = v * activate<activation>(load<Acc>(z + j, lanes));
-      store<Acc, true>(target + j, v, lanes);
-    });
-  }
-}
-
-template <class T, class From, class To>
-auto choose_gate_rows(Activation activation) {
-  if (activation == Activation::kSilu) return gate_rows<T, Activation::kSilu, From, To>;
-  if (activation == Activation::kSigmoid) return gate_rows<T, Activation::kSigmoid, From, To>;
-  return gate_rows<T, Activation::kNone, From, To>;
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
@@ -97,10 +71,11 @@ struct GatedBlock {
 constexpr int64_t kGatedArrays = 4;
 
 // The loop before those of the plain norm, for rows r to r + count - 1 of a group.
-template <class T, Activation activation>
+template <class T>
 void load_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t count, const GatedBlock& block) {
   using Acc = AccOf<T>;
   constexpr bool kConverts = !std::is_same_v<T, Acc>;
+  const Activation activation = p.activation;
   const View &multiplied = p.gate_first ? p.input : p.grad_output, &other = p.gate_first ? p.grad_output : p.input;
   const View &product = p.gate_first ? block.x : block.dy, &converted = p.gate_first ? block.dy : block.x;
   for (int64_t k = 0; k < count; ++k) {
@@ -112,7 +87,7 @@ void load_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t
     Acc* const input_factor = block.input_factor.row<Acc>(0, k);
     Acc* const gate_factor = block.gate_factor.row<Acc>(0, k);
     for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
-      const WithDerivative<activation, Acc> f(load<Acc>(z + j, lanes));
+      const WithDerivative<Acc> f(load<Acc>(z + j, lanes), activation);
       const auto v = load<Acc>(from + j, lanes);
       write(to + j, v * f.value, AllLanes{});
       if (input_factor) write(input_factor + j, f.value, AllLanes{});
@@ -156,7 +131,7 @@ void store_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_
   }
 }
 
-// The two loops for a dtype, an activation and a place of the gate.
+// The two loops for a dtype and a place of the gate.
 template <class Coefficients>
 struct GatedLoops {
   void (*load)(const BackwardParams&, int64_t group, int64_t r, int64_t count, const GatedBlock&);
@@ -164,8 +139,7 @@ struct GatedLoops {
 };
 template <class T, class Coefficients>
 GatedLoops<Coefficients> choose_gated_loops(const BackwardParams& p) {
-  return {p.activation == Activation::kSilu ? load_gated_block<T, Activation::kSilu>
-                                            : load_gated_block<T, Activation::kSigmoid>,
+  return {load_gated_block<T>,
           p.gate_first ? store_gated_block<T, true, Coefficients> : store_gated_block<T, false, Coefficients>};
 }
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "simd.h"
+#include "load_store.h"
 
 namespace layernorm::cpu {
 namespace {
@@ -275,7 +275,8 @@ struct BackwardPolicy {
 
 // ---- gated norms ----------------------------------------------------------------------------------------------------
 
-// Rows of a gated norm are handled in blocks, whose scratch rows in Acc stay in the first-level cache.
+// Backward of a gated norm, and forward if the gate is first, handle rows in blocks, whose scratch rows in Acc stay in
+// the first-level cache.
 struct GatedPolicy {
   // A block has up to `block` rows, and `arrays` arrays of scratch rows.
   GatedPolicy(const Params& p, int64_t most_tasks, int64_t block, int64_t arrays)

@@ -1,0 +1,457 @@
+// The loops over rows of backward.cpp, which has the formulas: the sums loop, the gradients loop and the gate loop.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "gated.h"
+
+namespace layernorm::cpu::CPU_CAPABILITY {
+namespace {
+
+// The coefficients of rows, which the sums loop computes for the gradients loop. Each is an array of one value per row:
+//   d    = x * scale - mean, or xhat itself if it is computed from the output
+//   xhat = d * rstd_scaled + minus_mean_xhat
+//   dx   = rstd_scaled * scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
+// g + minus_mean_g is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one
+// column.
+template <class Acc>
+struct Coefficients {
+  Acc* values;
+  int64_t stride;
+
+  Coefficients from(int64_t row) const { return {values + row, stride}; }
+  Acc* scale() const { return values; }                           // 1, or that of a special row (Backward::scale)
+  Acc* mean() const { return values + stride; }                   // mean * scale
+  Acc* rstd_scaled() const { return values + 2 * stride; }        // rstd / scale
+  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * rstd_scaled
+  Acc* minus_mean_g_xhat() const { return values + 4 * stride; }  // -mean(g * xhat)
+  Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
+};
+constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
+static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
+
+template <class T_, class X_, class W_>
+struct Backward {
+  using T = T_;
+  using X = X_;
+  using W = W_;
+  using Acc = AccOf<X>;
+  static constexpr bool kTogether = kHandlesRowsTogether<T, X>;
+  static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
+
+  Backward(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
+      : p(p), policy(policy), partials(partials) {}
+
+  // Special rows need instructions that the loops for other rows omit. In backward from the output, all rows are
+  // special. Otherwise a row is special if its standard deviation is so large or so small that x - mean, or its product
+  // with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is subnormal
+  // are special even if the processor reads it as zero.
+  bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
+  // The scale of a special row. In backward from the output it is rstd, because d is xhat.
+  Acc scale(Acc mean, Acc rstd) const {
+    if (p.from_output) return rstd;
+    // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
+    if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
+    return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
+  }
+  // The partial sums of a buffer. The loop for dbias computes dweight, too.
+  Acc* sums(int64_t buffer) const { return partials + buffer * pitch; }
+  Acc* dweight(int64_t buffer) const { return p.grad_weight.data || p.grad_bias.data ? sums(buffer) : nullptr; }
+  Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? sums(buffer) + padded_cols : nullptr; }
+  Acc* dgate(int64_t buffer) const { return p.grad_gate.data ? sums(buffer) + 2 * padded_cols : nullptr; }
+
+  const BackwardParams& p;
+  const Chunks chunks = {p.cols, kChunk<Acc>};
+  const BackwardPolicy& policy;
+  const Segments& segments = policy.segments;
+  const int64_t padded_cols = cpu::padded_cols(p);
+  const int64_t pitch = ParameterGradients(p).count * padded_cols;
+  const Acc weight_offset = p.zero_centered_weight;
+  const bool has_gate_gradients = cpu::has_gate_gradients(p);
+  Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
+  const Coefficients<Acc> coefficients = {sums(policy.buffers + policy.second_buffers),
+                                          p.groups * p.rows};  // of all rows
+};
+
+// d of Coefficients, for a pack of x. `weight` and `bias` are those of the row's group.
+template <bool special, class B, class Mean, class Lanes>
+Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc scale, const Mean& mean,
+                                const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
+  using X = typename B::X;
+  if constexpr (!special) return load<X>(x + j, lanes) - mean;
+  if (!b.p.from_output) return load<X>(x + j, lanes) * scale - mean;
+  auto v = load<X>(x + j, lanes);
+  if (bias) v = v - load<X>(bias + j, lanes);
+  return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
+}
+
+// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing, except that
+// a zero-centered weight, which is weight + 1 here, rounds once less.
+template <class T, class W, class Acc>
+Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& c) {
+  if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, c);
+  return v * w + c;
+}
+
+// The sums of rows r to r + kCount - 1 of a group, from which it stores their coefficients. Its operands are local
+// variables, which a store cannot alias.
+template <class Threads, int kCount, int kPacks, bool special, bool with_g, class B>
+void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
+  using X = typename B::X;
+  using Acc = typename B::Acc;
+  enum { kD, kG, kGD, kKinds };
+  const Acc* const means = b.p.mean.template row<const Acc>(group, r);  // RMSNorm has none
+  const Acc* const rstds = b.p.rstd.template row<const Acc>(group, r);
+  const int64_t mean_stride = b.p.mean.row_stride, rstd_stride = b.p.rstd.row_stride;
+  const Acc scale = special ? b.scale(means ? *means : Acc(0), *rstds) : Acc(1);
+  const auto* const x = b.p.input.template row<const X>(group, r);
+  const auto* const dy = b.p.grad_output.template row<const typename B::T>(group, r);
+  const auto* const weight = b.p.weight.template row<const typename B::W>(group, 0);
+  const auto* const bias = b.p.bias.template row<const typename B::W>(group, 0);
+  const Acc weight_offset = b.weight_offset;
+  const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
+  Acc mean[kCount];
+  PerRow<Acc, kCount> rstd;
+  for (int k = 0; k < kCount; ++k) {
+    mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
+    if (special) {
+      rstd[k] = b.p.from_output ? Acc(1) : divide_rstd(rstds + k * rstd_stride, scale);
+    } else {
+      rstd[k] = rstds[k * rstd_stride];
+    }
+  }
+  const auto rstd_scaled = to_doubles(rstd);
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
+    Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
+    for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
+      Pack<Acc> w;
+      if (with_g) w = load_weight<X>(weight, weight_offset, j, lanes);
+#pragma GCC unroll 4
+      for (int k = 0; k < kCount; ++k) {
+        const auto d = zero_outside<kEvenOdd<X>>(
+            deviation<special>(b, x + k * x_stride, scale, mean[k], weight, bias, j, lanes), lanes);
+        s.values[kD][k][pack] = s.values[kD][k][pack] + d;
+        if constexpr (with_g) {
+          const auto v = load<X>(dy + k * dy_stride + j, lanes);
+          s.values[kG][k][pack] = multiply_add<typename B::T, typename B::W>(v, w, s.values[kG][k][pack]);
+          s.values[kGD][k][pack] = fma(v * w, d, s.values[kGD][k][pack]);
+        }
+      }
+    });
+    return Sums<kCount, kKinds>(s.total());
+  });
+  PerRow<double, kCount> mean_xhat = {}, mean_g = {};
+  if (!b.p.rms) {
+    mean_xhat = b.chunks.template mean<Acc>(sums.values[kD]) * rstd_scaled;
+    mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
+  }
+  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rstd_scaled - mean_xhat * mean_g;
+  const auto store = [](Acc* to, const auto& values) {
+    const auto rounded = __builtin_convertvector(values, PerRow<Acc, kCount>);
+    std::memcpy(to, &rounded, sizeof(rounded));
+  };
+  for (int k = 0; k < kCount; ++k) c.scale()[k] = scale, c.mean()[k] = mean[k];
+  store(c.rstd_scaled(), rstd_scaled), store(c.minus_mean_xhat(), -mean_xhat);
+  store(c.minus_mean_g_xhat(), -mean_g_xhat), store(c.minus_mean_g(), -mean_g);
+}
+
+// Returns whether one of the rows is special.
+template <class Threads, int kCount, int kPacks, class B>
+bool compute_coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
+  const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(group, r);
+  bool any_special = false;
+  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(rstds[k * b.p.rstd.row_stride]);
+  if constexpr (kCount > 1) {
+    if (any_special) {
+      for (int k = 0; k < kCount; ++k) compute_coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
+      return true;
+    }
+  } else if (any_special) {
+    sums_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
+    return true;
+  }
+  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
+                      : sums_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
+  return false;
+}
+
+// The coefficients of rows r to r + count - 1 of a group. Returns whether one of the rows is special.
+template <class B>
+bool compute_coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
+  const bool narrow = b.policy.is_narrow;
+  bool special = false;
+  int64_t k = 0;
+  const auto find = [&](auto rows, auto packs) {
+    using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
+    for (; k + rows <= count; k += rows)
+      special |= compute_coefficients<Threads, rows, packs>(b, group, r + k, c.from(k));
+  };
+  if constexpr (B::kTogether) {
+    if (narrow && b.policy.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
+    narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
+  }
+  narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
+  return special;
+}
+
+// Prefetches kCount packs.
+template <int kCount, class T>
+void prefetch_packs(const T* p) {
+  constexpr int kBytes = kCount * kPackSize<AccOf<T>> * static_cast<int>(sizeof(T));
+  for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+}
+
+// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow it
+// down.
+template <bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
+struct Wanted {
+  static constexpr bool kSpecial = special, kDx = with_dx, kStreaming = streaming;
+  static constexpr bool kDweight = with_dweight, kDbias = with_dbias;
+};
+
+// The coefficients of a row as packs. GCC needs one more instruction to load and broadcast a scalar.
+template <class Acc>
+struct RowCoefficients {
+  Pack<Acc> mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
+
+  [[gnu::always_inline]] void load(const Coefficients<Acc>& c, int64_t row) {
+    mean = broadcast(c.mean()[row]), rstd_scaled = broadcast(c.rstd_scaled()[row]);
+    minus_mean_xhat = broadcast(c.minus_mean_xhat()[row]);
+    minus_mean_g_xhat = broadcast(c.minus_mean_g_xhat()[row]);
+    minus_mean_g = broadcast(c.minus_mean_g()[row]);
+  }
+};
+
+// The weight and the partial sums for a pack of columns.
+template <class Acc>
+struct ColumnSums {
+  Pack<Acc> weight, dweight, dbias;
+};
+
+// The operands of a gradients loop over rows r, r + 1, ... of a group, and its steps. It is a local variable of the
+// loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
+// down short rows.
+template <class Wanted, class B>
+struct GradientOperands {
+  using T = typename B::T;
+  using X = typename B::X;
+  using W = typename B::W;
+  using Acc = typename B::Acc;
+
+  // `first` says that the rows are the first of a sum, so that the buffer holds no partial sums yet.
+  [[gnu::always_inline]] GradientOperands(const B& b, int64_t buffer, int64_t group, int64_t r, bool first, Acc scale)
+      : b(b),
+        x(b.p.input.template row<const X>(group, r)),
+        dy(b.p.grad_output.template row<const T>(group, r)),
+        dsum(b.p.grad_sum.template row<const X>(group, r)),
+        dx(b.p.grad_input.template row<X>(group, r)),
+        weight(b.p.weight.template row<const W>(group, 0)),
+        bias(b.p.bias.template row<const W>(group, 0)),
+        dweight(b.dweight(buffer)),
+        dbias(b.dbias(buffer)),
+        x_stride(b.p.input.row_stride),
+        dy_stride(b.p.grad_output.row_stride),
+        dsum_stride(b.p.grad_sum.row_stride),
+        dx_stride(b.p.grad_input.row_stride),
+        scale(scale),
+        weight_offset(b.weight_offset),
+        first(first) {}
+
+  template <class Lanes>
+  [[gnu::always_inline]] ColumnSums<Acc> load_columns(int64_t j, Lanes lanes) const {
+    ColumnSums<Acc> columns = {};
+    if (Wanted::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
+    if (Wanted::kDweight && !first) columns.dweight = read(dweight + j, AllLanes{});
+    if (Wanted::kDbias && !first) columns.dbias = read(dbias + j, AllLanes{});
+    return columns;
+  }
+  [[gnu::always_inline]] void store_sums(int64_t j, const ColumnSums<Acc>& columns) const {
+    if (Wanted::kDweight) write(dweight + j, columns.dweight, AllLanes{});
+    if (Wanted::kDbias) write(dbias + j, columns.dbias, AllLanes{});
+  }
+
+  // Stores dx of a row, counted from r, for a pack of columns, and adds the row to the partial sums.
+  template <class Lanes>
+  [[gnu::always_inline]] void add_row(int64_t row, const RowCoefficients<Acc>& c, int64_t j, Lanes lanes,
+                                      ColumnSums<Acc>& columns) const {
+    auto v = load<X>(dy + row * dy_stride + j, lanes);
+    if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
+    if constexpr (Wanted::kDbias) columns.dbias = columns.dbias + v;
+    if constexpr (Wanted::kDx || Wanted::kDweight) {
+      const auto d = deviation<Wanted::kSpecial>(b, x + row * x_stride, scale, c.mean, weight, bias, j, lanes);
+      const auto xhat = fma(d, c.rstd_scaled, c.minus_mean_xhat);
+      if constexpr (Wanted::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
+      if constexpr (Wanted::kDx) {
+        const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
+        auto result = fma(xhat, c.minus_mean_g_xhat, g) * c.rstd_scaled;
+        if constexpr (Wanted::kSpecial) result = result * scale;
+        if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
+        store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Wanted::kStreaming>(lanes));
+      }
+    }
+  }
+
+  const B& b;
+  const X* const x;
+  const T* const dy;
+  const X* const dsum;
+  X* const dx;
+  const W* const weight;
+  const W* const bias;
+  Acc* const dweight;
+  Acc* const dbias;
+  const int64_t x_stride, dy_stride, dsum_stride, dx_stride;
+  const Acc scale, weight_offset;  // the scale is for special rows, which are handled one by one
+  const bool first;
+};
+
+// Handles columns [begin, begin + n) of kCount rows from row r of a group on, pack by pack.
+template <int kCount, class Wanted, class B>
+void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r, bool first,
+                            const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
+  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, *c.scale());
+  RowCoefficients<Acc> rows[kCount];
+  for (int k = 0; k < kCount; ++k) rows[k].load(c, k);
+
+  // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
+  // column row_end, the pointers go on to another row.
+  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.prefetched;
+  const bool adjacent = x_stride == n && dy_stride == n;
+  const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
+  const auto* next_x = operands.x + prefetched * x_stride + begin;
+  const auto* next_dy = operands.dy + prefetched * dy_stride + begin;
+  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
+  for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    auto columns = operands.load_columns(j, lanes);
+    for (int k = 0; k < kCount; ++k) operands.add_row(k, rows[k], j, lanes, columns);
+    operands.store_sums(j, columns);
+    if (prefetches) {
+      if (kCount > 1 && j >= row_end) {
+        row_end += n / kCount;
+        next_x += x_stride - n, next_dy += dy_stride - n;
+      }
+      prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
+      next_x += kCount * kStep, next_dy += kCount * kStep;
+    }
+  });
+}
+
+// Handles columns [begin, begin + n) of `count` rows from row r of a group on: kColumnPacks packs of columns at a time,
+// for all rows, so that their partial sums stay in registers.
+template <class Wanted, class B>
+void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
+                               const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+  using Acc = typename B::Acc;
+  constexpr int kStep = kPackSize<Acc>;
+  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, /*scale=*/1);
+  const auto* const next_x = operands.x + b.policy.prefetched * operands.x_stride;
+  const auto* const next_dy = operands.dy + b.policy.prefetched * operands.dy_stride;
+  const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
+    ColumnSums<Acc> columns[packs];
+    for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
+    for (int64_t row = 0; row < count; ++row) {
+      RowCoefficients<Acc> coefficients;
+      coefficients.load(c, row);
+      for (int i = 0; i < packs; ++i) operands.add_row(row, coefficients, j + i * kStep, lanes, columns[i]);
+      prefetch_packs<packs>(next_x + row * operands.x_stride + j);
+      prefetch_packs<packs>(next_dy + row * operands.dy_stride + j);
+    }
+    for (int i = 0; i < packs; ++i) operands.store_sums(j + i * kStep, columns[i]);
+  };
+  const int64_t end = begin + n;
+  int64_t j = begin;
+  for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
+    handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
+  }
+  if (kColumnPacks > 1 && j + kStep <= end) {
+    handle_columns(Constant<1>{}, j, AllLanes{});
+    j += kStep;
+  }
+  if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
+}
+
+// Whether the gradients loop has to scale the values of a row, see Coefficients::scale().
+template <class B>
+bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
+  return b.p.from_output || c.scale()[row] != 1;
+}
+
+// Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
+// group.
+template <class B, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
+void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
+                       const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
+  // For the usual gradients only, because each copy of the loop enlarges the library.
+  if constexpr (kHasColumnLoop && B::kTogether && with_dx && with_dweight) {
+    if (b.policy.by_columns && !any_special) {
+      return gradients_loop_by_columns<Wanted<false, with_dx, streaming, with_dweight, with_dbias>>(
+          b, buffer, group, r, count, first, c, begin, n);
+    }
+  }
+  int64_t k = 0;
+  const auto loop = [&](auto rows, auto special) {
+    gradients_loop_by_rows<rows, Wanted<special, with_dx, streaming, with_dweight, with_dbias>>(
+        b, buffer, group, r + k, first && k == 0, c.from(k), begin, n);
+    k += rows;
+  };
+  if constexpr (B::kTogether) {
+    const int64_t together = any_special ? 1 : min(b.policy.together, kMostRows);
+    while (together == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
+    while (together >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+  }
+  while (k < count) {
+    const bool scaled = any_special && is_scaled(b, c, k);
+    scaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
+  }
+}
+
+// Returns compute_gradients() for the gradients that are wanted. A segment calls this once, because a call for every
+// block of rows would slow down short rows.
+template <class B>
+auto choose_gradients(const B& b) {
+  auto* chosen = compute_gradients<B, true, false, true, true>;
+  dispatch_flags(
+      [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
+        constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
+        // dbias alone is rare, and has no loop of its own.
+        chosen = compute_gradients < B, with_dx, kStreaming, wants_dweight || with_dbias, with_dbias > ;
+      },
+      b.p.grad_input.data != nullptr, b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+  return chosen;
+}
+
+// The gradients of a gate beside a residual and of the input that it multiplies, from dx, which the gradients loop has
+// stored. The loop is apart, so that other calls have no instruction for it.
+template <class B>
+void gate_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
+               int64_t n) {
+  using T = typename B::T;
+  using X = typename B::X;
+  const auto* const gate = b.p.gate.template row<const typename B::W>(group, 0);
+  const X* const dx = b.p.grad_input.template row<const X>(group, r);
+  const T* const gated_input = b.p.gated_input.template row<const T>(group, r);
+  T* const grad_gated_input = b.p.grad_gated_input.template row<T>(group, r);
+  auto* const dgate = b.dgate(buffer);
+  const int64_t dx_stride = b.p.grad_input.row_stride, gated_stride = b.p.gated_input.row_stride,
+                grad_gated_stride = b.p.grad_gated_input.row_stride;
+  for_each_pack<typename B::Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    const auto factor = load<X>(gate + j, lanes);
+    Pack<typename B::Acc> sum = {};
+    if (dgate && !first) sum = read(dgate + j, AllLanes{});
+    for (int64_t k = 0; k < count; ++k) {
+      const auto v = load<X>(dx + k * dx_stride + j, lanes);
+      if (dgate) sum = fma(v, load<X>(gated_input + k * gated_stride + j, lanes), sum);
+      if (grad_gated_input) {
+        store<X, B::kMayHaveNan>(grad_gated_input + k * grad_gated_stride + j, v * factor, lanes);
+      }
+    }
+    if (dgate) write(dgate + j, sum, AllLanes{});
+  });
+}
+
+}  // namespace
+}  // namespace layernorm::cpu::CPU_CAPABILITY
