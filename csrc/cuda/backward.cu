@@ -31,11 +31,11 @@
 
 #include "../dtypes.h"
 #include "activation.cuh"
-#include "partials.cuh"
 #include "slice.cuh"
 
 namespace layernorm::cuda {
 
+template <class Acc>
 struct BackwardPlan : GradientPlan, RowDivision {
   int rows_per_round, stages;
   int joined;            // blocks of a cluster that add their sums of dweight and dbias, or 1
@@ -44,17 +44,7 @@ struct BackwardPlan : GradientPlan, RowDivision {
   int64_t pitch;         // elements from row to row of the workspace
   // Bytes from row to row, if there are no groups; AnyRows does not read them.
   unsigned x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
-  Divisor<float> float_cols;
-  Divisor<double> double_cols;
-
-  template <class Acc>
-  __device__ __forceinline__ Divisor<Acc> cols() const {
-    if constexpr (sizeof(Acc) == 4) {
-      return float_cols;
-    } else {
-      return double_cols;
-    }
-  }
+  Divisor<Acc> cols;
 };
 
 namespace {
@@ -91,7 +81,7 @@ struct Segment {
   Index first;      // among all rows
   int rows;
 
-  __device__ __forceinline__ Segment(const BackwardPlan& plan, Flags flags, Index segment) {
+  __device__ __forceinline__ Segment(const GradientPlan& plan, Flags flags, Index segment) {
     Index in_group = segment;
     if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
       const auto divided = plan.segments_per_group.divide(segment);
@@ -104,21 +94,20 @@ struct Segment {
   }
 };
 
-// The statistics and the address of the results of a row, which a warp reads from shared memory besides x and dy.
-template <class X, class Acc, class Index>
+// The arrays of a stage. Only gated norms have a gate.
+enum StagedArray { kX, kDy, kGateArray };
+
+// What a warp reads from shared memory besides the arrays of a row.
+template <class T, class X, class Acc, class Index, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;
   X* dx;  // the block's part; null if it is not wanted, or the row does not exist
-  const X* grad_sum;
-  Index number;               // of the row among all rows; -1 if it does not exist
-  short x_offset, dy_offset;  // see Slice::staged()
-};
-
-// The gate's gradient, and the place of the staged gate, of a row of a gated norm.
-template <class T, class X, class Acc, class Index>
-struct GatedRowHeader : RowHeader<X, Acc, Index> {
-  T* grad_gate;  // null if it is not wanted, or the row does not exist
-  short gate_offset;
+  union {
+    const X* grad_sum;
+    T* grad_gate;  // of a gated norm, which has no grad_sum; null like dx
+  };
+  Index number;            // of the row among all rows; -1 if it does not exist
+  short offsets[kArrays];  // see Slice::staged()
 };
 
 // The rows of a block, as one of its threads sees them.
@@ -128,26 +117,36 @@ struct Rows {
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
   using Acc = AccOf<X>;
   using Index = typename Traits::Index;
-  using Header = std::conditional_t<Traits::kIsGated, GatedRowHeader<T, X, Acc, Index>, RowHeader<X, Acc, Index>>;
+  using Header = RowHeader<T, X, Acc, Index, Traits::kIsAny ? 3 : 2>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   // Elements that are processed together.
   static constexpr int kStep = Traits::kIsGated ? 2 : Traits::kIsAny ? std::min(kVec, 4) : kVec;
   static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;  // or one less
-  // The shared memory of a warp, for one stage: x, dy, the gate of a gated norm and the headers of its rows.
+  // The shared memory of a warp, for one stage: x, dy, the headers of its rows, and the gate of a gated norm.
   static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
   static constexpr int kDyBegin = SliceOf::template kBytes<X>;
-  static constexpr int kGateBegin = kDyBegin + SliceOf::template kBytes<T>;
-  static constexpr int kHeaderBegin = kGateBegin + (Traits::kIsGated ? SliceOf::template kBytes<T> : 0);
-  static constexpr int kStageBytes = kHeaderBegin + kHeaders * static_cast<int>(sizeof(Header));
+  static constexpr int kHeaderBegin = kDyBegin + SliceOf::template kBytes<T>;
+  static constexpr int kGateBegin = kHeaderBegin + kHeaders * static_cast<int>(sizeof(Header));
 
   const BackwardParams& p;
-  const BackwardPlan& plan;
+  const BackwardPlan<Acc>& plan;
   const Flags flags;
   const SliceOf slice;
   const int row_in_round;
   const Index begin;  // the first column of the block's part
   const int part_cols;
   unsigned char* const shared;  // of the warp
+
+  // The flags without those that the instance does not take. The one for gated norms takes all calls of float64.
+  __device__ __forceinline__ static Flags flags_of(Flags flags) {
+    if constexpr (!Traits::kIsAny) return {flags.bits & ~(Traits::kIsWarp ? kNotWarp : kNotBlock)};
+    if constexpr (Traits::kIsGated && !std::is_same_v<X, double>) return {(flags.bits & ~kNotGated) | kGatedNorm};
+    return flags;
+  }
+  __host__ __device__ static bool is_gated(Flags flags) { return Traits::kIsGated && flags.has(kGatedNorm); }
+  __host__ __device__ static int stage_bytes(Flags flags) {
+    return kGateBegin + (is_gated(flags) ? SliceOf::template kBytes<T> : 0);
+  }
 
   // The number of a row in a round of a segment; -1 if it does not exist.
   __device__ __forceinline__ int row_of(const Segment<Index>& segment, int round) const {
@@ -179,13 +178,9 @@ struct Rows {
         }
       }
       const T* const gate = address_in(p.gate, T(), 0) + begin;
-      if constexpr (Traits::kIsGated) slice.fetch(shared + stage + kGateBegin, gate, cols);
+      if (is_gated(flags)) slice.fetch(shared + stage + kGateBegin, gate, cols);
       if (slice.lane > 0) return;
       Header& to = header(stage);
-      if constexpr (Traits::kIsGated) {
-        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), 0) + begin : nullptr;
-        to.gate_offset = static_cast<short>(slice.offset_of(gate + slice.begin));
-      }
       const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
       const bool has_mean = exists && !flags.has(kRms | kFromOutput);
       async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
@@ -195,8 +190,13 @@ struct Rows {
       to.grad_sum = grad_sum;
       to.number = exists ? segment.first + row : -1;
       if constexpr (Traits::kMapping != Mapping::kVectors) {
-        to.x_offset = static_cast<short>(slice.offset_of(x + slice.begin));
-        to.dy_offset = static_cast<short>(slice.offset_of(dy + slice.begin));
+        to.offsets[kX] = static_cast<short>(slice.offset_of(x + slice.begin));
+        to.offsets[kDy] = static_cast<short>(slice.offset_of(dy + slice.begin));
+      }
+      if constexpr (Traits::kIsGated) {
+        if (!is_gated(flags)) return;
+        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), 0) + begin : nullptr;
+        to.offsets[kGateArray] = static_cast<short>(slice.offset_of(gate + slice.begin));
       }
     };
     if (Traits::kIsAny || flags.has(kHasGroups)) {
@@ -213,9 +213,9 @@ struct Rows {
   // The bias of a column of the part; zero without a bias or after the end.
   __device__ __forceinline__ Acc load_bias(int column, int64_t group) const {
     if (!flags.has(kBias) || column >= part_cols) return 0;
-    const int64_t i = group * p.bias.group_stride + begin + column;
-    return flags.has(kWideParameters) ? static_cast<const Acc*>(p.bias.data)[i]
-                                      : static_cast<Acc>(static_cast<const T*>(p.bias.data)[i]);
+    return with_parameter_type<T>(flags, [&](auto element) {
+      return static_cast<Acc>(address<const decltype(element)>(p.bias, {group, 0})[begin + column]);
+    });
   }
 
   // Computes d (see Statistics) of elements [j, j + kStep).
@@ -239,17 +239,18 @@ struct Rows {
   __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, int stage, const Statistics<Acc>& statistics,
                                               const Acc (&weight)[kElements], int64_t group) const {
     const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
-    const Staged from = staged(stage);
+    const X* const x = staged<kX>(stage);
+    const T* const dy = staged<kDy>(stage);
     const auto add = [&](auto has_end) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc d[kStep], dy_values[kStep];
-        if constexpr (Traits::kIsGated) {
-          read_gated(d, dy_values, slice, stage, j, statistics);
+        if (is_gated(flags)) {
+          if constexpr (Traits::kIsGated) read_gated(d, dy_values, slice, stage, j, statistics);
         } else {
           const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
-          read_d(d, slice, from.x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
-          slice.read(dy_values, from.dy, j);
+          read_d(d, slice, x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
+          slice.read(dy_values, dy, j);
         }
 #pragma unroll
         for (int e = 0; e < kStep; ++e) {
@@ -272,11 +273,10 @@ struct Rows {
   // Computes d and the gradient of the norm's output of elements [j, j + kStep) of a gated norm.
   __device__ __forceinline__ void read_gated(Acc (&d)[kStep], Acc (&dn)[kStep], const SliceOf& slice, int stage, int j,
                                              const Statistics<Acc>& statistics) const {
-    const Staged from = staged(stage);
     Acc gate[kStep];
-    slice.read(d, from.x, j);
-    slice.read(dn, from.dy, j);
-    slice.read(gate, staged_gate(stage), j);
+    slice.read(d, staged<kX>(stage), j);
+    slice.read(dn, staged<kDy>(stage), j);
+    slice.read(gate, staged<kGateArray>(stage), j);
 #pragma unroll
     for (int e = 0; e < kStep; ++e) {
       const Acc activated = Activated<Acc>(gate[e], flags).value;
@@ -290,14 +290,13 @@ struct Rows {
                                               const Statistics<Acc>& statistics, const RowMeans<Acc>& means,
                                               const Acc (&weight)[kElements], int64_t group) const {
     const auto slice = this->slice.again();
-    const Staged from = staged(stage);
     const bool gate_first = flags.has(kGateFirst);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc x[kStep], dy[kStep], gate[kStep];
-      slice.read(x, from.x, j);
-      slice.read(dy, from.dy, j);
-      slice.read(gate, staged_gate(stage), j);
+      slice.read(x, staged<kX>(stage), j);
+      slice.read(dy, staged<kDy>(stage), j);
+      slice.read(gate, staged<kGateArray>(stage), j);
 #pragma unroll
       for (int e = 0; e < kStep; ++e) {
         const Activated<Acc> activated(gate[e], flags);
@@ -323,7 +322,7 @@ struct Rows {
   }
 
   __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, Acc rstd) const {
-    const Divisor<Acc> cols = plan.cols<Acc>();
+    const Divisor<Acc>& cols = plan.cols;
     const Acc xhat = cols.divide(sums[0]) * rstd, g = cols.divide(sums[1]), g_xhat = cols.divide(sums[2]) * rstd;
     if (flags.has(kRms)) return {0, 0, g_xhat};
     return {xhat, g, g_xhat - xhat * g};
@@ -337,7 +336,8 @@ struct Rows {
                                                    const RowMeans<Acc>& means, const Acc (&weight)[kElements],
                                                    int64_t group) const {
     const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
-    const auto [x, dy] = staged(stage);
+    const X* const x = staged<kX>(stage);
+    const T* const dy = staged<kDy>(stage);
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kStep> dsum[kElements / kStep];
@@ -380,20 +380,13 @@ struct Rows {
   }
 
  private:
-  struct Staged {
-    const X* x;
-    const T* dy;
-  };
-  __device__ __forceinline__ Staged staged(int stage) const {
-    int x_offset = 0, dy_offset = 0;
-    if constexpr (Traits::kMapping != Mapping::kVectors) {
-      x_offset = header(stage).x_offset, dy_offset = header(stage).dy_offset;
-    }
-    return {slice.template staged<X>(shared + stage, x_offset),
-            slice.template staged<T>(shared + stage + kDyBegin, dy_offset)};
-  }
-  __device__ __forceinline__ const T* staged_gate(int stage) const {
-    return slice.template staged<T>(shared + stage + kGateBegin, header(stage).gate_offset);
+  // This thread's first element of an array.
+  template <StagedArray kArray>
+  __device__ __forceinline__ auto* staged(int stage) const {
+    constexpr int kBegin = kArray == kX ? 0 : kArray == kDy ? kDyBegin : kGateBegin;
+    int offset = 0;
+    if constexpr (Traits::kMapping != Mapping::kVectors) offset = header(stage).offsets[kArray];
+    return slice.template staged<std::conditional_t<kArray == kX, X, T>>(shared + stage + kBegin, offset);
   }
 };
 
@@ -465,7 +458,7 @@ template <class Acc>
 struct JoinedSums {
   Acc* const sums;
   TransactionBarrier& barrier;
-  const BackwardPlan& plan;
+  const BackwardPlan<Acc>& plan;
 
   __device__ __forceinline__ Acc* of(int array, int block) const {
     return sums + ((array * plan.joined + block) << plan.log2_joined_cols);
@@ -495,15 +488,12 @@ struct JoinedSums {
 
 template <class T, class X, class Traits>
 __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>, Traits::kIsWarp ? 2 : 1)
-    backward_rows(const BackwardParams p, const BackwardPlan plan) {
+    backward_rows(const BackwardParams p, const BackwardPlan<AccOf<X>> plan) {
   using RowsOf = Rows<T, X, Traits>;
   using Acc = typename RowsOf::Acc;
   using Index = typename Traits::Index;
   constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Traits>;
-  const Flags flags = {plan.flags.bits & ~(Traits::kIsGated  ? kNotGated
-                                           : Traits::kIsAny  ? 0
-                                           : Traits::kIsWarp ? kNotWarp
-                                                             : kNotBlock)};
+  const Flags flags = RowsOf::flags_of(plan.flags);
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool joins = !in_cluster && plan.joined > 1;
 
@@ -513,6 +503,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   const int block_row = is_warp ? 0 : warp / row_warps, first_warp = is_warp ? warp : block_row * row_warps;
   const typename RowsOf::SliceOf slice(warp - first_warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
+  const int stage_bytes = RowsOf::stage_bytes(flags);
   const Index begin = in_cluster || flags.has(kStoresSums | kLoadsSums) ? Index{plan.part_cols} * Index(blockIdx.x) : 0;
   const RowsOf rows{p,
                     plan,
@@ -521,7 +512,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
                     is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : block_row,
                     begin,
                     static_cast<int>(min(static_cast<Index>(p.cols) - begin, Index{plan.part_cols})),
-                    shared + warp * plan.stages * RowsOf::kStageBytes};
+                    shared + warp * plan.stages * stage_bytes};
 
   __shared__ WarpSumsMemory<Acc> warp_sums_memory;
   WarpSums<Acc> warp_sums(warp_sums_memory, first_warp, row_warps);
@@ -547,7 +538,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
     async_commit();
   };
 #pragma unroll 1
-  for (int stage = 0; stage < plan.stages * RowsOf::kStageBytes; stage += RowsOf::kStageBytes) fetch_next(stage);
+  for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
   if (in_cluster || joins) {
     if (threadIdx.x == 0) exchange.init();
     cluster_arrive(), cluster_wait();
@@ -596,9 +587,9 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
           }
         }
       }
-      const int ring_end = (kLag > 0 ? compute_again(plan.stages) : plan.stages) * RowsOf::kStageBytes;
-      const int last_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - RowsOf::kStageBytes;
-      if (round < rounds) stage = stage + RowsOf::kStageBytes == ring_end ? 0 : stage + RowsOf::kStageBytes;
+      const int ring_end = (kLag > 0 ? compute_again(plan.stages) : plan.stages) * stage_bytes;
+      const int last_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - stage_bytes;
+      if (round < rounds) stage = stage + stage_bytes == ring_end ? 0 : stage + stage_bytes;
       if (round < kLag) continue;
       if (kLag == 0) {
         last_statistics = statistics;
@@ -617,8 +608,10 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
         const auto finish = [&](auto has_grad_sum) {
           rows.store_grad_input(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.group);
         };
-        if constexpr (Traits::kIsGated) {
-          rows.store_gated(dw, db, last_stage, last_statistics, means, weight, segment.group);
+        if (RowsOf::is_gated(flags)) {
+          if constexpr (Traits::kIsGated) {
+            rows.store_gated(dw, db, last_stage, last_statistics, means, weight, segment.group);
+          }
         } else if constexpr (Traits::kIsAny) {
           finish(flags.has(kGradSum));
         } else {  // loads all of grad_sum first
@@ -642,12 +635,9 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
               if (column < rows.part_cols) joined.send(array, column, v[e]);
             }
           } else if (plan.stores_gradient(per_group)) {
-            const RowIndex group = {s, 0};
-            if (!std::is_same_v<T, Acc> && flags.has(kWideParameters)) {
-              slice.store(address<Acc>(gradient, group) + begin, j, v, rows.part_cols);
-            } else {
-              slice.store(address<T>(gradient, group) + begin, j, v, rows.part_cols);
-            }
+            with_parameter_type<T>(flags, [&](auto element) {
+              slice.store(address<decltype(element)>(gradient, {s, 0}) + begin, j, v, rows.part_cols);
+            });
           } else {
             Acc* const to = static_cast<Acc*>(plan.workspace) + (first + int64_t{s}) * plan.pitch + begin;
             if (done > kRoundsPerSum) {
@@ -670,11 +660,10 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   joined.add(static_cast<int>(p.cols), flags.has(kGradWeight), flags.has(kGradBias),
              [&](int array, int column, Acc sum) {
                void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
-               if (flags.has(kWideParameters)) {
-                 static_cast<Acc*>(gradient)[column] = sum;
-               } else {
-                 static_cast<T*>(gradient)[column] = static_cast<T>(sum);
-               }
+               with_parameter_type<T>(flags, [&](auto element) {
+                 using W = decltype(element);
+                 static_cast<W*>(gradient)[column] = static_cast<W>(sum);
+               });
              });
 }
 
@@ -682,7 +671,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
 
 // Sets the strides in bytes; returns false if the number of a row and its stride exceed 32 bits.
 template <class T, class X>
-bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
+bool set_strides(BackwardPlan<AccOf<X>>& plan, const BackwardParams& p) {
   constexpr int64_t kMax = std::numeric_limits<int>::max();
   bool fit = p.groups * p.rows <= kMax / 2;  // also those of segments that do not exist
   const auto set = [&](unsigned& stride, const View& view, size_t element) {
@@ -698,32 +687,35 @@ bool set_strides(BackwardPlan& plan, const BackwardParams& p) {
   return fit && (!p.mean.data || p.mean.row_stride == p.rstd.row_stride);
 }
 
-// Calls f with the instance of the kernel for the rows of a plan; with the one for all rows and options if `any`.
-// float64 has no other, nor have rows of a float32 residual that are not whole vectors. Gated norms have one instance.
+// Calls f with the instance of the kernel for the rows of a plan; with the one for all rows and options if `any`. Gated
+// norms have one instance, which takes all calls of float64. Rows of a float32 residual that are not whole vectors have
+// none of their own.
 template <class T, class X, class F>
-auto with_path(const BackwardPlan& plan, bool any, const F& f) {
-  if constexpr (std::is_same_v<T, X>) {
-    if (plan.flags.has(kGatedNorm)) return f(GatedRows());
-  }
-  if constexpr (!std::is_same_v<X, double>) {
+auto with_path(const BackwardPlan<AccOf<X>>& plan, bool any, const F& f) {
+  if constexpr (std::is_same_v<X, double>) {
+    return f(GatedRows());
+  } else {
+    if constexpr (std::is_same_v<T, X>) {
+      if (plan.flags.has(kGatedNorm)) return f(GatedRows());
+    }
     if (!any && plan.deals_vectors) return plan.is_warp ? f(WarpVectors()) : f(BlockVectors());
+    if constexpr (std::is_same_v<T, X>) {
+      if (!any) return plan.is_warp ? f(WarpElements()) : f(BlockElements());
+    }
+    return f(AnyRows());
   }
-  if constexpr (!std::is_same_v<X, double> && std::is_same_v<T, X>) {
-    if (!any) return plan.is_warp ? f(WarpElements()) : f(BlockElements());
-  }
-  return f(AnyRows());
 }
 
 // Chooses the number of stages: as many as fit into shared memory beside `other_bytes`, or one less if that leaves more
 // blocks resident and the next row is still fetched ahead. Returns how many rows are resident; 0 if no block fits.
 template <class T, class X>
-int choose_stages(BackwardPlan& plan, LaunchConfig& config, bool any, size_t other_bytes) {
+int choose_stages(BackwardPlan<AccOf<X>>& plan, LaunchConfig& config, bool any, size_t other_bytes) {
   constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1280;
   return with_path<T, X>(plan, any, [&](auto path) {
     using RowsOf = Rows<T, X, decltype(path)>;
     int most = 0;
     for (int stages = RowsOf::kMaxStages; stages >= RowsOf::kMaxStages - 1; --stages) {
-      const size_t bytes = config.block.x / kWarpSize * stages * RowsOf::kStageBytes;
+      const size_t bytes = config.block.x / kWarpSize * stages * RowsOf::stage_bytes(plan.flags);
       if (bytes + other_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
       if (most > 0 && stages == kLagOf<decltype(path)> + 1) break;
       config.shared_bytes = bytes + other_bytes;
@@ -736,16 +728,19 @@ int choose_stages(BackwardPlan& plan, LaunchConfig& config, bool any, size_t oth
 }
 
 template <class T, class X>
-void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) {
+void launch_backward(const BackwardParams& p) {
   using Acc = AccOf<X>;
-  BackwardPlan plan = {};
-  plan.flags = flags;
+  BackwardPlan<Acc> plan = {};
+  plan.flags = make_flags(p);
   plan.pitch = round_up(p.cols, kVectorSize<X>);
-  plan.float_cols = Divisor<float>(static_cast<float>(p.cols), static_cast<float>(1.0 / static_cast<double>(p.cols)));
-  plan.double_cols = Divisor<double>(p.cols);
+  plan.cols = Divisor<Acc>(static_cast<Acc>(p.cols), static_cast<Acc>(1.0 / static_cast<double>(p.cols)));
   plan.joined = 1;
-  plan.divide<X>(p.cols, flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
-  const bool clusters = has_clusters(config, backward_rows<T, X, AnyRows>);
+  const Flags flags = plan.flags;
+  LaunchConfig config;
+  config.stream = static_cast<Stream>(p.stream);
+  plan.template divide<X>(p.cols, flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
+  const bool clusters =
+      with_path<T, X>(plan, true, [&](auto path) { return has_clusters(config, backward_rows<T, X, decltype(path)>); });
   const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
   const bool reads_twice = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
@@ -803,7 +798,7 @@ void launch_backward(const BackwardParams& p, Flags flags, LaunchConfig config) 
     }
     launch(config, kernel, p, plan);
   });
-  launch_add_partials<Acc>(p, plan, plan.pitch, config);
+  launch_add_partials(p, plan, sizeof(Acc) == 8 ? Dtype::kFloat64 : Dtype::kFloat32, plan.pitch, config);
 }
 
 }  // namespace
@@ -812,14 +807,8 @@ void backward(const BackwardParams& p) {
   const bool has_gate_gradients = p.grad_gate.data || p.grad_gated_input.data;
   if (has_gate_gradients && p.activation == Activation::kNone) return backward_with_gate(p);
   if (p.channels_first) return channels_first_backward(p);
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    using T = typename Types::T;
-    using X = typename Types::X;
-    LaunchConfig config;
-    config.stream = static_cast<Stream>(p.stream);
-    launch_backward<T, X>(p, make_flags<T, X, typename Types::W>(p), config);
-  });
+  dispatch_dtypes<Elements>(
+      p, [&](auto types) { launch_backward<typename decltype(types)::T, typename decltype(types)::X>(p); });
 }
 
 }  // namespace layernorm::cuda

@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "partials.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 
@@ -26,9 +26,8 @@ constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
 // By default nvcc aims at more blocks, and spills registers. With a float32 residual three blocks would spill, too.
-template <class Types>
-constexpr int kMinBlocksPerSM =
-    sizeof(typename Types::X) == 8 || !std::is_same_v<typename Types::T, typename Types::X> ? 2 : 3;
+template <class T, class X>
+constexpr int kMinBlocksPerSM = sizeof(X) == 8 || !std::is_same_v<T, X> ? 2 : 3;
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
@@ -45,16 +44,23 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight or the bias of a pixel's image.
-template <class Acc, class W>
+// The weight, the bias or the gate of a pixel's image. Run time chooses their type.
+template <class T>
 struct ChannelParameter {
-  const W* data;
-  Acc default_value;
+  using Acc = AccOf<T>;
+  const Flags flags;
+  const void* data = nullptr;
+  const Acc default_value;
 
-  __device__ __forceinline__ ChannelParameter(const View& view, const RowIndex& pixel, Acc default_value)
-      : data(view.data ? address<const W>(view, {pixel.group, 0}) : nullptr), default_value(default_value) {}
+  __device__ __forceinline__ ChannelParameter(const View& view, const RowIndex& pixel, Flags flags, Acc default_value)
+      : flags(flags), default_value(default_value) {
+    if (!view.data) return;
+    with_parameter_type<T>(flags, [&](auto element) { data = address<decltype(element)>(view, {pixel.group, 0}); });
+  }
   __device__ __forceinline__ Acc operator[](int64_t c) const {
-    return data ? static_cast<Acc>(data[c]) : default_value;
+    if (!data) return default_value;
+    return with_parameter_type<T>(
+        flags, [&](auto element) { return static_cast<Acc>(static_cast<const decltype(element)*>(data)[c]); });
   }
 };
 
@@ -111,17 +117,16 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __syncthreads();  // before the next call overwrites the shared memory
 }
 
-template <class Types>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
+template <class T, class X>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
     channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
-  using T = typename Types::T;
-  using X = typename Types::X;
-  using W = typename Types::W;
   using Acc = AccOf<X>;
+  const Flags flags = plan.flags;
+  const bool aligned = flags.has(kAligned), has_residual = flags.has(kResidual), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.groups * p.rows;
-  const bool exists = first + lane < end, has_residual = plan.flags.has(kResidual), aligned = plan.flags.has(kAligned);
-  const RowIndex pixel = find_group(exists ? first + lane : 0, p.groups > 1, plan.rows);
+  const bool exists = first + lane < end;
+  const RowIndex pixel = find_group(exists ? first + lane : 0, flags.has(kHasGroups), plan.rows);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
@@ -130,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
   const Channels<const T> input(p.input, pixel);
   const Channels<const X> residual(p.residual, pixel);
-  const ChannelParameter<Acc, W> gate(p.gate, pixel, 1);  // a product with 1 changes no bit of the sum
+  const ChannelParameter<T> gate(p.gate, pixel, flags, 1);  // a product with 1 changes no bit of the sum
   const auto fetch = [&](int64_t c) {
     const X v = has_residual ? static_cast<X>(fma(gate[c], static_cast<Acc>(input[c]), static_cast<Acc>(residual[c])))
                              : global_x[c];
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   Acc scale = 1, mean = 0;
   double correction = 0, variance;
   for (bool is_second_try = false;; is_second_try = true) {
-    if (!p.rms) {
+    if (!rms) {
       double sums[1] = {};
       Acc sum = 0;
       for_each_channel(channels, [&](int64_t c) { sum = fma(load(c), scale, sum); }, [&] { sums[0] += sum, sum = 0; });
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
         },
         [&] { moments[0] += diff, moments[1] += square, diff = square = 0; });
     sum_warps(moments);
-    if (!p.rms) correction = plan.channels.divide(moments[0]);
+    if (!rms) correction = plan.channels.divide(moments[0]);
     variance = moments[1] * plan.channels.reciprocal - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
     // A sum has overflowed, or the pixel holds NaN or infinity and gives NaN again. The other pixels do not change.
@@ -182,11 +187,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   const Acc rstd = static_cast<Acc>(p.eps > 0 && exact_rstd > kMax ? kMax : exact_rstd);
   if (threadIdx.x < kWarpSize && exists) {
     const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>);
-    if (!p.rms) *address<Acc>(p.mean, pixel) = static_cast<Acc>(exact_mean);
+    if (!rms) *address<Acc>(p.mean, pixel) = static_cast<Acc>(exact_mean);
     *address<Acc>(p.rstd, pixel) = unscaled_rstd(rstd, p.eps, scale);
   }
-  const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = p.zero_centered_weight ? 1 : 0;
-  const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
+  const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = flags.has(kZeroCentered) ? 1 : 0;
+  const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
   const Channels<T> staged_y(reinterpret_cast<T*>(shared) + lane, kWarpSize), global_y(p.output, pixel);
   const Channels<T> y = aligned ? staged_y : global_y;
   for_each_channel(channels, [&](int64_t c) {
@@ -200,22 +205,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 
 // Blocks take segments of tiles in turn. The workspace gets dweight [weight_partials, channels] and dbias
 // [bias_partials, channels], a row for each segment.
-template <class Types>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
+template <class T, class X>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
-  using T = typename Types::T;
-  using X = typename Types::X;
-  using W = typename Types::W;
   using Acc = AccOf<X>;
+  const Flags flags = plan.flags;  // other options are read from p, which takes fewer registers
   const int lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
   const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
   unsigned char* const shared_dy = shared + p.cols * kWarpSize * sizeof(X);
   const Channels<T> staged_dy(reinterpret_cast<T*>(shared_dy) + lane, kWarpSize);
-  const bool grad_input = plan.flags.has(kGradInput), grad_weight = plan.flags.has(kGradWeight);
-  const bool grad_bias = plan.flags.has(kGradBias);
+  const bool grad_input = flags.has(kGradInput), grad_weight = flags.has(kGradWeight), grad_bias = flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
-  const bool aligned = plan.flags.has(kAligned) && needs_x;
+  const bool aligned = flags.has(kAligned) && needs_x;
 
   // Adds the gradients of a tile to the workspace: of pixels from `first` to `end`. Other lanes add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
@@ -224,14 +226,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<X> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<X> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx, dsum(p.grad_sum, pixel);
-    const ChannelParameter<Acc, W> weight(p.weight, pixel, 1), bias(p.bias, pixel, 0);
-    const Statistics<Acc> statistics(p, pixel, p.from_output, exists && needs_x);
+    const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
+    const bool has_statistics = exists && needs_x;
+    const Statistics<Acc> statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
+                                     has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.from_output);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
-    const auto find_d = [&](int64_t c) {
+    const auto find_d = [&](int64_t c, Acc w) {
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
-      return p.from_output ? recover_xhat(v, load_weight(c), bias[c]) : fma(v, statistics.scale, -statistics.mean);
+      return p.from_output ? recover_xhat(v, w, bias[c]) : fma(v, statistics.scale, -statistics.mean);
     };
 
     RowMeans<Acc> means = {};
@@ -252,8 +256,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
       for_each_channel(
           p.cols,
           [&](int64_t c) {
-            const Acc d = find_d(c);
-            const Acc g = load_dy(c) * load_weight(c);
+            const Acc w = load_weight(c), d = find_d(c, w), g = load_dy(c) * w;
             run_sums[0] += d;
             run_sums[1] += g;
             run_sums[2] = fma(g, d, run_sums[2]);
@@ -264,20 +267,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
           });
       sum_warps(sums);
       const auto mean_of = [&](double sum) { return plan.channels.divide(sum); };
-      const double xhat_mean = p.rms ? 0 : mean_of(sums[0]) * statistics.rstd, g_mean = p.rms ? 0 : mean_of(sums[1]);
-      means = {static_cast<Acc>(xhat_mean), static_cast<Acc>(g_mean),
-               static_cast<Acc>(mean_of(sums[2]) * statistics.rstd - xhat_mean * g_mean)};
+      const double mean_xhat = p.rms ? 0 : mean_of(sums[0]) * statistics.rstd, mean_g = p.rms ? 0 : mean_of(sums[1]);
+      means = {static_cast<Acc>(mean_xhat), static_cast<Acc>(mean_g),
+               static_cast<Acc>(mean_of(sums[2]) * statistics.rstd - mean_xhat * mean_g)};
     }
     for_each_channel(p.cols, [&](int64_t c) {
       const Acc v = load_dy(c);
       Acc dw = 0;
       if (needs_x) {
-        const Acc xhat = fma(find_d(c), statistics.rstd, -means.xhat);
+        const Acc w = load_weight(c), xhat = fma(find_d(c, w), statistics.rstd, -means.xhat);
         dw = v * xhat;
         if (grad_input && exists) {
-          const Acc g = v * load_weight(c);
-          const Acc result = means.grad_input(g - means.g, xhat, statistics);
-          dx[c] = static_cast<X>(plan.flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
+          const Acc result = means.grad_input(v * w - means.g, xhat, statistics);
+          dx[c] = static_cast<X>(flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
         }
       }
       if (!grad_weight && !grad_bias) return;
@@ -297,10 +299,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
-    const auto [group, segment_in_group] = plan.segments_per_group.divide(segment);
-    const int64_t group_end = (group + 1) * plan.gradient_group_rows;
-    const int64_t begin = group_end - plan.gradient_group_rows + segment_in_group * plan.segment_rows;
-    const int64_t end = min(begin + plan.segment_rows, group_end);
+    const auto [group, begin, end] = plan.segment(segment);
     for (int64_t first = begin; first < end; first += kWarpSize) process_tile(first, end, segment, first == begin);
   }
 }
@@ -308,14 +307,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<Types>)
 // ---- host code ------------------------------------------------------------------------------------------------------
 
 // Plans the launch, without the segments of the gradients.
-template <class Types, class P>
+template <class P>
 ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};
   plan.rows = FastDivisor(p.rows);
   plan.channels = Divisor<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
-  plan.flags = make_flags<typename Types::T, typename Types::X, typename Types::W>(p);
+  plan.flags = make_flags(p);
   plan.flags.set(kAligned, plan.flags.has(kAligned) && plan.staged && !plan.flags.has(kResidual));
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
   config.block = kThreads;
@@ -327,20 +326,20 @@ ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& 
 }  // namespace
 
 void channels_first_forward(const ForwardParams& p) {
+  LaunchConfig config;
+  const auto plan = make_plan(p, bytes_of(p.sum_dtype), config);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    LaunchConfig config;
-    const auto plan = make_plan<Types>(p, sizeof(typename Types::X), config);
-    launch(config, channels_first_forward<Types>, p, plan);
+    launch(config, channels_first_forward<typename Types::T, typename Types::X>, p, plan);
   });
 }
 
 void channels_first_backward(const BackwardParams& p) {
+  LaunchConfig config;
+  auto plan = make_plan(p, bytes_of(p.sum_dtype) + bytes_of(p.dtype), config);
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    const auto kernel = channels_first_backward<Types>;
-    LaunchConfig config;
-    auto plan = make_plan<Types>(p, sizeof(typename Types::X) + sizeof(typename Types::T), config);
+    const auto kernel = channels_first_backward<typename Types::T, typename Types::X>;
     const int64_t resident = resident_blocks(config, kernel);
     plan.set_segments(p, kWarpSize, resident, 4);
     plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
@@ -349,8 +348,8 @@ void channels_first_backward(const BackwardParams& p) {
     const int64_t elements = (plan.weight_partials + plan.bias_partials) * p.cols;
     if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
     launch(config, kernel, p, plan);
-    launch_add_partials<double>(p, plan, p.cols, config);
   });
+  launch_add_partials(p, plan, Dtype::kFloat64, p.cols, config);
 }
 
 }  // namespace layernorm::cuda

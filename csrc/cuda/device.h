@@ -134,14 +134,12 @@ bool has_clusters(const LaunchConfig& config, void (*kernel)(Params...)) {
 
 // Returns how many blocks of a kernel are resident on the device at once, and throws if none fits. Ignores config.grid.
 // The driver is asked once per kernel and configuration.
-template <class... Params>
-int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
-  const auto address = reinterpret_cast<const void*>(kernel);
-  const int architecture = architecture_of(address, config);
+inline int resident_blocks(const LaunchConfig& config, const void* kernel) {
+  const int architecture = architecture_of(kernel, config);
   const unsigned threads = config.block.x * config.block.y * config.block.z;
-  const std::tuple key(address, config.device, threads, config.shared_bytes, config.cluster);
+  const std::tuple key(kernel, config.device, threads, config.shared_bytes, config.cluster);
   return cached<int>(key, [&] {
-    const auto what = [&] { return describe(address, config); };
+    const auto what = [&] { return describe(kernel, config); };
     int blocks = 0;
     if (config.cluster > 1) {
       LaunchConfig one_cluster = config;
@@ -150,8 +148,8 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
       check_status(cudaOccupancyMaxActiveClusters(&blocks, kernel, &driver_config.config), what);
       blocks *= static_cast<int>(config.cluster);
     } else {
-      check_status(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads),
-                                                                 config.shared_bytes),
+      check_status(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(&blocks, kernel, static_cast<int>(threads),
+                                                                          config.shared_bytes, cudaOccupancyDefault),
                    what);
       blocks *= device_attribute(config.device, cudaDevAttrMultiProcessorCount);
     }
@@ -160,13 +158,25 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   });
 }
 
+template <class... Params>
+int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
+  return resident_blocks(config, reinterpret_cast<const void*>(kernel));
+}
+
 // Launches a kernel, or throws with its name and configuration.
+inline void launch(const LaunchConfig& config, const void* kernel, void** arguments) {
+  const DriverConfig driver_config(config, architecture_of(kernel, config));
+  check_status(cudaLaunchKernelExC(&driver_config.config, kernel, arguments), [&] { return describe(kernel, config); });
+}
 template <class... Params, class... Args>
 void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&... args) {
-  const auto address = reinterpret_cast<const void*>(kernel);
-  const DriverConfig driver_config(config, architecture_of(address, config));
-  check_status(cudaLaunchKernelEx(&driver_config.config, kernel, static_cast<Params>(args)...),
-               [&] { return describe(address, config); });
+  std::tuple<Params...> arguments(static_cast<Params>(args)...);
+  std::apply(
+      [&](Params&... each) {
+        void* addresses[] = {&each...};
+        launch(config, reinterpret_cast<const void*>(kernel), addresses);
+      },
+      arguments);
 }
 
 // ---- PTX instructions, for kernels ----------------------------------------------------------------------------------

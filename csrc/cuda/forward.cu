@@ -6,10 +6,10 @@ namespace layernorm::cuda {
 
 void forward(const ForwardParams& p) {
   if (p.channels_first) return channels_first_forward(p);
-  if (p.activation != Activation::kNone) return forward_slices(p);
-  const int64_t bytes = p.cols * (p.sum_dtype == Dtype::kFloat32 ? 4 : 2);
+  const int64_t bytes = p.cols * bytes_of(p.sum_dtype);
   const bool fits_registers = bytes % 16 == 0 && bytes / 16 <= kMaxRegisterVectors;
-  fits_registers&& p.sum_dtype != Dtype::kFloat64 ? forward_rows(p) : forward_slices(p);
+  if (fits_registers && p.sum_dtype != Dtype::kFloat64 && p.activation == Activation::kNone) return forward_rows(p);
+  forward_slices(p);
 }
 
 }  // namespace layernorm::cuda

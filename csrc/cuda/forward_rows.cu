@@ -262,7 +262,7 @@ void launch_rows(const ForwardParams& p) {
   using Acc = AccOf<X>;
   const int64_t vectors = p.cols / kVectorSize<X>;
   RowsPlan<Acc> plan;
-  plan.flags = make_flags<typename Types::T, X, typename Types::W>(p);
+  plan.flags = make_flags(p);
   plan.vectors = static_cast<unsigned>(vectors);
   plan.rows = FastDivisor(p.rows);
   plan.eps = static_cast<Acc>(p.eps);

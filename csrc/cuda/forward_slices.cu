@@ -74,14 +74,22 @@ struct Rows {
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
+  // The flags without those that the instance does not take. The one for gated norms takes all calls of float64.
+  __device__ __forceinline__ static Flags flags_of(Flags flags) {
+    if constexpr (Path::kIsGated && !std::is_same_v<X, double>) return {(flags.bits & ~kNotGated) | kGatedNorm};
+    return flags;
+  }
+  __device__ __forceinline__ bool is_gated() const { return Path::kIsGated && flags.has(kGatedNorm); }
+
   // A stage has the headers of the warp's rows, x, and the input if there is a residual, or the gate of a gated norm.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   template <class E>
   __host__ __device__ static int array_bytes(int rows) {
     return SliceOf::kWarpCols * static_cast<int>(sizeof(E)) + (Path::kMapping == Mapping::kVectors ? 0 : 16 * rows);
   }
-  __host__ __device__ static int stage_bytes(int rows, bool has_residual) {
-    return x_begin(rows) + array_bytes<X>(rows) + (Path::kIsGated || has_residual ? array_bytes<T>(rows) : 0);
+  __host__ static int stage_bytes(int rows, Flags flags) {
+    const bool has_second_array = flags.has(kResidual | kGatedNorm);
+    return x_begin(rows) + array_bytes<X>(rows) + (has_second_array ? array_bytes<T>(rows) : 0);
   }
   __device__ __forceinline__ bool has_gate() const { return Path::kIsAny && flags.has(kGate); }
   __device__ __forceinline__ int rows_of_warp() const { return Path::kIsBlock ? 1 : kWarpSize / slice.lanes(); }
@@ -102,8 +110,8 @@ struct Rows {
     const X* const x = address<const X>(adds ? p.residual : p.input, row) + begin;
     slice.fetch(x_at(stage), x, cols);
     fetch_first_vector(to.x, x, cols);
-    const T* const input = address<const T>(Path::kIsGated ? p.gate : p.input, row) + begin;
-    if (Path::kIsGated || adds) {
+    const T* const input = address<const T>(is_gated() ? p.gate : p.input, row) + begin;
+    if (is_gated() || adds) {
       slice.fetch(input_at(stage), input, cols);
       fetch_first_vector(to.input, input, cols);
     }
@@ -130,9 +138,9 @@ struct Rows {
   // The gate of a column of the part; zero after the end.
   __device__ __forceinline__ Acc load_gate(int64_t group, int column) const {
     if (column >= part_cols) return 0;
-    const int64_t i = group * p.gate.group_stride + begin + column;
-    return flags.has(kWideParameters) ? static_cast<const Acc*>(p.gate.data)[i]
-                                      : static_cast<Acc>(static_cast<const T*>(p.gate.data)[i]);
+    return with_parameter_type<T>(flags, [&](auto element) {
+      return static_cast<Acc>(address<const decltype(element)>(p.gate, {group, 0})[begin + column]);
+    });
   }
   // Adds the input, or its product with the gate of the row's group, to the residual.
   __device__ __forceinline__ void add_input(int stage, int64_t group) const {
@@ -155,7 +163,7 @@ struct Rows {
     }
   }
   // Reads the input of a gated norm, or its product with the activated gate, which is not rounded.
-  __device__ __forceinline__ void read_gated(Acc (&v)[kElements], int stage) const {
+  __device__ __forceinline__ void read_all(Acc (&v)[kElements], int stage) const {
     const auto slice = this->slice.again();
     const X* const x = staged_x(stage);
 #pragma unroll
@@ -209,8 +217,8 @@ struct Rows {
     }
   }
 
-  // Adds up d = x * scale - pivot and their squares. A gated norm has `gated` in place of x.
-  __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&gated)[kElements],
+  // Adds up d = x * scale - pivot and their squares. Gated norms have `values` in place of x.
+  __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&values)[kElements],
                                       const Moments<Acc>& moments) const {
     const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     Acc diffs[2] = {}, squares[2] = {};
@@ -218,7 +226,7 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc v[kStep];
-        read(v, slice, x, gated, j);
+        read(v, slice, x, values, j);
 #pragma unroll
         for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
           const bool exists = !has_end.value || slice.column(j + e) < part_cols;
@@ -237,10 +245,10 @@ struct Rows {
     sums[1] = squares[0] + squares[1];
   }
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const SliceOf& slice, const X* x,
-                                              const Acc (&gated)[kElements], int j) {
+                                              const Acc (&values)[kElements], int j) {
     if constexpr (Path::kIsGated) {
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) v[e] = gated[j + e];
+      for (int e = 0; e < kStep; ++e) v[e] = values[j + e];
     } else {
       slice.read(v, x, j);
     }
@@ -263,7 +271,7 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
   using RowsOf = Rows<T, X, Path>;
   using Acc = typename RowsOf::Acc;
   constexpr int kElements = RowsOf::kElements, kStep = RowsOf::kStep;
-  const Flags flags = {plan.flags.bits & ~(Path::kIsGated ? kNotGated : 0)};
+  const Flags flags = RowsOf::flags_of(plan.flags);
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const bool is_warp = Path::kIsAny && plan.is_warp;
@@ -326,8 +334,8 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
     }
     X* const x = rows.staged_x(stage);
     if (flags.has(kResidual)) rows.add_input(stage, index.group);
-    Acc gated[kElements];
-    if constexpr (Path::kIsGated) rows.read_gated(gated, stage);
+    Acc values[kElements];
+    if constexpr (Path::kIsGated) rows.read_all(values, stage);
 
     Moments<Acc> moments;
     const auto stored_moments = [&] { return static_cast<Moments<Acc>*>(plan.workspace) + number * plan.num_parts; };
@@ -335,7 +343,7 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
       const bool rms = flags.has(kRms);
       moments =
           reduce_moments(rms ? 0 : rows.estimate_mean(stage, index.group), plan.row_threads, part_divisor, rms, buffer,
-                         [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, gated, from); });
+                         [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, values, from); });
     }
     if (flags.has(kStoresSums)) {
       if (is_first_thread) stored_moments()[part] = moments;
@@ -355,15 +363,13 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc v[kStep];
-      rows.read(v, slice_again, x, gated, j);
+      rows.read(v, slice_again, x, values, j);
       // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
       if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
       if (flags.has(kStoresSums)) continue;
 #pragma unroll
       for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
-      if constexpr (Path::kIsGated) {
-        if (!flags.has(kGateFirst)) rows.apply_gate(v, slice_again, stage, j);
-      }
+      if (rows.is_gated() && !flags.has(kGateFirst)) rows.apply_gate(v, slice_again, stage, j);
       slice_again.store(output, j, v, cols);
     }
     __syncwarp();
@@ -384,7 +390,7 @@ void launch_slices(const ForwardParams& p, SlicesPlan<AccOf<X>> plan) {
   const int threads = plan.is_warp ? kThreadsOfShortRows : plan.row_threads;
   const int rows_of_warp = plan.is_warp ? kWarpSize / plan.row_threads : 1;
   plan.rows_per_round = plan.is_warp ? threads / plan.row_threads : 1;
-  plan.stage_bytes = Rows<T, X, Path>::stage_bytes(rows_of_warp, p.residual.data);
+  plan.stage_bytes = Rows<T, X, Path>::stage_bytes(rows_of_warp, plan.flags);
   config.block = static_cast<unsigned>(threads);
   const auto bytes = [&](int stages) { return static_cast<size_t>(threads / kWarpSize * stages * plan.stage_bytes); };
   constexpr size_t kMaxStaticShared = 1280;
@@ -425,21 +431,23 @@ void forward_slices(const ForwardParams& p) {
     using Acc = AccOf<X>;
     SlicesPlan<Acc> plan = {};
     plan.template divide<X>(p.cols);
-    plan.flags = make_flags<T, X, typename decltype(types)::W>(p);
+    plan.flags = make_flags(p);
     plan.rows = FastDivisor(p.rows);
     plan.eps = static_cast<Acc>(p.eps);
     plan.cols = Divisor<Acc>(p.cols);
     plan.part = Divisor<Acc>(plan.part_cols);
     plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
-    if constexpr (std::is_same_v<T, X>) {
-      if (plan.flags.has(kGatedNorm)) return launch_slices<T, X, GatedRows>(p, plan);
+    if constexpr (std::is_same_v<X, double>) {
+      launch_slices<T, X, GatedRows>(p, plan);
+    } else {
+      if constexpr (std::is_same_v<T, X>) {
+        const bool any = plan.is_warp || plan.flags.has(kGate);
+        if (plan.flags.has(kGatedNorm)) return launch_slices<T, X, GatedRows>(p, plan);
+        if (!any && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
+        if (!any && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
+      }
+      launch_slices<T, X, AnyRows>(p, plan);
     }
-    if constexpr (std::is_same_v<T, X> && !std::is_same_v<X, double>) {
-      const bool any = plan.is_warp || plan.flags.has(kGate);
-      if (!any && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
-      if (!any && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
-    }
-    launch_slices<T, X, AnyRows>(p, plan);
   });
 }
 

@@ -15,7 +15,7 @@
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "partials.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 namespace {
@@ -59,32 +59,26 @@ struct Columns {
   }
 };
 
-// The segments of a launch, whose rows share a gate. X and W are the types of ds and of the gate.
-template <class T, class X, class W>
+// The segments of a launch, whose rows share a gate. X is the type of ds.
+template <class T, class X>
 struct Gradients {
   using Acc = AccOf<X>;
+  using Segment = GradientPlan::Segment;
 
   const BackwardParams& p;
   const GradientPlan& plan;
   double (&thread_sums)[kThreads][kVectorSize<T>];  // in shared memory
 
-  struct Segment {
-    int64_t number, group, first, end;  // group: of the gate; rows [first, end) among all rows
-  };
-  template <class F>
-  __device__ __forceinline__ void for_each_segment(const F& f) const {
-    for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
-      const auto [group, in_group] = plan.segments_per_group.divide(number);
-      const int64_t group_end = (group + 1) * plan.gradient_group_rows;
-      const int64_t first = group_end - plan.gradient_group_rows + in_group * plan.segment_rows;
-      f(Segment{number, group, first, min(first + plan.segment_rows, group_end)});
-    }
-  }
+  __device__ __forceinline__ bool has(Flag flag) const { return plan.flags.has(flag); }
   __device__ __forceinline__ RowIndex index_of(int64_t row) const {
-    return find_group(row, plan.flags.has(kHasGroups), plan.rows);
+    return find_group(row, has(kHasGroups), plan.rows);
   }
-  __device__ __forceinline__ Acc* partial_sums(const Segment& segment) const {
-    return static_cast<Acc*>(plan.workspace) + segment.number * p.cols;
+  // Stores a result of a segment by store(array): the gradient of its gate, or partial sums in the workspace.
+  template <class F>
+  __device__ __forceinline__ void store_sums(const Segment& segment, int64_t number, const F& store) const {
+    if (!plan.stores_gradient(kWeightPerGroup)) return store(static_cast<Acc*>(plan.workspace) + number * p.cols);
+    with_parameter_type<T>(plan.flags,
+                           [&](auto element) { store(address<decltype(element)>(p.grad_gate, {segment.group, 0})); });
   }
 
   // The vectors of successive columns.
@@ -92,12 +86,16 @@ struct Gradients {
     constexpr int kVec = Columns<T>::kVec;
     const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
     const Columns<T> columns{begin, static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}))};
-    const bool aligned = plan.flags.has(kAligned), aligned_gate = plan.flags.has(kAlignedParameters);
-    const bool sums_gate = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+    const bool aligned = has(kAligned), aligned_parameters = has(kAlignedParameters);
+    const bool sums_gate = has(kGradWeight), stores_input = has(kGradInput);
     const int step = static_cast<int>(blockDim.y);
-    for_each_segment([&](const Segment& segment) {
+    for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
+      const Segment segment = plan.segment(number);
       Acc gate[kVec];
-      widen(gate, columns.load(stores_input, address<const W>(p.gate, {segment.group, 0}), aligned_gate));
+      with_parameter_type<T>(plan.flags, [&](auto element) {
+        const auto* const from = address<const decltype(element)>(p.gate, {segment.group, 0});
+        widen(gate, columns.load(stores_input, from, aligned_parameters));
+      });
       double sums[kVec] = {};
 #pragma unroll 1
       for (int64_t first = segment.first + threadIdx.y; first < segment.end; first += kBatch * step) {
@@ -126,7 +124,7 @@ struct Gradients {
 #pragma unroll
         for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
       }
-      if (!sums_gate) return;
+      if (!sums_gate) continue;
       if (step > 1) {
         double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
 #pragma unroll
@@ -138,28 +136,27 @@ struct Gradients {
         }
         __syncthreads();  // before the next segment overwrites the sums
       }
-      if (threadIdx.y > 0) return;
+      if (threadIdx.y > 0) continue;
       Acc rounded[kVec];
 #pragma unroll
       for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
-      if (plan.stores_gradient(kWeightPerGroup)) {
-        columns.store(address<W>(p.grad_gate, {segment.group, 0}), rounded, aligned_gate);
-      } else {
-        columns.store(partial_sums(segment), rounded, aligned);
-      }
-    });
+      store_sums(segment, number, [&](auto* to) { columns.store(to, rounded, aligned_parameters); });
+    }
   }
 
   // The channels of images.
   __device__ __forceinline__ void compute_for_pixels() const {
     const int64_t c = int64_t{blockIdx.x} * kWarps + threadIdx.y;
     if (c >= p.cols) return;
-    const bool sums_gate = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+    const bool sums_gate = has(kGradWeight), stores_input = has(kGradInput);
     const auto at = [&](auto element, const View& view, int64_t pixel) {
       return address<decltype(element)>(view, index_of(pixel)) + c * view.col_stride;
     };
-    for_each_segment([&](const Segment& segment) {
-      const Acc gate = stores_input ? static_cast<Acc>(address<const W>(p.gate, {segment.group, 0})[c]) : 0;
+    for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
+      const Segment segment = plan.segment(number);
+      const Acc gate = with_parameter_type<T>(plan.flags, [&](auto element) {
+        return stores_input ? static_cast<Acc>(address<const decltype(element)>(p.gate, {segment.group, 0})[c]) : 0;
+      });
       double sum = 0;
 #pragma unroll 1
       for (int64_t first = segment.first + threadIdx.x; first < segment.end; first += kBatch * kWarpSize) {
@@ -179,33 +176,35 @@ struct Gradients {
         }
         sum += batch_sum;
       }
-      if (!sums_gate) return;
-      sum = sum_lanes<kWarpSize>(sum);
-      if (threadIdx.x > 0) return;
-      if (plan.stores_gradient(kWeightPerGroup)) {
-        address<W>(p.grad_gate, {segment.group, 0})[c] = static_cast<W>(static_cast<Acc>(sum));
-      } else {
-        partial_sums(segment)[c] = static_cast<Acc>(sum);
-      }
-    });
+      if (!sums_gate) continue;
+      const Acc rounded = static_cast<Acc>(sum_lanes<kWarpSize>(sum));
+      if (threadIdx.x > 0) continue;
+      store_sums(segment, number,
+                 [&](auto* to) { to[c] = static_cast<std::remove_reference_t<decltype(*to)>>(rounded); });
+    }
   }
 };
 
-// Run time chooses between T and Acc as the types of ds and of the gate: a kernel for each combination would be no
-// faster, because it waits for memory.
-template <class T>
+// Run time chooses between the types of one size, and between T and Acc as the type of ds: an instance for each of them
+// would be no faster, because the kernel waits for memory.
+template <int kBytes>
 __global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams p, const GradientPlan plan) {
+  __shared__ double thread_sums[kThreads][16 / kBytes];
   const auto compute = [&](const auto& gradients) {
     p.channels_first ? gradients.compute_for_pixels() : gradients.compute_for_rows();
   };
-  __shared__ double thread_sums[kThreads][kVectorSize<T>];
+  const auto compute_16_bit = [&](auto element) {
+    using T = decltype(element);
+    p.sum_dtype == p.dtype ? compute(Gradients<T, T>{p, plan, thread_sums})
+                           : compute(Gradients<T, float>{p, plan, thread_sums});
+  };
   wait_for_previous_grid();
-  if (p.sum_dtype != p.dtype) {
-    compute(Gradients<T, AccOf<T>, AccOf<T>>{p, plan, thread_sums});
-  } else if (p.param_dtype != p.dtype) {
-    compute(Gradients<T, T, AccOf<T>>{p, plan, thread_sums});
+  if constexpr (kBytes == 8) {
+    compute(Gradients<double, double>{p, plan, thread_sums});
+  } else if constexpr (kBytes == 4) {
+    compute(Gradients<float, float>{p, plan, thread_sums});
   } else {
-    compute(Gradients<T, T, T>{p, plan, thread_sums});
+    p.dtype == Dtype::kFloat16 ? compute_16_bit(__half()) : compute_16_bit(__nv_bfloat16());
   }
 }
 
@@ -231,15 +230,23 @@ class ReservingAllocator final : public Allocator {
   void* reserved_ = nullptr;
 };
 
+using Kernel = void (*)(BackwardParams, GradientPlan);
+
+Kernel kernel_of(Dtype dtype) {
+  const int64_t bytes = bytes_of(dtype);
+  return bytes == 8 ? gate_gradients<8> : bytes == 4 ? gate_gradients<4> : gate_gradients<2>;
+}
+
 // Plans the launch. The gate has the place of the weight in the plan.
-template <class T, class X, class W>
 GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   GradientPlan plan = {};
   const bool per_group = is_per_group(p, p.gate);
-  constexpr int64_t kVec = kVectorSize<T>;
-  plan.flags.set(kAligned, is_aligned<T>(p, p.gated_input, p.grad_gated_input) && is_aligned<X>(p, p.grad_input) &&
-                               p.cols % kVec == 0);
-  plan.flags.set(kAlignedParameters, is_aligned<W>(p, p.gate, p.grad_gate) && p.cols % kVec == 0);
+  const int64_t vector = 16 / bytes_of(p.dtype);
+  const bool has_whole_vectors = p.cols % vector == 0;
+  plan.flags.set(kAligned, has_whole_vectors && is_aligned(p, p.dtype, p.gated_input, p.grad_gated_input) &&
+                               is_aligned(p, p.sum_dtype, p.grad_input));
+  plan.flags.set(kAlignedParameters, has_whole_vectors && is_aligned(p, p.param_dtype, p.gate, p.grad_gate));
+  plan.flags.set(kWideParameters, p.param_dtype != p.dtype);
   plan.flags.set(kHasGroups, p.groups > 1);
   plan.flags.set(kGradInput, p.grad_gated_input.data);
   plan.flags.set(kGradWeight, p.grad_gate.data);
@@ -249,12 +256,12 @@ GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
     config.block = dim3(kWarpSize, kWarps);
     config.grid.x = static_cast<unsigned>(ceil_div(p.cols, kWarps));
   } else {
-    const int64_t vectors = ceil_div(p.cols, kVec), threads = std::min<int64_t>(vectors, kThreads);
+    const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
     rows_of_block = std::min(kThreads / threads, per_group ? p.rows : p.groups * p.rows);
     config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_of_block));
     config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
   }
-  const int64_t resident = std::max<int64_t>(resident_blocks(config, gate_gradients<T>) / config.grid.x, 1);
+  const int64_t resident = std::max<int64_t>(resident_blocks(config, kernel_of(p.dtype)) / config.grid.x, 1);
   plan.set_segments(p, rows_of_block * kBatch, resident, 4);
   config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
   config.stream = static_cast<Stream>(p.stream);
@@ -265,24 +272,20 @@ GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
 }  // namespace
 
 void backward_with_gate(const BackwardParams& p) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using T = typename decltype(types)::T;
-    using X = typename decltype(types)::X;
-    using Acc = AccOf<X>;
-    LaunchConfig config;
-    GradientPlan plan = make_plan<T, X, typename decltype(types)::W>(p, config);
-    ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * static_cast<int64_t>(sizeof(Acc)));
-    BackwardParams norm = p;
-    norm.gate = norm.grad_gate = norm.grad_gated_input = {};
-    norm.allocator = &allocator;
-    backward(norm);
+  LaunchConfig config;
+  GradientPlan plan = make_plan(p, config);
+  const Dtype sum_type = p.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
+  ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * bytes_of(sum_type));
+  BackwardParams norm = p;
+  norm.gate = norm.grad_gate = norm.grad_gated_input = {};
+  norm.allocator = &allocator;
+  backward(norm);
 
-    plan.workspace = allocator.reserved();
-    launch(config, gate_gradients<T>, p, plan);
-    BackwardParams sums = p;
-    sums.grad_weight = p.grad_gate;
-    launch_add_partials<Acc>(sums, plan, p.cols, config);
-  });
+  plan.workspace = allocator.reserved();
+  launch(config, kernel_of(p.dtype), p, plan);
+  BackwardParams sums = p;
+  sums.grad_weight = p.grad_gate;
+  launch_add_partials(sums, plan, sum_type, p.cols, config);
 }
 
 }  // namespace layernorm::cuda

@@ -17,6 +17,7 @@ constexpr int kMaxClusterSize = 8;
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
 // Forward of short and of other rows (forward_rows.cu, forward_slices.cu).
 void forward_rows(const ForwardParams& params);
@@ -66,10 +67,10 @@ struct Flags {
 };
 
 // Whether every row, or every channel of an image, starts at a multiple of 16 bytes. An absent array is aligned.
-template <class E, class... Views>
-bool is_aligned(const Params& p, const Views&... views) {
+template <class... Views>
+bool is_aligned(const Params& p, Dtype dtype, const Views&... views) {
   const auto check = [&](const View& view) {
-    const int64_t stride = p.channels_first ? view.col_stride : view.row_stride, vector = 16 / sizeof(E);
+    const int64_t stride = p.channels_first ? view.col_stride : view.row_stride, vector = 16 / bytes_of(dtype);
     const auto address = reinterpret_cast<uintptr_t>(view.data);
     return !view.data || (address % 16 == 0 && view.group_stride % vector == 0 && stride % vector == 0);
   };
@@ -79,37 +80,36 @@ bool is_aligned(const Params& p, const Views&... views) {
 // Also for a gradient that is not wanted, so that the other gradient does not depend on that.
 inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
 
-template <class T, class W>
-Flags common_flags(const Params& p, bool is_aligned_data) {
+// The flags of both passes.
+inline Flags common_flags(const Params& p, bool is_aligned_data) {
   Flags flags;
-  const int64_t row_bytes = (p.channels_first ? p.rows : p.cols) * static_cast<int64_t>(sizeof(T));
+  const int64_t row_bytes = (p.channels_first ? p.rows : p.cols) * bytes_of(p.dtype);
   flags.set(kAligned, is_aligned_data && row_bytes % 16 == 0);
-  flags.set(kAlignedParameters, is_aligned<W>(p, p.weight, p.bias));
+  flags.set(kAlignedParameters, is_aligned(p, p.param_dtype, p.weight, p.bias));
   flags.set(kHasGroups, p.groups > 1);
   flags.set(kRms, p.rms);
   flags.set(kWeight, p.weight.data);
   flags.set(kBias, p.bias.data);
   flags.set(kZeroCentered, p.zero_centered_weight);
-  flags.set(kWideParameters, sizeof(W) > sizeof(T));
+  flags.set(kWideParameters, bytes_of(p.param_dtype) > bytes_of(p.dtype));
   flags.set(kGatedNorm, p.activation != Activation::kNone);
   flags.set(kGateFirst, p.gate_first);
   flags.set(kSigmoid, p.activation == Activation::kSigmoid);
   return flags;
 }
 
-template <class T, class X, class W>
-Flags make_flags(const ForwardParams& p) {
-  Flags flags = common_flags<T, W>(p, is_aligned<T>(p, p.input, p.output) && is_aligned<X>(p, p.residual, p.sum));
+inline Flags make_flags(const ForwardParams& p) {
+  Flags flags =
+      common_flags(p, is_aligned(p, p.dtype, p.input, p.output) && is_aligned(p, p.sum_dtype, p.residual, p.sum));
   flags.set(kResidual, p.residual.data);
   flags.set(kGate, p.gate.data && !flags.has(kGatedNorm));
-  if (flags.has(kGate) && !is_aligned<W>(p, p.gate)) flags.set(kAlignedParameters, false);
+  if (flags.has(kGate) && !is_aligned(p, p.param_dtype, p.gate)) flags.set(kAlignedParameters, false);
   return flags;
 }
 
-template <class T, class X, class W>
-Flags make_flags(const BackwardParams& p) {
-  Flags flags =
-      common_flags<T, W>(p, is_aligned<T>(p, p.grad_output) && is_aligned<X>(p, p.input, p.grad_input, p.grad_sum));
+inline Flags make_flags(const BackwardParams& p) {
+  Flags flags = common_flags(
+      p, is_aligned(p, p.dtype, p.grad_output) && is_aligned(p, p.sum_dtype, p.input, p.grad_input, p.grad_sum));
   flags.set(kGradInput, p.grad_input.data);
   flags.set(kGradWeight, p.grad_weight.data);
   flags.set(kGradBias, p.grad_bias.data);
@@ -192,10 +192,24 @@ struct GradientPlan {
     weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerGroup) ? num_segments : 0;
     bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerGroup) ? num_segments : 0;
   }
+  struct Segment {
+    int64_t group, first, end;  // the gradient group; the rows [first, end) among all rows
+  };
+  __device__ __forceinline__ Segment segment(int64_t number) const {
+    const auto [group, in_group] = segments_per_group.divide(number);
+    const int64_t group_end = (group + 1) * gradient_group_rows;
+    const int64_t first = group_end - gradient_group_rows + in_group * segment_rows;
+    return {group, first, min(first + segment_rows, group_end)};
+  }
   // Whether the sums of a segment are a gradient, and go there instead of the workspace.
   __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
     return segments_per_group.divisor() == 1 && (flags.has(per_group) || num_segments == 1);
   }
 };
+
+// Adds the partial sums, of `sum_type`, of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch]
+// in the workspace (partials.cu). `config` launched the kernel that computes them.
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, Dtype sum_type, int64_t pitch,
+                         LaunchConfig config);
 
 }  // namespace layernorm::cuda

@@ -1,7 +1,7 @@
 // The gradients of parameters from their partial sums in the workspace.
 #include <algorithm>
 
-#include "partials.cuh"
+#include "row.cuh"
 
 namespace layernorm::cuda {
 namespace {
@@ -10,20 +10,27 @@ constexpr int kMaxWarpsPerColumn = 32;  // of add_partials
 constexpr int kLoadsInFlight = 8;       // of a thread
 
 // The partial sums [groups, count, pitch] of a gradient [groups, cols].
-template <class Acc>
 struct Partials {
-  const Acc* sums;
+  int64_t first;  // row of the workspace
   int64_t groups, count;
   View gradient;
 };
 
+// Adds up every `step`-th of `count` numbers that are `pitch` apart, from number `first` on.
 template <class Acc>
-__device__ __forceinline__ void store_rounded(void* to, int64_t i, Acc value, Dtype dtype) {
+__device__ __forceinline__ double sum_column(const Acc* from, int first, int step, int64_t count, int64_t pitch) {
+  double sum = 0;
+#pragma unroll kLoadsInFlight
+  for (int64_t i = first; i < count; i += step) sum += from[i * pitch];
+  return sum;
+}
+
+__device__ __forceinline__ void store_rounded(void* to, int64_t i, double value, Dtype dtype) {
   if (dtype == Dtype::kFloat16) {
     static_cast<__half*>(to)[i] = static_cast<__half>(value);
   } else if (dtype == Dtype::kBFloat16) {
     static_cast<__nv_bfloat16*>(to)[i] = static_cast<__nv_bfloat16>(value);
-  } else if (sizeof(Acc) == 4 || dtype == Dtype::kFloat32) {
+  } else if (dtype == Dtype::kFloat32) {
     static_cast<float*>(to)[i] = static_cast<float>(value);
   } else {
     static_cast<double*>(to)[i] = value;
@@ -32,29 +39,28 @@ __device__ __forceinline__ void store_rounded(void* to, int64_t i, Acc value, Dt
 
 // Adds the partial sums of each group in a fixed order: of the first gradient if blockIdx.z is 0, else of the second. A
 // lane of each warp has a column. The kernel waits for memory, so that many loads are in flight.
-template <class Acc>
 __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize)
-    add_partials(const Partials<Acc> first, const Partials<Acc> second, const int64_t pitch, const int64_t cols,
-                 const Dtype dtype) {
+    add_partials(const void* workspace, const bool is_double, const Partials first, const Partials second,
+                 const int64_t pitch, const int64_t cols, const Dtype dtype) {
   __shared__ double sums[kMaxWarpsPerColumn][kWarpSize];
-  const Partials<Acc> partials = blockIdx.z > 0 ? second : first;
+  const Partials partials = blockIdx.z > 0 ? second : first;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   wait_for_previous_grid();
   for (int64_t group = blockIdx.y; group < partials.groups; group += gridDim.y) {
-    const Acc* const from = partials.sums + group * partials.count * pitch + column;
+    const int64_t begin = (partials.first + group * partials.count) * pitch + column;
     double sum = 0;
     if (column < cols) {
-#pragma unroll kLoadsInFlight
-      for (int64_t i = warp; i < partials.count; i += warps) sum += from[i * pitch];
+      sum = is_double ? sum_column(static_cast<const double*>(workspace) + begin, warp, warps, partials.count, pitch)
+                      : sum_column(static_cast<const float*>(workspace) + begin, warp, warps, partials.count, pitch);
     }
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp == 0 && column < cols) {
 #pragma unroll 4
       for (int w = 1; w < warps; ++w) sum += sums[w][lane];
-      store_rounded(partials.gradient.data, group * partials.gradient.group_stride + column, static_cast<Acc>(sum),
-                    dtype);
+      store_rounded(partials.gradient.data, group * partials.gradient.group_stride + column,
+                    is_double ? sum : static_cast<float>(sum), dtype);
     }
     __syncthreads();
   }
@@ -62,12 +68,11 @@ __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize)
 
 }  // namespace
 
-template <class Acc>
-void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int64_t pitch, LaunchConfig config) {
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, Dtype sum_type, int64_t pitch,
+                         LaunchConfig config) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
     const int64_t groups = std::min(is_per_group ? p.groups : 1, rows);  // 0 without partial sums
-    return Partials<Acc>{static_cast<const Acc*>(plan.workspace) + first * pitch, groups,
-                         rows / std::max(groups, int64_t{1}), gradient};
+    return Partials{first, groups, rows / std::max(groups, int64_t{1}), gradient};
   };
   const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
   const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
@@ -81,10 +86,8 @@ void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, int6
   config.shared_bytes = 0;
   config.cluster = 1;
   config.overlaps_previous = true;
-  launch(config, add_partials<Acc>, weight.groups > 0 ? weight : bias, bias, pitch, p.cols, p.param_dtype);
+  launch(config, add_partials, plan.workspace, sum_type == Dtype::kFloat64, weight.groups > 0 ? weight : bias, bias,
+         pitch, p.cols, p.param_dtype);
 }
-
-template void launch_add_partials<float>(const BackwardParams&, const GradientPlan&, int64_t, LaunchConfig);
-template void launch_add_partials<double>(const BackwardParams&, const GradientPlan&, int64_t, LaunchConfig);
 
 }  // namespace layernorm::cuda

@@ -29,6 +29,13 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
   }
 }
 
+// Calls f(E()) with the type of the weight, the bias and the gate beside a residual: T, or that of sums.
+template <class T, class F>
+__device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
+  if (std::is_same_v<T, AccOf<T>> || !flags.has(kWideParameters)) return f(T());
+  return f(AccOf<T>());
+}
+
 // Values that the blocks of a cluster exchange once per round. Two buffers take turns. No block overwrites values that
 // another one still reads: a block sends those of the next round after it has received those of this round from all
 // blocks, and their threads had read the last round's before.
@@ -124,10 +131,6 @@ struct Statistics {
   Acc scale = 0, mean = 0, rstd = 0;
 
   Statistics() = default;
-  // Zeros for a row that does not exist.
-  __device__ __forceinline__ Statistics(const Params& p, const RowIndex& index, bool from_output, bool exists)
-      : Statistics(exists && p.mean.data ? *address<const Acc>(p.mean, index) : 0,
-                   exists ? *address<const Acc>(p.rstd, index) : 0, from_output) {}
   __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool from_output) : mean(mean_), rstd(rstd_) {
     if (from_output) {
       scale = rstd, rstd = 1;

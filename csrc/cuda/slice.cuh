@@ -179,7 +179,10 @@ struct Slice {
   __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& group,
                                                  int64_t first_column, int cols, Flags flags, Flag exists,
                                                  Acc default_value) const {
-    const auto load_as = [&](auto element) {
+#pragma unroll
+    for (Acc& value : v) value = default_value;
+    if (!flags.has(exists)) return;
+    with_parameter_type<T>(flags, [&](auto element) {
       const auto* const from = address<const decltype(element)>(view, group) + first_column;
 #pragma unroll
       for (int j = 0; j < kElements; j += kVec) {
@@ -188,12 +191,7 @@ struct Slice {
 #pragma unroll
         for (int e = 0; e < kVec; ++e) v[j + e] = exists == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
       }
-    };
-#pragma unroll
-    for (Acc& value : v) value = default_value;
-    if (!flags.has(exists)) return;
-    if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return load_as(T());
-    load_as(Acc());
+    });
   }
 
  private:
@@ -216,8 +214,8 @@ struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows 
 struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
 struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
 struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
-struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows, dtypes and options
-struct GatedRows : Path<Mapping::kAny, 0> {                     // all rows and dtypes of gated norms
+struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows and options, except float64
+struct GatedRows : Path<Mapping::kAny, 0> {                     // all rows of gated norms, and of float64
   static constexpr bool kIsGated = true;
 };
 
@@ -273,13 +271,13 @@ using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 
 template <class Acc>
 class WarpSums {
  public:
-  // The row of this warp has `count` warps from `first` on; from 0 if they are more than kGroup. All threads call this,
-  // and then synchronize.
+  // The row of this warp has `count` warps from `first` on; from 0 if they are more than kLanesPerSum. All threads call
+  // this, and then synchronize.
   __device__ __forceinline__ WarpSums(WarpSumsMemory<Acc>& memory, int first, int count) {
-    const int lane = threadIdx.x % kWarpSize, other = lane % kGroup;
+    const int lane = threadIdx.x % kWarpSize, other = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
-    get_ = &memory[0][min(lane / kGroup, 2)][other < count ? first + other : kMaxRowWarps];
+    get_ = &memory[0][min(lane / kLanesPerSum, 2)][other < count ? first + other : kMaxRowWarps];
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
@@ -296,15 +294,15 @@ class WarpSums {
   __device__ __forceinline__ void get(Acc (&sums)[3], int count) {
     const Acc* const from = get_ + (kBuffer - buffer_);
     Acc sum = from[0];
-    if (count > kGroup) sum += from[kGroup];  // 0 if there is no such warp
+    if (count > kLanesPerSum) sum += from[kLanesPerSum];  // 0 if there is no such warp
 #pragma unroll
-    for (int offset = kGroup / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    for (int offset = kLanesPerSum / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
 #pragma unroll
-    for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kGroup);
+    for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kLanesPerSum);
   }
 
  private:
-  static constexpr int kGroup = 8;  // lanes that read the same sum, of a warp each
+  static constexpr int kLanesPerSum = 8;  // each reads the sum of another warp
   static constexpr int kBuffer = 3 * (kMaxRowWarps + 1);
   Acc *put_, *get_;
   int buffer_ = 0;  // of the next put(), in elements
