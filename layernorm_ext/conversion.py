@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
-from . import _build_info
+from . import _adaptive, _build_info
 from ._comparison import (
     TORCH_LAYERS,
     SkippedError,
+    block_difference,
     difference,
     full_shape,
     has_activation,
@@ -103,19 +104,22 @@ def convert(model: Module) -> ConversionReport:
     report = ConversionReport()
     modules = _named_modules(model)
     choices: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
-    replacements = []
-    for name, module in modules:
-        if _is_normalization(module):
+    replacements: dict[Module, Module] = {}
+    for name, module in reversed(modules):  # norms before the blocks that have them
+        if _is_adaptive(module) or _is_normalization(module):
             kind = _kind(module)
-            choice = choices.get(kind) or _choose(module)
+            choice = choices.get(kind) or _choose(module, replacements)
             if isinstance(choice, SkippedError) or type(choice).__module__.startswith(f"{__package__}."):
                 choices[kind] = choice  # others may have attributes that layers must not share
             if isinstance(choice, Module):
-                replacements.append((module, choice))
+                replacements[module] = choice
                 report.replaced[name] = f"{_name(type(module))} by {choice!r}"
             else:
                 report.skipped[name] = f"{_name(type(module))}: {choice}"
-    for module, ours in replacements:  # after the loop, so that an error leaves the model unchanged
+    for part in (report.replaced, report.skipped):
+        for name in reversed(list(part)):
+            part[name] = part.pop(name)
+    for module, ours in replacements.items():  # after the loop, so that an error leaves the model unchanged
         _become(module, ours)
     for name, module in modules:
         if isinstance(module, TransformerEncoderLayer) and _calls_ours(module) and module.activation_relu_or_gelu:
@@ -256,6 +260,12 @@ def _is_normalization(module: Module) -> bool:
     return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
+def _is_adaptive(module: Module) -> bool:
+    """Return whether a module may be a block with a form: its class or a base is registered and has its signature."""
+    bases = (cls for cls in type(module).__mro__ if issubclass(cls, Module))
+    return bool(module._modules) and any(_builds(cls)[-1:] == [None] and _adaptive.forms(cls) for cls in bases)
+
+
 _MODULE_ATTRIBUTES = frozenset(vars(Module()))
 _REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replacement has torch's
 
@@ -264,7 +274,10 @@ def _kind(module: Module) -> Hashable:
     """Return a key that modules share if they compute the same for all values of their parameters."""
     attributes = [(name, value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
-    children = module._modules if has_activation(module) else module._modules.items()
+    children: Iterable[Hashable] = module._modules if has_activation(module) else module._modules.items()
+    if _is_adaptive(module):  # the classes of children that are no norms do not matter
+        norms = {name for form in _adaptive.forms(type(module)) for name in form.NORMS}
+        children = [(n, _kind(c) if c and n in norms else c is None) for n, c in module._modules.items()]
     others = (module.training, *module._parameters, *module._buffers.items(), *children)
     kind = (type(module), *others, *attributes, *parameters)
     try:
@@ -274,8 +287,11 @@ def _kind(module: Module) -> Hashable:
     return kind
 
 
-def _choose(module: Module) -> Module | SkippedError:
-    """Return a layer of this package that computes the same as a module, or the reason why there is none."""
+def _choose(module: Module, replacements: dict[Module, Module]) -> Module | SkippedError:
+    """Return a layer of this package that computes the same as a module, or the reason why there is none.
+
+    ``replacements`` has those of the module's children.
+    """
     try:
         with (
             torch.inference_mode(False),
@@ -283,12 +299,13 @@ def _choose(module: Module) -> Module | SkippedError:
             torch.autocast("cpu", enabled=False),
             warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
         ):
-            return _replacement(module)
+            return _form(module, replacements) if _is_adaptive(module) else _replacement(module)
     except SkippedError as reason:
         return reason
 
 
-def _replacement(module: Module) -> Module:
+def _check(module: Module) -> list[_Build | None]:
+    """Check that the class of a module is registered and decides alone what the module computes."""
     cls = type(module)
     if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
         raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
@@ -300,6 +317,28 @@ def _replacement(module: Module) -> Module:
         raise SkippedError(f"its class overrides {overridden[0]}")
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
+    return builds
+
+
+def _form(module: Module, replacements: dict[Module, Module]) -> Module:
+    """Return the form of a block whose norms are of this package or have replacements."""
+    _check(module)
+    reasons = []
+    for form in _adaptive.forms(type(module)):
+        norms = {
+            name: (child, replacements.get(child, child)) for name in form.NORMS if (child := module._modules.get(name))
+        }
+        others = [name for name in form.NORMS if name not in norms or not _adaptive.is_plain_norm(norms[name][1])]
+        reason = f"its {others[0]} is not replaced" if others else block_difference(module, form, norms)
+        if reason is None:
+            _check_class(module, form)
+            return form()
+        reasons.append(f"not {form.__name__}: {reason}")
+    raise SkippedError("; ".join(reasons) or "its forward has other parameters")
+
+
+def _replacement(module: Module) -> Module:
+    cls, builds = type(module), _check(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
