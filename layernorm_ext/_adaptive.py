@@ -72,17 +72,16 @@ def _modulated_norm(
                 x = x.expand(torch.broadcast_shapes(x.shape, each.shape))
     x = x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (_insert_dims(each, x, normalized_shape) for each in (scale, shift))
-    if weight is None and bias is None:
+    wide = torch.promote_types(x.dtype, torch.float32)  # 16-bit products would round more than the composition does
+    gain = 1 if scale is None else 1 + scale.to(wide)
+    if bias is not None:
+        bias = bias.to(wide) * gain
+        shift = bias if shift is None else bias + shift
+    if weight is None:
         y = (ada_rms_norm if rms else ada_layer_norm)(x, normalized_shape, scale, shift, eps)
     else:
-        # A factor and a shift of 16 bits would round more than the composition does.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        factor = 1 if scale is None else 1 + scale.to(wide)
-        if bias is not None:
-            shift = bias * factor if shift is None else bias * factor + shift
-        if weight is not None:
-            factor = (weight.to(wide) + 1 if zero_centered_weight else weight) * factor
-        y = _calls.norm(x, None, normalized_shape, factor, shift, eps, rms=rms)[0]
+        weight = (weight.to(wide) + 1 if zero_centered_weight else weight.to(wide)) * gain
+        y = _calls.norm(x, None, normalized_shape, weight, shift, eps, rms=rms)[0]
     return y.to(dtype)
 
 

@@ -99,7 +99,7 @@ def difference(module: Module, ours: Any) -> str | None:
         for tensor in tensors:
             tensor.requires_grad_(dy is not None)
         try:
-            y = type(module).forward(_double(module, copies, others), *inputs.values())
+            y = _forward(module, list(inputs.values()), copies, others)
             if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
@@ -173,6 +173,11 @@ def _random(size: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
 
 
+def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor], others: dict[str, Any]) -> Tensor:
+    """Call a module without hooks, with these parameters and other attributes."""
+    return type(module).forward(_double(module, parameters, others), *inputs)
+
+
 def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Any:
     """Return a module with these parameters and other attributes, whose forward may change copies of its state."""
     double: Any = object.__new__(type(module))
@@ -220,6 +225,7 @@ def _difference_by_dtype(
 
 _ROWS = ("x", "hidden_states", "encoder_hidden_states", "context")  # the other inputs of blocks are embeddings
 _MOST_CHUNKS = 12  # the largest width of an embedding, in units of the width of rows
+_Call = tuple[tuple[int, ...], bool]  # the size of the embeddings, and whether arguments with defaults are given
 
 
 def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Module, Any]]) -> str | None:
@@ -241,17 +247,15 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
         others[name] = None if child is None else partial(_stand_in, number)
 
     def results(
-        cls: type[Module], dtypes: _Dtypes, x: Tensor, size: tuple[int, ...], complete: bool, differentiate: bool
+        cls: type[Module], dtypes: _Dtypes, x: Tensor, call: _Call, differentiate: bool = False
     ) -> dict[str, Tensor] | Exception:
-        """Return the outputs for embeddings of this size, and the gradients if wanted.
-
-        Without ``complete``, the arguments that have defaults are left out.
-        """
+        """Return the outputs of the block or of the form, and the gradients if wanted."""
+        size, is_complete = call
         inputs: dict[str, Any] = {}
         for seed, argument in enumerate(arguments):
             if argument.name in _ROWS:
                 inputs[argument.name] = x.roll(seed, -1).to(dtypes[0], copy=True)
-            elif complete or argument.default is argument.empty:
+            elif is_complete or argument.default is argument.empty:
                 is_dtype = argument.name == "hidden_dtype"
                 inputs[argument.name] = dtypes[2] if is_dtype else _random(size, seed).to(dtypes[2])
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -259,20 +263,21 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
         for name, (norm, ours) in norms.items():
             copies = {p: _random(shape, seed).to(dtypes[1]) for seed, (p, shape) in enumerate(shapes[name].items(), 20)}
             tensors |= {f"{name}.{p}": value for p, value in copies.items()}
-            # A form reads the attributes of its norm; an original calls it, here without hooks.
-            is_form = cls is form
-            children[name] = (
-                _double(ours, copies, {}) if is_form else partial(type(norm).forward, _double(norm, copies, {}))
-            )
+            if cls is form:  # which reads the attributes of the norm, while the original calls it
+                children[name] = _double(ours, copies, {})
+            else:
+                children[name] = partial(type(norm).forward, _double(norm, copies, {}))
         for tensor in tensors.values():
             tensor.requires_grad_(differentiate)
         try:
             y = cls.forward(_double(block, {}, others | children), **inputs)
-            outputs = y if isinstance(y, tuple) else (y,)
-            values = {f"output {number} of {len(outputs)}": output for number, output in enumerate(outputs, 1)}
+            outputs = dict(enumerate(y)) if isinstance(y, tuple) else {"": y}
+            values = {f"output {key}".strip(): output for key, output in outputs.items()}
             if differentiate:
-                dys = [_random(tuple(y.shape), seed).to(y.dtype) for seed, y in enumerate(outputs, 30)]
-                gradients = torch.autograd.grad(outputs, list(tensors.values()), dys, materialize_grads=True)
+                dys = [_random(tuple(y.shape), seed).to(y.dtype) for seed, y in enumerate(values.values(), 30)]
+                gradients = torch.autograd.grad(
+                    list(values.values()), list(tensors.values()), dys, materialize_grads=True
+                )
                 values |= {f"gradient of {name}": value for name, value in zip(tensors, gradients, strict=True)}
             return values
         except Exception as error:  # foreign code may raise anything
@@ -285,10 +290,10 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
     x_and_small_rows[0] *= small
     chunks = range(1, _MOST_CHUNKS + 1)
     sizes = [size for n in chunks for size in ((n * width,), (2, n * width), (2, 3, n * width), (2, n, width))]
-    calls = list(itertools.product(sizes, (True, False)))
+    calls: list[_Call] = list(itertools.product(sizes, (True, False)))
     for dtype, parameter_dtype in itertools.product(_FLOATS[:2], parameter_dtypes[:2]):
         wide = dtype, parameter_dtype, dtype
-        expected = {call: results(type(block), wide, x_and_small_rows, *call, True) for call in calls}
+        expected = {call: results(type(block), wide, x_and_small_rows, call, True) for call in calls}
         accepted = [call for call in calls if not isinstance(expected[call], Exception)]
         if accepted:
             break
@@ -296,14 +301,13 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
         raise SkippedError(f"it refuses every input: {_shortened(expected[calls[0]])}")
 
     for call in accepted:
-        reason = _block_difference(
-            expected[call], results(form, wide, x_and_small_rows, *call, True), _TOLERANCE, small
-        )
+        mine = results(form, wide, x_and_small_rows, call, True)
+        reason = _block_difference(expected[call], mine, _TOLERANCE, small)
         if reason:
             return f"{reason} with embeddings of size{list(call[0])}"
     for dtypes in itertools.product(_FLOATS, parameter_dtypes, _FLOATS):
         rows = x if dtypes[0] == torch.float16 else x_and_small_rows
-        theirs, mine = (results(cls, dtypes, rows, *accepted[0], False) for cls in (type(block), form))
+        theirs, mine = (results(cls, dtypes, rows, accepted[0]) for cls in (type(block), form))
         if not isinstance(theirs, Exception):
             roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes if dtype)
             reason = _block_difference(theirs, mine, max(_TOLERANCE, roundings), small)
