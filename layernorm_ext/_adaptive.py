@@ -68,7 +68,7 @@ def _modulated_norm(
     for each in (scale, shift):
         if each is not None:
             dtype = torch.promote_types(dtype, each.dtype)
-            if not _broadcasts_to(x, each):
+            if x.shape[-len(normalized_shape) :] == normalized_shape and not _broadcasts_to(x, each):
                 x = x.expand(torch.broadcast_shapes(x.shape, each.shape))
     x = x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (_insert_dims(each, x, normalized_shape) for each in (scale, shift))

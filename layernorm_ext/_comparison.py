@@ -320,9 +320,9 @@ def _stand_in(number: int, *inputs: Any, **options: Any) -> Tensor:
     """Combine all tensors by a function that does not commute with those of other numbers."""
     values = [*inputs, *options.values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    total: Any = sum(weight * tensor for weight, tensor in enumerate(tensors, number))
+    total: Any = sum(weight * tensor for weight, tensor in enumerate(tensors, 1))
     dtype = next((value for value in values if isinstance(value, torch.dtype)), total.dtype)
-    return (total / number).tanh().to(dtype)
+    return (total * number / 4).tanh().to(dtype)
 
 
 def _block_difference(theirs: Any, mine: Any, tolerance: float, small: float) -> str | None:
