@@ -71,6 +71,10 @@ def convert(model: Module) -> ConversionReport:
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
     layers are compared once. Other normalization layers are skipped and reported with the reason.
 
+    Blocks of diffusion transformers such as diffusers' ``AdaLayerNormZero``, which scale and shift the result of a norm,
+    are replaced in the same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar
+    function instead of the norm.
+
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
 
@@ -172,8 +176,9 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
     """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
-        cls: A class whose ``forward`` takes only the input, or also a ``gate``, or a class name
-            ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
+        cls: A class whose ``forward`` takes only the input, or also a ``gate``, or that of an adaptive block of
+            ``docs/convert.md``, whose norm is a child. Or a class name ``"package.module.Class"``, in which ``*``
+            matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
             or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
             parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
