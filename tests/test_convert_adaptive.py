@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import randomize, snapshot
+from support.models import Continuous, randomize, snapshot
 from support.packages import assert_close
 from support.reference import BF16, F16, F32, F64
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,7 @@ from layernorm_ext import conversion as conversion_module
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 
-WIDTH = 8
+WIDTH = Continuous.width
 
 
 class Fused(TorchDispatchMode):
@@ -80,16 +80,6 @@ class TwoNorms(Block):
         return first, *chunks[2:6], y * (1 + chunks[7][:, None]) + chunks[6][:, None], chunks[8]
 
 
-class Continuous(Block):
-    """Also has the parameters of its norm."""
-
-    chunks, norm_options = 2, {}
-
-    def forward(self, x, conditioning_embedding):
-        scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
-        return self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :]
-
-
 class WithEncoder(Block):
     norm_options = {}
 
@@ -114,8 +104,7 @@ class WithoutShift(Block):
 
 class RMSContinuous(Continuous):
     def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.RMSNorm(WIDTH, 1e-5)
+        super().__init__(torch.nn.RMSNorm)
 
 
 class Shared(Block):
