@@ -20,8 +20,9 @@ from .modules import LayerNorm, RMSNorm
 
 
 def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None = None) -> Tensor:
-    """Return ``norm(x) * (1 + scale) + shift``, in one call unless others observe or have replaced the norm."""
-    if not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm):
+    """Return ``norm(x) * (1 + scale) + shift``, in one call unless others observe or have changed the norm."""
+    is_nested = isinstance(x, Tensor) and x.is_nested  # a tracer of torch.fx has no Tensor
+    if is_nested or not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm):
         y = norm(x) if scale is None else norm(x) * (1 + scale)
         return y if shift is None else y + shift
     rms = isinstance(norm, RMSNorm)

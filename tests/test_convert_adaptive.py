@@ -282,6 +282,14 @@ def test_sizes_broadcast_as_in_the_original(cls, shape):
     assert_equal(block, original, inputs)
 
 
+def test_nested_tensors():
+    original, block = converted_block(Continuous)
+    x = torch.nested.nested_tensor([torch.randn(n, WIDTH, dtype=F64) for n in (3, 5)], layout=torch.jagged)
+    condition = torch.randn(2, 4, dtype=F64)
+    actual, expected = block(x, condition), original(x, condition)
+    torch.testing.assert_close(actual.values(), expected.values(), rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("cls", [Zero, Continuous])
 def test_sizes_that_do_not_fit_are_refused(cls):
     _, block = converted_block(cls)
