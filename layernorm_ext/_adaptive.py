@@ -40,8 +40,8 @@ def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None =
     )
 
 
-def is_plain_norm(norm: Module) -> bool:
-    """Return whether forward of a module is that of LayerNorm or RMSNorm, perhaps with another output dtype."""
+def is_plain_norm(norm: Any) -> bool:
+    """Return whether an object is a module with the forward of LayerNorm or RMSNorm, perhaps with another dtype."""
     return public_class(norm) in (LayerNorm, RMSNorm) and not norm._modules
 
 

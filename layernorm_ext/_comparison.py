@@ -225,6 +225,7 @@ def _difference_by_dtype(
 
 _ROWS = ("x", "hidden_states", "encoder_hidden_states", "context")  # the other inputs of blocks are embeddings
 _MOST_CHUNKS = 12  # the largest width of an embedding, in units of the width of rows
+_NO_HOOKS = {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
 _Call = tuple[tuple[int, ...], bool]  # the size of the embeddings, and whether arguments with defaults are given
 
 
@@ -264,7 +265,7 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
             copies = {p: _random(shape, seed).to(dtypes[1]) for seed, (p, shape) in enumerate(shapes[name].items(), 20)}
             tensors |= {f"{name}.{p}": value for p, value in copies.items()}
             if cls is form:  # which reads the attributes of the norm, while the original calls it
-                children[name] = _double(ours, copies, {})
+                children[name] = _double(ours, copies, _NO_HOOKS)
             else:
                 children[name] = partial(type(norm).forward, _double(norm, copies, {}))
         for tensor in tensors.values():

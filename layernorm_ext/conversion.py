@@ -45,7 +45,7 @@ class ConversionReport:
     Attributes:
         replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
             the first.
-        skipped: Each skipped normalization layer's name, with its class and the reason.
+        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason.
         fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
             it.
     """
@@ -71,9 +71,9 @@ def convert(model: Module) -> ConversionReport:
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
     layers are compared once. Other normalization layers are skipped and reported with the reason.
 
-    Blocks of diffusion transformers such as diffusers' ``AdaLayerNormZero``, which scale and shift the result of a norm,
-    are replaced in the same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar
-    function instead of the norm.
+    Blocks that scale and shift the result of a norm, such as ``AdaLayerNormZero`` of diffusers, are replaced in the
+    same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar function instead of the
+    norm.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
@@ -121,7 +121,7 @@ def convert(model: Module) -> ConversionReport:
             else:
                 report.skipped[name] = f"{_name(type(module))}: {choice}"
     for part in (report.replaced, report.skipped):
-        for name in reversed(list(part)):
+        for name in reversed(list(part)):  # in the order of the model
             part[name] = part.pop(name)
     for module, ours in replacements.items():  # after the loop, so that an error leaves the model unchanged
         _become(module, ours)
@@ -282,7 +282,7 @@ def _kind(module: Module) -> Hashable:
     children: Iterable[Hashable] = module._modules if has_activation(module) else module._modules.items()
     if _is_adaptive(module):  # the classes of children that are no norms do not matter
         norms = {name for form in _adaptive.forms(type(module)) for name in form.NORMS}
-        children = [(n, _kind(c) if c and n in norms else c is None) for n, c in module._modules.items()]
+        children = [(n, c is None or (n in norms and _kind(c))) for n, c in module._modules.items()]
     others = (module.training, *module._parameters, *module._buffers.items(), *children)
     kind = (type(module), *others, *attributes, *parameters)
     try:
@@ -309,8 +309,8 @@ def _choose(module: Module, replacements: dict[Module, Module]) -> Module | Skip
         return reason
 
 
-def _check(module: Module) -> list[_Build | None]:
-    """Check that the class of a module is registered and decides alone what the module computes."""
+def _checked_builds(module: Module) -> list[_Build | None]:
+    """Return the functions registered for a module, after a check that its class decides what it computes."""
     cls = type(module)
     if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
         raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
@@ -327,13 +327,12 @@ def _check(module: Module) -> list[_Build | None]:
 
 def _form(module: Module, replacements: dict[Module, Module]) -> Module:
     """Return the form of a block whose norms are of this package or have replacements."""
-    _check(module)
+    _checked_builds(module)
     reasons = []
     for form in _adaptive.forms(type(module)):
-        norms = {
-            name: (child, replacements.get(child, child)) for name in form.NORMS if (child := module._modules.get(name))
-        }
-        others = [name for name in form.NORMS if name not in norms or not _adaptive.is_plain_norm(norms[name][1])]
+        children: dict[str, Any] = {name: module._modules.get(name) for name in form.NORMS}
+        norms = {name: (child, replacements.get(child, child)) for name, child in children.items()}
+        others = [name for name, (_, ours) in norms.items() if not _adaptive.is_plain_norm(ours)]
         reason = f"its {others[0]} is not replaced" if others else block_difference(module, form, norms)
         if reason is None:
             _check_class(module, form)
@@ -343,7 +342,7 @@ def _form(module: Module, replacements: dict[Module, Module]) -> Module:
 
 
 def _replacement(module: Module) -> Module:
-    cls, builds = type(module), _check(module)
+    cls, builds = type(module), _checked_builds(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
