@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 from copy import copy
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ._adaptive import Block
 from ._replacements import keep_output_dtypes
 from .modules import LayerNorm, RMSNorm
 from .modules_2d import LayerNorm2d, RMSNorm2d
@@ -85,17 +87,13 @@ def difference(module: Module, ours: Any) -> str | None:
     has_gate = takes_gate(module)
     small = max((torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)) ** 0.5, _SMALLEST_SCALE)
 
-    def random(size: tuple[int, ...], seed: int) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
-
-    parameters = {name: random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    parameters = {name: _random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
 
     def results(module: Module, dtypes: _Dtypes, x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor] | Exception:
         """Return the output in these dtypes, and the gradients if ``dy`` is given."""
         inputs = {"input": x.to(dtypes[0], copy=True)}
         if dtypes[2]:
-            inputs["gate"] = random(tuple(x.shape), 4).to(dtypes[2])
+            inputs["gate"] = _random(tuple(x.shape), 4).to(dtypes[2])
         copies = {name: p.detach().to(dtypes[1]) for name, p in parameters.items()}
         tensors = [*inputs.values(), *copies.values()]
         for tensor in tensors:
@@ -113,7 +111,7 @@ def difference(module: Module, ours: Any) -> str | None:
             return error
 
     def sample(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        x, dy = random(size, 2) + 1, random(size, 3)
+        x, dy = _random(size, 2) + 1, _random(size, 3)
         x[0] *= small  # eps matters for these rows
         if math.prod(shape) != 1:
             x[-1].view(-1)[0] = 0  # a masked element for layers that leave zeros out
@@ -154,7 +152,7 @@ def difference(module: Module, ours: Any) -> str | None:
 
     # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
     parity = sum(torch.ones(accepted, device="cpu").cumsum(dim) for dim in range(len(accepted))) % 2
-    x = random(accepted, 2) + 4 * parity - 1
+    x = _random(accepted, 2) + 4 * parity - 1
     x_and_small_rows = x.clone()
     x_and_small_rows[0] *= small
     # In float16, squares of small rows are subnormal, and layers that compute in 16 bits lose digits.
@@ -170,8 +168,18 @@ def _sizes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [*sizes, (m, *shape, n), (m, *shape, n, m, n)] if len(shape) == 1 else sizes
 
 
-def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor], others: dict[str, object]) -> Tensor:
-    """Call a module without hooks, with these parameters and other attributes; it may change copies of its state."""
+def _random(size: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor], others: dict[str, Any]) -> Tensor:
+    """Call a module without hooks, with these parameters and other attributes."""
+    return type(module).forward(_double(module, parameters, others), *inputs)
+
+
+def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Any:
+    """Return a module with these parameters and other attributes, whose forward may change copies of its state."""
     double: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
@@ -179,7 +187,7 @@ def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor]
             vars(double)[name] = copy(value) if type(value) in _CONTAINERS else value
     buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     vars(double).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
-    return type(module).forward(double, *inputs)
+    return double
 
 
 def _shortened(error: object) -> str:
@@ -210,6 +218,129 @@ def _difference_by_dtype(
         distance = (mine["output"].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
         if not (distance <= max(_TOLERANCE, roundings)).all():
             return f"output of {names} differs by {distance.max():.2g}"
+    return None
+
+
+# Blocks
+
+_ROWS = ("x", "hidden_states", "encoder_hidden_states", "context")  # the other inputs of blocks are embeddings
+_MOST_CHUNKS = 12  # the largest width of an embedding, in units of the width of rows
+_NO_HOOKS = {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
+_Call = tuple[tuple[int, ...], bool]  # the size of the embeddings, and whether arguments with defaults are given
+
+
+def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Module, Any]]) -> str | None:
+    """Return how the results of a block and of a form differ, if they do.
+
+    ``norms`` are the children that are norms, with their replacements. Functions take the places of all others.
+
+    Raises:
+        SkippedError: The block differs from all forms.
+    """
+    arguments = list(inspect.signature(form.forward).parameters.values())[1:]
+    shapes = {
+        name: {p: full_shape(getattr(norm, p)) for p in ours._parameters if tensor_attribute(norm, p) is not None}
+        for name, (norm, ours) in norms.items()
+    }
+    parameter_dtypes = _FLOATS if any(shapes.values()) else (None,)
+    others: dict[str, Any] = {"_modules": {}}
+    for number, (name, child) in enumerate(block._modules.items(), 2):
+        others[name] = None if child is None else partial(_stand_in, number)
+
+    def results(
+        cls: type[Module], dtypes: _Dtypes, x: Tensor, call: _Call, differentiate: bool = False
+    ) -> dict[str, Tensor] | Exception:
+        """Return the outputs of the block or of the form, and the gradients if wanted."""
+        size, is_complete = call
+        inputs: dict[str, Any] = {}
+        for seed, argument in enumerate(arguments):
+            if argument.name in _ROWS:
+                inputs[argument.name] = x.roll(seed, -1).to(dtypes[0], copy=True)
+            elif is_complete or argument.default is argument.empty:
+                is_dtype = argument.name == "hidden_dtype"
+                inputs[argument.name] = dtypes[2] if is_dtype else _random(size, seed).to(dtypes[2])
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        children: dict[str, Any] = {}
+        for name, (norm, ours) in norms.items():
+            copies = {p: _random(shape, seed).to(dtypes[1]) for seed, (p, shape) in enumerate(shapes[name].items(), 20)}
+            tensors |= {f"{name}.{p}": value for p, value in copies.items()}
+            if cls is form:  # which reads the attributes of the norm, while the original calls it
+                children[name] = _double(ours, copies, _NO_HOOKS)
+            else:
+                children[name] = partial(type(norm).forward, _double(norm, copies, {}))
+        for tensor in tensors.values():
+            tensor.requires_grad_(differentiate)
+        try:
+            y = cls.forward(_double(block, {}, others | children), **inputs)
+            outputs = dict(enumerate(y)) if isinstance(y, tuple) else {"": y}
+            values = {f"output {key}".strip(): output for key, output in outputs.items()}
+            if differentiate:
+                dys = [_random(tuple(y.shape), seed).to(y.dtype) for seed, y in enumerate(values.values(), 30)]
+                gradients = torch.autograd.grad(
+                    list(values.values()), list(tensors.values()), dys, materialize_grads=True
+                )
+                values |= {f"gradient of {name}": value for name, value in zip(tensors, gradients, strict=True)}
+            return values
+        except Exception as error:  # foreign code may raise anything
+            return error
+
+    (width,) = next(iter(norms.values()))[1].normalized_shape or (_WIDTH,)
+    small = max(max(abs(ours.eps or 0) for _, ours in norms.values()) ** 0.5, _SMALLEST_SCALE)
+    x = _random((2, 3, width), 2) + 4 * (torch.arange(width, device="cpu") % 2) - 1  # as in difference()
+    x_and_small_rows = x.clone()
+    x_and_small_rows[0] *= small
+    chunks = range(1, _MOST_CHUNKS + 1)
+    sizes = [size for n in chunks for size in ((n * width,), (2, n * width), (2, 3, n * width), (2, n, width))]
+    calls: list[_Call] = list(itertools.product(sizes, (True, False)))
+    for dtype, parameter_dtype in itertools.product(_FLOATS[:2], parameter_dtypes[:2]):
+        wide = dtype, parameter_dtype, dtype
+        expected = {call: results(type(block), wide, x_and_small_rows, call, True) for call in calls}
+        accepted = [call for call in calls if not isinstance(expected[call], Exception)]
+        if accepted:
+            break
+    else:
+        raise SkippedError(f"it refuses every input: {_shortened(expected[calls[0]])}")
+
+    for call in accepted:
+        mine = results(form, wide, x_and_small_rows, call, True)
+        reason = _block_difference(expected[call], mine, _TOLERANCE, small)
+        if reason:
+            return f"{reason} with embeddings of size{list(call[0])}"
+    for dtypes in itertools.product(_FLOATS, parameter_dtypes, _FLOATS):
+        rows = x if dtypes[0] == torch.float16 else x_and_small_rows
+        theirs, mine = (results(cls, dtypes, rows, accepted[0]) for cls in (type(block), form))
+        if not isinstance(theirs, Exception):
+            roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes if dtype)
+            reason = _block_difference(theirs, mine, max(_TOLERANCE, roundings), small)
+            if reason:
+                return f"{reason} with {' and '.join(str(dtype) for dtype in dtypes if dtype)}"
+    return None
+
+
+def _stand_in(number: int, *inputs: Any, **options: Any) -> Tensor:
+    """Combine all tensors by a function that does not commute with those of other numbers."""
+    values = [*inputs, *options.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    total: Any = sum(weight * tensor for weight, tensor in enumerate(tensors, 1))
+    dtype = next((value for value in values if isinstance(value, torch.dtype)), total.dtype)
+    return (total * number / 4).tanh().to(dtype)
+
+
+def _block_difference(theirs: Any, mine: Any, tolerance: float, small: float) -> str | None:
+    """Return how results differ by more than a tolerance for values of at most 1, or for the largest value."""
+    if isinstance(mine, Exception):
+        return _shortened(mine)
+    if theirs.keys() != mine.keys():
+        return f"it returns {len(theirs)} values"
+    for name, value in theirs.items():
+        if (value.dtype, value.shape) != (mine[name].dtype, mine[name].shape):
+            return f"{name} is {value.dtype} of size{list(value.shape)}"
+        expected, distance = value.double().abs(), (value.double() - mine[name].double()).abs()
+        if name.removeprefix("gradient of ") in _ROWS:
+            expected[0] *= small
+            distance[0] *= small
+        if not (distance <= tolerance * expected.max().clamp_min(1)).all():
+            return f"{name} differs by {distance.max():.2g}"
     return None
 
 

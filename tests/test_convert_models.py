@@ -58,7 +58,10 @@ ARCHITECTURES = {
         QWEN3_NEXT,
         {"Qwen3NextRMSNorm by RMSNorm": 7, "Qwen3NextRMSNormGated by GatedRMSNorm": 1},
     ),
-    "diffusers DiTTransformer2DModel": (DIT, {"LayerNorm by LayerNorm": 5}),  # without parameters
+    "diffusers DiTTransformer2DModel": (
+        DIT,
+        {"LayerNorm by LayerNorm": 5, "AdaLayerNormZero by AdaLayerNormZero": 2},  # norms without parameters
+    ),
     "timm convnext_tiny": (TIMM_CONVNEXT, {"LayerNorm by LayerNorm": 4, "LayerNorm2d by LayerNorm2d": 5}),
     "timm vit_tiny_patch16_224": (TIMM_VIT, {"LayerNorm by LayerNorm": 5}),
     "torch TransformerEncoder": ({}, {"LayerNorm by LayerNorm": 5}),

@@ -1,0 +1,347 @@
+"""The adaptive blocks of converted models, which scale and shift the result of a norm by a projected condition.
+
+Each class has the forward of the diffusers class of its name, with the norm and its modulation in one call. convert()
+tries the classes whose forward has the same signature. The blocks keep their children, of which NORMS are norms.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from . import _calls
+from ._replacements import OutputDtypes, public_class
+from .functional import ada_layer_norm, ada_rms_norm
+from .modules import LayerNorm, RMSNorm
+
+
+def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None = None) -> Tensor:
+    """Return ``norm(x) * (1 + scale) + shift``, in one call unless others observe or have changed the norm."""
+    is_nested = isinstance(x, Tensor) and x.is_nested  # a tracer of torch.fx has no Tensor
+    if is_nested or not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm):
+        y = norm(x) if scale is None else norm(x) * (1 + scale)
+        return y if shift is None else y + shift
+    rms = isinstance(norm, RMSNorm)
+    return _modulated_norm(
+        x,
+        scale,
+        shift,
+        norm.weight,
+        None if rms else norm.bias,
+        tuple(norm.normalized_shape),
+        norm.eps,
+        rms,
+        norm.zero_centered_weight,
+        getattr(norm, "_output_dtypes", {}),
+    )
+
+
+def is_plain_norm(norm: Any) -> bool:
+    """Return whether an object is a module with the forward of LayerNorm or RMSNorm, perhaps with another dtype."""
+    return public_class(norm) in (LayerNorm, RMSNorm) and not norm._modules
+
+
+def _has_hooks(norm: Module) -> bool:
+    return bool(norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+
+
+@torch.fx.wrap  # symbolic tracing knows neither dtypes nor shapes
+def _modulated_norm(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: tuple[int, ...],
+    eps: float | None,
+    rms: bool,
+    zero_centered_weight: bool,
+    output_dtypes: OutputDtypes,
+) -> Tensor:
+    """Compute the composition with its broadcasting and its output dtype, in the widest dtype of all."""
+    normalized_shape = normalized_shape or x.shape[-1:]
+    eps = _calls.rms_eps(x, eps)
+    dtype = output_dtypes.get((x.dtype, None if weight is None else weight.dtype), x.dtype)
+    for each in (scale, shift):
+        if each is not None:
+            dtype = torch.promote_types(dtype, each.dtype)
+            if x.shape[-len(normalized_shape) :] == normalized_shape and not _broadcasts_to(x, each):
+                x = x.expand(torch.broadcast_shapes(x.shape, each.shape))
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    scale, shift = (_insert_dims(each, x, normalized_shape) for each in (scale, shift))
+    wide = torch.promote_types(x.dtype, torch.float32)  # 16-bit products would round more than the composition does
+    gain = 1 if scale is None else 1 + scale.to(wide)
+    if bias is not None:
+        bias = bias.to(wide) * gain
+        shift = bias if shift is None else bias + shift
+    if weight is None:
+        y = (ada_rms_norm if rms else ada_layer_norm)(x, normalized_shape, scale, shift, eps)
+    else:
+        weight = (weight.to(wide) + 1 if zero_centered_weight else weight.to(wide)) * gain
+        y = _calls.norm(x, None, normalized_shape, weight, shift, eps, rms=rms)[0]
+    return y.to(dtype)
+
+
+def _broadcasts_to(x: Tensor, modulation: Tensor) -> bool:
+    sizes = zip(modulation.shape[::-1], x.shape[::-1], strict=False)
+    return modulation.dim() <= x.dim() and all(n in (1, m) for n, m in sizes)
+
+
+def _insert_dims(modulation: Tensor | None, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """Insert the first dimensions that a scale or a shift lacks, and expand it to all columns."""
+    if modulation is None or modulation.shape == normalized_shape:
+        return modulation
+    modulation = modulation[(None,) * (x.dim() - modulation.dim())]
+    dims = x.dim() - len(normalized_shape)
+    return modulation.expand(*modulation.shape[:dims], *normalized_shape)
+
+
+class Block(Module):
+    """A block with children of any class; only those of NORMS are replaced."""
+
+    NORMS: tuple[str, ...] = ("norm",)
+    emb: Any
+    linear: Any
+    norm: Any
+    silu: Any
+
+
+class AdaLayerNorm(Block):
+    chunk_dim: int
+
+    def forward(self, x: Tensor, timestep: Tensor | None = None, temb: Tensor | None = None) -> Tensor:
+        if self.emb is not None:
+            temb = self.emb(timestep)
+        temb = self.linear(self.silu(temb))
+        if self.chunk_dim == 1:
+            shift, scale = temb.chunk(2, dim=1)
+            return _modulate(self.norm, x, scale[:, None], shift[:, None])
+        scale, shift = temb.chunk(2, dim=0)
+        return _modulate(self.norm, x, scale, shift)
+
+
+class AdaLayerNormZero(Block):
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor | None = None,
+        class_labels: Tensor | None = None,
+        hidden_dtype: torch.dtype | None = None,
+        emb: Any = None,
+    ) -> tuple[Tensor, ...]:
+        if self.emb is not None:
+            emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+        shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), *others
+
+
+class ChromaAdaLayerNormZeroPruned(Block):
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor | None = None,
+        class_labels: Tensor | None = None,
+        hidden_dtype: torch.dtype | None = None,
+        emb: Any = None,
+    ) -> tuple[Tensor, ...]:
+        if self.emb is not None:
+            emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+        shift, scale, *others = emb.flatten(1, 2).chunk(6, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), *others
+
+
+class AdaLayerNormZeroSingle(Block):
+    def forward(self, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+        shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), gate
+
+
+class ChromaAdaLayerNormZeroSinglePruned(Block):
+    def forward(self, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+        shift, scale, gate = emb.flatten(1, 2).chunk(3, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), gate
+
+
+class LuminaRMSNormZero(Block):
+    def forward(self, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+        scale, *others = self.linear(self.silu(emb)).chunk(4, dim=1)
+        return _modulate(self.norm, x, scale[:, None]), *others
+
+
+class MochiRMSNormZero(Block):
+    def forward(self, hidden_states: Tensor, emb: Tensor) -> tuple[Tensor, ...]:
+        scale, *others = self.linear(self.silu(emb)).chunk(4, dim=1)
+        return _modulate(self.norm, hidden_states, scale[:, None]).to(hidden_states.dtype), *others
+
+
+class SD35AdaLayerNormZeroX(Block):
+    def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+        shift, scale, *others, shift2, scale2, gate2 = self.linear(self.silu(emb)).chunk(9, dim=1)
+        first = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        second = _modulate(self.norm, hidden_states, scale2[:, None], shift2[:, None])
+        return first, *others, second, gate2
+
+
+class Qwen2_5_OmniAdaLayerNormZero(Block):
+    def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+        shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
+        return _modulate(self.norm, hidden_states, scale[:, None], shift[:, None]), *others
+
+
+class Qwen2_5_OmniAdaLayerNormZero_Final(Block):
+    def forward(self, hidden_states: Tensor, emb: Tensor) -> Tensor:
+        scale, shift = self.linear(self.silu(emb)).chunk(2, dim=1)
+        return _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+
+
+class AdaLayerNormContinuous(Block):
+    def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+        scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None])
+
+
+class CogView4AdaLayerNormContinuous(Block):
+    """Also GLM-Image's."""
+
+    def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+        scale, shift = self.linear(conditioning_embedding.to(x.dtype)).chunk(2, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None])
+
+
+class LuminaLayerNormContinuous(Block):
+    linear_1: Any
+    linear_2: Any
+
+    def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+        scale = self.linear_1(self.silu(conditioning_embedding).to(x.dtype))
+        x = _modulate(self.norm, x, scale[:, None])
+        return x if self.linear_2 is None else self.linear_2(x)
+
+
+class ChromaAdaLayerNormContinuousPruned(Block):
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        shift, scale = emb.flatten(1, 2).to(x.dtype).chunk(2, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None])
+
+
+class AdaLayerNormShift(Block):
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        shift = self.linear(self.silu(emb.to(torch.float32)).to(emb.dtype))
+        return _modulate(self.norm, x, None, shift[:, None])
+
+
+class Flux3AdaLayerNorm(Block):
+    act_fn: Any
+
+    def forward(self, hidden_states: Tensor, temb: Tensor) -> Tensor:
+        scale, shift = self.linear(self.act_fn(temb)).chunk(2, dim=-1)
+        return _modulate(self.norm, hidden_states, scale, shift)
+
+
+class AudioDiTAdaLayerNormZeroFinal(Block):
+    def forward(self, hidden_states: Tensor, embedding: Tensor) -> Tensor:
+        scale, shift = self.linear(self.silu(embedding)).chunk(2, dim=-1)
+        if scale.ndim == 2:
+            scale, shift = scale[:, None], shift[:, None]
+        return _modulate(self.norm, hidden_states, scale, shift)
+
+
+class CogVideoXLayerNormZero(Block):
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+        chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
+        shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = (chunk[:, None] for chunk in chunks)
+        hidden_states = _modulate(self.norm, hidden_states, scale, shift)
+        return (
+            hidden_states,
+            _modulate(self.norm, encoder_hidden_states, encoder_scale, encoder_shift),
+            gate,
+            encoder_gate,
+        )
+
+
+class EasyAnimateLayerNormZero(Block):
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+        shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
+        return (
+            _modulate(self.norm, hidden_states, scale[:, None], shift[:, None]),
+            _modulate(self.norm, encoder_hidden_states, encoder_scale[:, None], encoder_shift[:, None]),
+            gate,
+            encoder_gate,
+        )
+
+
+class CogView3PlusAdaLayerNormZeroTextImage(Block):
+    NORMS = "norm_x", "norm_c"
+    norm_x: Any
+    norm_c: Any
+
+    def forward(self, x: Tensor, context: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+        chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
+        x = _modulate(self.norm_x, x, chunks[1][:, None], chunks[0][:, None])
+        context = _modulate(self.norm_c, context, chunks[7][:, None], chunks[6][:, None])
+        return x, *chunks[2:6], context, *chunks[8:]
+
+
+class CogView4AdaLayerNormZero(Block):
+    """Also GLM-Image's."""
+
+    NORMS = "norm", "norm_context"
+    norm_context: Any
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+        chunks = self.linear(temb).chunk(12, dim=1)
+        (shift, scale, *others), (context_shift, context_scale, *context_others) = chunks[::2], chunks[1::2]
+        x = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        context = _modulate(self.norm_context, encoder_hidden_states, context_scale[:, None], context_shift[:, None])
+        return x, *others, context, *context_others
+
+
+class CosmosAdaLayerNorm(Block):
+    activation: Any
+    embedding_dim: int
+    linear_1: Any
+    linear_2: Any
+
+    def forward(self, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None) -> Tensor:
+        modulation = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+        if temb is not None:
+            modulation = modulation + temb[..., : 2 * self.embedding_dim]
+        if modulation.ndim == 2:
+            modulation = modulation[:, None]
+        shift, scale = modulation.chunk(2, dim=-1)
+        return _modulate(self.norm, hidden_states, scale, shift)
+
+
+class CosmosAdaLayerNormZero(Block):
+    activation: Any
+    linear_1: Any
+    linear_2: Any
+
+    def forward(
+        self, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        modulation = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+        if temb is not None:
+            modulation = modulation + temb
+        if modulation.ndim == 2:
+            modulation = modulation[:, None]
+        shift, scale, gate = modulation.chunk(3, dim=-1)
+        return _modulate(self.norm, hidden_states, scale, shift), gate
+
+
+def _signature(cls: type) -> list[tuple[object, ...]]:
+    parameters = inspect.signature(cls.forward).parameters.values()  # type: ignore[attr-defined]
+    return [(each.name, each.kind, each.default) for each in parameters]
+
+
+_FORMS = [(cls, _signature(cls)) for cls in Block.__subclasses__()]
+
+
+def forms(cls: type) -> list[type[Block]]:
+    """Return the classes that may be forms of a block's class."""
+    signature = _signature(cls)
+    return [form for form, other in _FORMS if signature == other]
