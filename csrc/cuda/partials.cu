@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_rounded(void* to, int64_t i, double value,
 
 // Adds the partial sums of each group in a fixed order: of the first gradient if blockIdx.z is 0, else of the second. A
 // lane of each warp has a column. The kernel waits for memory, so that many loads are in flight.
-__global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize)
+__global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
     add_partials(const void* workspace, const bool is_double, const Partials first, const Partials second,
                  const int64_t pitch, const int64_t cols, const Dtype dtype) {
   __shared__ double sums[kMaxWarpsPerColumn][kWarpSize];
