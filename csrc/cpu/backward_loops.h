@@ -417,8 +417,8 @@ auto choose_gradients(const B& b) {
   dispatch_flags(
       [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
         constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
-        // dbias alone is rare, and has no loop of its own.
-        chosen = compute_gradients < B, with_dx, kStreaming, wants_dweight || with_dbias, with_dbias > ;
+        constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
+        chosen = compute_gradients<B, with_dx, kStreaming, kWithDweight, with_dbias>;
       },
       b.p.grad_input.data != nullptr, b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
   return chosen;

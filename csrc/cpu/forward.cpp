@@ -219,7 +219,7 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
     if (!is_gated) {
       store_output(std::false_type{}, std::false_type{});
     } else if (kMayStream && policy.streams) {
-      store_output(std::bool_constant < kMayStream && kMayBeGated > {}, kGated);
+      store_output(std::bool_constant<(kMayStream && kMayBeGated)>{}, kGated);
     } else {
       store_output(std::false_type{}, kGated);
     }
