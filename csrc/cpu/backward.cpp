@@ -231,9 +231,13 @@ class GatedTask {
     if (!block.x.data) block.x = rows_from<Acc>(p_.input, group, r);
     if (!block.dy.data) block.dy = rows_from<Acc>(p_.grad_output, group, r);
     if (!block.dx.data) block.dx = rows_from<Acc>(p_.grad_input, group, r);
-    norm_.input = block.x, norm_.grad_output = block.dy, norm_.grad_input = block.dx;
-    norm_.weight = rows_from<Acc>(p_.weight, group, 0), norm_.bias = rows_from<Acc>(p_.bias, group, 0);
-    norm_.mean = rows_from<Acc>(p_.mean, group, r), norm_.rstd = rows_from<Acc>(p_.rstd, group, r);
+    norm_.input = block.x;
+    norm_.grad_output = block.dy;
+    norm_.grad_input = block.dx;
+    norm_.weight = rows_from<Acc>(p_.weight, group, 0);
+    norm_.bias = rows_from<Acc>(p_.bias, group, 0);
+    norm_.mean = rows_from<Acc>(p_.mean, group, r);
+    norm_.rstd = rows_from<Acc>(p_.rstd, group, r);
     return block;
   }
 

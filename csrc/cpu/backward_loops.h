@@ -152,9 +152,14 @@ void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename
     const auto rounded = __builtin_convertvector(values, PerRow<Acc, kCount>);
     std::memcpy(to, &rounded, sizeof(rounded));
   };
-  for (int k = 0; k < kCount; ++k) c.scale()[k] = scale, c.mean()[k] = mean[k];
-  store(c.rstd_scaled(), rstd_scaled), store(c.minus_mean_xhat(), -mean_xhat);
-  store(c.minus_mean_g_xhat(), -mean_g_xhat), store(c.minus_mean_g(), -mean_g);
+  for (int k = 0; k < kCount; ++k) {
+    c.scale()[k] = scale;
+    c.mean()[k] = mean[k];
+  }
+  store(c.rstd_scaled(), rstd_scaled);
+  store(c.minus_mean_xhat(), -mean_xhat);
+  store(c.minus_mean_g_xhat(), -mean_g_xhat);
+  store(c.minus_mean_g(), -mean_g);
 }
 
 // Returns whether one of the rows is special.
@@ -217,7 +222,8 @@ struct RowCoefficients {
   Pack<Acc> mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
 
   [[gnu::always_inline]] void load(const Coefficients<Acc>& c, int64_t row) {
-    mean = broadcast(c.mean()[row]), rstd_scaled = broadcast(c.rstd_scaled()[row]);
+    mean = broadcast(c.mean()[row]);
+    rstd_scaled = broadcast(c.rstd_scaled()[row]);
     minus_mean_xhat = broadcast(c.minus_mean_xhat()[row]);
     minus_mean_g_xhat = broadcast(c.minus_mean_g_xhat()[row]);
     minus_mean_g = broadcast(c.minus_mean_g()[row]);
@@ -332,10 +338,13 @@ void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r
     if (prefetches) {
       if (kCount > 1 && j >= row_end) {
         row_end += n / kCount;
-        next_x += x_stride - n, next_dy += dy_stride - n;
+        next_x += x_stride - n;
+        next_dy += dy_stride - n;
       }
-      prefetch_packs<kCount>(next_x), prefetch_packs<kCount>(next_dy);
-      next_x += kCount * kStep, next_dy += kCount * kStep;
+      prefetch_packs<kCount>(next_x);
+      prefetch_packs<kCount>(next_dy);
+      next_x += kCount * kStep;
+      next_dy += kCount * kStep;
     }
   });
 }

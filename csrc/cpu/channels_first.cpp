@@ -337,7 +337,10 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
         }
       }
       xhat_sums.add(j, xhat_sum);
-      if constexpr (with_g) g_sums.add(j, g_sum), g_xhat_sums.add(j, g_xhat_sum);
+      if constexpr (with_g) {
+        g_sums.add(j, g_sum);
+        g_xhat_sums.add(j, g_xhat_sum);
+      }
     });
   });
   for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {

@@ -108,7 +108,9 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
     const auto row =
         compute_statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
-    stats.center[r] = row.center[0], stats.correction[r] = row.correction[0], stats.rstd[r] = row.rstd[0];
+    stats.center[r] = row.center[0];
+    stats.correction[r] = row.correction[0];
+    stats.rstd[r] = row.rstd[0];
   }
   return stats;
 }
@@ -318,7 +320,8 @@ void gate_rows(const ForwardParams& p, int64_t group, int64_t r, int64_t count, 
     for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
       if (!prefetch.rows) return;
-      prefetch_to_l2(next_x + j), prefetch_to_l2(next_z + j);
+      prefetch_to_l2(next_x + j);
+      prefetch_to_l2(next_z + j);
       if (prefetch.output) prefetch_to_l2(next_y + j);
     });
   }
@@ -332,7 +335,10 @@ void gate_first_forward(const ForwardParams& p) {
   const int64_t rows = p.groups * p.rows;
   const GatedPolicy policy(p, rows, gated_forward_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
   ForwardParams norm = p;  // of a block
-  norm.groups = 1, norm.rows = policy.block, norm.gate = View(), norm.activation = Activation::kNone;
+  norm.groups = 1;
+  norm.rows = policy.block;
+  norm.gate = View();
+  norm.activation = Activation::kNone;
   ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
   const ForwardPolicy whole(p, sizeof(T), sizeof(T));
   norm_policy.streams = whole.streams;

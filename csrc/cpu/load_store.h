@@ -230,7 +230,11 @@ inline void copy_bytes(void* to, const void* from, int bytes) {
     std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, size);
     done += size;
   };
-  copy(Constant<32>{}), copy(Constant<16>{}), copy(Constant<8>{}), copy(Constant<4>{}), copy(Constant<2>{});
+  copy(Constant<32>{});
+  copy(Constant<16>{});
+  copy(Constant<8>{});
+  copy(Constant<4>{});
+  copy(Constant<2>{});
 }
 // Copies the bytes into vectors, the rest of which is zero.
 template <int n>

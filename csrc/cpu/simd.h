@@ -182,7 +182,8 @@ inline Vec<Acc> exp_of_minus_abs(Vec<Acc> x) {
 #pragma GCC unroll 16
   for (size_t i = 2; i < sizeof(C::kCoefficients) / sizeof(Acc); ++i) {
     const Vec<Acc> next = fma_vectors(terms, square, vector(C::kCoefficients[i]));
-    terms = others, others = next;
+    terms = others;
+    others = next;
   }
   const Vec<Acc> p = fma_vectors(terms, r, others);
   const auto scale = reinterpret_cast<Vec<Acc>>(reinterpret_cast<Bits>(sum) << C::kMantissaBits);

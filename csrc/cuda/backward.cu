@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
   if (in_cluster || joins) {
     if (threadIdx.x == 0) exchange.init();
-    cluster_arrive(), cluster_wait();
+    cluster_arrive();
+    cluster_wait();
   }
   __syncthreads();
   if (flags.has(kLoadsSums)) wait_for_previous_grid();
@@ -380,7 +381,11 @@ int choose_stages(BackwardPlan<AccOf<X>>& plan, LaunchConfig& config, bool any, 
       if (most > 0 && stages == kLagOf<decltype(path)> + 1) break;
       config.shared_bytes = bytes + other_bytes;
       const int resident = std::max(resident_blocks(config, backward_rows<T, X, decltype(path)>) / plan.num_parts, 1);
-      if (resident > most) most = resident, plan.stages = stages, plan.ring_bytes = static_cast<int>(bytes);
+      if (resident > most) {
+        most = resident;
+        plan.stages = stages;
+        plan.ring_bytes = static_cast<int>(bytes);
+      }
     }
     config.shared_bytes = static_cast<size_t>(plan.ring_bytes) + other_bytes;
     return most;
@@ -418,7 +423,10 @@ void launch_backward(const BackwardParams& p) {
   // nor on the options, but on the instance for the usual ones.
   bool any = false;
   int64_t segments = choose_stages<T, X>(plan, config, any, 0);
-  if (segments == 0) any = true, segments = choose_stages<T, X>(plan, config, any, 0);
+  if (segments == 0) {
+    any = true;
+    segments = choose_stages<T, X>(plan, config, any, 0);
+  }
   // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
   const int64_t total_rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
   const bool can_join = clusters && plan.num_parts == 1;
@@ -434,7 +442,10 @@ void launch_backward(const BackwardParams& p) {
     joined_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_joined_cols) * sizeof(Acc);
   }
   int64_t resident = choose_stages<T, X>(plan, config, any, joined_bytes);
-  if (resident == 0) joined_bytes = 0, resident = choose_stages<T, X>(plan, config, any, 0);
+  if (resident == 0) {
+    joined_bytes = 0;
+    resident = choose_stages<T, X>(plan, config, any, 0);
+  }
   const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
   config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
   if (joined_bytes > 0) {

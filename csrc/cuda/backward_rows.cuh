@@ -42,7 +42,8 @@ struct Segment {
     Index in_group = segment;
     if (flags.has(kWeightPerGroup | kBiasPerGroup)) {
       const auto divided = plan.segments_per_group.divide(segment);
-      group = static_cast<Index>(divided.quotient), in_group = static_cast<Index>(divided.remainder);
+      group = static_cast<Index>(divided.quotient);
+      in_group = static_cast<Index>(divided.remainder);
     }
     const Index group_rows = static_cast<Index>(plan.gradient_group_rows);
     const Index row = in_group * static_cast<Index>(plan.segment_rows);

@@ -263,7 +263,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
           },
           [&] {
 #pragma unroll
-            for (int k = 0; k < 3; ++k) sums[k] += run_sums[k], run_sums[k] = 0;
+            for (int k = 0; k < 3; ++k) {
+              sums[k] += run_sums[k];
+              run_sums[k] = 0;
+            }
           });
       sum_warps(sums);
       const auto mean_of = [&](double sum) { return plan.channels.divide(sum); };

@@ -269,7 +269,8 @@ void launch_rows(const ForwardParams& p) {
   plan.cols = Divisor<Acc>(p.cols);
   const int vectors_of_thread = vectors <= kMaxOfFour<X> ? 4 : 8;
   const int64_t needed = ceil_div(vectors, vectors_of_thread);
-  plan.row_threads = static_cast<int>(round_up(needed, kWarpSize)), plan.log2_row_threads = kWholeBlock;
+  plan.row_threads = static_cast<int>(round_up(needed, kWarpSize));
+  plan.log2_row_threads = kWholeBlock;
   if (needed <= kWarpSize) {
     plan.log2_row_threads = 0;
     while (1 << plan.log2_row_threads < needed) ++plan.log2_row_threads;

@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
   __shared__ ClusterExchange<Moments<Acc>> exchange;
   if (flags.has(kInCluster)) {
     if (threadIdx.x == 0) exchange.init();
-    cluster_arrive(), cluster_wait();
+    cluster_arrive();
+    cluster_wait();
     __syncthreads();
   }
 

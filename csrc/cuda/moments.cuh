@@ -30,9 +30,11 @@ struct Moments {
     const bool overflows = !(m2 < kInfinity<Acc>) && scale == 1;
     const bool is_far = is_estimate && correction_squared > m2;
     if (overflows) {
-      scale = kScale<Acc>, pivot *= kScale<Acc>;
+      scale = kScale<Acc>;
+      pivot *= kScale<Acc>;
     } else if (is_far) {
-      pivot += correction, is_estimate = false;
+      pivot += correction;
+      is_estimate = false;
     }
     return overflows || is_far;
   }

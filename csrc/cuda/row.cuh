@@ -133,7 +133,8 @@ struct Statistics {
   Statistics() = default;
   __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool from_output) : mean(mean_), rstd(rstd_) {
     if (from_output) {
-      scale = rstd, rstd = 1;
+      scale = rstd;
+      rstd = 1;
       return;
     }
     // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.

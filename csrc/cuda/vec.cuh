@@ -79,7 +79,8 @@ __device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSi
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[begin + e]));
-      result[e] = pair.x, result[e + 1] = pair.y;
+      result[e] = pair.x;
+      result[e + 1] = pair.y;
     }
   } else {
 #pragma unroll
