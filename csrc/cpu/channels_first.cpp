@@ -136,7 +136,7 @@ struct PixelStatistics {
 };
 
 // sum = gate * input + residual. Without a gate the product with 1 changes no bit.
-template <class T, class X, class W>
+template <bool may_have_nan, class T, class X, class W>
 void add_residual(const ForwardParams& p, const BlockPosition& position) {
   const auto input = position.block<const T>(p.input);
   const auto residual = position.block<const X>(p.residual);
@@ -148,7 +148,7 @@ void add_residual(const ForwardParams& p, const BlockPosition& position) {
       for_each_pack<AccOf<X>, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
         const auto v =
             fma(load<X>(input.channel(c + k) + j, lanes), factors[k], load<X>(residual.channel(c + k) + j, lanes));
-        store<X, !std::is_same_v<T, X> || !std::is_same_v<T, W>>(sum.channel(c + k) + j, v, lanes);
+        store<X, may_have_nan>(sum.channel(c + k) + j, v, lanes);
       });
     }
   });
@@ -238,7 +238,10 @@ void normalize(const ForwardParams& p, const BlockPosition& position, const Bloc
 template <class T, class X, class W>
 void forward_block(const ForwardParams& p, const BlockPosition& position) {
   using Acc = AccOf<X>;
-  if (p.residual.data) add_residual<T, X, W>(p, position);
+  if (p.residual.data) {
+    constexpr bool kDiffers = !std::is_same_v<T, X>, kGateDiffers = kDiffers || !std::is_same_v<T, W>;
+    p.gate.data ? add_residual<kGateDiffers, T, X, W>(p, position) : add_residual<kDiffers, T, X, W>(p, position);
+  }
   const auto x = position.block<const X>(p.residual.data ? p.sum : p.input);
   const auto y = position.block<T>(p.output);
   PixelStatistics<Acc> stats;

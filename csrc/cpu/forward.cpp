@@ -41,9 +41,8 @@ struct Statistics {
 };
 
 // sum = gate * input + residual for kCount rows. Without a gate the product with 1 changes no bit.
-template <class Threads, int kCount, class T, class X, class W>
+template <class Threads, int kCount, bool may_have_nan, class T, class X, class W>
 void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
-  constexpr bool kMayHaveNan = !std::is_same_v<T, X> || !std::is_same_v<T, W>;
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
   const W* const gate = p.gate.row<const W>(group, 0);
@@ -54,7 +53,7 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks
       for (int k = 0; k < kCount; ++k) {
         const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
         const auto addend = load<X>(residual + k * p.residual.row_stride + j, lanes);
-        store<X, kMayHaveNan>(sum + k * p.sum.row_stride + j, fma(v, factor, addend), lanes);
+        store<X, may_have_nan>(sum + k * p.sum.row_stride + j, fma(v, factor, addend), lanes);
       }
     });
   });
@@ -269,7 +268,11 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
-    if (p.residual.data) add_residual<Threads, kCount, T, X, W>(p, group, r + k, chunks);
+    if (p.residual.data) {
+      constexpr bool kDiffers = !std::is_same_v<T, X>, kGateDiffers = kDiffers || !std::is_same_v<T, W>;
+      p.gate.data ? add_residual<Threads, kCount, kGateDiffers, T, X, W>(p, group, r + k, chunks)
+                  : add_residual<Threads, kCount, kDiffers, T, X, W>(p, group, r + k, chunks);
+    }
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
       stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
