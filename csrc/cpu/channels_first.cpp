@@ -239,6 +239,7 @@ template <class T, class X, class W>
 void forward_block(const ForwardParams& p, const BlockPosition& position) {
   using Acc = AccOf<X>;
   if (p.residual.data) {
+    // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
     constexpr bool kDiffers = !std::is_same_v<T, X>, kGateDiffers = kDiffers || !std::is_same_v<T, W>;
     p.gate.data ? add_residual<kGateDiffers, T, X, W>(p, position) : add_residual<kDiffers, T, X, W>(p, position);
   }

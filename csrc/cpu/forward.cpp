@@ -269,6 +269,7 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
     if (p.residual.data) {
+      // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
       constexpr bool kDiffers = !std::is_same_v<T, X>, kGateDiffers = kDiffers || !std::is_same_v<T, W>;
       p.gate.data ? add_residual<Threads, kCount, kGateDiffers, T, X, W>(p, group, r + k, chunks)
                   : add_residual<Threads, kCount, kDiffers, T, X, W>(p, group, r + k, chunks);

@@ -55,7 +55,7 @@ struct Segment {
 // The arrays of a stage. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGateArray };
 
-// What a warp reads from shared memory besides the arrays of a row.
+// The header of a row, which a warp reads from shared memory besides the row's arrays.
 template <class T, class X, class Acc, class Index, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;
