@@ -212,7 +212,8 @@ def test_flags_keep_precision_and_obey_debug(monkeypatch, debug, cxx, nvcc):
 def test_vector_instructions_are_used_in_the_kernels_only():
     """Elsewhere they crash older CPUs, for example if the linker keeps the AVX-512 copy of an inline function.
 
-    Local functions, which the linker does not share, have no names in the module. The kernels are such functions.
+    Local functions, which the linker does not share, have no names in the module. The kernels are such functions; an
+    assertion in policy.h has checked the instruction set that each of them was compiled for.
     """
     symbols = [line.split() for line in run("nm", "--print-size", "--defined-only", _C.__file__).splitlines()]
     ends = {int(symbol[0], 16): int(symbol[0], 16) + int(symbol[1], 16) for symbol in symbols if len(symbol) == 4}

@@ -8,17 +8,18 @@
 
 namespace layernorm::cpu {
 
-#define LAYERNORM_DECLARE_KERNELS(capability)                 \
+#define LAYERNORM_DECLARE_KERNELS(capability, vector_bytes)   \
   namespace capability {                                      \
+  constexpr int kLeastVectorBytes = vector_bytes;             \
   void forward(const ForwardParams& params);                  \
   void backward(const BackwardParams& params);                \
   void channels_first_forward(const ForwardParams& params);   \
   void channels_first_backward(const BackwardParams& params); \
   }
-LAYERNORM_DECLARE_KERNELS(DEFAULT)
+LAYERNORM_DECLARE_KERNELS(DEFAULT, 16)
 #if defined(LAYERNORM_X86)
-LAYERNORM_DECLARE_KERNELS(AVX2)
-LAYERNORM_DECLARE_KERNELS(AVX512)
+LAYERNORM_DECLARE_KERNELS(AVX2, 32)
+LAYERNORM_DECLARE_KERNELS(AVX512, 64)
 #endif
 #undef LAYERNORM_DECLARE_KERNELS
 

@@ -9,6 +9,9 @@
 #include "load_store.h"
 
 namespace layernorm::cpu {
+
+static_assert(kVectorBytes >= CPU_CAPABILITY::kLeastVectorBytes, "compile with flags for the CPU capability");
+
 namespace {
 
 // The array [groups * rows, cols] of a call, on whose size the choices depend.
