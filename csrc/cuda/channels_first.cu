@@ -1,11 +1,11 @@
 // Normalization over the channels of images, and its gradients, on a GPU. The formulas are those of forward.cu and
 // backward.cu: a group is an image, a row is a pixel, and the columns are its channels.
 //
-// A block handles 32 pixels, one per lane, and its warps share the channels. They meet once for each sum. The pixels
-// are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T) bytes, and
-// backward 3. If the channels do not fit, each pass over them reads global memory. Pixels are copied in vectors of 16
-// bytes (kAligned), unless they are not aligned or forward adds a residual. The numerical method is that of
-// cpu/channels_first.cpp.
+// A block handles 32 pixels, one per lane. Its warps share the channels, and each sum over the channels takes two
+// barriers. The pixels are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T)
+// bytes, and backward 3 * n * sizeof(T). If the channels do not fit, each pass over them reads global memory. Aligned
+// pixels are copied in vectors of 16 bytes (kAligned), except when forward adds a residual. The numerical method is
+// that of cpu/channels_first.cpp.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>
@@ -44,7 +44,7 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight, the bias or the gate of a pixel's image. Run time chooses their type.
+// The weight, the bias or the gate of a pixel's image. Their type is chosen at run time.
 template <class T>
 struct ChannelParameter {
   using Acc = AccOf<T>;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, c
   }
 }
 
-// Calls copy(shared, global) for this thread's vectors of the block's pixels, from `first` to `end` among all pixels.
-// Shared memory has [channels, kWarpSize] pixels.
+// Calls copy(shared, global) for this thread's vectors of the kWarpSize pixels from `first` on that are before `end`.
+// Shared memory holds [channels, kWarpSize] pixels.
 template <class E, class F>
 __device__ __forceinline__ void for_each_vector(void* shared, const View& view, int64_t first, int64_t end,
                                                 const Params& p, const ChannelsFirstPlan& plan, const F& copy) {
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
   for_each_vector<T>(shared, p.output, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
 }
 
-// Blocks take segments of tiles in turn. The workspace gets dweight [weight_partials, channels] and dbias
-// [bias_partials, channels], a row for each segment.
+// Blocks take segments of tiles in turn, and store partial sums of dweight [weight_partials, channels] and dbias
+// [bias_partials, channels], a row for each segment, in the workspace.
 template <class T, class X>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
   const bool aligned = flags.has(kAligned) && needs_x;
 
-  // Adds the gradients of a tile to the workspace: of pixels from `first` to `end`. Other lanes add 0.
+  // Adds the gradients of a tile, the pixels from `first` to `end`, to the workspace. Lanes without a pixel add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
     const bool exists = first + lane < end;
     const RowIndex pixel = find_group(exists ? first + lane : 0, p.groups > 1, plan.rows);

@@ -1,12 +1,12 @@
 // y = (x - mean) * rstd * weight + bias for the rows of x [groups, rows, cols] on a GPU, in registers. RMSNorm's mean
 // is 0. A residual is added first, to the input or to its product with a gate, and the sum is stored.
 //
-// The rows are whole vectors. Some lanes of a warp, or a block, hold a row: neighbouring threads hold neighbouring
-// vectors, and a thread four or eight. Only rows of a block have a barrier.
+// The rows are whole vectors. Some lanes of a warp hold a row, or a whole block does. Neighbouring threads hold
+// neighbouring vectors, and each thread holds four or eight. Only rows of a block need barriers.
 //
-// Blocks have one round: all of x is requested at once, around the L1 cache, which keeps weight and bias. These are
-// requested with x or prefetched then, so that a row waits for memory once. 2 * groups * rows * cols * sizeof(T) bytes
-// are moved; with a residual also those of the residual and the sum. Rows that are not aligned are loaded and stored by
+// A block requests all of its rows of x at once, past the L1 cache, which keeps weight and bias, and prefetches weight
+// and bias at the same time, so that it waits for memory once. The kernel moves 2 * groups * rows * cols * sizeof(T)
+// bytes; with a residual also those of the residual and the sum. Rows that are not aligned are loaded and stored by
 // elements.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
@@ -30,8 +30,8 @@ namespace {
 constexpr int kWholeBlock = 30;           // the log2_row_threads of a row that takes a block
 constexpr int kThreadsOfShortRows = 128;  // of a block whose rows take some lanes each
 
-// The vectors of a row up to which a thread has four. With eight, a thread executes 23 instructions instead of 27 for
-// each 16-bit element, of which an H200 has time for 31 at the speed of a copy.
+// Threads hold four vectors of rows of at most so many vectors, and eight of longer rows. With eight, a thread executes
+// 23 instead of 27 instructions per 16-bit element; at the speed of a copy, an H200 has time for 31.
 template <class X>
 constexpr int64_t kMaxOfFour = sizeof(X) == 2 ? 128 : 1024;
 
@@ -56,7 +56,7 @@ struct ThreadPart {
   };
   __device__ __forceinline__ bool has(unsigned flag) const { return plan.flags.has(flag); }
   __device__ __forceinline__ bool is_block() const { return plan.log2_row_threads == kWholeBlock; }
-  // Addresses that wait for the sums would take registers, so that the row is located twice.
+  // The row is located twice, because addresses that are kept during the sums would take registers.
   __device__ __forceinline__ Row locate() const {
     const int rows_of_block = is_block() ? 1 : static_cast<int>(blockDim.x) >> plan.log2_row_threads;
     const int row_in_block = static_cast<int>(threadIdx.x) >> plan.log2_row_threads;
@@ -150,8 +150,8 @@ struct ThreadPart {
     for (unsigned i = thread * kLine; i < plan.vectors * kVec; i += threads * kLine) prefetch(from + i);
   }
 
-  // Estimates the mean of the row by the average of its first vector, which one of the row's lanes has, or each thread
-  // of a block.
+  // Estimates the mean of the row by the average of its first vector. If the row belongs to a warp, one lane holds that
+  // vector; if it belongs to a block, all threads have loaded it.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
     Acc v[kVec], mean = 0;
     widen(v, first_vector);
@@ -229,9 +229,9 @@ struct ThreadPart {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Blocks that fit on a multiprocessor. Four vectors of a thread leave room for 32 warps of 64 registers per thread, or
-// 24 of 80 if they have 16 bits, and eight for 20 warps of 96, or 24 of 80 if they are float32. Code for 10.0 would
-// then spill.
+// The blocks that fit on a multiprocessor. With four vectors per thread, 32 warps of 64 registers per thread fit (with
+// 16-bit elements, 24 warps of 80). With eight, 20 warps of 96 registers fit (with float32, 24 warps of 80, with which
+// code for 10.0 would spill).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kMaxFloatThreads = 320;
 #else

@@ -8,8 +8,8 @@
 //
 // A thread owns a vector of columns, and the threads of a block that own the same columns take the rows of a segment in
 // turn. For images, a warp owns a channel, and its lanes take the pixels in turn. Products are added in Acc over kBatch
-// rows and then in double. The workspace has the partial sums of dgate [weight_partials, cols], a row for each segment,
-// which add_partials adds; the sums of a group of one segment are its gradient.
+// rows and then in double. The workspace holds the partial sums of dgate [weight_partials, cols], a row for each
+// segment, which add_partials adds. If a group has one segment, its sums are the gradient.
 //
 // Source: Touvron et al., Going deeper with image transformers, 2021, arXiv:2103.17239.
 #include <algorithm>
@@ -24,7 +24,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kBatch = 4;  // rows of a thread, or pixels of a lane, that are loaded together
 
-// The columns [begin, begin + count) of a row, of which the thread holds a vector. Other elements are zeros.
+// The vector of columns [begin, begin + count) that a thread holds of each row. Elements beyond `count` are zeros.
 template <class T>
 struct Columns {
   static constexpr int kVec = kVectorSize<T>;
@@ -185,8 +185,8 @@ struct Gradients {
   }
 };
 
-// Run time chooses between the types of one size, and between T and Acc as the type of ds: an instance for each of them
-// would be no faster, because the kernel waits for memory.
+// The types of one size share an instance, which chooses at run time, also between T and Acc as the type of ds. An
+// instance for each of them would be no faster, because the kernel waits for memory.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams p, const GradientPlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
@@ -237,7 +237,7 @@ Kernel kernel_of(Dtype dtype) {
   return bytes == 8 ? gate_gradients<8> : bytes == 4 ? gate_gradients<4> : gate_gradients<2>;
 }
 
-// Plans the launch. The gate has the place of the weight in the plan.
+// Plans the launch. The plan's fields for the weight describe the gate.
 GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   GradientPlan plan = {};
   const bool per_group = is_per_group(p, p.gate);

@@ -37,8 +37,9 @@ __device__ __forceinline__ void store_rounded(void* to, int64_t i, double value,
   }
 }
 
-// Adds the partial sums of each group in a fixed order: of the first gradient if blockIdx.z is 0, else of the second. A
-// lane of each warp has a column. The kernel waits for memory, so that many loads are in flight.
+// Adds the partial sums of each group of the first gradient (blockIdx.z is 0) or the second, in a fixed order. A lane
+// owns a column, and the warps of a block take the partial sums in turn. The kernel waits for memory, so each thread
+// has many loads in flight.
 __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
     add_partials(const void* workspace, const bool is_double, const Partials first, const Partials second,
                  const int64_t pitch, const int64_t cols, const Dtype dtype) {
@@ -78,7 +79,7 @@ void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, Dtyp
   const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
   const int64_t groups = std::max(weight.groups, bias.groups);
   if (groups == 0) return;
-  // Four partial sums of a thread take as long as those of more warps would take to add up.
+  // A thread adds at least four partial sums: with more warps, adding up their sums would take longer.
   const int64_t warps = ceil_div(std::max(weight.count, bias.count), 4);
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
                      static_cast<unsigned>(std::min(groups, kMaxGridY)), weight.groups > 0 && bias.groups > 0 ? 2 : 1);

@@ -27,8 +27,8 @@ struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 
-// Sets each element e to get(e); those of 16 bits by words, since each would take an instruction and a register of its
-// own.
+// Sets each element e to get(e). Elements of 16 bits are set in pairs; one by one, each would take an instruction and a
+// register of its own.
 template <class E, int kSize, class F>
 __device__ __forceinline__ void set_elements(Vector<E, kSize>& v, const F& get) {
   constexpr int kPerWord = sizeof(E) == 2 ? 2 : 1;
