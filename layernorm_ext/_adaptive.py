@@ -135,8 +135,8 @@ class AdaLayerNormZero(Block):
     ) -> tuple[Tensor, ...]:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-        shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
-        return _modulate(self.norm, x, scale[:, None], shift[:, None]), *others
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(6, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), gate, mlp_shift, mlp_scale, mlp_gate
 
 
 class ChromaAdaLayerNormZeroPruned(Block):
@@ -150,8 +150,8 @@ class ChromaAdaLayerNormZeroPruned(Block):
     ) -> tuple[Tensor, ...]:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-        shift, scale, *others = emb.flatten(1, 2).chunk(6, dim=1)
-        return _modulate(self.norm, x, scale[:, None], shift[:, None]), *others
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = emb.flatten(1, 2).chunk(6, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), gate, mlp_shift, mlp_scale, mlp_gate
 
 
 class AdaLayerNormZeroSingle(Block):
@@ -168,28 +168,31 @@ class ChromaAdaLayerNormZeroSinglePruned(Block):
 
 class LuminaRMSNormZero(Block):
     def forward(self, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        scale, *others = self.linear(self.silu(emb)).chunk(4, dim=1)
-        return _modulate(self.norm, x, scale[:, None]), *others
+        scale, gate, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(4, dim=1)
+        return _modulate(self.norm, x, scale[:, None]), gate, mlp_scale, mlp_gate
 
 
 class MochiRMSNormZero(Block):
     def forward(self, hidden_states: Tensor, emb: Tensor) -> tuple[Tensor, ...]:
-        scale, *others = self.linear(self.silu(emb)).chunk(4, dim=1)
-        return _modulate(self.norm, hidden_states, scale[:, None]).to(hidden_states.dtype), *others
+        scale, gate, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(4, dim=1)
+        y = _modulate(self.norm, hidden_states, scale[:, None]).to(hidden_states.dtype)
+        return y, gate, mlp_scale, mlp_gate
 
 
 class SD35AdaLayerNormZeroX(Block):
     def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        shift, scale, *others, shift2, scale2, gate2 = self.linear(self.silu(emb)).chunk(9, dim=1)
+        chunks = self.linear(self.silu(emb)).chunk(9, dim=1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, shift2, scale2, gate2 = chunks
         first = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
         second = _modulate(self.norm, hidden_states, scale2[:, None], shift2[:, None])
-        return first, *others, second, gate2
+        return first, gate, mlp_shift, mlp_scale, mlp_gate, second, gate2
 
 
 class Qwen2_5_OmniAdaLayerNormZero(Block):
     def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
-        return _modulate(self.norm, hidden_states, scale[:, None], shift[:, None]), *others
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(6, dim=1)
+        y = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        return y, gate, mlp_shift, mlp_scale, mlp_gate
 
 
 class Qwen2_5_OmniAdaLayerNormZero_Final(Block):
@@ -252,26 +255,18 @@ class AudioDiTAdaLayerNormZeroFinal(Block):
 
 class CogVideoXLayerNormZero(Block):
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-        chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
-        shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = (chunk[:, None] for chunk in chunks)
-        hidden_states = _modulate(self.norm, hidden_states, scale, shift)
-        return (
-            hidden_states,
-            _modulate(self.norm, encoder_hidden_states, encoder_scale, encoder_shift),
-            gate,
-            encoder_gate,
-        )
+        shift, scale, gate, c_shift, c_scale, c_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
+        hidden_states = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        encoder_hidden_states = _modulate(self.norm, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        return hidden_states, encoder_hidden_states, gate[:, None], c_gate[:, None]
 
 
 class EasyAnimateLayerNormZero(Block):
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-        shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
-        return (
-            _modulate(self.norm, hidden_states, scale[:, None], shift[:, None]),
-            _modulate(self.norm, encoder_hidden_states, encoder_scale[:, None], encoder_shift[:, None]),
-            gate,
-            encoder_gate,
-        )
+        shift, scale, gate, c_shift, c_scale, c_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
+        hidden_states = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        encoder_hidden_states = _modulate(self.norm, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        return hidden_states, encoder_hidden_states, gate, c_gate
 
 
 class CogView3PlusAdaLayerNormZeroTextImage(Block):
@@ -280,10 +275,12 @@ class CogView3PlusAdaLayerNormZeroTextImage(Block):
     norm_c: Any
 
     def forward(self, x: Tensor, context: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
-        x = _modulate(self.norm_x, x, chunks[1][:, None], chunks[0][:, None])
-        context = _modulate(self.norm_c, context, chunks[7][:, None], chunks[6][:, None])
-        return x, *chunks[2:6], context, *chunks[8:]
+        of_x, of_context = self.linear(self.silu(emb)).chunk(2, dim=1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = of_x.chunk(6, dim=1)
+        x = _modulate(self.norm_x, x, scale[:, None], shift[:, None])
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = of_context.chunk(6, dim=1)
+        context = _modulate(self.norm_c, context, c_scale[:, None], c_shift[:, None])
+        return x, gate, mlp_shift, mlp_scale, mlp_gate, context, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate
 
 
 class CogView4AdaLayerNormZero(Block):
@@ -294,10 +291,11 @@ class CogView4AdaLayerNormZero(Block):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
         chunks = self.linear(temb).chunk(12, dim=1)
-        (shift, scale, *others), (context_shift, context_scale, *context_others) = chunks[::2], chunks[1::2]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = chunks[::2]
         x = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
-        context = _modulate(self.norm_context, encoder_hidden_states, context_scale[:, None], context_shift[:, None])
-        return x, *others, context, *context_others
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = chunks[1::2]
+        context = _modulate(self.norm_context, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        return x, gate, mlp_shift, mlp_scale, mlp_gate, context, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate
 
 
 class CosmosAdaLayerNorm(Block):
