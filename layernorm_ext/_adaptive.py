@@ -92,12 +92,14 @@ def _broadcasts_to(x: Tensor, modulation: Tensor) -> bool:
 
 
 def _insert_dims(modulation: Tensor | None, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor | None:
-    """Insert the first dimensions that a scale or a shift lacks, and expand it to all columns."""
-    if modulation is None or modulation.shape == normalized_shape:
-        return modulation
-    modulation = modulation[(None,) * (x.dim() - modulation.dim())]
-    dims = x.dim() - len(normalized_shape)
-    return modulation.expand(*modulation.shape[:dims], *normalized_shape)
+    """Insert the first dimensions that a scale or a shift lacks, unless all rows share it, and expand all columns."""
+    if modulation is None:
+        return None
+    batch_dims = modulation.dim() - len(normalized_shape)
+    if batch_dims <= 0:
+        return modulation.expand(normalized_shape)
+    batch_sizes = (1,) * (x.dim() - modulation.dim()) + modulation.shape[:batch_dims]
+    return modulation.expand(*batch_sizes, *normalized_shape)
 
 
 class Block(Module):

@@ -17,7 +17,7 @@ from support.reference import BF16, F16, F32, F64
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from layernorm_ext import LayerNorm, RMSNorm, _adaptive, convert, converted, register_conversion, revert
+from layernorm_ext import LayerNorm, RMSNorm, _adaptive, convert, converted, register_conversion, revert, trace_as
 from layernorm_ext import conversion as conversion_module
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
@@ -243,6 +243,20 @@ def test_graphs_of_fx(cls):
     inputs = make_inputs(cls)
     graph = torch.fx.symbolic_trace(block)
     torch.testing.assert_close(graph(**inputs), original(**inputs), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+@cases
+def test_exported_programs_take_any_batch_and_number_of_rows(cls, operators):
+    original, block = converted_block(cls)
+    inputs, others = make_inputs(cls), make_inputs(cls, batch=WIDTH, rows=WIDTH)
+    *names, embedding = inputs
+    batch = torch.export.Dim("batch")
+    sizes = {name: {0: batch, 1: torch.export.Dim(f"rows_of_{name}")} for name in names}
+    sizes[embedding] = {} if cls is Shared else {0: batch}
+    with trace_as(operators):
+        program = torch.export.export(block, (), inputs, dynamic_shapes=sizes).module()
+    torch.testing.assert_close(program(**others), original(**others), rtol=1e-13, atol=1e-13)
 
 
 def test_compiled_graphs_of_dynamic_shapes():
