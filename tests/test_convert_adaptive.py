@@ -426,6 +426,14 @@ def test_shared_blocks_and_tied_parameters():
     assert model[0] is model[2] is first and second.linear.weight is first.linear.weight
 
 
+def test_a_norm_that_is_shared_by_blocks_and_the_model():
+    register_conversion(Single)
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(WIDTH), "first": Single(), "second": Single()})
+    model["first"].norm = model["second"].norm = model["norm"]
+    report = convert(model)
+    assert list(report.replaced) == ["norm", "first", "second"] and not report.skipped
+
+
 def test_a_context_converts_blocks_for_a_time():
     register_conversion(Single)
     block = Single()
