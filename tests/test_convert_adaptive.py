@@ -531,6 +531,9 @@ def test_other_formulas_are_skipped_and_their_norms_are_replaced(forward):
 def test_blocks_are_skipped_whose_norm_or_class_cannot_be_replaced():
     register_conversion(Single)
     block = Single()
+    block.norm = torch.nn.LayerNorm((5, WIDTH))
+    assert "its norm normalizes over 2 dimensions" in convert(block).skipped[""]
+    block = Single()
     block.norm = torch.nn.Identity()
     assert "its norm is not replaced" in convert(block).skipped[""]
     block = Single()
