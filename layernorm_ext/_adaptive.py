@@ -20,11 +20,9 @@ from .modules import LayerNorm, RMSNorm
 
 
 def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None = None) -> Tensor:
-    """Return ``norm(x) * (1 + scale) + shift``, in one call unless others observe or have changed the norm."""
-    is_nested = isinstance(x, Tensor) and x.is_nested  # a tracer of torch.fx has no Tensor
-    if is_nested or not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm):
-        y = norm(x) if scale is None else norm(x) * (1 + scale)
-        return y if shift is None else y + shift
+    """Return ``norm(x) * (1 + scale) + shift``, in one call if possible."""
+    if _must_be_called(norm, x):
+        return _scale_and_shift(norm(x), scale, shift)
     rms = isinstance(norm, RMSNorm)
     return _modulated_norm(
         x,
@@ -40,13 +38,29 @@ def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None =
     )
 
 
+def _scale_and_shift(y: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    y = y if scale is None else y * (1 + scale)
+    return y if shift is None else y + shift
+
+
+def _must_be_called(norm: Any, x: Tensor) -> bool:
+    """Return whether others observe or have changed a norm, or the input is nested."""
+    is_nested = isinstance(x, Tensor) and x.is_nested  # a tracer of torch.fx has no Tensor
+    return is_nested or not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm)
+
+
 def is_plain_norm(norm: Any) -> bool:
     """Return whether an object is a module with the forward of LayerNorm or RMSNorm, perhaps with another dtype."""
     return public_class(norm) in (LayerNorm, RMSNorm) and not norm._modules
 
 
+# An attribute of norms in the comparison of blocks, which calls no hooks.
+IS_COMPARED = "_is_compared"
+
+
 def _has_hooks(norm: Module) -> bool:
-    return bool(norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    own = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    return bool(own or (IS_COMPARED not in vars(norm) and torch.nn.modules.module._has_any_global_hook()))
 
 
 @torch.fx.wrap  # symbolic tracing knows neither dtypes nor shapes
@@ -185,8 +199,13 @@ class SD35AdaLayerNormZeroX(Block):
     def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
         chunks = self.linear(self.silu(emb)).chunk(9, dim=1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, shift2, scale2, gate2 = chunks
-        first = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
-        second = _modulate(self.norm, hidden_states, scale2[:, None], shift2[:, None])
+        if _must_be_called(self.norm, hidden_states):  # once, as before
+            y = self.norm(hidden_states)
+            first = _scale_and_shift(y, scale[:, None], shift[:, None])
+            second = _scale_and_shift(y, scale2[:, None], shift2[:, None])
+        else:
+            first = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+            second = _modulate(self.norm, hidden_states, scale2[:, None], shift2[:, None])
         return first, gate, mlp_shift, mlp_scale, mlp_gate, second, gate2
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ._adaptive import Block
+from ._adaptive import IS_COMPARED, Block
 from ._replacements import keep_output_dtypes
 from .modules import LayerNorm, RMSNorm
 from .modules_2d import LayerNorm2d, RMSNorm2d
@@ -225,7 +225,7 @@ def _difference_by_dtype(
 
 _ROWS = ("x", "hidden_states", "encoder_hidden_states", "context")  # the other inputs of blocks are embeddings
 _MOST_CHUNKS = 12  # the largest width of an embedding, in units of the width of rows
-_NO_HOOKS = {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
+_NO_HOOKS = {IS_COMPARED: True} | {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
 _Call = tuple[tuple[int, ...], bool]  # the size of the embeddings, and whether arguments with defaults are given
 
 

@@ -338,6 +338,30 @@ def test_hooks_are_called_and_may_come_later(part, kind):
     assert calls == [kind]
 
 
+@pytest.mark.parametrize("cls", [TwoNorms, WithEncoder])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_hooks_of_all_modules_see_each_call_of_the_norm(cls, compiles):
+    """The hook changes the result, so that compiled code cannot leave it out."""
+    original, block = converted_block(cls)
+    calls, inputs = [], make_inputs(cls)
+
+    def hook(module, args, output):
+        if module in (original.norm, block.norm):
+            calls.append(module)
+            return 2 * output
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        expected = original(**inputs)
+        count = len(calls)
+        calls.clear()
+        actual = (torch.compile(block, backend="eager") if compiles else block)(**inputs)
+    finally:
+        handle.remove()
+    assert len(calls) == count
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+
+
 def test_hooks_are_kept_but_not_called_by_the_comparison():
     register_conversion(Single)
     block, calls = Single(), []
