@@ -191,7 +191,10 @@ class LuminaRMSNormZero(Block):
 class MochiRMSNormZero(Block):
     def forward(self, hidden_states: Tensor, emb: Tensor) -> tuple[Tensor, ...]:
         scale, gate, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(4, dim=1)
-        y = _modulate(self.norm, hidden_states, scale[:, None]).to(hidden_states.dtype)
+        x, scale = hidden_states, scale[:, None]
+        if _must_be_called(self.norm, x):  # in float32, as before
+            x, scale = x.to(torch.float32), scale.to(torch.float32)
+        y = _modulate(self.norm, x, scale).to(hidden_states.dtype)
         return y, gate, mlp_scale, mlp_gate
 
 
@@ -316,6 +319,7 @@ class CogView4AdaLayerNormZero(Block):
         x = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
         c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = chunks[1::2]
         context = _modulate(self.norm_context, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        context = context.to(x.dtype)  # the original rounds both norms to the dtype of hidden_states
         return x, gate, mlp_shift, mlp_scale, mlp_gate, context, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate
 
 
