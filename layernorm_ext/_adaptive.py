@@ -7,13 +7,14 @@ tries the classes whose forward has the same signature. The blocks keep their ch
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from . import _calls
+from . import _calls, tracing
 from ._replacements import OutputDtypes, public_class
 from .functional import ada_layer_norm, ada_rms_norm
 from .modules import LayerNorm, RMSNorm
@@ -83,7 +84,8 @@ def _modulated_norm(
     for each in (scale, shift):
         if each is not None:
             dtype = torch.promote_types(dtype, each.dtype)
-            if x.shape[-len(normalized_shape) :] == normalized_shape and not _broadcasts_to(x, each):
+            sizes = tracing.constant_sizes(x.shape)
+            if tuple(sizes[-len(normalized_shape) :]) == normalized_shape and not _broadcasts_to(sizes, each):
                 x = x.expand(torch.broadcast_shapes(x.shape, each.shape))
     x = x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (_insert_dims(each, x, normalized_shape) for each in (scale, shift))
@@ -100,9 +102,9 @@ def _modulated_norm(
     return y.to(dtype)
 
 
-def _broadcasts_to(x: Tensor, modulation: Tensor) -> bool:
-    sizes = zip(modulation.shape[::-1], x.shape[::-1], strict=False)
-    return modulation.dim() <= x.dim() and all(n in (1, m) for n, m in sizes)
+def _broadcasts_to(sizes: Sequence[int], modulation: Tensor) -> bool:
+    pairs = zip(tracing.constant_sizes(modulation.shape)[::-1], sizes[::-1], strict=False)
+    return modulation.dim() <= len(sizes) and all(n in (1, m) for n, m in pairs)
 
 
 def _insert_dims(modulation: Tensor | None, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor | None:

@@ -259,6 +259,17 @@ def test_exported_programs_take_any_batch_and_number_of_rows(cls, operators):
     torch.testing.assert_close(program(**others), original(**others), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+@cases
+def test_traced_blocks_take_other_sizes(cls, operators):
+    original, block = converted_block(cls)
+    with trace_as(operators):
+        traced = torch.jit.trace(block, example_kwarg_inputs=make_inputs(cls))
+    others = make_inputs(cls, batch=3, rows=7)
+    torch.testing.assert_close(traced(**others), original(**others), rtol=1e-13, atol=1e-13)
+
+
 def test_compiled_graphs_of_dynamic_shapes():
     original, block = converted_block(Continuous)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
