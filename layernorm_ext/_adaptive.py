@@ -4,8 +4,6 @@ Each class has the forward of the diffusers class of its name, with the norm and
 tries the classes whose forward has the same signature. The blocks keep their children, of which NORMS are norms.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,7 @@
-"""The normalizations as modules."""
+"""The normalizations as modules.
 
-from __future__ import annotations
+Files with modules evaluate annotations: torch.fx copies them to its graphs, which pickle cannot save with strings.
+"""
 
 from collections.abc import Sequence
 from numbers import Integral

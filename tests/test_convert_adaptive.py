@@ -242,7 +242,8 @@ def test_graphs_of_fx(cls):
     original, block = converted_block(cls)
     inputs = make_inputs(cls)
     graph = torch.fx.symbolic_trace(block)
-    torch.testing.assert_close(graph(**inputs), original(**inputs), rtol=1e-13, atol=1e-13)
+    for traced in (graph, pickle.loads(pickle.dumps(graph))):
+        torch.testing.assert_close(traced(**inputs), original(**inputs), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("operators", ["kernel", "aten"])
