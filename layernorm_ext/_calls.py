@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import tracing
-from ._nested import norm_nested
+from ._nested import norm_nested, normalizes_ragged
 
 
 def modulated_norm(
@@ -58,12 +59,24 @@ def gated_norm(
     **options: Any,
 ) -> Tensor:
     """Check the options, which a plain norm without a gate ignores."""
+    if not is_integer(num_groups):
+        name, kind = "gated_rms_norm" if options.get("rms") else "gated_layer_norm", type(num_groups).__name__
+        raise TypeError(f"{name}(): argument 'num_groups' must be int, not {kind}")
+    if num_groups != 1 and input.is_nested and normalizes_ragged(input, len(normalized_shape)):
+        raise RuntimeError(
+            f"Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = {num_groups}, "
+            f"normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
+        )
     error = gate_options_error(activation, num_groups, normalized_shape)
     if error is not None:
         raise RuntimeError(f"{error} and input of shape {list(input.shape)}")
     if gate is not None:
         options |= {"activation": activation, "gate_first": gate_first}
     return norm(input, None, normalized_shape, weight, bias, eps, gate=gate, num_groups=num_groups, **options)[0]
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def gate_options_error(activation: str, num_groups: int, normalized_shape: Sequence[int]) -> str | None:

@@ -4,7 +4,6 @@ Files with modules evaluate annotations: torch.fx copies them to its graphs, whi
 """
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from ._calls import gate_options_error
+from ._calls import gate_options_error, is_integer
 from .functional import add_layer_norm, add_rms_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
 
 __all__ = ["AddLayerNorm", "AddRMSNorm", "GatedLayerNorm", "GatedRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
@@ -302,7 +301,7 @@ class AddRMSNorm(RMSNorm):
 
 
 def _check_gate_options(activation: str, num_groups: int, normalized_shape: tuple[int, ...]) -> None:
-    if not isinstance(num_groups, Integral):
+    if not is_integer(num_groups):
         raise TypeError(f"Expected num_groups to be an int, but got num_groups={num_groups!r}")
     error = gate_options_error(activation, num_groups, normalized_shape)
     if error is not None:
