@@ -66,6 +66,7 @@ ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
 ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   const Options options = {m.rms, args.zero_centered_weight || m.adaptive, args.memory_efficient,
                            /*preserve_layout=*/m.images};
+  check_layouts(args.input, args.residual, args.weight, args.bias, args.gate, m.adaptive);
   if (m.gated) return evaluate_gated(args, options);
   const auto call = [&](ForwardFunction function, SymIntArrayRef shape, const optional<Tensor>& weight,
                         const optional<Tensor>& bias, const optional<Tensor>& gate) {

@@ -178,7 +178,7 @@ def is_overridden(input: Tensor, *others: Tensor | None) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():  # do not call the override for is_nested
         # torch's override for jagged tensors looks functions up by name, and would mistake this rms_norm for torch's.
-        return not (isinstance(input, Tensor) and input.is_nested)
+        return not any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (input, *others))
 
 
 def override(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -432,6 +432,35 @@ def test_num_groups_may_be_any_integer(num_groups):
         torch.testing.assert_close(function(x, x, (8,), num_groups=num_groups), expected, rtol=0, atol=0)
 
 
+LAYOUTS = {
+    "gate of layout Sparse": lambda t: t.to_sparse(),
+    "gate of layout SparseCsr": lambda t: t.expand(4, 4).to_sparse_csr(),
+    "gate of layout Mkldnn": lambda t: t.to_mkldnn(),
+    "a nested tensor": lambda t: torch.nested.nested_tensor([t, t]),
+    "a nested tensor ": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.endswith(("_norm", "_norm_2d"))])
+def test_tensors_of_other_layouts_are_refused_by_name(name, layout):
+    """Only the input may be nested, with a residual or a gate of a gated norm."""
+    function, x = getattr(layernorm_ext, name), torch.ones(4, 4)
+    signature = inspect.signature(function)
+    arguments = {"input": x, "residual": x, "gate": x if name.startswith("gated") else x[0], "normalized_shape": (4,)}
+    arguments = {key: value for key, value in arguments.items() if key in signature.parameters}
+    tensors = ["input", "residual", "gate", "weight", "bias", "scale", "shift"]
+    for argument in [each for each in tensors if each in signature.parameters]:
+        if argument == "input" and "nested" in layout:
+            continue
+        wrong = arguments | {argument: LAYOUTS[layout](torch.ones(4))}
+        message = f"Expected {argument} to be a strided tensor, but got {layout.strip().replace('gate', argument)}"
+        for mode in (contextlib.nullcontext, torch.inference_mode):
+            with mode(), pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
+                function(**wrong)
+
+
 ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices
     "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta")),
     "Expected gate to be on the device of input": (
