@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _adaptive, _build_info
 from ._comparison import (
@@ -300,6 +301,7 @@ def _choose(module: Module, replacements: dict[Module, Module]) -> Module | Skip
     """
     try:
         with (
+            _disable_current_modes(),  # of fake tensors, for example
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
