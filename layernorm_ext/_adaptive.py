@@ -75,7 +75,10 @@ def _modulated_norm(
     zero_centered_weight: bool,
     output_dtypes: OutputDtypes,
 ) -> Tensor:
-    """Compute the composition with its broadcasting and its output dtype, in the widest dtype of all."""
+    """Compute the composition with its broadcasting and its output dtype, in the widest dtype of all.
+
+    ``scale`` and ``shift`` have the same sizes, as chunks of one tensor have.
+    """
     normalized_shape = normalized_shape or x.shape[-1:]
     eps = _calls.rms_eps(x, eps)
     dtype = output_dtypes.get((x.dtype, None if weight is None else weight.dtype), x.dtype)

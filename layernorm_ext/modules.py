@@ -327,6 +327,7 @@ class GatedLayerNorm(LayerNorm):
             apart; the weight has all elements.
 
     Raises:
+        TypeError: ``num_groups`` is no int.
         ValueError: ``activation`` is unknown, or ``num_groups`` does not divide the only dimension of
             ``normalized_shape``.
 
