@@ -91,7 +91,8 @@ def _modulated_norm(
     x = x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (_insert_dims(each, x, normalized_shape) for each in (scale, shift))
     wide = torch.promote_types(x.dtype, torch.float32)  # 16-bit products would round more than the composition does
-    gain = 1 if scale is None else 1 + scale.to(wide)
+    has_parameters = weight is not None or bias is not None
+    gain = 1 + scale.to(wide) if has_parameters and scale is not None else 1
     if bias is not None:
         bias = bias.to(wide) * gain
         shift = bias if shift is None else bias + shift

@@ -26,17 +26,20 @@ WIDTH = Continuous.width
 
 
 class Fused(TorchDispatchMode):
-    """Counts the calls of the operator, and those whose weight or bias has batch dimensions."""
+    """Counts the calls of the operator, and those whose weight or bias has batch dimensions, and names all others."""
 
     def __init__(self):
         super().__init__()
         self.calls = self.modulated = 0
+        self.others = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "layernorm":
             parameters = [*args[2:4], (kwargs or {}).get("weight"), (kwargs or {}).get("bias")]
             self.calls += 1
             self.modulated += any(isinstance(p, torch.Tensor) and p.dim() > 1 for p in parameters)
+        elif not (function.is_view or function is torch.ops.aten.promote_types.default):
+            self.others.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
@@ -179,6 +182,15 @@ def test_outputs_and_gradients_match_in_one_call_for_each_modulation(cls):
     with Fused() as fused:
         block(**inputs)
     assert fused.calls == calls and (cls is Shared or fused.modulated == calls)
+
+
+def test_a_norm_without_parameters_takes_no_other_operator():
+    _, block = converted_block(Single)
+    block.linear = block.silu = torch.nn.Identity()
+    x, chunks = torch.randn(2, 5, WIDTH), torch.randn(2, 3 * WIDTH)
+    with Fused() as fused:
+        block(x, chunks)
+    assert fused.calls == 1 and not fused.others
 
 
 @cases
