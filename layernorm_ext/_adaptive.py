@@ -303,10 +303,10 @@ class CogView3PlusAdaLayerNormZeroTextImage(Block):
     norm_c: Any
 
     def forward(self, x: Tensor, context: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        of_x, of_context = self.linear(self.silu(emb)).chunk(2, dim=1)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = of_x.chunk(6, dim=1)
+        chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = chunks[:6]
         x = _modulate(self.norm_x, x, scale[:, None], shift[:, None])
-        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = of_context.chunk(6, dim=1)
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = chunks[6:]
         context = _modulate(self.norm_c, context, c_scale[:, None], c_shift[:, None])
         return x, gate, mlp_shift, mlp_scale, mlp_gate, context, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate
 
