@@ -129,6 +129,7 @@ def norm(
         activation = gate_options.get("activation")
         tracing.check("check_forward", input, None, normalized_shape, weight, bias, gate, activation)
         sizes, dims = (num_groups, normalized_shape[0] // num_groups), input.dim()
+        weight, bias = _broadcast(weight, bias, tracing.accumulation_dtype(input))
         input, gate, weight, bias = (_divide(t, sizes, dims) for t in (input, gate, weight, bias))
         output, _ = norm(input, None, sizes[1:], weight, bias, eps, gate=gate, **options)
         return output.flatten(dims - 1), None
@@ -150,6 +151,14 @@ def check_residual(input: Tensor, residual: Tensor | None, inplace: bool | None)
     """Raise the error of eager calls for a missing residual; ``inplace`` is None for functions without one."""
     if residual is None and inplace is not None:
         raise TypeError(f"argument 'residual' must be Tensor, not NoneType, for input of shape {list(input.shape)}")
+
+
+def _broadcast(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Give two parameters the batch sizes of each other, in a dtype in which autograd adds the gradients of rows."""
+    if weight is None or bias is None or (weight.dim() == bias.dim() and weight.shape == bias.shape):
+        return weight, bias
+    weight, bias = torch.broadcast_tensors(weight.to(dtype), bias.to(dtype))
+    return weight, bias
 
 
 def _divide(tensor: Any, sizes: tuple[int, int], dims: int) -> Any:
