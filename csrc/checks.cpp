@@ -163,7 +163,23 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
   check_device(name, statistic, input);
 }
 
+void check_layout(const char* name, const Tensor& tensor) {
+  const bool nested = tensor.is_nested();  // and of layout Strided or Jagged
+  if (!nested && tensor.layout() == at::kStrided) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "Expected ", name, " to be a strided tensor, but got ",
+                              nested ? "a nested tensor" : c10::str(name, " of layout ", tensor.layout()));
+}
+
 }  // namespace
+
+void check_layouts(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
+                   const optional<Tensor>& bias, const optional<Tensor>& gate, bool adaptive) {
+  check_layout("input", input);
+  if (present(residual)) check_layout("residual", *residual);
+  for (const auto& [name, tensor] : parameters(weight, bias, gate, adaptive)) {
+    if (tensor) check_layout(name, *tensor);
+  }
+}
 
 namespace {
 

@@ -1,9 +1,12 @@
 #include "family.h"
 
+#include <ATen/ExpandUtils.h>
+
 #include <utility>
 
 #include "checks.h"
 #include "images.h"
+#include "types.h"
 #include "views.h"
 
 namespace layernorm {
@@ -49,14 +52,20 @@ ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
   if (groups == 1) return call_forward(whole);
   check_allocated(whole);  // torch's error for a view of a freed storage names no argument
   const c10::SymInt group_size = shape[0] / groups;
-  // Parameters need a batch dimension for the groups, and therefore all others.
-  ForwardOutputs outputs =
-      call_with(call_forward, {input, {group_size}, args.weight, args.bias, args.eps, options, kAbsent, args.gate},
-                [&](const Tensor& t) {
-                  Tensor result = t.unflatten_symint(-1, {groups, group_size});
-                  while (result.dim() <= input.dim()) result = result.unsqueeze(0);
-                  return result;
-                });
+  // Parameters need a batch dimension for the groups, and therefore all others, with the batch sizes of each other.
+  optional<Tensor> weight = args.weight, bias = args.bias;
+  if (present(weight) && present(bias) && (weight->dim() != bias->dim() || weight->sym_sizes() != bias->sym_sizes())) {
+    const auto sizes = at::infer_size_symint(weight->sym_sizes(), bias->sym_sizes());
+    for (auto* const parameter : {&weight, &bias}) {  // in the dtype in which autograd adds the gradients of rows
+      *parameter = (*parameter)->to(accumulate_type(input)).expand_symint(sizes);
+    }
+  }
+  ForwardOutputs outputs = call_with(
+      call_forward, {input, {group_size}, weight, bias, args.eps, options, kAbsent, args.gate}, [&](const Tensor& t) {
+        Tensor result = t.unflatten_symint(-1, {groups, group_size});
+        while (result.dim() <= input.dim()) result = result.unsqueeze(0);
+        return result;
+      });
   outputs.output = outputs.output.flatten(-2);
   return outputs;
 }
@@ -66,6 +75,7 @@ ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
 ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   const Options options = {m.rms, args.zero_centered_weight || m.adaptive, args.memory_efficient,
                            /*preserve_layout=*/m.images};
+  check_layouts(args.input, args.residual, args.weight, args.bias, args.gate, m.adaptive);
   if (m.gated) return evaluate_gated(args, options);
   const auto call = [&](ForwardFunction function, SymIntArrayRef shape, const optional<Tensor>& weight,
                         const optional<Tensor>& bias, const optional<Tensor>& gate) {

@@ -4,27 +4,24 @@ Each class has the forward of the diffusers class of its name, with the norm and
 tries the classes whose forward has the same signature. The blocks keep their children, of which NORMS are norms.
 """
 
-from __future__ import annotations
-
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from . import _calls
+from . import _calls, tracing
 from ._replacements import OutputDtypes, public_class
 from .functional import ada_layer_norm, ada_rms_norm
 from .modules import LayerNorm, RMSNorm
 
 
 def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None = None) -> Tensor:
-    """Return ``norm(x) * (1 + scale) + shift``, in one call unless others observe or have changed the norm."""
-    is_nested = isinstance(x, Tensor) and x.is_nested  # a tracer of torch.fx has no Tensor
-    if is_nested or not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm):
-        y = norm(x) if scale is None else norm(x) * (1 + scale)
-        return y if shift is None else y + shift
+    """Return ``norm(x) * (1 + scale) + shift``, in one call if possible."""
+    if _must_be_called(norm, x):
+        return _scale_and_shift(norm(x), scale, shift)
     rms = isinstance(norm, RMSNorm)
     return _modulated_norm(
         x,
@@ -40,13 +37,29 @@ def _modulate(norm: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None =
     )
 
 
+def _scale_and_shift(y: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    y = y if scale is None else y * (1 + scale)
+    return y if shift is None else y + shift
+
+
+def _must_be_called(norm: Any, x: Tensor) -> bool:
+    """Return whether others observe or have changed a norm, or the input is nested."""
+    is_nested = isinstance(x, Tensor) and x.is_nested  # a tracer of torch.fx has no Tensor
+    return is_nested or not is_plain_norm(norm) or "forward" in vars(norm) or _has_hooks(norm)
+
+
 def is_plain_norm(norm: Any) -> bool:
     """Return whether an object is a module with the forward of LayerNorm or RMSNorm, perhaps with another dtype."""
     return public_class(norm) in (LayerNorm, RMSNorm) and not norm._modules
 
 
+# An attribute of norms in the comparison of blocks, which calls no hooks.
+IS_COMPARED = "_is_compared"
+
+
 def _has_hooks(norm: Module) -> bool:
-    return bool(norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    own = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    return bool(own or (IS_COMPARED not in vars(norm) and torch.nn.modules.module._has_any_global_hook()))
 
 
 @torch.fx.wrap  # symbolic tracing knows neither dtypes nor shapes
@@ -62,19 +75,24 @@ def _modulated_norm(
     zero_centered_weight: bool,
     output_dtypes: OutputDtypes,
 ) -> Tensor:
-    """Compute the composition with its broadcasting and its output dtype, in the widest dtype of all."""
+    """Compute the composition with its broadcasting and its output dtype, in the widest dtype of all.
+
+    ``scale`` and ``shift`` have the same sizes, as chunks of one tensor have.
+    """
     normalized_shape = normalized_shape or x.shape[-1:]
     eps = _calls.rms_eps(x, eps)
     dtype = output_dtypes.get((x.dtype, None if weight is None else weight.dtype), x.dtype)
     for each in (scale, shift):
         if each is not None:
             dtype = torch.promote_types(dtype, each.dtype)
-            if x.shape[-len(normalized_shape) :] == normalized_shape and not _broadcasts_to(x, each):
+            sizes = tracing.constant_sizes(x.shape)
+            if tuple(sizes[-len(normalized_shape) :]) == normalized_shape and not _broadcasts_to(sizes, each):
                 x = x.expand(torch.broadcast_shapes(x.shape, each.shape))
     x = x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (_insert_dims(each, x, normalized_shape) for each in (scale, shift))
     wide = torch.promote_types(x.dtype, torch.float32)  # 16-bit products would round more than the composition does
-    gain = 1 if scale is None else 1 + scale.to(wide)
+    has_parameters = weight is not None or bias is not None
+    gain = 1 + scale.to(wide) if has_parameters and scale is not None else 1
     if bias is not None:
         bias = bias.to(wide) * gain
         shift = bias if shift is None else bias + shift
@@ -86,18 +104,20 @@ def _modulated_norm(
     return y.to(dtype)
 
 
-def _broadcasts_to(x: Tensor, modulation: Tensor) -> bool:
-    sizes = zip(modulation.shape[::-1], x.shape[::-1], strict=False)
-    return modulation.dim() <= x.dim() and all(n in (1, m) for n, m in sizes)
+def _broadcasts_to(sizes: Sequence[int], modulation: Tensor) -> bool:
+    pairs = zip(tracing.constant_sizes(modulation.shape)[::-1], sizes[::-1], strict=False)
+    return modulation.dim() <= len(sizes) and all(n in (1, m) for n, m in pairs)
 
 
 def _insert_dims(modulation: Tensor | None, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor | None:
-    """Insert the first dimensions that a scale or a shift lacks, and expand it to all columns."""
-    if modulation is None or modulation.shape == normalized_shape:
-        return modulation
-    modulation = modulation[(None,) * (x.dim() - modulation.dim())]
-    dims = x.dim() - len(normalized_shape)
-    return modulation.expand(*modulation.shape[:dims], *normalized_shape)
+    """Insert the first dimensions that a scale or a shift lacks, unless all rows share it, and expand all columns."""
+    if modulation is None:
+        return None
+    batch_dims = modulation.dim() - len(normalized_shape)
+    if batch_dims <= 0:
+        return modulation.expand(normalized_shape)
+    batch_sizes = (1,) * (x.dim() - modulation.dim()) + modulation.shape[:batch_dims]
+    return modulation.expand(*batch_sizes, *normalized_shape)
 
 
 class Block(Module):
@@ -135,8 +155,8 @@ class AdaLayerNormZero(Block):
     ) -> tuple[Tensor, ...]:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-        shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
-        return _modulate(self.norm, x, scale[:, None], shift[:, None]), *others
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(6, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), gate, mlp_shift, mlp_scale, mlp_gate
 
 
 class ChromaAdaLayerNormZeroPruned(Block):
@@ -150,8 +170,8 @@ class ChromaAdaLayerNormZeroPruned(Block):
     ) -> tuple[Tensor, ...]:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-        shift, scale, *others = emb.flatten(1, 2).chunk(6, dim=1)
-        return _modulate(self.norm, x, scale[:, None], shift[:, None]), *others
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = emb.flatten(1, 2).chunk(6, dim=1)
+        return _modulate(self.norm, x, scale[:, None], shift[:, None]), gate, mlp_shift, mlp_scale, mlp_gate
 
 
 class AdaLayerNormZeroSingle(Block):
@@ -168,28 +188,39 @@ class ChromaAdaLayerNormZeroSinglePruned(Block):
 
 class LuminaRMSNormZero(Block):
     def forward(self, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        scale, *others = self.linear(self.silu(emb)).chunk(4, dim=1)
-        return _modulate(self.norm, x, scale[:, None]), *others
+        scale, gate, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(4, dim=1)
+        return _modulate(self.norm, x, scale[:, None]), gate, mlp_scale, mlp_gate
 
 
 class MochiRMSNormZero(Block):
     def forward(self, hidden_states: Tensor, emb: Tensor) -> tuple[Tensor, ...]:
-        scale, *others = self.linear(self.silu(emb)).chunk(4, dim=1)
-        return _modulate(self.norm, hidden_states, scale[:, None]).to(hidden_states.dtype), *others
+        scale, gate, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(4, dim=1)
+        x, scale = hidden_states, scale[:, None]
+        if _must_be_called(self.norm, x):  # in float32, as before
+            x, scale = x.to(torch.float32), scale.to(torch.float32)
+        y = _modulate(self.norm, x, scale).to(hidden_states.dtype)
+        return y, gate, mlp_scale, mlp_gate
 
 
 class SD35AdaLayerNormZeroX(Block):
     def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        shift, scale, *others, shift2, scale2, gate2 = self.linear(self.silu(emb)).chunk(9, dim=1)
-        first = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
-        second = _modulate(self.norm, hidden_states, scale2[:, None], shift2[:, None])
-        return first, *others, second, gate2
+        chunks = self.linear(self.silu(emb)).chunk(9, dim=1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, shift2, scale2, gate2 = chunks
+        if _must_be_called(self.norm, hidden_states):  # once, as before
+            y = self.norm(hidden_states)
+            first = _scale_and_shift(y, scale[:, None], shift[:, None])
+            second = _scale_and_shift(y, scale2[:, None], shift2[:, None])
+        else:
+            first = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+            second = _modulate(self.norm, hidden_states, scale2[:, None], shift2[:, None])
+        return first, gate, mlp_shift, mlp_scale, mlp_gate, second, gate2
 
 
 class Qwen2_5_OmniAdaLayerNormZero(Block):
     def forward(self, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-        shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
-        return _modulate(self.norm, hidden_states, scale[:, None], shift[:, None]), *others
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.linear(self.silu(emb)).chunk(6, dim=1)
+        y = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        return y, gate, mlp_shift, mlp_scale, mlp_gate
 
 
 class Qwen2_5_OmniAdaLayerNormZero_Final(Block):
@@ -252,26 +283,18 @@ class AudioDiTAdaLayerNormZeroFinal(Block):
 
 class CogVideoXLayerNormZero(Block):
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-        chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
-        shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = (chunk[:, None] for chunk in chunks)
-        hidden_states = _modulate(self.norm, hidden_states, scale, shift)
-        return (
-            hidden_states,
-            _modulate(self.norm, encoder_hidden_states, encoder_scale, encoder_shift),
-            gate,
-            encoder_gate,
-        )
+        shift, scale, gate, c_shift, c_scale, c_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
+        hidden_states = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        encoder_hidden_states = _modulate(self.norm, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        return hidden_states, encoder_hidden_states, gate[:, None], c_gate[:, None]
 
 
 class EasyAnimateLayerNormZero(Block):
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-        shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
-        return (
-            _modulate(self.norm, hidden_states, scale[:, None], shift[:, None]),
-            _modulate(self.norm, encoder_hidden_states, encoder_scale[:, None], encoder_shift[:, None]),
-            gate,
-            encoder_gate,
-        )
+        shift, scale, gate, c_shift, c_scale, c_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
+        hidden_states = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
+        encoder_hidden_states = _modulate(self.norm, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        return hidden_states, encoder_hidden_states, gate, c_gate
 
 
 class CogView3PlusAdaLayerNormZeroTextImage(Block):
@@ -281,9 +304,11 @@ class CogView3PlusAdaLayerNormZeroTextImage(Block):
 
     def forward(self, x: Tensor, context: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
         chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
-        x = _modulate(self.norm_x, x, chunks[1][:, None], chunks[0][:, None])
-        context = _modulate(self.norm_c, context, chunks[7][:, None], chunks[6][:, None])
-        return x, *chunks[2:6], context, *chunks[8:]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = chunks[:6]
+        x = _modulate(self.norm_x, x, scale[:, None], shift[:, None])
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = chunks[6:]
+        context = _modulate(self.norm_c, context, c_scale[:, None], c_shift[:, None])
+        return x, gate, mlp_shift, mlp_scale, mlp_gate, context, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate
 
 
 class CogView4AdaLayerNormZero(Block):
@@ -294,10 +319,12 @@ class CogView4AdaLayerNormZero(Block):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
         chunks = self.linear(temb).chunk(12, dim=1)
-        (shift, scale, *others), (context_shift, context_scale, *context_others) = chunks[::2], chunks[1::2]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = chunks[::2]
         x = _modulate(self.norm, hidden_states, scale[:, None], shift[:, None])
-        context = _modulate(self.norm_context, encoder_hidden_states, context_scale[:, None], context_shift[:, None])
-        return x, *others, context, *context_others
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = chunks[1::2]
+        context = _modulate(self.norm_context, encoder_hidden_states, c_scale[:, None], c_shift[:, None])
+        context = context.to(x.dtype)  # the original rounds both norms to the dtype of hidden_states
+        return x, gate, mlp_shift, mlp_scale, mlp_gate, context, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate
 
 
 class CosmosAdaLayerNorm(Block):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import tracing
-from ._nested import norm_nested
+from ._nested import norm_nested, normalizes_ragged
 
 
 def modulated_norm(
@@ -58,12 +59,24 @@ def gated_norm(
     **options: Any,
 ) -> Tensor:
     """Check the options, which a plain norm without a gate ignores."""
+    if not is_integer(num_groups):
+        name, kind = "gated_rms_norm" if options.get("rms") else "gated_layer_norm", type(num_groups).__name__
+        raise TypeError(f"{name}(): argument 'num_groups' must be int, not {kind}")
+    if num_groups != 1 and input.is_nested and normalizes_ragged(input, len(normalized_shape)):
+        raise RuntimeError(
+            f"Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = {num_groups}, "
+            f"normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
+        )
     error = gate_options_error(activation, num_groups, normalized_shape)
     if error is not None:
         raise RuntimeError(f"{error} and input of shape {list(input.shape)}")
     if gate is not None:
         options |= {"activation": activation, "gate_first": gate_first}
     return norm(input, None, normalized_shape, weight, bias, eps, gate=gate, num_groups=num_groups, **options)[0]
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def gate_options_error(activation: str, num_groups: int, normalized_shape: Sequence[int]) -> str | None:
@@ -116,6 +129,7 @@ def norm(
         activation = gate_options.get("activation")
         tracing.check("check_forward", input, None, normalized_shape, weight, bias, gate, activation)
         sizes, dims = (num_groups, normalized_shape[0] // num_groups), input.dim()
+        weight, bias = _broadcast(weight, bias, tracing.accumulation_dtype(input))
         input, gate, weight, bias = (_divide(t, sizes, dims) for t in (input, gate, weight, bias))
         output, _ = norm(input, None, sizes[1:], weight, bias, eps, gate=gate, **options)
         return output.flatten(dims - 1), None
@@ -137,6 +151,14 @@ def check_residual(input: Tensor, residual: Tensor | None, inplace: bool | None)
     """Raise the error of eager calls for a missing residual; ``inplace`` is None for functions without one."""
     if residual is None and inplace is not None:
         raise TypeError(f"argument 'residual' must be Tensor, not NoneType, for input of shape {list(input.shape)}")
+
+
+def _broadcast(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Give two parameters the batch sizes of each other, in a dtype in which autograd adds the gradients of rows."""
+    if weight is None or bias is None or (weight.dim() == bias.dim() and weight.shape == bias.shape):
+        return weight, bias
+    weight, bias = torch.broadcast_tensors(weight.to(dtype), bias.to(dtype))
+    return weight, bias
 
 
 def _divide(tensor: Any, sizes: tuple[int, int], dims: int) -> Any:
@@ -165,7 +187,7 @@ def is_overridden(input: Tensor, *others: Tensor | None) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():  # do not call the override for is_nested
         # torch's override for jagged tensors looks functions up by name, and would mistake this rms_norm for torch's.
-        return not (isinstance(input, Tensor) and input.is_nested)
+        return not any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (input, *others))
 
 
 def override(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ._adaptive import Block
+from ._adaptive import IS_COMPARED, Block
 from ._replacements import keep_output_dtypes
 from .modules import LayerNorm, RMSNorm
 from .modules_2d import LayerNorm2d, RMSNorm2d
@@ -225,7 +225,7 @@ def _difference_by_dtype(
 
 _ROWS = ("x", "hidden_states", "encoder_hidden_states", "context")  # the other inputs of blocks are embeddings
 _MOST_CHUNKS = 12  # the largest width of an embedding, in units of the width of rows
-_NO_HOOKS = {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
+_NO_HOOKS = {IS_COMPARED: True} | {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
 _Call = tuple[tuple[int, ...], bool]  # the size of the embeddings, and whether arguments with defaults are given
 
 
@@ -237,6 +237,10 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
     Raises:
         SkippedError: The block differs from all forms.
     """
+    normalized_shape = next(iter(norms.values()))[1].normalized_shape or (_WIDTH,)
+    if len(normalized_shape) != 1:
+        return f"its norm normalizes over {len(normalized_shape)} dimensions"
+    width = normalized_shape[0]
     arguments = list(inspect.signature(form.forward).parameters.values())[1:]
     shapes = {
         name: {p: full_shape(getattr(norm, p)) for p in ours._parameters if tensor_attribute(norm, p) is not None}
@@ -284,7 +288,6 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
         except Exception as error:  # foreign code may raise anything
             return error
 
-    (width,) = next(iter(norms.values()))[1].normalized_shape or (_WIDTH,)
     small = max(max(abs(ours.eps or 0) for _, ours in norms.values()) ** 0.5, _SMALLEST_SCALE)
     x = _random((2, 3, width), 2) + 4 * (torch.arange(width, device="cpu") % 2) - 1  # as in difference()
     x_and_small_rows = x.clone()

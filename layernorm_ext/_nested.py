@@ -44,7 +44,7 @@ def norm_nested(
                 f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
                 f"size{_sizes(tensor)} and input of size{_sizes(input)}"
             )
-    over_ragged = jagged and input._ragged_idx >= input.dim() - dims
+    over_ragged = normalizes_ragged(input, dims)
     if over_ragged:
         if "activation" in options:
             raise RuntimeError(
@@ -92,6 +92,11 @@ def norm_nested(
 
     output = gather([output for output, _ in results])
     return output, residual if inplace or residual is None else gather([total for _, total in results])
+
+
+def normalizes_ragged(input: Any, normalized_dims: int) -> bool:
+    """Return whether the ragged dimension of a nested tensor is one of the last dimensions."""
+    return bool(input.layout == torch.jagged and input._ragged_idx >= input.dim() - normalized_dims)
 
 
 def _norm_over_ragged(

@@ -1,7 +1,5 @@
 """The layers of converted modules whose output dtypes or names differ from this package's."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import FunctionType
 from typing import Any

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _adaptive, _build_info
 from ._comparison import (
@@ -109,7 +110,7 @@ def convert(model: Module) -> ConversionReport:
     modules = _named_modules(model)
     choices: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
     replacements: dict[Module, Module] = {}
-    for name, module in reversed(modules):  # norms before the blocks that have them
+    for name, module in sorted(modules, key=lambda each: _is_adaptive(each[1])):  # norms before blocks, which have them
         if _is_adaptive(module) or _is_normalization(module):
             kind = _kind(module)
             choice = choices.get(kind) or _choose(module, replacements)
@@ -121,8 +122,9 @@ def convert(model: Module) -> ConversionReport:
             else:
                 report.skipped[name] = f"{_name(type(module))}: {choice}"
     for part in (report.replaced, report.skipped):
-        for name in reversed(list(part)):  # in the order of the model
-            part[name] = part.pop(name)
+        for name, _ in modules:
+            if name in part:
+                part[name] = part.pop(name)  # to the end, so that the order is the model's
     for module, ours in replacements.items():  # after the loop, so that an error leaves the model unchanged
         _become(module, ours)
     for name, module in modules:
@@ -299,6 +301,7 @@ def _choose(module: Module, replacements: dict[Module, Module]) -> Module | Skip
     """
     try:
         with (
+            _disable_current_modes(),  # of fake tensors, for example
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),

@@ -56,8 +56,8 @@ def layer_norm(
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message names the argument and both values.
-        NotImplementedError: The dtype of ``input`` is not supported. Or a second derivative is computed with
-            ``memory_efficient``.
+        NotImplementedError: The dtype of ``input`` is not supported, or an argument is sparse, or nested while
+            ``input`` is not. Or a second derivative is computed with ``memory_efficient``.
 
     Note:
         The kernels read parameters of the dtype of ``input``, and float32 parameters of a float16 or bfloat16 input.
@@ -93,12 +93,12 @@ def layer_norm(
     if zero_centered_weight or memory_efficient:
         options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     # The compiled function is fast, but torch.compile cannot trace it and __torch_function__ cannot override it.
-    if not (torch.compiler.is_dynamo_compiling() or has_torch_function_variadic(input, weight, bias)):
+    if has_torch_function_variadic(input, weight, bias) and is_overridden(input, weight, bias):
+        return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
+    if not torch.compiler.is_dynamo_compiling():
         output = _C.layer_norm(input, normalized_shape, weight, bias, eps, **options)
         if output is not None:
             return output
-    if is_overridden(input, weight, bias):
-        return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
     return norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
 
 

@@ -1,9 +1,9 @@
-"""The normalizations as modules."""
+"""The normalizations as modules.
 
-from __future__ import annotations
+Files with modules evaluate annotations: torch.fx copies them to its graphs, which pickle cannot save with strings.
+"""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from ._calls import gate_options_error
+from ._calls import gate_options_error, is_integer
 from .functional import add_layer_norm, add_rms_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
 
 __all__ = ["AddLayerNorm", "AddRMSNorm", "GatedLayerNorm", "GatedRMSNorm", "LayerNorm", "LazyLayerNorm", "RMSNorm"]
@@ -301,7 +301,7 @@ class AddRMSNorm(RMSNorm):
 
 
 def _check_gate_options(activation: str, num_groups: int, normalized_shape: tuple[int, ...]) -> None:
-    if not isinstance(num_groups, Integral):
+    if not is_integer(num_groups):
         raise TypeError(f"Expected num_groups to be an int, but got num_groups={num_groups!r}")
     error = gate_options_error(activation, num_groups, normalized_shape)
     if error is not None:
@@ -327,6 +327,7 @@ class GatedLayerNorm(LayerNorm):
             apart; the weight has all elements.
 
     Raises:
+        TypeError: ``num_groups`` is no int.
         ValueError: ``activation`` is unknown, or ``num_groups`` does not divide the only dimension of
             ``normalized_shape``.
 

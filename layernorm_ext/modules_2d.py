@@ -1,7 +1,5 @@
 """The normalizations over the channels of images, as modules."""
 
-from __future__ import annotations
-
 from numbers import Integral
 
 import torch

@@ -1,7 +1,5 @@
 """The normalizations whose scale, shift and gate are inputs, as modules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from numbers import Integral
 

@@ -12,6 +12,7 @@ import torch
 from support.models import LikeLlama, LikeT5, MyNorm, build_ours, layer_with, randomize, snapshot
 from support.reference import BF16, F16, F32, F64
 from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.functional import layer_norm
 from torch.nn.utils import parametrize
 
@@ -84,8 +85,14 @@ def test_references_hooks_and_modes_are_kept():
 
 @pytest.mark.parametrize(
     "mode",
-    [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", BF16)],
-    ids=["no_grad", "inference_mode", "device", "autocast"],
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        FakeTensorMode,
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", BF16),
+    ],
+    ids=["no_grad", "inference_mode", "fake", "device", "autocast"],
 )
 def test_convert_ignores_the_caller_modes_and_keeps_devices_and_random_state(mode):
     model = torch.nn.Sequential(torch.nn.LayerNorm(5), torch.nn.LayerNorm(5, device="meta"))
@@ -94,6 +101,13 @@ def test_convert_ignores_the_caller_modes_and_keeps_devices_and_random_state(mod
         assert len(convert(model).replaced) == 2
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model[1].weight.is_meta and model[1](torch.empty(3, 5, device="meta")).is_meta
+
+
+def test_fake_layers_are_replaced():
+    with FakeTensorMode():
+        model, x = torch.nn.Sequential(torch.nn.LayerNorm(5), torch.nn.RMSNorm(5)), torch.randn(3, 5)
+        assert len(convert(model).replaced) == 2
+        assert isinstance(model(x), FakeTensor)
 
 
 def test_converted_restores_the_model_after_an_error():

@@ -95,7 +95,7 @@ def test_keyword_and_signature_are_the_originals(cls, name, ours):
     assert isinstance(layer, ours) and repr(layer).startswith(f"{ours.__name__}((8,), ")
     assert list(inspect.signature(layer.forward).parameters) == [name]
     assert inspect.signature(layer.forward) == inspect.signature(ours(8).forward).replace(
-        parameters=[inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")]
+        parameters=[inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=torch.Tensor)]
     )
     torch.testing.assert_close(layer(**{name: x}), expected, **ROUNDED)
     torch.testing.assert_close(layer(**{name: x}), layer(x), **SAME_BITS)

@@ -405,8 +405,60 @@ def test_constructors_of_gated_modules_check_their_options(cls):
         message = "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = "
         with pytest.raises(ValueError, match=message + str(num_groups)):
             cls(size, num_groups=num_groups)
-    with pytest.raises(TypeError, match=re.escape("Expected num_groups to be an int, but got num_groups=2.0")):
-        cls(8, num_groups=2.0)
+    for num_groups in (2.0, True):
+        with pytest.raises(TypeError, match=f"Expected num_groups to be an int, but got num_groups={num_groups}"):
+            cls(8, num_groups=num_groups)
+
+
+@pytest.mark.parametrize("num_groups", [2.0, True, "2", None], ids=repr)
+@pytest.mark.parametrize("name", ["gated_layer_norm", "gated_rms_norm"])
+def test_num_groups_must_be_an_integer_in_every_mode(name, num_groups):
+    def call(x):
+        return getattr(layernorm_ext, name)(x, x, (8,), num_groups=num_groups)
+
+    message = f"{name}(): argument 'num_groups' must be int, not {type(num_groups).__name__}"
+    for function in (call, torch.compile(call, backend="eager")):
+        with raises(message, TypeError):
+            function(ROWS)
+    with fake_tensors(), raises(message, TypeError):
+        call(ROWS)
+
+
+@pytest.mark.parametrize("num_groups", [numpy.int64(2), torch.tensor(2)], ids=repr)
+def test_num_groups_may_be_any_integer(num_groups):
+    x = torch.randn(3, 8)
+    expected = gated_rms_norm(x, x, (8,), num_groups=2)
+    for function in (gated_rms_norm, torch.compile(gated_rms_norm, backend="eager")):
+        torch.testing.assert_close(function(x, x, (8,), num_groups=num_groups), expected, rtol=0, atol=0)
+
+
+LAYOUTS = {
+    "gate of layout Sparse": lambda t: t.to_sparse(),
+    "gate of layout SparseCsr": lambda t: t.expand(4, 4).to_sparse_csr(),
+    "gate of layout Mkldnn": lambda t: t.to_mkldnn(),
+    "a nested tensor": lambda t: torch.nested.nested_tensor([t, t]),
+    "a nested tensor ": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.endswith(("_norm", "_norm_2d"))])
+def test_tensors_of_other_layouts_are_refused_by_name(name, layout):
+    """Only the input may be nested, with a residual or a gate of a gated norm."""
+    function, x = getattr(layernorm_ext, name), torch.ones(4, 4)
+    signature = inspect.signature(function)
+    arguments = {"input": x, "residual": x, "gate": x if name.startswith("gated") else x[0], "normalized_shape": (4,)}
+    arguments = {key: value for key, value in arguments.items() if key in signature.parameters}
+    tensors = ["input", "residual", "gate", "weight", "bias", "scale", "shift"]
+    for argument in [each for each in tensors if each in signature.parameters]:
+        if argument == "input" and "nested" in layout:
+            continue
+        wrong = arguments | {argument: LAYOUTS[layout](torch.ones(4))}
+        message = f"Expected {argument} to be a strided tensor, but got {layout.strip().replace('gate', argument)}"
+        for mode in (contextlib.nullcontext, torch.inference_mode):
+            with mode(), pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
+                function(**wrong)
 
 
 ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices

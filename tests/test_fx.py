@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import re
 
 import pytest
@@ -35,8 +36,10 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
             value, expected = arguments.get(argument, parameter.default), getattr(module, argument)
             is_parameter = isinstance(expected, torch.nn.Parameter)
             assert value.target.endswith(argument) if is_parameter else value == expected
-    actual, expected = (call(*(x * 1 for x in inputs)) for call in (graph, module))  # a leaf cannot change in place
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    saved = pickle.loads(pickle.dumps(graph))
+    results = [call(*(x * 1 for x in inputs)) for call in (module, graph, saved)]  # a leaf cannot change in place
+    for actual in results[1:]:
+        torch.testing.assert_close(actual, results[0], rtol=0, atol=0)
 
 
 # Other packages

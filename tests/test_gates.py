@@ -33,7 +33,15 @@ from support.reference import (
 from torch.nn import functional as F
 
 import layernorm_ext
-from layernorm_ext import add_ada_layer_norm, add_layer_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
+from layernorm_ext import (
+    add_ada_layer_norm,
+    add_layer_norm,
+    gated_layer_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+    trace_as,
+)
 
 EPS = 1e-5
 ALL = [True] * 5  # output_mask of backward.fused
@@ -356,6 +364,28 @@ def test_groups_have_the_bits_of_norms_apart(gate_first, num_groups):
     y = gated_rms_norm(x, gate, (12,), per_sample, gate_first=gate_first, num_groups=num_groups)
     ones = gated_rms_norm(x[:1], gate[:1], (12,), per_sample[0, 0], gate_first=gate_first, num_groups=num_groups)
     assert_same_bits([y[:1]], [ones])
+
+
+# Sums of 36 float64 products in another order; aten's layer_norm also has another formula.
+ANOTHER_ORDER = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("shapes", [((12,), (4, 1, 12)), ((1, 9, 12), (12,)), ((1, 1, 12), (4, 9, 12))], ids=str)
+@pytest.mark.parametrize("mode", ["eager", "kernel", "aten"])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_one_parameter_of_groups_may_be_shared_by_all_rows(shapes, mode, has_gate):
+    x, w, b = (torch.randn(shape, dtype=F64, requires_grad=True) for shape in ((4, 9, 12), *shapes))
+    gate = torch.randn(4, 9, 12, dtype=F64) if has_gate else None
+
+    def call(x, w, b):
+        return gated_layer_norm(x, gate, (12,), w, b, num_groups=3)
+
+    expected = call(x, w.expand(4, 9, 12), b.expand(4, 9, 12))
+    with trace_as(None if mode == "eager" else mode):
+        actual = (call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True))(x, w, b)
+    torch.testing.assert_close(actual, expected, **ANOTHER_ORDER)
+    gradients = (torch.autograd.grad(y.sin().sum(), (x, w, b)) for y in (actual, expected))
+    torch.testing.assert_close(next(gradients), next(gradients), **ANOTHER_ORDER)
 
 
 def test_without_a_gate_it_is_the_plain_norm():

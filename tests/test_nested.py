@@ -146,6 +146,10 @@ def test_ragged_dimension_has_neither_weight_nor_holes():
         add_rms_norm(x, x, x.shape[1:], gate=torch.ones(5, 8))
     with pytest.raises(RuntimeError, match="Expected gate to be None for normalized_shape = .*, which includes the ra"):
         gated_rms_norm(x, x, x.shape[1:])
+    for gate in (None, x):
+        for ragged in (x, torch.nested.nested_tensor([torch.randn(3), torch.randn(5)], layout=torch.jagged)):
+            with pytest.raises(RuntimeError, match="Expected num_groups to be 1 .*, but got num_groups = 2, normal"):
+                gated_rms_norm(ragged, None if gate is None else ragged, ragged.shape[1:], num_groups=2)
     offsets, lengths = torch.tensor([0, 3, 6, 9]), torch.tensor([2, 1, 3])
     holes = torch.nested.nested_tensor_from_jagged(torch.randn(9, 8), offsets, lengths)
     with pytest.raises(RuntimeError, match="expected a jagged input without holes"):
