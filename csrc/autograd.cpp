@@ -201,8 +201,9 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   if (!records) return call();
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
   const auto node = make_node<LayerNormBackward>();
-  node->has_residual = present(residual);
-  if (present(gate)) {
+  // Otherwise the sum is a constant, and the node is that of a norm whose input is the sum.
+  node->has_residual = present(residual) && torch::autograd::compute_requires_grad(input, residual, gate);
+  if (present(gate) && node->has_residual == present(residual)) {
     node->set_next_edges(torch::autograd::collect_next_edges(input, w, b, residual.value_or(Tensor()), *gate));
     node->gate = Saved(*gate);
     if (node->has_residual) node->gated_input = Saved(input);
@@ -217,14 +218,14 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
   // The sum is the first output, as hooks of a residual that is overwritten require.
-  if (in_place) {
+  if (in_place && node->has_residual) {
     torch::autograd::rebase_history(sum, node);
   } else if (node->has_residual) {
     torch::autograd::set_history(sum, node);
   }
   torch::autograd::set_history(output, node);
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
-  node->input = Saved(x, /*is_output=*/!x.is_same(input));
+  node->input = Saved(x, /*is_output=*/options.memory_efficient || node->has_residual);
   node->weight = Saved(w);
   if (needs_bias(options) || is_unlike(b, w)) node->bias = Saved(b);
   if (needs_mean(options)) node->mean = Saved(mean);

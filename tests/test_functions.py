@@ -77,6 +77,29 @@ def loss(outputs):
 
 
 @family
+@pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_outputs_require_gradients_if_the_formula_does(member, mask):
+    """A sum does not depend on the weight and the bias, and is a constant if only these require gradients."""
+    x, r, w, b = randn((2, 3, 40), F64), randn((2, 3, 40), F64), randn((40,), F64).abs() + 0.5, randn((40,), F64)
+    tensors, wide = leaves([x, r, w, b])
+    for t, copy, wanted in zip(tensors, wide, mask, strict=True):
+        t.requires_grad_(wanted)
+        copy.requires_grad_(wanted)
+    outputs, expected = member(*tensors), member.formula(*wide)
+    assert [y.requires_grad for y in outputs] == [y.requires_grad for y in expected]
+    if expected[0].requires_grad:
+        wanted = [i for i in range(4) if mask[i]]
+        gradients, expected_gradients = (
+            torch.autograd.grad(
+                loss([y for y in results if y.requires_grad]), [of[i] for i in wanted], materialize_grads=True
+            )
+            for results, of in ((outputs, tensors), (expected, wide))
+        )
+        # Some ten roundings of sums of at most 240 products.
+        assert_near(gradients, expected_gradients, 1e-13, [F64] * len(wanted))
+
+
+@family
 @mixed_dtypes
 def test_derivatives_with_mixed_dtypes(member, dtypes):
     """First and second derivatives, torch.func's gradient, vmap and forward mode agree with float64.
