@@ -369,7 +369,7 @@ auto with_path(const BackwardPlan<AccOf<X>>& plan, bool any, const F& f) {
 // take them.
 template <class T, class X>
 int choose_stages(BackwardPlan<AccOf<X>>& plan, LaunchConfig& config, bool any, size_t other_bytes) {
-  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1280;
+  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1792;
   return with_path<T, X>(plan, any, [&](auto path) {
     using RowsOf = Rows<T, X, decltype(path)>;
     int most = 0;

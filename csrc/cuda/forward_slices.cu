@@ -7,6 +7,7 @@
 // output. 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum,
 // which replaces it in shared memory. A gate that multiplies the input is read from the caches for each row. A block
 // has one barrier per row, and a cluster one exchange of moments, which the formula of Chan, Golub and LeVeque merges.
+// It finishes a row after it has summed the next one, so that the exchange does not delay it.
 //
 // Still longer rows, and those on older GPUs, are shared by blocks that are resident at once and exchange their moments
 // through global memory (PartExchange): each block stores 16 bytes per row, and reads those of all. Rows of more blocks
@@ -31,7 +32,8 @@ struct SlicesPlan : RowDivision {
   int stages, stage_bytes;     // of the shared memory of a warp
   int ring_bytes;              // of all warps; then come the values of other blocks
   int rows_per_round, rounds;  // of a block
-  FastDivisor rows;            // of a group
+  int lag;           // the rounds between the sums of a row and its output, while its blocks exchange the sums
+  FastDivisor rows;  // of a group
   Acc eps;
   Divisor<Acc> cols, part, last_part;
 };
@@ -39,7 +41,7 @@ struct SlicesPlan : RowDivision {
 namespace {
 
 constexpr int kThreadsOfShortRows = 128;  // of a block whose warps hold rows
-constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use
+constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use; a lag needs all of them
 
 // The flags of calls that the instance for gated norms does not take.
 constexpr unsigned kNotGated = kResidual | kGate;
@@ -143,8 +145,11 @@ struct Rows {
       return static_cast<Acc>(address<const decltype(element)>(p.gate, {group, 0})[begin + column]);
     });
   }
+  __device__ __forceinline__ RowIndex find_row(int stage) const {
+    return find_group(max(header(stage).number, int64_t{0}), flags.has(kHasGroups), plan.rows);
+  }
   // Adds the input, or its product with the gate of the row's group, to the residual.
-  __device__ __forceinline__ void add_input(int stage, int64_t group) const {
+  __device__ __forceinline__ void add_input(int stage) const {
     const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     X* const x = staged_x(stage);
     const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
@@ -154,6 +159,7 @@ struct Rows {
       slice.read(a, x, j);
       slice.read(b, input, j);
       if (has_gate()) {
+        const int64_t group = find_row(stage).group;
 #pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
       } else {
@@ -184,7 +190,7 @@ struct Rows {
     for (int e = 0; e < kStep; ++e) v[e] *= Activated<Acc>(gate[e], flags).value;
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
-  __device__ __forceinline__ Acc estimate_mean(int stage, int64_t group) const {
+  __device__ __forceinline__ Acc estimate_mean(int stage) const {
     const Header& from = header(stage);
     Acc v[kVec], mean = 0;
     read_first_vector<X>(v, from.x, from.x_offset);
@@ -198,6 +204,7 @@ struct Rows {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
       if (has_gate()) {
+        const int64_t group = find_row(stage).group;
 #pragma unroll
         for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
       }
@@ -322,64 +329,72 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
                                   is_last ? plan.last_part.reciprocal : plan.part.reciprocal);
   Acc weight[kElements], bias[kElements];
   int64_t group = -1;  // of the parameters
+  const int lag = Path::kIsGated ? 0 : plan.lag;
   int buffer = 0, stage = 0;
 #pragma unroll 1
-  for (int round = 0; round < plan.rounds; ++round) {
-    if (plan.stages == kMaxStages) {
+  for (int round = 0; round < plan.rounds + lag; ++round) {
+    const int fetched_rows = plan.stages - lag;  // from the one that this round sums
+    if (fetched_rows == kMaxStages) {
       async_wait<kMaxStages - 1>();
-    } else if (plan.stages == 2) {
+    } else if (fetched_rows == 2) {
       async_wait<1>();
     } else {
       async_wait<0>();
     }
     __syncwarp();
-    const auto& header = rows.header(stage);
-    const int64_t number = header.number;
-    const int cols = finishes && number >= 0 ? rows.part_cols : 0;
-    const RowIndex index = find_group(max(number, int64_t{0}), flags.has(kHasGroups), plan.rows);
-    if (index.group != group) {
-      group = index.group;
+    // A round sums the row in `stage` and finishes the one in `last_stage`, except at the beginning and the end.
+    const int last_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
+    if (const int64_t next_group = rows.find_row(last_stage).group; next_group != group) {
+      group = next_group;
       slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, rows.part_cols, flags, kWeight, 1);
       slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
     }
-    X* const x = rows.staged_x(stage);
-    if (flags.has(kResidual)) rows.add_input(stage, index.group);
+    Moments<Acc> moments;
     Acc values[kElements];
-    if constexpr (Path::kIsGated) rows.read_all(values, stage);
-
-    const bool rms = flags.has(kRms);
-    Moments<Acc> moments =
-        reduce_moments(rms ? 0 : rows.estimate_mean(stage, index.group), plan.row_threads, part_divisor, rms, buffer,
-                       [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, values, from); });
-    if (flags.has(kHasParts)) {
-      Acc packed[3];
-      pack(packed, moments);
-      exchange.send(packed, round);
-      if (finishes) {
-        moments = merge_parts(exchange.receive(round), plan.num_parts, plan.part.value, plan.last_part.value);
+    if (lag == 0 || round < plan.rounds) {
+      X* const x = rows.staged_x(stage);
+      if (flags.has(kResidual)) rows.add_input(stage);
+      if constexpr (Path::kIsGated) rows.read_all(values, stage);
+      const bool rms = flags.has(kRms);
+      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage), plan.row_threads, part_divisor, rms, buffer,
+                               [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, values, from); });
+      if (flags.has(kHasParts)) {
+        Acc packed[3];
+        pack(packed, moments);
+        exchange.send(packed, round);
       }
     }
-    const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
-    if (is_first_thread && part == 0 && number >= 0 && finishes) {
-      if (!flags.has(kRms)) *address<Acc>(p.mean, index) = moments.mean();
-      *address<Acc>(p.rstd, index) = unscaled_rstd(rstd, plan.eps, moments.scale);
-    }
-    const auto slice_again = Path::kMapping == Mapping::kVectors ? slice : slice.again();
-    T* const output = compute_once(header.output);
-    X* const sum = compute_once(header.sum);
+    if (round >= lag) {
+      if (finishes && flags.has(kHasParts)) {
+        moments = merge_parts(exchange.receive(round - lag), plan.num_parts, plan.part.value, plan.last_part.value);
+      }
+      const auto& header = rows.header(last_stage);
+      const bool stores = finishes && header.number >= 0;
+      const int cols = stores ? rows.part_cols : 0;
+      const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
+      if (is_first_thread && part == 0 && stores) {
+        const RowIndex index = rows.find_row(last_stage);
+        if (!flags.has(kRms)) *address<Acc>(p.mean, index) = moments.mean();
+        *address<Acc>(p.rstd, index) = unscaled_rstd(rstd, plan.eps, moments.scale);
+      }
+      const auto slice_again = Path::kMapping == Mapping::kVectors ? slice : slice.again();
+      const X* const x = rows.staged_x(last_stage);
+      T* const output = compute_once(header.output);
+      X* const sum = compute_once(header.sum);
 #pragma unroll
-    for (int j = 0; j < kElements; j += kStep) {
-      Acc v[kStep];
-      rows.read(v, slice_again, x, values, j);
-      // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
-      if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
+      for (int j = 0; j < kElements; j += kStep) {
+        Acc v[kStep];
+        rows.read(v, slice_again, x, values, j);
+        // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
+        if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
-      if (rows.is_gated() && !flags.has(kGateFirst)) rows.apply_gate(v, slice_again, stage, j);
-      slice_again.store(output, j, v, cols);
+        for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
+        if (rows.is_gated() && !flags.has(kGateFirst)) rows.apply_gate(v, slice_again, last_stage, j);
+        slice_again.store(output, j, v, cols);
+      }
+      __syncwarp();
+      fetch_next(last_stage);
     }
-    __syncwarp();
-    fetch_next(stage);
     stage = stage + plan.stage_bytes == ring_end ? 0 : stage + plan.stage_bytes;
   }
   async_wait<0>();  // before the block returns
@@ -404,12 +419,13 @@ void launch_slices(const ForwardParams& p, SlicesPlan<AccOf<X>> plan) {
 
   using Exchange = PartExchange<AccOf<X>, Path::kIsAny>;
   const size_t staged_bytes = in_grid ? Exchange::staged_bytes(plan, threads) : 0;
-  constexpr size_t kMaxStaticShared = 1280;
+  constexpr size_t kMaxStaticShared = 1536;
   plan.stages = kMaxStages + 1;
   do {
     plan.ring_bytes = threads / kWarpSize * --plan.stages * plan.stage_bytes;
     config.shared_bytes = static_cast<size_t>(plan.ring_bytes) + staged_bytes;
   } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
+  plan.lag = plan.num_parts > 1 && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
 
   const int64_t resident = resident_rows(config, kernel, plan);
   if constexpr (!Path::kIsAny) {

@@ -117,7 +117,8 @@ struct Slice {
   template <class E, int kCount>
   __device__ __forceinline__ void read(Acc (&v)[kCount], const E* staged, int j) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      widen(v, *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize));
+      const Vector<E, kCount> vector = *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize);
+      widen(v, vector);
     } else {
 #pragma unroll
       for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
@@ -316,9 +317,9 @@ class WarpSums {
 
 // The exchange of three numbers of each part of a row between the row's blocks.
 //
-// The blocks of a cluster send them to each other's shared memory, where two buffers take turns. No block overwrites
-// numbers that another one still reads: a block sends those of the next row after it has received those of this row
-// from all blocks, and their threads had read the last row's before.
+// The blocks of a cluster send them to each other's shared memory, where four buffers take turns. A block sends the
+// numbers of row r after it has received those of row r - 2 from all blocks. Each of these had sent them after a
+// barrier before which all its threads had read the numbers of row r - 4, which are now overwritten.
 //
 // The blocks of a grid publish them in global memory. Each part of each row has messages of its own, which are zero
 // before the launch and stored once, so that no block reads older numbers. The tag and the words of a message are
@@ -331,15 +332,15 @@ template <class Acc, bool kAny>
 class PartExchange {
  public:
   using Value = Acc[3];
+  static constexpr int kBuffers = 4;
   struct Memory {
-    Value values[2][kMaxClusterSize];
-    TransactionBarrier barriers[2];
+    Value values[kBuffers][kMaxClusterSize];
+    TransactionBarrier barriers[kBuffers];
   };
 
   // One thread calls this before its cluster_arrive().
   __device__ __forceinline__ static void init(Memory& memory) {
-    memory.barriers[0].init();
-    memory.barriers[1].init();
+    for (auto& barrier : memory.barriers) barrier.init();
   }
 
   // `staged` is shared memory of staged_bytes().
@@ -349,7 +350,7 @@ class PartExchange {
   // The block sends the value of its part of a row. `round` counts the rows of the block. The comparisons of
   // threadIdx.x would wait in registers without compute_again().
   __device__ __forceinline__ void send(const Value& value, int round) const {
-    const int buffer = round % 2, part = blockIdx.x, thread = compute_again(static_cast<int>(threadIdx.x));
+    const int buffer = round % kBuffers, part = blockIdx.x, thread = compute_again(static_cast<int>(threadIdx.x));
     if (flags_.has(kInCluster)) {
       if (thread == 0) memory_.barriers[buffer].expect(plan_.num_parts * sizeof(Value));
       if (thread < plan_.num_parts) memory_.barriers[buffer].store(memory_.values[buffer][part], value, thread);
@@ -367,8 +368,8 @@ class PartExchange {
   // Returns to all threads the values of the row's parts. Each thread of a grid's block waits for one of them.
   __device__ __forceinline__ const Value* receive(int round) const {
     if (flags_.has(kInCluster)) {
-      memory_.barriers[round % 2].wait(round / 2);
-      return memory_.values[round % 2];
+      memory_.barriers[round % kBuffers].wait(round / kBuffers);
+      return memory_.values[round % kBuffers];
     }
     if (kAny && !flags_.has(kSendsSums)) return stored(round);
     const int thread = compute_again(static_cast<int>(threadIdx.x));
