@@ -5,8 +5,8 @@
 // and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. If forward also returned x as a sum, the
 // gradient of that sum is added to dx.
 //
-// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then, if two
-// launches read the rows, the sums of their parts [rows, num_parts].
+// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then the
+// messages of the blocks that share rows without a cluster.
 //
 // A thread owns 16 columns (8 of float64), and keeps their weights and sums of dweight and dbias in registers. Some
 // lanes of a warp share a short row, up to 16 warps of a block a longer one, and the blocks of a cluster one of more
@@ -16,7 +16,9 @@
 // order, without atomic operations; if few rows make a cluster or a block, it adds its sums itself. 3 * groups * rows *
 // cols * sizeof(T) bytes are moved.
 //
-// Still longer rows, and those on older GPUs, take two launches, the first of which stores the sums of each part.
+// Still longer rows, and those on older GPUs, are shared by blocks that are resident at once and exchange their sums
+// through global memory (PartExchange): each block stores 16 bytes per row, and reads those of all. Rows of more blocks
+// than are resident take two launches, which read them twice.
 //
 // A gated norm has y = n * f(z) with n = xhat * weight + bias: dy * f(z) takes the place of dy, and dz = dy * n *
 // f'(z). If the gate is first, x * f(z) takes the place of x, and with du its gradient, dx = du * f(z) and dz = du * x
@@ -155,7 +157,8 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Traits>;
   const Flags flags = RowsOf::flags_of(plan.flags);
   const bool is_warp = Traits::kIsWarp || (Traits::kIsAny && plan.is_warp), in_cluster = flags.has(kInCluster);
-  const bool joins = !in_cluster && plan.joined > 1;
+  const bool has_parts = flags.has(kHasParts), joins = !has_parts && plan.joined > 1;
+  const bool finishes = !Traits::kIsAny || !flags.has(kSendsSums) || flags.has(kReceivesSums);
 
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
   const typename RowsOf::SliceOf slice(warp - first_warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
   const int stage_bytes = RowsOf::stage_bytes(flags);
-  const Index begin = in_cluster || flags.has(kStoresSums | kLoadsSums) ? Index{plan.part_cols} * Index(blockIdx.x) : 0;
+  const Index begin = has_parts ? Index{plan.part_cols} * static_cast<Index>(blockIdx.x) : 0;
   const RowsOf rows{p,
                     plan,
                     flags,
@@ -176,8 +179,10 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
 
   __shared__ WarpSumsMemory<Acc> warp_sums_memory;
   WarpSums<Acc> warp_sums(warp_sums_memory, first_warp, row_warps);
-  __shared__ ClusterExchange<RowSums<Acc>> exchange;
-  const JoinedSums<Acc> joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange.barriers[0], plan};
+  using Exchange = PartExchange<Acc, Traits::kIsAny>;
+  __shared__ typename Exchange::Memory exchange_memory;
+  const Exchange exchange(exchange_memory, shared + plan.ring_bytes, plan, flags);
+  const JoinedSums<Acc> joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0], plan};
   // Joined blocks have one segment each.
   const Index first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = joins ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
@@ -200,19 +205,20 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
 #pragma unroll 1
   for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
   if (in_cluster || joins) {
-    if (threadIdx.x == 0) exchange.init();
+    if (threadIdx.x == 0) Exchange::init(exchange_memory);
     cluster_arrive();
     cluster_wait();
   }
   __syncthreads();
-  if (flags.has(kLoadsSums)) wait_for_previous_grid();
 
   Acc weight[kElements], dw[kElements], db[kElements];
   int finished = 0, stage = 0;  // rows; the stage of the next row to be summed, in bytes
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, flags, s);
-    slice.template load_parameter<T>(weight, p.weight, {segment.group, 0}, begin, rows.part_cols, flags, kWeight, 1);
+    // The column of the first element among all columns would wait in registers for the next segment.
+    slice.template load_parameter<T>(weight, p.weight, {segment.group, 0}, compute_again(begin), rows.part_cols, flags,
+                                     kWeight, 1);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
     Statistics<Acc> statistics, last_statistics;
@@ -220,10 +226,9 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
     for (int round = 0; round < rounds + kLag; ++round) {
       RowSums<Acc> totals = {};
       const auto get_totals = [&] {
-        if (flags.has(kLoadsSums)) return;
         __syncthreads();
         warp_sums.get(totals, row_warps);
-        if (in_cluster && warp == 0) exchange.send(totals, plan.num_parts, finished);
+        if (has_parts) exchange.send(totals, finished);
       };
       last_statistics = statistics;
       if (kLag > 0 && round > 0) get_totals();
@@ -236,16 +241,14 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
         __syncwarp();
         const auto& header = rows.header(stage);
         statistics = Statistics<Acc>(header.mean, header.rstd, flags.has(kFromOutput));
-        if (!flags.has(kLoadsSums)) {
-          RowSums<Acc> sums = {};
-          rows.add_to_sums(sums, stage, statistics, weight, segment.group);
-          if (is_warp) {
-            sum_row_lanes(sums, slice.lanes());
+        RowSums<Acc> sums = {};
+        rows.add_to_sums(sums, stage, statistics, weight, segment.group);
+        if (is_warp) {
+          sum_row_lanes(sums, slice.lanes());
 #pragma unroll
-            for (int k = 0; k < 3; ++k) totals[k] = sums[k];
-          } else {
-            warp_sums.put(sums, slice.lane_in_warp);
-          }
+          for (int k = 0; k < 3; ++k) totals[k] = sums[k];
+        } else {
+          warp_sums.put(sums, slice.lane_in_warp);
         }
       }
       const int ring_end = (kLag > 0 ? compute_again(plan.stages) : plan.stages) * stage_bytes;
@@ -256,15 +259,8 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
         last_statistics = statistics;
         if (!is_warp) get_totals();
       }
-      if (in_cluster) add_parts(totals, exchange.receive(finished), plan.num_parts);
-      const Index row = flags.has(kStoresSums | kLoadsSums) ? rows.header(last_stage).number : -1;
-      if (flags.has(kLoadsSums) && row >= 0) add_parts(totals, rows.part_sums(row), plan.num_parts);
-      if (flags.has(kStoresSums)) {
-        if (row >= 0 && threadIdx.x == 0) {
-#pragma unroll
-          for (int k = 0; k < 3; ++k) rows.part_sums(row)[blockIdx.x][k] = totals[k];
-        }
-      } else {
+      if (finishes) {
+        if (has_parts) add_parts(totals, exchange.receive(finished), plan.num_parts);
         const auto means = rows.compute_means(totals, last_statistics.rstd);
         const auto finish = [&](auto has_grad_sum) {
           rows.store_grad_input(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.group);
@@ -284,15 +280,16 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxRowThreads<X>
       ++finished;
 
       const int done = round + 1 - kLag;
-      if (flags.has(kStoresSums) || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
+      if (!finishes || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
       if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
       const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group,
                              int64_t first) {
         add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
           if (joins) {
+            const int first_column = compute_again(slice.column(0));  // the columns would wait in registers
 #pragma unroll
             for (int e = 0; e < kVec; ++e) {
-              const int column = slice.column(j + e);
+              const int column = first_column + slice.step_to(j + e);
               if (column < rows.part_cols) joined.send(array, column, v[e]);
             }
           } else if (plan.stores_gradient(per_group)) {
@@ -368,10 +365,11 @@ auto with_path(const BackwardPlan<AccOf<X>>& plan, bool any, const F& f) {
 }
 
 // Chooses the number of stages: as many as fit into shared memory beside `other_bytes`, or one less if that leaves more
-// blocks resident and the next row is still fetched ahead. Returns how many rows are resident; 0 if no block fits.
+// blocks resident and the next row is still fetched ahead. Returns how many rows are resident; 0 if the instance cannot
+// take them.
 template <class T, class X>
 int choose_stages(BackwardPlan<AccOf<X>>& plan, LaunchConfig& config, bool any, size_t other_bytes) {
-  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1280;
+  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<AccOf<X>, kVectorSize<X>>) + 1792;
   return with_path<T, X>(plan, any, [&](auto path) {
     using RowsOf = Rows<T, X, decltype(path)>;
     int most = 0;
@@ -380,7 +378,8 @@ int choose_stages(BackwardPlan<AccOf<X>>& plan, LaunchConfig& config, bool any, 
       if (bytes + other_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
       if (most > 0 && stages == kLagOf<decltype(path)> + 1) break;
       config.shared_bytes = bytes + other_bytes;
-      const int resident = std::max(resident_blocks(config, backward_rows<T, X, decltype(path)>) / plan.num_parts, 1);
+      int resident = resident_rows(config, backward_rows<T, X, decltype(path)>, plan);
+      if (decltype(path)::kIsAny) resident = std::max(resident, 1);
       if (resident > most) {
         most = resident;
         plan.stages = stages;
@@ -407,7 +406,7 @@ void launch_backward(const BackwardParams& p) {
   const bool clusters =
       with_path<T, X>(plan, true, [&](auto path) { return has_clusters(config, backward_rows<T, X, decltype(path)>); });
   const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
-  const bool reads_twice = plan.num_parts > 1 && !in_cluster;
+  const bool in_grid = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
 
   // Rows of groups with few rows and gradients of their own have blocks of few threads.
@@ -418,14 +417,16 @@ void launch_backward(const BackwardParams& p) {
   plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
+  using Exchange = PartExchange<Acc, true>;
+  const size_t staged_bytes = in_grid ? Exchange::staged_bytes(plan, threads) : 0;
 
   // The number of blocks determines the order of summation of dweight and dbias. It depends neither on the alignment
   // nor on the options, but on the instance for the usual ones.
   bool any = false;
-  int64_t segments = choose_stages<T, X>(plan, config, any, 0);
+  int64_t segments = choose_stages<T, X>(plan, config, any, staged_bytes);
   if (segments == 0) {
     any = true;
-    segments = choose_stages<T, X>(plan, config, any, 0);
+    segments = choose_stages<T, X>(plan, config, any, staged_bytes);
   }
   // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
   const int64_t total_rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
@@ -441,10 +442,10 @@ void launch_backward(const BackwardParams& p) {
     while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
     joined_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_joined_cols) * sizeof(Acc);
   }
-  int64_t resident = choose_stages<T, X>(plan, config, any, joined_bytes);
+  int64_t resident = choose_stages<T, X>(plan, config, any, staged_bytes + joined_bytes);
   if (resident == 0) {
     joined_bytes = 0;
-    resident = choose_stages<T, X>(plan, config, any, 0);
+    resident = choose_stages<T, X>(plan, config, any, staged_bytes);
   }
   const int64_t blocks = std::min({plan.num_segments, resident, kMaxGridY});
   config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
@@ -455,18 +456,14 @@ void launch_backward(const BackwardParams& p) {
     plan.weight_partials = plan.bias_partials = 0;
   }
 
-  const int64_t part_sums = reads_twice ? 3 * p.groups * p.rows * plan.num_parts : 0;
-  const int64_t elements = (plan.weight_partials + plan.bias_partials) * plan.pitch + part_sums;
-  if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
+  const int64_t partial_bytes = (plan.weight_partials + plan.bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
+  const int64_t rounds = ceil_div(plan.num_segments, blocks) * plan.rounds.divisor();
+  const int64_t message_bytes = in_grid ? Exchange::message_bytes(config.grid, rounds) : 0;
+  if (partial_bytes + message_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + message_bytes);
+  plan.messages = reinterpret_cast<Message*>(static_cast<char*>(plan.workspace) + partial_bytes);
   with_path<T, X>(plan, any, [&](auto path) {
     const auto kernel = backward_rows<T, X, decltype(path)>;
-    if (reads_twice) {
-      plan.flags.set(kStoresSums, true);
-      launch(config, kernel, p, plan);
-      plan.flags.set(kStoresSums, false);
-      plan.flags.set(kLoadsSums, true);
-      config.overlaps_previous = true;
-    }
+    if (in_grid) return launch_grid(config, kernel, p, plan, message_bytes);
     launch(config, kernel, p, plan);
   });
   launch_add_partials(p, plan, sizeof(Acc) == 8 ? Dtype::kFloat64 : Dtype::kFloat32, plan.pitch, config);

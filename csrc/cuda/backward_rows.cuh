@@ -28,8 +28,7 @@ template <class Acc>
 using RowSums = Acc[3];
 
 // The flags of calls that an instance for rows of a warp, or of blocks, does not take.
-constexpr unsigned kNotWarp = kInCluster | kStoresSums | kLoadsSums | kFromOutput, kNotBlock = kFromOutput,
-                   kNotGated = kFromOutput | kGradSum;
+constexpr unsigned kNotWarp = kHasParts | kFromOutput, kNotBlock = kFromOutput, kNotGated = kFromOutput | kGradSum;
 
 // Successive rows of a gradient group.
 template <class Index>
@@ -56,7 +55,7 @@ struct Segment {
 enum StagedArray { kX, kDy, kGateArray };
 
 // The header of a row, which a warp reads from shared memory besides the row's arrays.
-template <class T, class X, class Acc, class Index, int kArrays>
+template <class T, class X, class Acc, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;
   X* dx;  // the block's part; null if it is not wanted, or the row does not exist
@@ -64,7 +63,6 @@ struct alignas(16) RowHeader {
     const X* grad_sum;
     T* grad_gate;  // of a gated norm, which has no grad_sum; null like dx
   };
-  Index number;            // of the row among all rows; -1 if it does not exist
   short offsets[kArrays];  // see Slice::staged()
 };
 
@@ -75,7 +73,7 @@ struct Rows {
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
   using Acc = AccOf<X>;
   using Index = typename Traits::Index;
-  using Header = RowHeader<T, X, Acc, Index, Traits::kIsAny ? 3 : 2>;
+  using Header = RowHeader<T, X, Acc, Traits::kIsAny ? 3 : 2>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   // Elements that are processed together.
   static constexpr int kStep = Traits::kIsGated ? 2 : Traits::kIsAny ? std::min(kVec, 4) : kVec;
@@ -97,9 +95,9 @@ struct Rows {
 
   // The flags without those that the instance does not take. The one for gated norms takes all calls of float64.
   __device__ __forceinline__ static Flags flags_of(Flags flags) {
-    if constexpr (!Traits::kIsAny) return {flags.bits & ~(Traits::kIsWarp ? kNotWarp : kNotBlock)};
-    if constexpr (Traits::kIsGated && !std::is_same_v<X, double>) return {(flags.bits & ~kNotGated) | kGatedNorm};
-    return flags;
+    if constexpr (!Traits::kIsAny) flags.bits &= ~(Traits::kIsWarp ? kNotWarp : kNotBlock);
+    if constexpr (Traits::kIsGated && !std::is_same_v<X, double>) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
+    return {flags.bits & ~kNotSupported};
   }
   __host__ __device__ static bool is_gated(Flags flags) { return Traits::kIsGated && flags.has(kGatedNorm); }
   __host__ __device__ static int stage_bytes(Flags flags) {
@@ -146,7 +144,6 @@ struct Rows {
                               has_mean ? sizeof(Acc) : 0);
       to.dx = exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + begin : nullptr;
       to.grad_sum = grad_sum;
-      to.number = exists ? segment.first + row : -1;
       if constexpr (Traits::kMapping != Mapping::kVectors) {
         to.offsets[kX] = static_cast<short>(slice.offset_of(x + slice.begin));
         to.offsets[kDy] = static_cast<short>(slice.offset_of(dy + slice.begin));
@@ -329,12 +326,6 @@ struct Rows {
       }
       slice.store(dx, j, dx_values, stored_cols);
     }
-  }
-
-  // The sums of the row's parts, after all partial sums.
-  __device__ __forceinline__ RowSums<Acc>* part_sums(int64_t row) const {
-    Acc* const first = static_cast<Acc*>(plan.workspace) + (plan.weight_partials + plan.bias_partials) * plan.pitch;
-    return reinterpret_cast<RowSums<Acc>*>(first) + row * plan.num_parts;
   }
 
  private:

@@ -63,6 +63,7 @@ struct LaunchConfig {
   Stream stream = nullptr;
   unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
   bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
+  bool cooperative = false;        // all blocks are resident at once, or the launch fails
   int device = current_device();   // the only property that is not cached
 };
 
@@ -102,7 +103,7 @@ inline int architecture_of(const void* kernel, const LaunchConfig& config) {
 // The driver's launch configuration. It points to its own attributes, so it cannot be copied.
 struct DriverConfig {
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
 
   DriverConfig(const LaunchConfig& from, int architecture) {
     config.gridDim = from.grid;
@@ -120,6 +121,11 @@ struct DriverConfig {
       auto& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (from.cooperative) {
+      auto& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = 1;
     }
   }
   DriverConfig(const DriverConfig&) = delete;
@@ -163,6 +169,11 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   return resident_blocks(config, reinterpret_cast<const void*>(kernel));
 }
 
+// Returns whether a launch on the device can require that all its blocks are resident at once.
+inline bool has_cooperative_launches(const LaunchConfig& config) {
+  return device_attribute(config.device, cudaDevAttrCooperativeLaunch) != 0;
+}
+
 // Launches a kernel, or throws with its name and configuration.
 inline void launch(const LaunchConfig& config, const void* kernel, void** arguments) {
   const DriverConfig driver_config(config, architecture_of(kernel, config));
@@ -177,6 +188,12 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
         launch(config, reinterpret_cast<const void*>(kernel), addresses);
       },
       arguments);
+}
+
+// Sets memory to zero, for the next kernel of the stream.
+inline void clear(const LaunchConfig& config, void* memory, size_t bytes) {
+  check_status(cudaMemsetAsync(memory, 0, bytes, config.stream),
+               [&] { return "clearing " + std::to_string(bytes) + " bytes"; });
 }
 
 // ---- PTX instructions, for kernels ----------------------------------------------------------------------------------
@@ -355,6 +372,34 @@ class TransactionBarrier {
   }
 
   uint64_t state_;
+};
+
+// Words that a thread publishes in global memory, which was cleared before the launch, and that threads of other
+// resident blocks read. They are one access of 128 bits, not a vector of several accesses, so that a thread that finds
+// the tag, which is not zero, has the words too. Other accesses are not ordered.
+struct alignas(16) Message {
+  unsigned tag, words[3];
+
+  __device__ __forceinline__ void publish(Message* to) const {
+    asm volatile(
+        "{.reg .b64 a, b; .reg .b128 m; mov.b64 a, {%1, %2}; mov.b64 b, {%3, %4}; mov.b128 m, {a, b};"
+        " st.relaxed.gpu.global.b128 [%0], m;}" ::"l"(to),
+        "r"(tag), "r"(words[0]), "r"(words[1]), "r"(words[2])
+        : "memory");
+  }
+  // Returns the message when it is there.
+  __device__ __forceinline__ static Message wait_for(const Message* from) {
+    Message m = {0, {}};
+    while (m.tag == 0) {
+      asm volatile(
+          "{.reg .b64 a, b; .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%4]; mov.b128 {a, b}, m;"
+          " mov.b64 {%0, %1}, a; mov.b64 {%2, %3}, b;}"
+          : "=r"(m.tag), "=r"(m.words[0]), "=r"(m.words[1]), "=r"(m.words[2])
+          : "l"(from)
+          : "memory");
+    }
+    return m;
+  }
 };
 
 // griddepcontrol: a launch with overlaps_previous waits here before it reads what the previous kernel writes, or writes

@@ -7,8 +7,11 @@
 // output. 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum,
 // which replaces it in shared memory. A gate that multiplies the input is read from the caches for each row. A block
 // has one barrier per row, and a cluster one exchange of moments, which the formula of Chan, Golub and LeVeque merges.
+// It finishes a row after it has summed the next one, so that the exchange does not delay it.
 //
-// Still longer rows, and those on older GPUs, take two launches, the first of which stores the moments of each part.
+// Still longer rows, and those on older GPUs, are shared by blocks that are resident at once and exchange their moments
+// through global memory (PartExchange): each block stores 16 bytes per row, and reads those of all. Rows of more blocks
+// than are resident take two launches, which read them twice.
 //
 // A gated norm multiplies y, or with gate_first the input, by f(z), and z is staged like the input beside a residual:
 // 3 * groups * rows * cols * sizeof(T) bytes are moved. The elements that are normalized wait in registers for the
@@ -26,19 +29,19 @@ namespace layernorm::cuda {
 template <class Acc>
 struct SlicesPlan : RowDivision {
   Flags flags;
-  int stages, stage_bytes;  // of the shared memory of a warp
-  int rows_per_round;       // of a block
-  int64_t block_rows;
+  int stages, stage_bytes;     // of the shared memory of a warp
+  int ring_bytes;              // of all warps; then come the values of other blocks
+  int rows_per_round, rounds;  // of a block
+  int lag;           // the rounds between the sums of a row and its output, while its blocks exchange the sums
   FastDivisor rows;  // of a group
   Acc eps;
   Divisor<Acc> cols, part, last_part;
-  void* workspace;
 };
 
 namespace {
 
 constexpr int kThreadsOfShortRows = 128;  // of a block whose warps hold rows
-constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use
+constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use; a lag needs all of them
 
 // The flags of calls that the instance for gated norms does not take.
 constexpr unsigned kNotGated = kResidual | kGate;
@@ -76,8 +79,8 @@ struct Rows {
 
   // The flags without those that the instance does not take. The one for gated norms takes all calls of float64.
   __device__ __forceinline__ static Flags flags_of(Flags flags) {
-    if constexpr (Path::kIsGated && !std::is_same_v<X, double>) return {(flags.bits & ~kNotGated) | kGatedNorm};
-    return flags;
+    if constexpr (Path::kIsGated && !std::is_same_v<X, double>) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
+    return {flags.bits & ~kNotSupported};
   }
   __device__ __forceinline__ bool is_gated() const { return Path::kIsGated && flags.has(kGatedNorm); }
 
@@ -142,8 +145,11 @@ struct Rows {
       return static_cast<Acc>(address<const decltype(element)>(p.gate, {group, 0})[begin + column]);
     });
   }
+  __device__ __forceinline__ RowIndex find_row(int stage) const {
+    return find_group(max(header(stage).number, int64_t{0}), flags.has(kHasGroups), plan.rows);
+  }
   // Adds the input, or its product with the gate of the row's group, to the residual.
-  __device__ __forceinline__ void add_input(int stage, int64_t group) const {
+  __device__ __forceinline__ void add_input(int stage) const {
     const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
     X* const x = staged_x(stage);
     const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
@@ -153,6 +159,7 @@ struct Rows {
       slice.read(a, x, j);
       slice.read(b, input, j);
       if (has_gate()) {
+        const int64_t group = find_row(stage).group;
 #pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
       } else {
@@ -183,7 +190,7 @@ struct Rows {
     for (int e = 0; e < kStep; ++e) v[e] *= Activated<Acc>(gate[e], flags).value;
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
-  __device__ __forceinline__ Acc estimate_mean(int stage, int64_t group) const {
+  __device__ __forceinline__ Acc estimate_mean(int stage) const {
     const Header& from = header(stage);
     Acc v[kVec], mean = 0;
     read_first_vector<X>(v, from.x, from.x_offset);
@@ -197,6 +204,7 @@ struct Rows {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
       if (has_gate()) {
+        const int64_t group = find_row(stage).group;
 #pragma unroll
         for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
       }
@@ -205,7 +213,8 @@ struct Rows {
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
-    return part_cols >= kVec ? mean : mean * (Acc(kVec) / static_cast<Acc>(part_cols));
+    return Path::kMapping == Mapping::kVectors || part_cols >= kVec ? mean
+                                                                    : mean * (Acc(kVec) / static_cast<Acc>(part_cols));
   }
   template <class E>
   __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
@@ -229,7 +238,9 @@ struct Rows {
         read(v, slice, x, values, j);
 #pragma unroll
         for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
-          const bool exists = !has_end.value || slice.column(j + e) < part_cols;
+          // Vectors end at the end of the row, and the columns of their elements would wait in registers.
+          const int column = slice.column(Path::kMapping == Mapping::kVectors ? j : j + e);
+          const bool exists = !has_end.value || column < part_cols;
           const Acc d = fma(v[e], moments.scale, exists ? -moments.pivot : 0);
           diffs[e % 2] += d;
           squares[e % 2] = fma(d, d, squares[e % 2]);
@@ -257,16 +268,18 @@ struct Rows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// A multiprocessor has registers for so many threads of rows of blocks: 80 each, or 96 in code for 8.0.
+// A multiprocessor has registers for so many threads of rows of blocks: 80 each, 72 if they are not whole vectors, or
+// 96 in code for 8.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <class Path>
 constexpr int kResidentThreads = 640;
 #else
-constexpr int kResidentThreads = 768;
+template <class Path>
+constexpr int kResidentThreads = Path::kMapping == Mapping::kElements ? 896 : 768;
 #endif
 
-// Two launches that read a row need the workspace [groups * rows, num_parts] of Moments.
 template <class T, class X, class Path>
-__global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentThreads, Path::kIsAny)
+__global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentThreads<Path>, Path::kIsAny)
     forward_slices(const ForwardParams p, const SlicesPlan<AccOf<X>> plan) {
   using RowsOf = Rows<T, X, Path>;
   using Acc = typename RowsOf::Acc;
@@ -275,6 +288,7 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const bool is_warp = Path::kIsAny && plan.is_warp;
+  const bool finishes = !Path::kIsAny || !flags.has(kSendsSums) || flags.has(kReceivesSums);
   const int part = blockIdx.x;
   const int64_t begin = int64_t{plan.part_cols} * part;
   const typename RowsOf::SliceOf slice(is_warp ? 0 : warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
@@ -289,20 +303,22 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
   const int row_in_round = is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : 0;
   const bool is_first_thread = slice.lane == 0 && (is_warp || warp == 0);  // of the part of a row
 
-  const int64_t first = blockIdx.y * plan.block_rows, end = min(first + plan.block_rows, p.groups * p.rows);
+  const int64_t block_rows = int64_t{plan.rounds} * plan.rows_per_round, first = blockIdx.y * block_rows;
+  const int64_t end = min(first + block_rows, p.groups * p.rows);
   int64_t fetched = first + row_in_round;
   const auto fetch_next = [&](int stage) {
     rows.fetch(fetched, fetched < end, stage);
     fetched += plan.rows_per_round;
     async_commit();
   };
-  if (flags.has(kLoadsSums)) wait_for_previous_grid();
   const int ring_end = plan.stages * plan.stage_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
-  __shared__ ClusterExchange<Moments<Acc>> exchange;
+  using Exchange = PartExchange<Acc, Path::kIsAny>;
+  __shared__ typename Exchange::Memory exchange_memory;
+  const Exchange exchange(exchange_memory, shared + plan.ring_bytes, plan, flags);
   if (flags.has(kInCluster)) {
-    if (threadIdx.x == 0) exchange.init();
+    if (threadIdx.x == 0) Exchange::init(exchange_memory);
     cluster_arrive();
     cluster_wait();
     __syncthreads();
@@ -313,72 +329,75 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
                                   is_last ? plan.last_part.reciprocal : plan.part.reciprocal);
   Acc weight[kElements], bias[kElements];
   int64_t group = -1;  // of the parameters
-  int buffer = 0, stage = 0, round = 0;
+  const int lag = Path::kIsGated ? 0 : plan.lag;
+  int buffer = 0, stage = 0;
 #pragma unroll 1
-  for (int64_t row = first; row < end; row += plan.rows_per_round, ++round) {
-    if (plan.stages == kMaxStages) {
+  for (int round = 0; round < plan.rounds + lag; ++round) {
+    const int fetched_rows = plan.stages - lag;  // from the one that this round sums
+    if (fetched_rows == kMaxStages) {
       async_wait<kMaxStages - 1>();
-    } else if (plan.stages == 2) {
+    } else if (fetched_rows == 2) {
       async_wait<1>();
     } else {
       async_wait<0>();
     }
     __syncwarp();
-    const auto& header = rows.header(stage);
-    const int64_t number = header.number;
-    const int cols = number < 0 ? 0 : rows.part_cols;
-    const RowIndex index = find_group(max(number, int64_t{0}), flags.has(kHasGroups), plan.rows);
-    if (index.group != group && !flags.has(kStoresSums)) {
-      group = index.group;
+    // A round sums the row in `stage` and finishes the one in `last_stage`, except at the beginning and the end.
+    const int last_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
+    if (const int64_t next_group = rows.find_row(last_stage).group; next_group != group) {
+      group = next_group;
       slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, rows.part_cols, flags, kWeight, 1);
       slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
     }
-    X* const x = rows.staged_x(stage);
-    if (flags.has(kResidual)) rows.add_input(stage, index.group);
-    Acc values[kElements];
-    if constexpr (Path::kIsGated) rows.read_all(values, stage);
-
     Moments<Acc> moments;
-    const auto stored_moments = [&] { return static_cast<Moments<Acc>*>(plan.workspace) + number * plan.num_parts; };
-    if (!flags.has(kLoadsSums)) {
+    Acc values[kElements];
+    if (lag == 0 || round < plan.rounds) {
+      X* const x = rows.staged_x(stage);
+      if (flags.has(kResidual)) rows.add_input(stage);
+      if constexpr (Path::kIsGated) rows.read_all(values, stage);
       const bool rms = flags.has(kRms);
-      moments =
-          reduce_moments(rms ? 0 : rows.estimate_mean(stage, index.group), plan.row_threads, part_divisor, rms, buffer,
-                         [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, values, from); });
+      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage), plan.row_threads, part_divisor, rms, buffer,
+                               [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, values, from); });
+      if (flags.has(kHasParts)) {
+        Acc packed[3];
+        pack(packed, moments);
+        exchange.send(packed, round);
+      }
     }
-    if (flags.has(kStoresSums)) {
-      if (is_first_thread) stored_moments()[part] = moments;
-    } else if (flags.has(kInCluster | kLoadsSums)) {
-      const Moments<Acc>* const parts =
-          flags.has(kInCluster) ? exchange.gather(moments, plan.num_parts, round) : stored_moments();
-      moments = merge_parts(parts, plan.num_parts);
-    }
-    const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
-    if (is_first_thread && part == 0 && number >= 0 && !flags.has(kStoresSums)) {
-      if (!flags.has(kRms)) *address<Acc>(p.mean, index) = moments.mean();
-      *address<Acc>(p.rstd, index) = unscaled_rstd(rstd, plan.eps, moments.scale);
-    }
-    const auto slice_again = Path::kMapping == Mapping::kVectors ? slice : slice.again();
-    T* const output = compute_once(header.output);
-    X* const sum = compute_once(header.sum);
+    if (round >= lag) {
+      if (finishes && flags.has(kHasParts)) {
+        moments = merge_parts(exchange.receive(round - lag), plan.num_parts, plan.part.value, plan.last_part.value);
+      }
+      const auto& header = rows.header(last_stage);
+      const bool stores = finishes && header.number >= 0;
+      const int cols = stores ? rows.part_cols : 0;
+      const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
+      if (is_first_thread && part == 0 && stores) {
+        const RowIndex index = rows.find_row(last_stage);
+        if (!flags.has(kRms)) *address<Acc>(p.mean, index) = moments.mean();
+        *address<Acc>(p.rstd, index) = unscaled_rstd(rstd, plan.eps, moments.scale);
+      }
+      const auto slice_again = Path::kMapping == Mapping::kVectors ? slice : slice.again();
+      const X* const x = rows.staged_x(last_stage);
+      T* const output = compute_once(header.output);
+      X* const sum = compute_once(header.sum);
 #pragma unroll
-    for (int j = 0; j < kElements; j += kStep) {
-      Acc v[kStep];
-      rows.read(v, slice_again, x, values, j);
-      // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
-      if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
-      if (flags.has(kStoresSums)) continue;
+      for (int j = 0; j < kElements; j += kStep) {
+        Acc v[kStep];
+        rows.read(v, slice_again, x, values, j);
+        // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
+        if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
-      if (rows.is_gated() && !flags.has(kGateFirst)) rows.apply_gate(v, slice_again, stage, j);
-      slice_again.store(output, j, v, cols);
+        for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
+        if (rows.is_gated() && !flags.has(kGateFirst)) rows.apply_gate(v, slice_again, last_stage, j);
+        slice_again.store(output, j, v, cols);
+      }
+      __syncwarp();
+      fetch_next(last_stage);
     }
-    __syncwarp();
-    fetch_next(stage);
     stage = stage + plan.stage_bytes == ring_end ? 0 : stage + plan.stage_bytes;
   }
   async_wait<0>();  // before the block returns
-  if (flags.has(kStoresSums)) let_next_grid_start();
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
@@ -393,34 +412,32 @@ void launch_slices(const ForwardParams& p, SlicesPlan<AccOf<X>> plan) {
   plan.rows_per_round = plan.is_warp ? threads / plan.row_threads : 1;
   plan.stage_bytes = Rows<T, X, Path>::stage_bytes(rows_of_warp, plan.flags);
   config.block = static_cast<unsigned>(threads);
-  const auto bytes = [&](int stages) { return static_cast<size_t>(threads / kWarpSize * stages * plan.stage_bytes); };
-  constexpr size_t kMaxStaticShared = 1280;
-  plan.stages = kMaxStages;
-  while (plan.stages > 1 && bytes(plan.stages) + kMaxStaticShared > max_shared_memory(config)) --plan.stages;
-  config.shared_bytes = bytes(plan.stages);
-
   const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && has_clusters(config, kernel);
-  const bool reads_twice = plan.num_parts > 1 && !in_cluster;
+  const bool in_grid = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
-  const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
-  const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
-  plan.block_rows = ceil_div(rounds, std::min({rounds, resident, kMaxGridY})) * plan.rows_per_round;
-  config.grid =
-      dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(ceil_div(p.groups * p.rows, plan.block_rows)));
-  if (!reads_twice) return launch(config, kernel, p, plan);
 
-  const auto moments = p.groups * p.rows * plan.num_parts;
-  plan.workspace = p.allocator->allocate(moments * static_cast<int64_t>(sizeof(Moments<AccOf<X>>)));
-  plan.flags.set(kStoresSums, true);
-  launch(config, kernel, p, plan);
-  plan.flags.set(kStoresSums, false);
-  plan.flags.set(kLoadsSums, true);
-  plan.flags.set(kResidual, false);
-  ForwardParams second = p;
-  if (p.residual.data) second.input = p.sum;
-  config.overlaps_previous = true;
-  launch(config, kernel, second, plan);
+  using Exchange = PartExchange<AccOf<X>, Path::kIsAny>;
+  const size_t staged_bytes = in_grid ? Exchange::staged_bytes(plan, threads) : 0;
+  constexpr size_t kMaxStaticShared = 1536;
+  plan.stages = kMaxStages + 1;
+  do {
+    plan.ring_bytes = threads / kWarpSize * --plan.stages * plan.stage_bytes;
+    config.shared_bytes = static_cast<size_t>(plan.ring_bytes) + staged_bytes;
+  } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
+  plan.lag = plan.num_parts > 1 && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
+
+  const int64_t resident = resident_rows(config, kernel, plan);
+  if constexpr (!Path::kIsAny) {
+    if (resident == 0) return launch_slices<T, X, AnyRows>(p, plan);
+  }
+  const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, std::max(resident, int64_t{1}), kMaxGridY})));
+  config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
+  if (!in_grid) return launch(config, kernel, p, plan);
+  const int64_t bytes = Exchange::message_bytes(config.grid, plan.rounds);
+  plan.messages = static_cast<Message*>(p.allocator->allocate(bytes));
+  launch_grid(config, kernel, p, plan, bytes);
 }
 
 }  // namespace

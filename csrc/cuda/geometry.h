@@ -42,8 +42,8 @@ enum Flag : unsigned {
   kBias = 1 << 5,
   kZeroCentered = 1 << 6,
   kInCluster = 1 << 7,        // a cluster shares a row
-  kStoresSums = 1 << 8,       // the first of two launches that read a row: it stores the row's sums in the workspace
-  kLoadsSums = 1 << 9,        // the second launch
+  kSendsSums = 1 << 8,        // resident blocks share a row; alone, the first of two launches
+  kReceivesSums = 1 << 9,     // also resident blocks; alone, the second launch
   kWideParameters = 1 << 10,  // weight, bias and gate have the type of sums, not that of the input
   kResidual = 1 << 11,        // of forward only
   kGradInput = 1 << 12,       // this and the following flags: of backward only
@@ -58,6 +58,15 @@ enum Flag : unsigned {
   kGateFirst = 1 << 21,
   kSigmoid = 1 << 22,  // the activation of a gated norm, or else silu
 };
+
+constexpr unsigned kHasParts = kInCluster | kSendsSums | kReceivesSums;  // several blocks share a row
+
+// The flags of launches that code without clusters does not run.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr unsigned kNotSupported = kInCluster;
+#else
+constexpr unsigned kNotSupported = 0;
+#endif
 
 struct Flags {
   unsigned bits = 0;

@@ -96,12 +96,27 @@ __device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& a, const Momen
           count, a.scale};
 }
 
-// Merges the moments of a row's parts, in an order that depends only on their number. All lanes get the result.
+// The moments of a part as three numbers, besides their count. m2 is negative, or -0, if the numbers are scaled.
 template <class Acc>
-__device__ __forceinline__ Moments<Acc> merge_parts(const Moments<Acc>* parts, int num_parts) {
+__device__ __forceinline__ void pack(Acc (&packed)[3], const Moments<Acc>& m) {
+  packed[0] = m.pivot;
+  packed[1] = m.correction;
+  packed[2] = copysign(m.m2, m.scale == 1 ? Acc(1) : Acc(-1));
+}
+template <class Acc>
+__device__ __forceinline__ Moments<Acc> unpack(const Acc (&packed)[3], Acc count) {
+  return {packed[0], packed[1], abs(packed[2]), count, signbit(packed[2]) ? kScale<Acc> : Acc(1)};
+}
+
+// Merges the moments of a row's parts, in an order that depends only on their number. The parts are packed; each has
+// `count` numbers, and the last one `last_count`. All lanes get the result.
+template <class Acc>
+__device__ __forceinline__ Moments<Acc> merge_parts(const Acc (*parts)[3], int num_parts, Acc count, Acc last_count) {
   for (Acc scale = 1;; scale = kScale<Acc>) {
     Moments<Acc> own = {0, 0, 0, 0, scale};
-    for (int i = threadIdx.x % kWarpSize; i < num_parts; i += kWarpSize) own = merge(own, rescale(parts[i], scale));
+    for (int i = threadIdx.x % kWarpSize; i < num_parts; i += kWarpSize) {
+      own = merge(own, rescale(unpack(parts[i], i + 1 == num_parts ? last_count : count), scale));
+    }
     for (int offset = 1; offset < kWarpSize; offset *= 2) {  // only lane 0 gets the sum of all lanes
       const int other = threadIdx.x % kWarpSize + offset;
       const auto get = [&](Acc value) { return __shfl_sync(kAllLanes, value, other % kWarpSize); };

@@ -1,5 +1,4 @@
-// Functions that the kernels share: sums over the lanes of a row, messages of the blocks of a cluster, and the
-// arithmetic of statistics and gradients.
+// Functions that the kernels share: sums over the lanes of a row, and the arithmetic of statistics and gradients.
 #pragma once
 
 #include "geometry.h"
@@ -35,36 +34,6 @@ __device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
   if (std::is_same_v<T, AccOf<T>> || !flags.has(kWideParameters)) return f(T());
   return f(AccOf<T>());
 }
-
-// Values that the blocks of a cluster exchange once per round. Two buffers take turns. No block overwrites values that
-// another one still reads: a block sends those of the next round after it has received those of this round from all
-// blocks, and their threads had read the last round's before.
-template <class Value>
-struct ClusterExchange {
-  Value values[2][kMaxClusterSize];
-  TransactionBarrier barriers[2];
-
-  // One thread calls this before its cluster_arrive().
-  __device__ __forceinline__ void init() { barriers[0].init(), barriers[1].init(); }
-
-  // The block's first warp sends a value to the cluster's blocks, all of which must have started.
-  __device__ __forceinline__ void send(const Value& value, int blocks, int round) {
-    const int buffer = round % 2;
-    if (threadIdx.x == 0) barriers[buffer].expect(blocks * sizeof(Value));
-    if (static_cast<int>(threadIdx.x) < blocks) {
-      barriers[buffer].store(values[buffer][cluster_rank()], value, threadIdx.x);
-    }
-  }
-  // Returns to all threads the values of the cluster's blocks.
-  __device__ __forceinline__ const Value* receive(int round) {
-    barriers[round % 2].wait(round / 2);
-    return values[round % 2];
-  }
-  __device__ __forceinline__ const Value* gather(const Value& value, int blocks, int round) {
-    send(value, blocks, round);
-    return receive(round);
-  }
-};
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 // Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
-// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
+// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps
+// and blocks.
 #pragma once
 
 #include "row.cuh"
@@ -116,7 +117,8 @@ struct Slice {
   template <class E, int kCount>
   __device__ __forceinline__ void read(Acc (&v)[kCount], const E* staged, int j) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      widen(v, *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize));
+      const Vector<E, kCount> vector = *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize);
+      widen(v, vector);
     } else {
 #pragma unroll
       for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
@@ -232,6 +234,7 @@ struct RowDivision {
   bool deals_vectors;  // see Mapping
   int row_threads;
   int part_cols, num_parts;  // the parts of a row, of a block each
+  Message* messages;         // of all blocks and rounds, if blocks share rows without a cluster
 
   // A block holds at most `max_vectors` of a part.
   template <class X>
@@ -251,7 +254,7 @@ struct RowDivision {
       return kMaxWarps / warps * warps;
     };
     while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
-    if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // two launches, with more blocks
+    if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // more blocks keep the GPU busy
     const int64_t part = parts == 1 ? vectors : part_for(parts);
     part_cols = static_cast<int>(std::min(part * kVec, cols));
     num_parts = static_cast<int>(ceil_div(cols, part_cols));
@@ -277,7 +280,9 @@ class WarpSums {
     const int lane = threadIdx.x % kWarpSize, other = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
-    get_ = &memory[0][min(lane / kLanesPerSum, 2)][other < count ? first + other : kMaxRowWarps];
+    const int get_warp = other < count ? first + other : kMaxRowWarps;
+    // Without compute_once(), the terms of the sum would take a register each.
+    get_ = &memory[0][0][0] + compute_once(min(lane / kLanesPerSum, 2) * (kMaxRowWarps + 1) + get_warp);
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
@@ -307,5 +312,132 @@ class WarpSums {
   Acc *put_, *get_;
   int buffer_ = 0;  // of the next put(), in elements
 };
+
+// ---- the exchange of the parts of a row -----------------------------------------------------------------------------
+
+// The exchange of three numbers of each part of a row between the row's blocks.
+//
+// The blocks of a cluster send them to each other's shared memory, where four buffers take turns. A block sends the
+// numbers of row r after it has received those of row r - 2 from all blocks. Each of these had sent them after a
+// barrier before which all its threads had read the numbers of row r - 4, which are now overwritten.
+//
+// The blocks of a grid publish them in global memory. Each part of each row has messages of its own, which are zero
+// before the launch and stored once, so that no block reads older numbers. The tag and the words of a message are
+// loaded at once, and blocks read nothing else that another block writes, so that no fence is needed. No block waits
+// forever: all blocks are resident, those of a row take the rows in the same order, and they publish their numbers of a
+// row before they wait for it. So the blocks of the first unfinished row have published theirs.
+//
+// If the blocks of a row are not resident at once, one launch stores the numbers, and the next one loads them.
+template <class Acc, bool kAny>
+class PartExchange {
+ public:
+  using Value = Acc[3];
+  static constexpr int kBuffers = 4;
+  struct Memory {
+    Value values[kBuffers][kMaxClusterSize];
+    TransactionBarrier barriers[kBuffers];
+  };
+
+  // One thread calls this before its cluster_arrive().
+  __device__ __forceinline__ static void init(Memory& memory) {
+    for (auto& barrier : memory.barriers) barrier.init();
+  }
+
+  // `staged` is shared memory of staged_bytes().
+  __device__ __forceinline__ PartExchange(Memory& memory, void* staged, const RowDivision& plan, Flags flags)
+      : memory_(memory), staged_(static_cast<Value*>(staged)), plan_(plan), flags_(flags) {}
+
+  // The block sends the value of its part of a row. `round` counts the rows of the block. The comparisons of
+  // threadIdx.x would wait in registers without compute_again().
+  __device__ __forceinline__ void send(const Value& value, int round) const {
+    const int buffer = round % kBuffers, part = blockIdx.x, thread = compute_again(static_cast<int>(threadIdx.x));
+    if (flags_.has(kInCluster)) {
+      if (thread == 0) memory_.barriers[buffer].expect(plan_.num_parts * sizeof(Value));
+      if (thread < plan_.num_parts) memory_.barriers[buffer].store(memory_.values[buffer][part], value, thread);
+    } else if (kAny && thread == 0 && !flags_.has(kReceivesSums)) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) stored(round)[part][k] = value[k];
+    } else if (thread == 0 && flags_.has(kSendsSums)) {
+#pragma unroll
+      for (int m = 0; m < kMessages; ++m) {
+        const unsigned* const words = reinterpret_cast<const unsigned*>(&value) + 3 * m;
+        Message{1, {words[0], words[1], words[2]}}.publish(messages(round, part) + m);
+      }
+    }
+  }
+  // Returns to all threads the values of the row's parts. Each thread of a grid's block waits for one of them.
+  __device__ __forceinline__ const Value* receive(int round) const {
+    if (flags_.has(kInCluster)) {
+      memory_.barriers[round % kBuffers].wait(round / kBuffers);
+      return memory_.values[round % kBuffers];
+    }
+    if (kAny && !flags_.has(kSendsSums)) return stored(round);
+    const int thread = compute_again(static_cast<int>(threadIdx.x));
+    __syncthreads();  // all threads have read the last values
+    if (thread < plan_.num_parts) {
+#pragma unroll
+      for (int m = 0; m < kMessages; ++m) {
+        const Message message = Message::wait_for(messages(round, thread) + m);
+#pragma unroll
+        for (int w = 0; w < 3; ++w) reinterpret_cast<unsigned*>(&staged_[thread])[3 * m + w] = message.words[w];
+      }
+    }
+    __syncthreads();
+    return staged_;
+  }
+
+  // ---- for host code ----
+
+  // The bytes of shared memory that a block of a grid needs. A grid has no more parts than threads.
+  static size_t staged_bytes(const RowDivision& plan, int64_t threads) {
+    return plan.num_parts > threads ? 0 : static_cast<size_t>(plan.num_parts) * sizeof(Value);
+  }
+  static int64_t message_bytes(dim3 grid, int64_t rounds) {
+    return rounds * grid.y * grid.x * kMessages * static_cast<int64_t>(sizeof(Message));
+  }
+
+ private:
+  static constexpr int kMessages = sizeof(Value) / sizeof(Message::words);
+
+  // The blocks of a row have the same blockIdx.y and round.
+  __device__ __forceinline__ static int64_t first_part(int round) {
+    return (int64_t{compute_again(round)} * gridDim.y + blockIdx.y) * gridDim.x;
+  }
+  __device__ __forceinline__ Message* messages(int round, int part) const {
+    return plan_.messages + (first_part(round) + part) * kMessages;
+  }
+  __device__ __forceinline__ Value* stored(int round) const {
+    return reinterpret_cast<Value*>(plan_.messages) + first_part(round);
+  }
+
+  Memory& memory_;
+  Value* const staged_;
+  const RowDivision& plan_;
+  const Flags flags_;
+};
+
+// Returns how many rows the resident blocks of a kernel hold, if they can exchange the values of the rows' parts. If it
+// is 0, a row takes two launches of an instance for any rows.
+template <class Params, class Plan>
+int resident_rows(const LaunchConfig& config, void (*kernel)(Params, Plan), const Plan& plan) {
+  const bool in_grid = plan.num_parts > static_cast<int>(config.cluster);
+  const bool fits = plan.num_parts <= static_cast<int>(config.block.x) && has_cooperative_launches(config);
+  return in_grid && !fits ? 0 : resident_blocks(config, kernel) / plan.num_parts;
+}
+
+// Launches a kernel whose blocks exchange the values of a row's parts through plan.messages, of `bytes`.
+template <class Params, class Plan>
+void launch_grid(LaunchConfig config, void (*kernel)(Params, Plan), const Params& p, Plan plan, int64_t bytes) {
+  config.cooperative = resident_rows(config, kernel, plan) > 0;
+  plan.flags.set(kSendsSums, true);
+  if (config.cooperative) {
+    clear(config, plan.messages, static_cast<size_t>(bytes));
+  } else {
+    launch(config, kernel, p, plan);
+    plan.flags.set(kSendsSums, false);
+  }
+  plan.flags.set(kReceivesSums, true);
+  launch(config, kernel, p, plan);
+}
 
 }  // namespace layernorm::cuda

@@ -61,7 +61,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, emulator::Place place =
 
 // ---- arithmetic that the C++ library lacks --------------------------------------------------------------------------
 
-using std::abs, std::exp, std::fma, std::hypot, std::sqrt;
+using std::abs, std::copysign, std::exp, std::fma, std::hypot, std::signbit, std::sqrt;
 inline float __frsqrt_rn(float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
@@ -96,11 +96,12 @@ bool has_clusters(const LaunchConfig&, void (*)(Params...)) {
 
 inline size_t max_shared_memory(const LaunchConfig&) { return emulator::max_shared_memory(); }
 
-// Three blocks or clusters, so that persistent blocks handle several rows.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
-  return 3 * static_cast<int>(config.cluster);
+  return emulator::options().resident * static_cast<int>(config.cluster);
 }
+inline bool has_cooperative_launches(const LaunchConfig&) { return true; }
+inline void clear(const LaunchConfig&, void* memory, size_t bytes) { emulator::clear(memory, bytes); }
 
 // ---- instructions ---------------------------------------------------------------------------------------------------
 
@@ -156,6 +157,17 @@ class TransactionBarrier {
 
  private:
   uint64_t state_;
+};
+
+struct alignas(16) Message {
+  unsigned tag, words[3];
+
+  EMULATOR_INLINE void publish(Message* to) const { emulator::publish(to, this); }
+  EMULATOR_INLINE static Message wait_for(const Message* from, emulator::Place place = emulator::Place::current()) {
+    Message message;
+    emulator::receive(&message, from, place);
+    return message;
+  }
 };
 
 }  // namespace layernorm

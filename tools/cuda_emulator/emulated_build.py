@@ -191,22 +191,23 @@ class Library:
         self.ops = getattr(torch.ops, f"layernorm_{mode}")
         emulator = ctypes.CDLL(str(path))
         self._configure = emulator.emulator_configure
-        self._configure.argtypes = (ctypes.c_uint64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        self._configure.argtypes = (ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
         self._launched = emulator.emulator_launched
         self._launched.restype = ctypes.c_char_p
 
     @contextlib.contextmanager
-    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED, few_rounds=0):
+    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED, few_rounds=0, resident=3):
         """Run threads in order (seed 0) or at random, on a GPU of this compute capability, within the `with` block.
 
         `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
-        launch_limits.h. With `few_rounds`, backward of rows that take so many rounds is one launch.
+        launch_limits.h. With `few_rounds`, backward of rows that take so many rounds is one launch. The GPU holds
+        `resident` blocks or clusters at once.
         """
-        self._configure(seed, architecture, path_limit, few_rounds)
+        self._configure(seed, architecture, resident, path_limit, few_rounds)
         try:
             yield
         finally:
-            self._configure(0, 90, UNLIMITED, 0)
+            self._configure(0, 90, 3, UNLIMITED, 0)
 
     def launched(self):
         """Return {(kernel, blocks of a cluster): number of launches} since the last call."""
