@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
       slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, rows.part_cols, flags, kWeight, 1);
       slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
     }
-    Moments<Acc> moments;
+    Moments<Acc> moments = {};
     Acc values[kElements];
     if (lag == 0 || round < plan.rounds) {
       X* const x = rows.staged_x(stage);
