@@ -77,23 +77,22 @@ ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
                            /*preserve_layout=*/m.images};
   check_layouts(args.input, args.residual, args.weight, args.bias, args.gate, m.adaptive);
   if (m.gated) return evaluate_gated(args, options);
-  const auto call = [&](ForwardFunction function, SymIntArrayRef shape, const optional<Tensor>& weight,
-                        const optional<Tensor>& bias, const optional<Tensor>& gate) {
-    return function({args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place});
-  };
   if (m.images) {
-    check_images(args.input, args.residual, args.weight, args.bias, m.adaptive, args.gate);
-    return call(forward_images, {args.input.sym_size(1)}, args.weight, args.bias, args.gate);
+    check_images(args.input, args.weight, args.bias);
+    return forward_images({args.input, {args.input.sym_size(1)}, args.weight, args.bias, args.eps, options});
   }
   const SymIntArrayRef shape = args.normalized_shape;
+  const auto call = [&](const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate) {
+    return call_forward({args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place});
+  };
   const auto insert_dims = [&](const optional<Tensor>& t) { return insert_batch_dims(t, args.input, shape); };
   if (m.adaptive) {
     check_modulation(args.input, shape, args.weight, args.bias, args.gate);
-    return call(call_forward, shape, insert_dims(args.weight), insert_dims(args.bias), insert_dims(args.gate));
+    return call(insert_dims(args.weight), insert_dims(args.bias), insert_dims(args.gate));
   }
-  if (!present(args.gate)) return call(call_forward, shape, args.weight, args.bias, kAbsent);
+  if (!present(args.gate)) return call(args.weight, args.bias, kAbsent);
   check_modulation(args.input, shape, {}, {}, args.gate);
-  return call(call_forward, shape, args.weight, args.bias, insert_dims(args.gate));
+  return call(args.weight, args.bias, insert_dims(args.gate));
 }
 
 namespace {

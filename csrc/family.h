@@ -37,12 +37,6 @@ constexpr Member kFamily[] = {
     {"gated_rms_norm", true, false, false, false, true},
     {"layer_norm_2d", false, false, false, /*images=*/true},
     {"rms_norm_2d", true, false, false, true},
-    {"add_layer_norm_2d", false, true, false, true},
-    {"add_rms_norm_2d", true, true, false, true},
-    {"ada_layer_norm_2d", false, false, true, true},
-    {"ada_rms_norm_2d", true, false, true, true},
-    {"add_ada_layer_norm_2d", false, true, true, true},
-    {"add_ada_rms_norm_2d", true, true, true, true},
 };
 constexpr size_t kFamilySize = std::size(kFamily);
 

@@ -76,7 +76,8 @@ struct BackwardOutputs {
 // Call the operators through the dispatcher.
 ForwardOutputs call_forward(const ForwardArgs& args);
 BackwardOutputs call_backward(const BackwardArgs& args);
-// The same for images [N, C, *] and normalized_shape {C}, without the cost of moving the channels by views.
+// The same for images [N, C, *] and normalized_shape {C}, without a residual, and without the cost of moving the
+// channels by views.
 ForwardOutputs forward_images(const ForwardArgs& args);
 
 using ForwardFunction = ForwardOutputs (*)(const ForwardArgs&);
