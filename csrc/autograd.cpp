@@ -122,7 +122,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
         // Flattened first, because a reshape to the same sizes would keep the strides of dimensions of size 1.
         const auto to_images = [](Tensor& gradient, const Tensor& parameter) {
           if (!gradient.defined() || parameter.dim() <= 1) return;
-          gradient = gradient.movedim(-1, 1).flatten().reshape_symint(parameter.sym_sizes());
+          gradient = gradient.movedim(-1, 1).reshape(-1).reshape_symint(parameter.sym_sizes());
         };
         if (w.defined()) to_images(g.grad_weight, w);
         if (like_bias.defined()) to_images(g.grad_bias, like_bias);
