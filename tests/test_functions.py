@@ -223,31 +223,50 @@ def test_functionalized_calls_change_the_residual():
 # Saved tensors
 
 
-@family
-def test_autograd_saves_few_tensors(member):
-    """The input or the sum, the weight, and one or two numbers per row; with memory_efficient, the output and the bias.
+def tensors_to_save(member, x, r, w, b, output, total=None):
+    """Return the tensors that the wanted gradients need, apart from the statistics."""
+    wants_x, wants_w, wants_b = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
+    wants_r = r.requires_grad and member.takes_two
+    gates, is_first = "gate" in member.options, "gate_first" in member.options
+    wants_gate = b.requires_grad if gates else wants_r and member.is_gated_norm
+    efficient = "memory_efficient" in member.options
+    wants_rows = wants_x or wants_r or wants_gate
+    saved = [w]
+    if wants_rows or wants_w:
+        saved.append(output if efficient else x if total is None else total)
+    if gates and (wants_x or wants_gate):  # the factor of the input
+        saved += [b, *[x] * wants_gate]
+    if member.is_gated_norm and (wants_rows or wants_w or (wants_b and not is_first)):
+        saved.append(r)
+    # xhat is computed from the output, and the gradient of a gate from the norm's output, each with the bias. Its own
+    # gradient needs its dtype if the weight has another one.
+    needs_bias = wants_gate and member.is_gated_norm and not is_first or efficient and (wants_rows or wants_w)
+    if member.has_bias and (needs_bias or (wants_b and b.dtype != w.dtype)):
+        saved.append(b)
+    return saved
 
-    A gate beside a residual is saved with the input that it multiplies, and that of a gated norm with the bias, unless
-    the gate comes first. Otherwise the bias is saved only if its dtype is not that of the weight.
-    """
-    for bias_dtype in (F32, F64):
-        parameter_shape = (4, 64) if "ada" in member.name else (64,)
-        x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 32, 64), (4, 32, 64), parameter_shape))
-        b = torch.randn(parameter_shape, dtype=bias_dtype, requires_grad=True)
+
+@family
+@pytest.mark.parametrize("bias_dtype", [F32, F64], ids=str)
+def test_autograd_saves_what_the_wanted_gradients_need(member, bias_dtype):
+    """And one or two numbers per row, for every choice of the tensors that want gradients."""
+    parameter_shape = (4, 64) if "ada" in member.name else (64,)
+    shapes, dtypes = ((4, 32, 64), (4, 32, 64), parameter_shape, parameter_shape), (F32, F32, F32, bias_dtype)
+    for mask in itertools.product([False, True], repeat=4):
+        tensors = [torch.randn(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        for tensor, wanted in zip(tensors, mask, strict=True):
+            tensor.requires_grad_(wanted)
         found = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, found=found: found.append(t) or t, lambda t: t):
-            y, *total = member(x, r, w, b)
-        saved = {t.data_ptr(): t for t in found if t is not None and t.numel()}
-        kept = [y if "memory_efficient" in member.options else total[0] if member.adds else x, w]
-        kept += [x] if "gate" in member.options else [r] if member.is_gated_norm else []
-        has_gated_bias = member.is_gated_norm and member.has_bias and "gate_first" not in member.options
-        needs_bias = "memory_efficient" in member.options or "gate" in member.options or has_gated_bias
-        if needs_bias or (bias_dtype == F64 and member.has_bias):
-            kept.append(b)
-        for tensor in kept:
-            assert saved.pop(tensor.data_ptr()).numel() == tensor.numel()
+            outputs = member(*tensors)
+        saved = {t.data_ptr(): t.nbytes for t in found if t is not None and t.numel()}
+        if not outputs[0].requires_grad:
+            assert not saved
+            continue
+        for tensor in {t.data_ptr(): t for t in tensors_to_save(member, *tensors, *outputs)}.values():
+            assert saved.pop(tensor.data_ptr()) == tensor.nbytes, mask
         statistics = 1 if "rms" in member.name or "memory_efficient" in member.options else 2
-        assert sum(t.numel() for t in saved.values()) == statistics * 4 * 32 * member.options.get("num_groups", 1)
+        assert sum(saved.values()) == 4 * statistics * 4 * 32 * member.options.get("num_groups", 1), mask
 
 
 # rms_norm and torch's
