@@ -132,9 +132,13 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Rename aliases, unless the parameter also has its own name; the alias is then an unexpected key."""
+        """Rename aliases, unless the parameter also has its own name; the alias is then an unexpected key.
+
+        The name of a subclass's own parameter or buffer is no alias.
+        """
+        own = self._parameters.keys() | self._buffers.keys()
         for name, aliases in _ALIASES.items():
-            found = [prefix + alias for alias in aliases if prefix + alias in state_dict]
+            found = [prefix + alias for alias in aliases if alias not in own and prefix + alias in state_dict]
             if found and getattr(self, name) is not None and prefix + name not in state_dict:
                 state_dict[prefix + name] = state_dict.pop(found[0])
         super()._load_from_state_dict(state_dict, prefix, *args)
