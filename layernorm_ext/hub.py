@@ -176,8 +176,8 @@ def _rms_norm(module: Any, x: Tensor, *gate: Tensor | None, **options: Any) -> T
         num_groups, remainder = divmod(shape[-1], module.group_size)
         if remainder:
             raise ValueError(
-                f"Expected group_size to divide the width, but got group_size={module.group_size} and a weight of shape "
-                f"{list(shape)}"
+                f"Expected group_size to divide the width, but got group_size={module.group_size} and a weight of "
+                f"shape {list(shape)}"
             )
     return gated_rms_norm(x, gate[0], shape, weight, eps, num_groups=num_groups, **options).to(dtype)
 
