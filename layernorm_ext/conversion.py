@@ -30,7 +30,7 @@ from ._comparison import (
     tensor_attribute,
 )
 from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
-from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
+from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm, is_of_parallel_style
 from .modules_2d import LayerNorm2d, RMSNorm2d
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
@@ -349,6 +349,8 @@ def _replacement(module: Module) -> Module:
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
+    if takes_gate(module) and any(map(is_of_parallel_style, module._forward_pre_hooks.values())):
+        raise SkippedError("a parallel style may leave out its gate; convert the model before it is parallelized")
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
         raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")

@@ -4,12 +4,14 @@ Files with modules evaluate annotations: torch.fx copies them to its graphs, whi
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from ._calls import gate_options_error, is_integer
 from .functional import add_layer_norm, add_rms_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
@@ -41,6 +43,35 @@ def describe_options(module: torch.nn.Module) -> str:
     """Return the options of a module that are not the defaults, for its description."""
     values = {option: getattr(module, option, default) for option, default in _OPTIONS.items()}
     return "".join(f", {option}={value!r}" for option, value in values.items() if value != _OPTIONS[option])
+
+
+class TakesSeveralInputs(torch.nn.Module):
+    """A module whose first input is not its only one.
+
+    torch's SequenceParallel replaces all inputs by the first one, which is silently wrong where the others have
+    defaults. This refuses the call instead.
+    """
+
+    def register_forward_pre_hook(self, hook: Any, **options: bool) -> RemovableHandle:
+        """Check the results of the hooks of torch.distributed."""
+        if is_of_parallel_style(hook) and not options.get("with_kwargs"):
+            hook = partial(_checked_inputs, hook)
+        return super().register_forward_pre_hook(hook, **options)
+
+
+def is_of_parallel_style(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Return the inputs that a hook gives a module, which it may not leave out."""
+    results = hook(module, inputs)
+    if len(inputs) > 1 and results is not None and not isinstance(results, tuple):
+        raise RuntimeError(
+            f"Expected all inputs of {type(module).__name__} to be distributed, but got one of {len(inputs)}, as from "
+            "SequenceParallel; use PrepareModuleInput and distribute_module, as docs/pytorch.md of layernorm_ext says"
+        )
+    return results
 
 
 class _Options(torch.nn.Module):
@@ -144,7 +175,7 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class AddLayerNorm(LayerNorm):
+class AddLayerNorm(TakesSeveralInputs, LayerNorm):
     r"""Layer normalization of the sum with a residual, for pre-norm blocks: both in one pass over memory.
 
     .. math::
@@ -257,7 +288,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 
-class AddRMSNorm(RMSNorm):
+class AddRMSNorm(TakesSeveralInputs, RMSNorm):
     r"""Division of the sum with a residual by its root mean square, for pre-norm blocks: both in one pass over memory.
 
     .. math::
@@ -312,7 +343,7 @@ def _check_gate_options(activation: str, num_groups: int, normalized_shape: tupl
         raise ValueError(error)
 
 
-class GatedLayerNorm(LayerNorm):
+class GatedLayerNorm(TakesSeveralInputs, LayerNorm):
     r"""Layer normalization whose output, or input, is multiplied by an activated gate.
 
     .. math::
@@ -387,7 +418,7 @@ class GatedLayerNorm(LayerNorm):
         )
 
 
-class GatedRMSNorm(RMSNorm):
+class GatedRMSNorm(TakesSeveralInputs, RMSNorm):
     r"""Division by the root mean square, with an activated gate on the output or, as in Mamba-2, on the input.
 
     .. math::
