@@ -36,8 +36,8 @@ _ROUNDINGS = 4
 # replacement adds an eps.
 _SMALLEST_SCALE = 1e-8
 
-# The scales of further inputs and gates, of both signs: some layers clamp large numbers.
-_SCALES = (1e-3, 30.0, 1e3)
+# The scales of the samples of further inputs and gates, of both signs: some layers clamp large numbers.
+_SCALES = (30, 1e3, 1e-3)
 
 # Torch's own layers compute the same for all sizes. They are compared in sizes of at most _WIDTH.
 TORCH_LAYERS, _WIDTH = (torch.nn.LayerNorm, torch.nn.RMSNorm), 8
@@ -93,7 +93,7 @@ def difference(module: Module, ours: Any) -> str | None:
 
     parameters = {name: _random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
 
-    def random_gate(x: Tensor, scale: float) -> Tensor:
+    def random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
         return scale * _random(tuple(x.shape), 4)
 
     def results(
@@ -102,7 +102,7 @@ def difference(module: Module, ours: Any) -> str | None:
         x: Tensor,
         dy: Tensor | None = None,
         *,
-        gate_scale: float = 1,
+        gate_scale: Tensor | float = 1,
         attributes: dict[str, object] | None = None,
     ) -> dict[str, Tensor] | Exception:
         """Return the output in these dtypes, and the gradients if ``dy`` is given."""
@@ -170,16 +170,16 @@ def difference(module: Module, ours: Any) -> str | None:
                 if not (distance <= _TOLERANCE).all():
                     return f"{value} differs by {distance.max():.2g}{mode}"
 
-    x = _random(accepted, 2) + 1
-    for name, scale in itertools.product(("input", "gate") if has_gate else ("input",), _SCALES):
-        scaled, gate_scale = (scale * x, 1.0) if name == "input" else (x, scale)
-        theirs, mine = (results(layer, dtypes, scaled, gate_scale=gate_scale) for layer in (module, ours))
+    x, one = _random(accepted, 2) + 1, torch.ones((), device="cpu")
+    scales = torch.tensor(_SCALES, device="cpu").repeat(accepted[0])[: accepted[0]].view(-1, *[1] * (x.dim() - 1))
+    for name, x_scale, gate_scale in [("inputs", scales, one), ("gates", one, scales)][: 1 + has_gate]:
+        theirs, mine = (results(layer, dtypes, x_scale * x, gate_scale=gate_scale) for layer in (module, ours))
         if isinstance(theirs, Exception) or isinstance(mine, Exception):
-            return f"{name}s of size {scale:g} raise {shortened(theirs if isinstance(theirs, Exception) else mine)}"
+            return f"large {name} raise {shortened(theirs if isinstance(theirs, Exception) else mine)}"
         distance = (theirs["output"].double() - mine["output"].double()).abs()
         # A large gate multiplies the roundings of the norm.
         if not (distance <= _TOLERANCE * random_gate(x, gate_scale).abs().clamp_min(1)).all():
-            return f"output for {name}s of size {scale:g} differs by {distance.max():.2g}"
+            return f"output for large {name} differs by {distance.max():.2g}"
 
     # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
     parity = sum(torch.ones(accepted, device="cpu").cumsum(dim) for dim in range(len(accepted))) % 2
