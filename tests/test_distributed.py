@@ -439,6 +439,26 @@ def layers_are_replaced_after_fsdp1_has_wrapped_them(mesh):
 
 
 @in_four_processes
+def gated_layers_are_replaced_after_fsdp1_has_wrapped_the_model(mesh):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(16, 16), WithGate(16)
+
+        def forward(self, x):
+            return self.norm(self.linear(x), x)
+
+    register_conversion(WithGate)
+    model, chunk = Model(), torch.randn(PROCESSES, 8, 16)[dist.get_rank()]
+    parallel = FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
+    assert len(convert(parallel).replaced) == 1
+    y, expected = parallel(chunk), model(chunk)
+    torch.testing.assert_close(y, expected, **ANOTHER_ORDER)
+    y.sin().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in parallel.parameters())
+
+
+@in_four_processes
 def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
     register_conversion(SubclassNorm)
     parallel = torch_model()
