@@ -47,7 +47,8 @@ class ConversionReport:
     Attributes:
         replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
             the first.
-        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason.
+        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason, which
+            may be the error that it raised.
         fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
             it.
     """
@@ -71,7 +72,8 @@ def convert(model: Module) -> ConversionReport:
     random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
     gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
-    layers are compared once. Other normalization layers are skipped and reported with the reason.
+    layers are compared once. Other normalization layers, and layers that raise errors, are skipped and reported
+    with the reason.
 
     Blocks that scale and shift the result of a norm, such as ``AdaLayerNormZero`` of diffusers, are replaced in the
     same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar function instead of the
