@@ -130,9 +130,9 @@ def norm(
         tracing.check("check_forward", input, None, normalized_shape, weight, bias, gate, activation)
         sizes, dims = (num_groups, normalized_shape[0] // num_groups), input.dim()
         weight, bias = _broadcast(weight, bias, tracing.accumulation_dtype(input))
-        input, gate, weight, bias = (_divide(t, sizes, dims) for t in (input, gate, weight, bias))
-        output, _ = norm(input, None, sizes[1:], weight, bias, eps, gate=gate, **options)
-        return output.flatten(dims - 1), None
+        groups, gate, weight, bias = (_divide(t, sizes, dims) for t in (input, gate, weight, bias))
+        output, _ = norm(groups, None, sizes[1:], weight, bias, eps, gate=gate, **options)
+        return output.reshape_as(input), None  # the older exporter to ONNX would fix the batch size in flatten()
     if tracing.records_aten():
         return tracing.norm(
             input, residual, normalized_shape, weight, bias, eps, gate=gate, inplace=bool(inplace), **options

@@ -36,6 +36,9 @@ _ROUNDINGS = 4
 # replacement adds an eps.
 _SMALLEST_SCALE = 1e-8
 
+# The scales of the samples of further inputs and gates, of both signs: some layers clamp large numbers.
+_SCALES = (30, 1e3, 1e-3)
+
 # Torch's own layers compute the same for all sizes. They are compared in sizes of at most _WIDTH.
 TORCH_LAYERS, _WIDTH = (torch.nn.LayerNorm, torch.nn.RMSNorm), 8
 
@@ -51,7 +54,8 @@ _Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 def has_activation(module: Module) -> bool:
     """Return whether a module has no children but those of ACTIVATION."""
-    return module._modules.keys() <= ACTIVATION.keys() and None not in module._modules.values()
+    names = set(module._modules.keys())  # a list in a ScriptModule, whose iterator is of another kind
+    return names <= ACTIVATION.keys() and None not in module._modules.values()
 
 
 def takes_gate(module: Module) -> bool:
@@ -89,17 +93,28 @@ def difference(module: Module, ours: Any) -> str | None:
 
     parameters = {name: _random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
 
-    def results(module: Module, dtypes: _Dtypes, x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor] | Exception:
+    def random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
+        return scale * _random(tuple(x.shape), 4)
+
+    def results(
+        module: Module,
+        dtypes: _Dtypes,
+        x: Tensor,
+        dy: Tensor | None = None,
+        *,
+        gate_scale: Tensor | float = 1,
+        attributes: dict[str, object] | None = None,
+    ) -> dict[str, Tensor] | Exception:
         """Return the output in these dtypes, and the gradients if ``dy`` is given."""
         inputs = {"input": x.to(dtypes[0], copy=True)}
         if dtypes[2]:
-            inputs["gate"] = _random(tuple(x.shape), 4).to(dtypes[2])
-        copies = {name: p.detach().to(dtypes[1]) for name, p in parameters.items()}
+            inputs["gate"] = random_gate(x, gate_scale).to(dtypes[2])
+        copies = {name: p.to(dtypes[1], copy=True) for name, p in parameters.items()}
         tensors = [*inputs.values(), *copies.values()]
         for tensor in tensors:
             tensor.requires_grad_(dy is not None)
         try:
-            y = _forward(module, list(inputs.values()), copies, others)
+            y = _forward(module, list(inputs.values()), copies, others | (attributes or {}))
             if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
@@ -127,28 +142,44 @@ def difference(module: Module, ours: Any) -> str | None:
         if accepted is not None:
             break
     else:
-        raise SkippedError(f"it refuses every input: {_shortened(results(module, dtypes, *sample(sizes[0])))}")
+        raise SkippedError(f"it refuses every input: {shortened(results(module, dtypes, *sample(sizes[0])))}")
 
     # Some layers need a gate, while ours are then plain norms.
     gates = (dtype, None) if has_gate else (None,)
-    for size, gate in itertools.product(sizes, gates):
+    modes = {"": module.training, f" in {'eval' if module.training else 'training'} mode": not module.training}
+    for (mode, training), size, gate in itertools.product(modes.items(), sizes, gates):
+        if mode and size != accepted:
+            continue
         x, dy = sample(size)
-        dtypes = dtype, parameter_dtype, gate
-        theirs, mine = results(module, dtypes, x, dy), results(ours, dtypes, x, dy)
+        theirs, mine = (
+            results(layer, (dtype, parameter_dtype, gate), x, dy, attributes={"training": training})
+            for layer in (module, ours)
+        )
         if isinstance(theirs, Exception):
             # A layer for images takes any rank.
             takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d)) or (has_gate and gate is None)
             if not isinstance(mine, Exception) and not takes_more:
-                return f"input of size{list(size)} raises {_shortened(theirs)}"
+                return f"input of size{list(size)} raises {shortened(theirs)}{mode}"
         elif isinstance(mine, Exception):
-            return f"it takes input of size{list(size)}"
+            return f"it takes input of size{list(size)}{mode}"
         else:
             for value, expected in theirs.items():
                 distance = (expected.double() - mine[value].double()).abs()
                 if value == "gradient of input":
                     distance[0] *= small
                 if not (distance <= _TOLERANCE).all():
-                    return f"{value} differs by {distance.max():.2g}"
+                    return f"{value} differs by {distance.max():.2g}{mode}"
+
+    x, one = _random(accepted, 2) + 1, torch.ones((), device="cpu")
+    scales = torch.tensor(_SCALES, device="cpu").repeat(accepted[0])[: accepted[0]].view(-1, *[1] * (x.dim() - 1))
+    for name, x_scale, gate_scale in [("inputs", scales, one), ("gates", one, scales)][: 1 + has_gate]:
+        theirs, mine = (results(layer, dtypes, x_scale * x, gate_scale=gate_scale) for layer in (module, ours))
+        if isinstance(theirs, Exception) or isinstance(mine, Exception):
+            return f"large {name} raise {shortened(theirs if isinstance(theirs, Exception) else mine)}"
+        distance = (theirs["output"].double() - mine["output"].double()).abs()
+        # A large gate multiplies the roundings of the norm.
+        if not (distance <= _TOLERANCE * random_gate(x, gate_scale).abs().clamp_min(1)).all():
+            return f"output for large {name} differs by {distance.max():.2g}"
 
     # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
     parity = sum(torch.ones(accepted, device="cpu").cumsum(dim) for dim in range(len(accepted))) % 2
@@ -190,8 +221,13 @@ def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any
     return double
 
 
-def _shortened(error: object) -> str:
-    return f"{type(error).__name__}: {shorten(str(error).strip().partition(chr(10))[0], 120, placeholder=' ...')}"
+def shortened(error: object) -> str:
+    """Return the class of an error and the first line of its text, which foreign code may fail to give."""
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {shorten(text, 120, placeholder=' ...')}"
 
 
 def _difference_by_dtype(
@@ -203,17 +239,17 @@ def _difference_by_dtype(
         theirs = results(module, dtypes, inputs[dtypes[0]])
         if not isinstance(theirs, Exception):
             outputs[dtypes] = theirs["output"]
-    # If an output dtype depended on the gate's, the comparison below would find the difference.
-    others = {dtypes[:2]: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
+    tensors = 3 if takes_gate(module) else 2
+    others = {dtypes[:tensors]: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
     if others:
         keep_output_dtypes(ours, others)
     for dtypes, expected in outputs.items():
         mine = results(ours, dtypes, inputs[dtypes[0]])
         names = " and ".join(str(dtype) for dtype in dtypes if dtype)
         if isinstance(mine, Exception):  # from a user's subclass of ours
-            return f"it takes {names}: {_shortened(mine)}"
+            return f"it takes {names}: {shortened(mine)}"
         if mine["output"].dtype != expected.dtype:
-            return f"output of {names} is {expected.dtype}"
+            return f"output of {names} is {expected.dtype} instead of {mine['output'].dtype}"
         roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
         distance = (mine["output"].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
         if not (distance <= max(_TOLERANCE, roundings)).all():
@@ -302,7 +338,7 @@ def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Mo
         if accepted:
             break
     else:
-        raise SkippedError(f"it refuses every input: {_shortened(expected[calls[0]])}")
+        raise SkippedError(f"it refuses every input: {shortened(expected[calls[0]])}")
 
     for call in accepted:
         mine = results(form, wide, x_and_small_rows, call, True)
@@ -332,7 +368,7 @@ def _stand_in(number: int, *inputs: Any, **options: Any) -> Tensor:
 def _block_difference(theirs: Any, mine: Any, tolerance: float, small: float) -> str | None:
     """Return how results differ by more than a tolerance for values of at most 1, or for the largest value."""
     if isinstance(mine, Exception):
-        return _shortened(mine)
+        return shortened(mine)
     if theirs.keys() != mine.keys():
         return f"it returns {len(theirs)} values"
     for name, value in theirs.items():

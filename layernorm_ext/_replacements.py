@@ -13,8 +13,8 @@ from .functional import rms_norm
 from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
 from .modules_2d import LayerNorm2d, RMSNorm2d
 
-# The output dtype for the dtypes of input and weight, if it is not that of the input.
-OutputDtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
+# The output dtype for the dtypes of input, weight and, in a gated norm, gate, if it is not that of the input.
+OutputDtypes = dict[tuple[torch.dtype | None, ...], torch.dtype]
 
 
 def public_class(layer: Module) -> type:
@@ -35,23 +35,27 @@ class _KeepsOutputDtypes(Module):
     def forward(self, input: Tensor) -> Tensor:
         # Without local variables, because take_argument() may give the argument any name.
         return _round(
-            super().forward(_widen(input, self.weight, self._output_dtypes)), input, self.weight, self._output_dtypes
+            super().forward(_widen(input, self._output_dtypes, self.weight)), input, self._output_dtypes, self.weight
         )
 
     _get_name = public_name
 
 
 @torch.fx.wrap  # symbolic tracing knows no dtypes
-def _widen(input: Tensor, weight: Tensor | None, output_dtypes: OutputDtypes) -> Tensor:
+def _widen(input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
     """Convert the input to the wider of its own dtype and the output's."""
-    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
+    dtype = output_dtypes.get(_dtypes(input, *others))
     return input if dtype is None else input.to(torch.promote_types(input.dtype, dtype))
 
 
 @torch.fx.wrap
-def _round(output: Tensor, input: Tensor, weight: Tensor | None, output_dtypes: OutputDtypes) -> Tensor:
-    dtype = output_dtypes.get((input.dtype, None if weight is None else weight.dtype))
+def _round(output: Tensor, input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
+    dtype = output_dtypes.get(_dtypes(input, *others))
     return output if dtype is None else output.to(dtype)
+
+
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 class _LayerNorm(_KeepsOutputDtypes, LayerNorm):
@@ -73,10 +77,11 @@ class _RMSNorm2d(_KeepsOutputDtypes, RMSNorm2d):
 class _KeepsOutputDtypesWithGate(_KeepsOutputDtypes):
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         return _round(
-            super(_KeepsOutputDtypes, self).forward(_widen(input, self.weight, self._output_dtypes), gate),
+            super(_KeepsOutputDtypes, self).forward(_widen(input, self._output_dtypes, self.weight, gate), gate),
             input,
-            self.weight,
             self._output_dtypes,
+            self.weight,
+            gate,
         )
 
 

@@ -26,11 +26,12 @@ from ._comparison import (
     difference,
     full_shape,
     has_activation,
+    shortened,
     takes_gate,
     tensor_attribute,
 )
 from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
-from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
+from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm, is_of_parallel_style
 from .modules_2d import LayerNorm2d, RMSNorm2d
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
@@ -46,7 +47,8 @@ class ConversionReport:
     Attributes:
         replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
             the first.
-        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason.
+        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason, which
+            may be the error that it raised.
         fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
             it.
     """
@@ -70,7 +72,8 @@ def convert(model: Module) -> ConversionReport:
     random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
     gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
-    layers are compared once. Other normalization layers are skipped and reported with the reason.
+    layers are compared once. Other normalization layers, and layers that raise errors, are skipped and reported
+    with the reason.
 
     Blocks that scale and shift the result of a norm, such as ``AdaLayerNormZero`` of diffusers, are replaced in the
     same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar function instead of the
@@ -108,30 +111,22 @@ def convert(model: Module) -> ConversionReport:
     """
     report = ConversionReport()
     modules = _named_modules(model)
-    choices: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
-    replacements: dict[Module, Module] = {}
-    for name, module in sorted(modules, key=lambda each: _is_adaptive(each[1])):  # norms before blocks, which have them
-        if _is_adaptive(module) or _is_normalization(module):
-            kind = _kind(module)
-            choice = choices.get(kind) or _choose(module, replacements)
-            if isinstance(choice, SkippedError) or type(choice).__module__.startswith(f"{__package__}."):
-                choices[kind] = choice  # others may have attributes that layers must not share
-            if isinstance(choice, Module):
-                replacements[module] = choice
-                report.replaced[name] = f"{_name(type(module))} by {choice!r}"
+    known: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
+    choices: dict[Module, Module | SkippedError] = {}
+    for _, module in sorted(modules, key=lambda each: _is_adaptive(each[1])):  # norms before blocks, which have them
+        choice = _choose(module, known, choices)
+        if choice is not None:
+            choices[module] = choice
+    for name, module in modules:  # after the loop, so that an error leaves the model unchanged
+        if module in choices:
+            cls, choice = type(module), choices[module]
+            reason = choice if isinstance(choice, SkippedError) else _become(module, choice)
+            if reason is None:
+                report.replaced[name] = f"{_name(cls)} by {choice!r}"
             else:
-                report.skipped[name] = f"{_name(type(module))}: {choice}"
-    for part in (report.replaced, report.skipped):
-        for name, _ in modules:
-            if name in part:
-                part[name] = part.pop(name)  # to the end, so that the order is the model's
-    for module, ours in replacements.items():  # after the loop, so that an error leaves the model unchanged
-        _become(module, ours)
+                report.skipped[name] = f"{_name(cls)}: {reason}"
     for name, module in modules:
-        if isinstance(module, TransformerEncoderLayer) and _calls_ours(module) and module.activation_relu_or_gelu:
-            report.fast_paths[name] = _set(module, "activation_relu_or_gelu", 0)
-        if isinstance(module, TransformerEncoder) and any(map(_calls_ours, module.layers)) and module.use_nested_tensor:
-            report.fast_paths[name] = _set(module, "use_nested_tensor", False)
+        _disable_fast_path(report, name, module)
     return report
 
 
@@ -257,13 +252,13 @@ def _builds(cls: type) -> list[_Build | None]:
 
 def _is_normalization(module: Module) -> bool:
     """Return whether to replace or report a module: its class or a base is registered, or its name says so."""
-    if isinstance(module, (LayerNorm, RMSNorm)):
+    cls = type(module)
+    if issubclass(cls, (LayerNorm, RMSNorm)):
         return False
-    if isinstance(module, tuple(key for key in _REGISTRY if isinstance(key, type))):
+    if issubclass(cls, tuple(key for key in _REGISTRY if isinstance(key, type))):
         return True
     if not has_activation(module):  # a block that is named after the layer in it
         return False
-    cls = type(module)
     return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
@@ -278,38 +273,68 @@ _REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replace
 
 
 def _kind(module: Module) -> Hashable:
-    """Return a key that modules share if they compute the same for all values of their parameters."""
-    attributes = [(name, value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
+    """Return a key that modules share if they compute the same for all values of their parameters.
+
+    Only numbers, strings and the like are compared, because other objects may compare as they like.
+    """
+    attributes = [(name, _key(value)) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
-    children: Iterable[Hashable] = module._modules if has_activation(module) else module._modules.items()
+    buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
+    children: Iterable[Hashable] = module._modules
+    if not has_activation(module):
+        children = [(name, id(child)) for name, child in module._modules.items()]
     if _is_adaptive(module):  # the classes of children that are no norms do not matter
         norms = {name for form in _adaptive.forms(type(module)) for name in form.NORMS}
         children = [(n, c is None or (n in norms and _kind(c))) for n, c in module._modules.items()]
-    others = (module.training, *module._parameters, *module._buffers.items(), *children)
-    kind = (type(module), *others, *attributes, *parameters)
-    try:
-        hash(kind)
-    except TypeError:  # an attribute such as a list
-        return id(module)
-    return kind
+    kind: tuple[Any, ...] = (type(module), module.training, *module._parameters)
+    return *kind, *buffers, *children, *attributes, *parameters
 
 
-def _choose(module: Module, replacements: dict[Module, Module]) -> Module | SkippedError:
+def _key(value: object) -> Hashable:
+    if isinstance(value, tuple):
+        return type(value), *map(_key, value)
+    return (type(value), value) if type(value) in _COMPARABLE else id(value)
+
+
+_COMPARABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _choose(
+    module: Module, known: dict[Hashable, Module | SkippedError], choices: dict[Module, Module | SkippedError]
+) -> Module | SkippedError | None:
     """Return a layer of this package that computes the same as a module, or the reason why there is none.
 
-    ``replacements`` has those of the module's children.
+    ``known`` has the choices for kinds of modules, and ``choices`` those for the module's children. For modules that
+    are no normalization layers, the result is None.
     """
     try:
-        with (
-            _disable_current_modes(),  # of fake tensors, for example
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
-        ):
-            return _form(module, replacements) if _is_adaptive(module) else _replacement(module)
+        if not (_is_adaptive(module) or _is_normalization(module)):
+            return None
+        kind = _kind(module)
+        if kind not in known:
+            with (
+                _disable_current_modes(),  # of fake tensors, for example
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast("cpu", enabled=False),
+                warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
+            ):
+                choice = _form(module, choices) if _is_adaptive(module) else _replacement(module)
+            if not type(choice).__module__.startswith(f"{__package__}."):
+                return choice  # it may have attributes that layers must not share
+            known[kind] = choice
+        return known[kind]
+    except _BuildError:
+        raise
     except SkippedError as reason:
+        known[kind] = reason
         return reason
+    except Exception as error:  # foreign code may raise anything
+        return SkippedError(shortened(error))
+
+
+class _BuildError(TypeError):
+    """The error of a function given to register_conversion, which convert() passes on."""
 
 
 def _checked_builds(module: Module) -> list[_Build | None]:
@@ -328,17 +353,16 @@ def _checked_builds(module: Module) -> list[_Build | None]:
     return builds
 
 
-def _form(module: Module, replacements: dict[Module, Module]) -> Module:
+def _form(module: Module, choices: dict[Module, Module | SkippedError]) -> Module:
     """Return the form of a block whose norms are of this package or have replacements."""
     _checked_builds(module)
     reasons = []
     for form in _adaptive.forms(type(module)):
         children: dict[str, Any] = {name: module._modules.get(name) for name in form.NORMS}
-        norms = {name: (child, replacements.get(child, child)) for name, child in children.items()}
+        norms = {name: (child, choices.get(child, child)) for name, child in children.items()}
         others = [name for name, (_, ours) in norms.items() if not _adaptive.is_plain_norm(ours)]
         reason = f"its {others[0]} is not replaced" if others else block_difference(module, form, norms)
         if reason is None:
-            _check_class(module, form)
             return form()
         reasons.append(f"not {form.__name__}: {reason}")
     raise SkippedError("; ".join(reasons) or "its forward has other parameters")
@@ -349,6 +373,8 @@ def _replacement(module: Module) -> Module:
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
+    if takes_gate(module) and any(map(is_of_parallel_style, module._forward_pre_hooks.values())):
+        raise SkippedError("a parallel style may leave out its gate; convert the model before it is parallelized")
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
         raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
@@ -359,7 +385,7 @@ def _replacement(module: Module) -> Module:
     reasons = []
     for ours in _candidates(module) if build is None else [build(module)]:
         if not isinstance(ours, (LayerNorm, RMSNorm)):
-            raise TypeError(
+            raise _BuildError(
                 f"Expected build to return a LayerNorm, LayerNorm2d, RMSNorm or RMSNorm2d of layernorm_ext for a "
                 f"{_name(cls)}, but got {ours!r}"
             )
@@ -367,20 +393,9 @@ def _replacement(module: Module) -> Module:
         if reason is None:
             if parameters[1].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD:
                 take_argument(ours, parameters[1].name)
-            _check_class(module, type(ours))
             return ours
         reasons.append(f"not {ours!r}: {reason}")
     raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
-
-
-def _check_class(module: Module, cls: type[Module]) -> None:
-    """Check that a module can get another class: it cannot if its own class has ``__slots__``."""
-    old = module.__class__
-    try:
-        module.__class__ = cls
-    except TypeError as error:
-        raise SkippedError(f"its class cannot change: {error}") from None
-    module.__class__ = old
 
 
 def _candidates(module: Any) -> Iterator[Module]:
@@ -397,16 +412,19 @@ def _candidates(module: Any) -> Iterator[Module]:
         kinds.append((shape, RMSNorm, LayerNorm, {}))
         if len(shape) == 1:
             kinds.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
+    all_rms_eps = [rms_eps]
+    if rms_eps is None and type(module) not in TORCH_LAYERS:  # some compute in float32 for all inputs
+        all_rms_eps.append(torch.finfo(torch.float32).eps)
     layers: list[Module] = []
     for size, rms_norm, layer_norm, others in kinds:
         for zero_centered in (False,) if weight is None else (False, True):
             options = others | {"elementwise_affine": weight is not None, "zero_centered_weight": zero_centered}
             if bias is None:
-                layers.append(rms_norm(size, rms_eps, device="meta", **options))
+                layers += [rms_norm(size, each, device="meta", **options) for each in all_rms_eps]
             if eps is not None:
                 layers.append(layer_norm(size, eps, bias=bias is not None, device="meta", **options))
     if bias is None and not module._modules and not has_gate:  # one class has a weight that it never uses
-        layers += [of_any_width(cls, rms_eps) for cls in (RMSNorm, RMSNorm2d)]
+        layers += [of_any_width(cls, each) for cls in (RMSNorm, RMSNorm2d) for each in all_rms_eps]
     for ours in layers:
         if "act" in module._modules:
             apply_activation(ours)
@@ -485,29 +503,41 @@ def _is_changed(module: Module) -> bool:
     return _CHANGE in vars(module)
 
 
-def _become(module: Module, ours: Module) -> None:
-    """Give a module the class of ``ours``, and the attributes that not every module has."""
+def _become(module: Module, ours: Module) -> SkippedError | None:
+    """Give a module the class of ``ours``, and the attributes that not every module has, or return why not."""
     attributes = {name: value for name, value in vars(ours).items() if name not in _MODULE_ATTRIBUTES}
-    missing = [name for name in ours._parameters if tensor_attribute(module, name) is None]
-    attributes |= {name: None for name in missing if name in vars(module)}  # such as a flag called bias
-    _change(module, type(ours), attributes, [name for name in missing if not hasattr(module, name)])
+    try:
+        missing = [name for name in ours._parameters if tensor_attribute(module, name) is None]
+        attributes |= {name: None for name in missing if name in vars(module)}  # such as a flag called bias
+        _change(module, type(ours), attributes, [name for name in missing if not hasattr(module, name)])
+    except Exception as error:  # a class may have __slots__ or refuse to change
+        return SkippedError(f"its class cannot change: {shortened(error)}")
+    return None
 
 
-def _set(module: Module, name: str, value: object) -> str:
-    """Set an attribute and describe this for the report."""
-    _change(module, type(module), {name: value}, [])
-    return f"{_name(type(module))}.{name} = {value}"
+def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None:
+    """Set the attribute of an encoder or its layer that enables the fast path, if that would leave out our norms."""
+    cls, attribute, value = type(module), "", None
+    try:
+        if issubclass(cls, TransformerEncoderLayer) and _calls_ours(module):
+            attribute, value = "activation_relu_or_gelu", 0
+        if issubclass(cls, TransformerEncoder) and any(map(_calls_ours, module.layers)):
+            attribute, value = "use_nested_tensor", False
+        if attribute and getattr(module, attribute):
+            _change(module, cls, {attribute: value}, [])
+            report.fast_paths[name] = f"{_name(cls)}.{attribute} = {value}"
+    except Exception as error:  # from a subclass
+        report.skipped[name] = f"{_name(cls)}: {shortened(error)}"
 
 
 def _change(module: Module, cls: type[Module], attributes: dict[str, object], parameters: list[str]) -> None:
-    state = vars(module)
+    state, old_cls = vars(module), module.__class__
     old = {name: state[name] for name in attributes if name in state}
     added = [name for name in attributes if name not in state]
+    module.__class__ = cls  # which may fail, and then nothing has changed
     state.update(attributes)
-    state[_CHANGE] = _Change(module.__class__, cls, old, [*added, *parameters])
-    for name in parameters:
-        module.register_parameter(name, None)
-    module.__class__ = cls
+    state[_CHANGE] = _Change(old_cls, cls, old, [*added, *parameters])
+    module._parameters.update(dict.fromkeys(parameters))
 
 
 def _restore(modules: Iterable[tuple[str, Module]]) -> None:
@@ -528,5 +558,5 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
         vars(module).update(change.old_attributes)
 
 
-def _calls_ours(layer: Module) -> bool:
-    return any(isinstance(child, (LayerNorm, RMSNorm)) for child in layer.children())
+def _calls_ours(layer: Any) -> bool:
+    return any(issubclass(type(child), (LayerNorm, RMSNorm)) for child in layer._modules.values())

@@ -138,6 +138,8 @@ class _RMSNormGated(torch.nn.Module):
     activation: Any
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:  # the default of some classes, which they cannot compute either
+            raise TypeError(f"Expected gate to be a Tensor for {type(self).__name__}, but got gate=None")
         return _rms_norm(self, hidden_states, gate, activation=self.activation)
 
 
@@ -169,7 +171,14 @@ def _rms_norm(module: Any, x: Tensor, *gate: Tensor | None, **options: Any) -> T
         x = x.to(torch.promote_types(x.dtype, dtype))
     if not gate:
         return rms_norm(x, shape, weight, eps, **options).to(dtype)
-    num_groups = shape[-1] // module.group_size if hasattr(module, "group_size") else 1
+    num_groups = 1
+    if hasattr(module, "group_size"):
+        num_groups, remainder = divmod(shape[-1], module.group_size)
+        if remainder:
+            raise ValueError(
+                f"Expected group_size to divide the width, but got group_size={module.group_size} and a weight of "
+                f"shape {list(shape)}"
+            )
     return gated_rms_norm(x, gate[0], shape, weight, eps, num_groups=num_groups, **options).to(dtype)
 
 

@@ -4,6 +4,7 @@ Files with modules evaluate annotations: torch.fx copies them to its graphs, whi
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.jit import is_scripting
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from ._calls import gate_options_error, is_integer
 from .functional import add_layer_norm, add_rms_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
@@ -47,6 +49,35 @@ def describe_options(module: torch.nn.Module) -> str:
 def factor_of(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
     """Return the factor that torch's functions take, for torch.jit.script."""
     return weight + 1 if zero_centered and weight is not None else weight
+
+
+class TakesSeveralInputs(torch.nn.Module):
+    """A module whose first input is not its only one.
+
+    torch's SequenceParallel replaces all inputs by the first one, which is silently wrong where the others have
+    defaults. This refuses the call instead.
+    """
+
+    def register_forward_pre_hook(self, hook: Any, **options: bool) -> RemovableHandle:
+        """Check the results of the hooks of torch.distributed."""
+        if is_of_parallel_style(hook) and not options.get("with_kwargs"):
+            hook = partial(_checked_inputs, hook)
+        return super().register_forward_pre_hook(hook, **options)
+
+
+def is_of_parallel_style(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Return the inputs that a hook gives a module, which it may not leave out."""
+    results = hook(module, inputs)
+    if len(inputs) > 1 and results is not None and not isinstance(results, tuple):
+        raise RuntimeError(
+            f"Expected all inputs of {type(module).__name__} to be distributed, but got one of {len(inputs)}, as from "
+            "SequenceParallel; use PrepareModuleInput and distribute_module, as docs/pytorch.md of layernorm_ext says"
+        )
+    return results
 
 
 class _Options(torch.nn.Module):
@@ -141,15 +172,19 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Rename aliases, unless the parameter also has its own name; the alias is then an unexpected key."""
+        """Rename aliases, unless the parameter also has its own name; the alias is then an unexpected key.
+
+        The name of a subclass's own parameter or buffer is no alias.
+        """
+        own = self._parameters.keys() | self._buffers.keys()
         for name, aliases in _ALIASES.items():
-            found = [prefix + alias for alias in aliases if prefix + alias in state_dict]
+            found = [prefix + alias for alias in aliases if alias not in own and prefix + alias in state_dict]
             if found and getattr(self, name) is not None and prefix + name not in state_dict:
                 state_dict[prefix + name] = state_dict.pop(found[0])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class AddLayerNorm(LayerNorm):
+class AddLayerNorm(TakesSeveralInputs, LayerNorm):
     r"""Layer normalization of the sum with a residual, for pre-norm blocks: both in one pass over memory.
 
     .. math::
@@ -265,7 +300,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 
-class AddRMSNorm(RMSNorm):
+class AddRMSNorm(TakesSeveralInputs, RMSNorm):
     r"""Division of the sum with a residual by its root mean square, for pre-norm blocks: both in one pass over memory.
 
     .. math::
@@ -320,7 +355,7 @@ def _check_gate_options(activation: str, num_groups: int, normalized_shape: tupl
         raise ValueError(error)
 
 
-class GatedLayerNorm(LayerNorm):
+class GatedLayerNorm(TakesSeveralInputs, LayerNorm):
     r"""Layer normalization whose output, or input, is multiplied by an activated gate.
 
     .. math::
@@ -395,7 +430,7 @@ class GatedLayerNorm(LayerNorm):
         )
 
 
-class GatedRMSNorm(RMSNorm):
+class GatedRMSNorm(TakesSeveralInputs, RMSNorm):
     r"""Division by the root mean square, with an activated gate on the output or, as in Mamba-2, on the input.
 
     .. math::

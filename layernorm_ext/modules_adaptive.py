@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from numbers import Integral
 
-import torch
 from torch import Tensor
 
 from .functional import ada_layer_norm, ada_rms_norm, add_ada_layer_norm, add_ada_rms_norm
-from .modules import describe_options
+from .modules import TakesSeveralInputs, describe_options
 
 __all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddAdaLayerNorm", "AddAdaRMSNorm"]
 
 
-class AdaLayerNorm(torch.nn.Module):
+class AdaLayerNorm(TakesSeveralInputs):
     r"""Layer normalization whose scale and shift are inputs, as in diffusion transformers (adaLN).
 
     .. math::

@@ -16,6 +16,7 @@ from ._ops import _C
 __all__ = ["trace_as"]
 
 _operators: Literal["kernel", "aten"] | None = None
+_last: trace_as | None = None  # the object that has set the choice, until a with statement begins or ends
 
 # The output, and the sum or None; Any spares callers that pass a residual the check for None.
 Results = tuple[Tensor, Any]
@@ -32,7 +33,9 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
     :func:`torch.export.export`, :func:`torch.onnx.export` and :func:`torch.jit.trace`.
 
-    A call sets the choice for the whole process. A ``with`` statement restores the previous choice at its end.
+    A call sets the choice for all threads of the process. A ``with`` statement restores the choice before it at its
+    end; like :class:`torch.set_grad_enabled`, the object can be used again. Statements of several threads must not
+    overlap.
 
     Args:
         operators: ``"kernel"``, ``"aten"`` or ``None``.
@@ -61,19 +64,28 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
 
     def __init__(self, operators: Literal["kernel", "aten"] | None):
         """Set the choice."""
-        global _operators
         if operators not in ("kernel", "aten", None):
             raise ValueError(f'Expected operators to be "kernel", "aten" or None, but got {operators!r}')
-        self._previous = _operators
-        _operators = operators
+        self._operators = operators
+        self._previous: list[Literal["kernel", "aten"] | None] = []  # one for each with statement that has not ended
+        self._set()
+
+    def _set(self) -> None:
+        global _operators, _last
+        self._previous.append(_operators)
+        _operators, _last = self._operators, self
 
     def __enter__(self) -> None:
-        """Do nothing: the constructor has set the choice."""
+        """Set the choice, unless the constructor has just done so."""
+        global _last
+        if _last is not self:
+            self._set()
+        _last = None
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the previous choice."""
-        global _operators
-        _operators = self._previous
+        """Restore the choice before the statement."""
+        global _operators, _last
+        _operators, _last = self._previous.pop(), None
 
 
 def records_aten() -> bool:

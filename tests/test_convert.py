@@ -1,11 +1,14 @@
 """convert() replaces a model's normalization layers in place, skips what differs, and revert() restores the model."""
 
 import copy
+import dataclasses
 import itertools
 import pickle
 import re
 import subprocess
 import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -483,3 +486,140 @@ def test_layers_that_cannot_be_replaced_are_reported(restore_registry):
         torch.testing.assert_close(actual, right)
     layernorm_ext.revert(model)
     assert type(model[0]) is torch.nn.LayerNorm
+
+
+# Models with foreign layers that may do anything
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_models_with_script_modules_are_converted(is_traced):
+    """The scripted modules stay."""
+    function = partial(torch.jit.trace, example_inputs=torch.ones(2, 5)) if is_traced else torch.jit.script
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        scripted = function(torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5)))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), scripted, torch.nn.RMSNorm(5))
+    x = torch.randn(3, 5)
+    expected = model(x)
+    with converted(model) as report:
+        assert list(report.replaced) == ["0", "2"] and not report.skipped
+        torch.testing.assert_close(model(x), expected)
+    assert list(convert(model).replaced) == ["0", "2"]
+    revert(model)
+    assert type(model[0]) is torch.nn.LayerNorm
+
+
+class HostileError(RuntimeError):
+    def __str__(self):
+        raise RuntimeError
+
+
+def refuse(*args, **kwargs):
+    raise RuntimeError("refused")
+
+
+class Refuses:
+    """An attribute that cannot be compared."""
+
+    __hash__ = __eq__ = __bool__ = __len__ = refuse
+
+
+class Frozen(torch.nn.LayerNorm):
+    def __init__(self, *args):
+        super().__init__(*args)
+        vars(self)["is_frozen"] = True
+
+    def __setattr__(self, name, value):
+        if "is_frozen" in vars(self):
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+
+class ChangesOnce(torch.nn.LayerNorm):
+    """Its class changes only in the first of equal layers."""
+
+    changes = 0
+
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            ChangesOnce.changes += 1
+            if ChangesOnce.changes > 1:
+                raise RuntimeError("refused")
+        super().__setattr__(name, value)
+
+
+def refuse_others(self, name):
+    if name in ("weight", "bias"):
+        return torch.nn.Module.__getattr__(self, name)
+    raise RuntimeError("refused")
+
+
+def without_eps(self, width):
+    torch.nn.LayerNorm.__init__(self, width)
+    del self.eps
+
+
+def hostile(**attributes):
+    return type("HostileNorm", (torch.nn.LayerNorm,), attributes)
+
+
+def raise_hostile_error(self, x):
+    raise HostileError
+
+
+# Class -> a part of the reason; None if the layer is replaced.
+HOSTILE = {
+    "frozen": (Frozen, "FrozenInstanceError: cannot assign to field '__class__'"),
+    "class": (hostile(__class__=property(refuse)), "RuntimeError: refused"),
+    "class cannot be set": (hostile(__class__=property(lambda self: torch.nn.LayerNorm)), "AttributeError: "),
+    "eps": (hostile(eps=property(refuse, lambda self, value: None)), "RuntimeError: refused"),
+    "missing attributes": (hostile(__getattr__=refuse_others, __init__=without_eps), "RuntimeError: refused"),
+    "text of an error": (hostile(forward=raise_hostile_error), "HostileError: "),
+    "output": (hostile(forward=lambda self, x: x.to("meta")), "meta"),
+    "parameters": (hostile(named_parameters=refuse), "RuntimeError: refused"),
+    "signature": (hostile(forward=property(refuse)), "TypeError: "),
+    "attribute": (lambda *args: layer_with(torch_forward, attribute=Refuses()), None),
+    "tuple": (lambda *args: layer_with(torch_forward, attribute=(1, Refuses())), None),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_layer_is_reported_and_the_others_are_converted(case):
+    make, reason = HOSTILE[case]
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), make(5), torch.nn.RMSNorm(5), make(5), torch.nn.LayerNorm(5))
+    for layer in (model[1], model[3]):
+        register_conversion(type(layer))
+    before = [(type(layer), dict(vars(layer))) for layer in model]
+    report = convert(model)
+    assert list(report.replaced) == ["0", "2", "4"] if reason else list("01234"), report
+    assert all(reason in report.skipped[name] for name in ("1", "3")) if reason else not report.skipped, report
+    if reason:
+        for number in (1, 3):
+            assert type(model[number]) is before[number][0] and vars(model[number]).keys() == before[number][1].keys()
+    assert str(report)
+    revert(model)
+    assert [type(layer) for layer in model] == [cls for cls, _ in before]
+
+
+def test_a_layer_whose_class_does_not_change_is_not_half_converted():
+    register_conversion(ChangesOnce)
+    model = torch.nn.Sequential(ChangesOnce(5), torch.nn.LayerNorm(5), ChangesOnce(5))
+    before = snapshot(model[2])
+    report = convert(model)
+    assert list(report.replaced) == ["0", "1"] and "its class cannot change: RuntimeError" in report.skipped["2"]
+    assert snapshot(model[2]) == before
+
+
+def test_a_build_that_raises_is_reported():
+    register_conversion(MyNorm, lambda norm: refuse())
+    model = torch.nn.Sequential(MyNorm(5), torch.nn.LayerNorm(5))
+    report = convert(model)
+    assert list(report.replaced) == ["1"] and "RuntimeError: refused" in report.skipped["0"]
+
+
+def test_an_encoder_whose_fast_path_cannot_be_disabled_is_reported():
+    class Encoder(torch.nn.TransformerEncoderLayer):
+        activation_relu_or_gelu = property(refuse, lambda self, value: None)
+
+    model = torch.nn.Sequential(Encoder(8, 2, 8), torch.nn.LayerNorm(8))
+    report = convert(model)
+    assert list(report.replaced) == ["0.norm1", "0.norm2", "1"] and "RuntimeError: refused" in report.skipped["0"]

@@ -6,7 +6,7 @@ from support.models import LikeLlama, MyNorm, build_ours, randomize
 from support.reference import BF16, F16, F32, F64
 from torch.nn.functional import layer_norm, rms_norm
 
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, _comparison, convert, register_conversion
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, _comparison, convert, register_conversion, revert
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 
@@ -52,6 +52,72 @@ def test_layers_that_refuse_mixed_dtypes_are_replaced(cls):
 def test_layers_that_refuse_mixed_dtypes_are_compared():
     register_conversion(CastsAndAddsOne)
     assert "output differs by 1" in convert(CastsAndAddsOne(50)).skipped[""]
+
+
+class ComputesInFloat32(torch.nn.RMSNorm):
+    """Its eps of None is that of float32 for float64 input, too."""
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+class ComputesInFloat32WithGate(torch.nn.RMSNorm):
+    def forward(self, x, gate):
+        return (super().forward(x.float()) * torch.nn.functional.silu(gate.float())).to(x.dtype)
+
+
+class ComputesInFloat32OfAnyWidth(torch.nn.Module):
+    eps = None
+
+    def forward(self, x):
+        return rms_norm(x.float(), x.shape[-1:]).to(x.dtype)
+
+
+@pytest.mark.parametrize("cls", [ComputesInFloat32, ComputesInFloat32WithGate, ComputesInFloat32OfAnyWidth])
+def test_an_eps_of_none_may_be_that_of_float32(cls):
+    register_conversion(cls)
+    layer = cls(8) if issubclass(cls, torch.nn.RMSNorm) else cls()
+    inputs = [1e-4 * torch.randn(3, 8, dtype=F64)]
+    inputs += [torch.randn(3, 8, dtype=F64)] if cls is ComputesInFloat32WithGate else []
+    expected = layer(*inputs)
+    report = convert(layer)
+    assert report.replaced and layer.eps == torch.finfo(F32).eps, report
+    torch.testing.assert_close(layer(*inputs), expected, rtol=1e-6, atol=1e-6)  # ten roundings of 6e-8
+    revert(layer)
+    assert layer.eps is None
+
+
+@pytest.mark.parametrize("limit", [4, 10, 100])
+def test_layers_that_clamp_large_inputs_are_skipped(limit):
+    class Clamps(torch.nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.clamp(-limit, limit))
+
+    register_conversion(Clamps)
+    assert "output" in convert(Clamps(8)).skipped[""]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("differs_in_training", [True, False])
+def test_layers_that_differ_in_one_mode_are_skipped(differs_in_training, is_training):
+    class Doubles(torch.nn.LayerNorm):
+        def forward(self, x):
+            y = super().forward(x)
+            return 2 * y if self.training == differs_in_training else y
+
+    class Raises(torch.nn.LayerNorm):
+        def forward(self, x):
+            if self.training == differs_in_training:
+                raise ValueError("another mode")
+            return super().forward(x)
+
+    mode = {True: "training", False: "eval"}[differs_in_training]
+    for cls in (Doubles, Raises):
+        register_conversion(cls)
+        layer = cls(8).train(is_training)
+        reason = convert(layer).skipped[""]
+        assert (f"in {mode} mode" in reason) == (is_training != differs_in_training), reason
+        assert type(layer) is cls and layer.training == is_training
 
 
 def test_a_flag_called_bias_is_no_bias():
@@ -151,13 +217,13 @@ def test_equal_layers_are_compared_once(comparisons):
 
 
 def test_layers_that_differ_are_compared_each():
-    """They differ in the class, an attribute, the shape, the mode, a buffer, or an attribute that has no hash."""
+    """They differ in the class, an attribute, the shape, the mode, a buffer, or an attribute that is a list."""
     register_conversion(LikeLlama)
     register_conversion(MyNorm, build_ours)
 
     class Lists(LikeLlama):
         def forward(self, x):
-            return super().forward(x) * self.factor[0] if self.training else x
+            return super().forward(x) * self.factor[0]
 
     register_conversion(Lists)
     layers = [LikeLlama(8), LikeLlama(8), LikeLlama(9), *(Lists(8) for _ in range(4)), MyNorm(8)]
@@ -166,7 +232,7 @@ def test_layers_that_differ_are_compared_each():
     layers[5].eval()
     layers[6].register_buffer("factor", torch.ones(1))
     report = convert(torch.nn.ModuleList(layers))
-    assert sorted(report.replaced) == ["0", "1", "2", "3", "6", "7"] and sorted(report.skipped) == ["4", "5"]
+    assert sorted(report.replaced) == ["0", "1", "2", "3", "5", "6", "7"] and sorted(report.skipped) == ["4"]
     assert [layer.eps for layer in layers[:2]] == [1e-6, 0.5] and layers[2].normalized_shape == (9,)
 
 

@@ -24,10 +24,29 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from layernorm_ext import LayerNorm, RMSNorm, ada_rms_norm, convert, layer_norm, register_conversion
+from layernorm_ext import (
+    AdaLayerNorm,
+    AdaRMSNorm,
+    AddLayerNorm,
+    AddRMSNorm,
+    GatedLayerNorm,
+    GatedRMSNorm,
+    LayerNorm,
+    RMSNorm,
+    ada_rms_norm,
+    convert,
+    layer_norm,
+    register_conversion,
+)
 
 PROCESSES = 4
 DTENSOR = "torch.distributed.tensor"
@@ -249,6 +268,67 @@ def sequence_parallel_block_matches(mesh):
         torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, **ANOTHER_ORDER)
 
 
+class WithGate(nn.RMSNorm):
+    def forward(self, x, gate=None):
+        y = super().forward(x)
+        return y if gate is None else (y * nn.functional.silu(gate)).to(x.dtype)
+
+
+@in_four_processes
+def norms_of_several_inputs_take_a_layout_for_each(mesh):
+    """As the documents say: SequenceParallel would leave out all but the first, and is refused."""
+    x, z = torch.randn(2, 4, 8, 16)
+    scale, shift = torch.randn(2, 4, 16)
+    cases = [
+        (GatedLayerNorm, (x, z)),
+        (GatedRMSNorm, (x, z)),
+        (AddLayerNorm, (x, z, scale)),
+        (AddRMSNorm, (x, z)),
+        (AdaLayerNorm, (x, scale, shift)),
+        (AdaRMSNorm, (x, z)),
+    ]
+
+    def results(f, inputs, tensors):
+        outputs = f(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return outputs, torch.autograd.grad(sum(y.sin().sum() for y in outputs), tensors)
+
+    for cls, inputs in cases:
+        norm = cls(16)
+        layouts = tuple(Shard(1) if t.dim() == 3 else Replicate() for t in inputs)
+        style = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+        parallel = parallelize_module(distribute_module(copy.deepcopy(norm), mesh), mesh, style)
+        compiled = torch.compile(parallel, fullgraph=True, backend="aot_eager", dynamic=False)
+        shards = [distribute_tensor(t, mesh, [layout]) for t, layout in zip(inputs, layouts, strict=True)]
+        local = [t.to_local().requires_grad_() for t in shards]
+        whole = [t.clone().requires_grad_() for t in inputs]
+        outputs, gradients = results(norm, whole, [whole[0], *norm.parameters()])
+        for f in (parallel, compiled):
+            actual, (dx, *others) = results(f, local, [local[0], *parallel.parameters()])
+            for y, expected in zip(actual, outputs, strict=True):
+                assert y.placements == (Shard(1),)
+                torch.testing.assert_close(y.full_tensor(), expected, **SAME_BITS)
+            dx = DTensor.from_local(dx, mesh, [Shard(1)]).full_tensor()
+            torch.testing.assert_close(dx, gradients[0], **SAME_BITS)
+            for gradient, expected in zip(others, gradients[1:], strict=True):
+                torch.testing.assert_close(gradient.full_tensor(), expected, **ANOTHER_ORDER)
+        refused = parallelize_module(copy.deepcopy(norm), mesh, SequenceParallel())
+        with pytest.raises(RuntimeError, match=f"all inputs of {cls.__name__} to be distributed, but got one of"):
+            refused(*local)
+
+    register_conversion(WithGate)
+    for is_converted_first in (True, False):
+        norm = WithGate(16)
+        if is_converted_first:
+            assert convert(norm).replaced
+        parallelize_module(norm, mesh, SequenceParallel())
+        if is_converted_first:
+            with pytest.raises(RuntimeError, match="all inputs of _?GatedRMSNorm.* to be distributed"):
+                norm(x, z)
+        else:
+            assert "convert the model before it is parallelized" in convert(norm).skipped[""]
+
+
 # Data parallelism: each process has a chunk of the batch, and the gradients are the means over the chunks
 
 
@@ -356,6 +436,26 @@ def layers_are_replaced_after_fsdp1_has_wrapped_them(mesh):
                 return [parameter.grad.clone() for parameter in parallel.parameters()]
 
         assert_output_and_gradients(parallel, full_gradients)
+
+
+@in_four_processes
+def gated_layers_are_replaced_after_fsdp1_has_wrapped_the_model(mesh):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(16, 16), WithGate(16)
+
+        def forward(self, x):
+            return self.norm(self.linear(x), x)
+
+    register_conversion(WithGate)
+    model, chunk = Model(), torch.randn(PROCESSES, 8, 16)[dist.get_rank()].requires_grad_()
+    parallel = FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
+    assert len(convert(parallel).replaced) == 1
+    y, expected = parallel(chunk), model(chunk)
+    torch.testing.assert_close(y, expected, **ANOTHER_ORDER)
+    gradients = [torch.autograd.grad(output.sin().sum(), chunk)[0] for output in (y, expected)]
+    torch.testing.assert_close(*gradients, **ANOTHER_ORDER)
 
 
 @in_four_processes

@@ -171,6 +171,21 @@ def test_gate_first_classes_without_a_gate_are_plain_norms(kernels):
             torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)  # ten roundings of 6e-8
 
 
+def test_calls_that_the_original_refuses_are_refused(kernels):
+    """A missing gate of a class that needs one, and groups that do not divide the width."""
+    x = torch.randn(3, 8)
+    for cls, name in decorated_classes():
+        has_groups = "group_size" in inspect.signature(cls).parameters
+        if name == "RMSNormGated" or has_groups:
+            layer = cls(8, 3) if has_groups else cls(8)
+            inputs, match = ((x, x), r"group_size=3 .*\[8\]") if has_groups else ((x, None), f"gate.*{cls.__name__}")
+            with pytest.raises((AttributeError, RuntimeError)):
+                layer(*inputs)
+            kernels.kernelize(layer, mode=kernels.Mode.INFERENCE, device="cpu")
+            with pytest.raises((TypeError, ValueError), match=match):
+                layer(*inputs)
+
+
 def test_output_dtypes_of_mixed_dtypes_are_compiled(kernels):
     """The original is asked for the dtype, with an empty input."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm

@@ -310,3 +310,22 @@ def test_parameter_names_and_sizes_are_checked_strictly():
     ]:
         with pytest.raises(RuntimeError, match=f"(?s){message}"):
             module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["gamma", "gain", "beta"])
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_name_that_a_subclass_uses_itself_is_no_alias(name, is_parameter):
+    class Scaled(LayerNorm):
+        def __init__(self):
+            super().__init__(5)
+            if is_parameter:
+                self.register_parameter(name, torch.nn.Parameter(torch.ones(5)))
+            else:
+                self.register_buffer(name, torch.ones(5))
+
+    module, tensor = Scaled(), torch.randn(5)
+    expected = {"weight": module.weight.clone(), "bias": module.bias.clone(), name: tensor}
+    keys = module.load_state_dict({name: tensor}, strict=False)
+    assert keys.missing_keys == ["weight", "bias"] and not keys.unexpected_keys
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, expected[key]), key

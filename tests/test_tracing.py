@@ -522,6 +522,52 @@ def test_setting_lasts_until_the_with_statement_ends():
     assert tracing._operators == "aten"
 
 
+def test_objects_are_entered_again_nested_and_in_any_order():
+    """Each statement sets the choice and restores the one before it, as if it called the class itself."""
+
+    def enter(setting, before):
+        assert tracing._operators == before
+        with setting:
+            assert tracing._operators == "kernel"
+            with trace_as("aten"):
+                with setting:
+                    assert tracing._operators == "kernel"
+                    with setting:
+                        assert tracing._operators == "kernel"
+                    assert tracing._operators == "kernel"
+                assert tracing._operators == "aten"
+            assert tracing._operators == "kernel"
+            trace_as(None)
+        assert tracing._operators == before
+
+    kernel = trace_as("kernel")
+    with kernel:
+        assert tracing._operators == "kernel"
+    assert tracing._operators is None  # the choice before the call, to which the first statement belongs
+    for before in (None, None, "aten"):
+        trace_as(before)
+        enter(kernel, before)
+    kernel, aten = trace_as("kernel"), trace_as("aten")
+    enter(kernel, "aten")
+    with aten, pytest.raises(KeyError), kernel:
+        raise KeyError
+    assert tracing._operators == "aten"
+
+
+def test_compiled_code_enters_an_object_again():
+    def function(x):
+        setting = trace_as("aten")
+        with setting:
+            y = layer_norm(x, (8,))
+        with setting:
+            return layer_norm(y, (8,))
+
+    recorder = AotEagerAndRecordGraphs()
+    torch.compile(function, backend=recorder, fullgraph=True)(torch.randn(3, 8))
+    assert tracing._operators is None
+    assert not any(calls_kernels(module) for module in recorder.fw_graphs)
+
+
 def test_eager_calls_ignore_the_setting():
     x = torch.randn(64, 64)
     expected = layer_norm(x, (64,))
