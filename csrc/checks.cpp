@@ -321,7 +321,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
     return call_check_allocated(tensor, name);
   }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
-      keys.has(DispatchKey::Functionalize)) {
+      keys.has(DispatchKey::Functionalize) || keys.has(DispatchKey::ZeroTensor)) {
     return;  // it has no data
   }
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
