@@ -98,7 +98,7 @@ class VisionTransformer(nn.Module):
 class Run:
     """A model in training, with the losses and durations of its steps."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -114,8 +114,7 @@ class Run:
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(loss.item())
-        if self.schedule:
-            self.schedule.step()
+        self.schedule.step()
 
 
 def train_in_turn(reference: Run, ours: Run, batches: Iterable[tuple[Tensor, ...]], steps: int) -> None:
@@ -126,8 +125,8 @@ def train_in_turn(reference: Run, ours: Run, batches: Iterable[tuple[Tensor, ...
             run.step(*batch)
 
 
-def parse_args(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
@@ -176,7 +175,7 @@ def print_comparison(reference: Run, ours: Run, epoch: int, rows: dict[str, list
 
 
 def main() -> None:
-    args = parse_args(__doc__)
+    args = parse_args()
     train, test = load(args.device)
     steps_per_epoch = len(train[0]) // args.batch_size
     steps = args.epochs * steps_per_epoch

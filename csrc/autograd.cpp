@@ -100,26 +100,24 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     if (grad_output.defined() || gates_input) {
       const Tensor x_saved = input.unpack(*this);
       const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, x_saved.dim()) : t); };
-      const auto dsum = rows(grad_sum), z_rows = rows(z), gated = rows(gated_input.unpack(*this));
+      const auto dsum = as_optional(grad_sum), factor = as_optional(z), gated = as_optional(gated_input.unpack(*this));
       BackwardOutputs g;
       if (grad_output.defined()) {
         const auto dy = rows(grad_output), x = rows(x_saved);
         const std::array<bool, 5> mask = {gates_input ? wanted[3] : wanted[0] || wanted[3], wanted[1], wanted[2],
                                           gates_input && wanted[0], wanted[4]};
         g = call_backward({*dy, *x, normalized_shape, as_optional(mean.unpack(*this)), rstd.unpack(*this), rows(w),
-                           rows(b), mask, dsum, options, z_rows, gated});
+                           rows(b), mask, dsum, options, factor, gated});
       } else if (dsum) {
         const auto acc = rstd.unpack(*this).scalar_type();
         g.grad_input = *dsum;
-        if (wanted[0]) g.grad_gated_input = z_rows->to(acc) * dsum->to(acc);
+        if (wanted[0]) g.grad_gated_input = z.to(acc) * dsum->to(acc);
         if (wanted[4]) {
-          g.grad_gate = at::sum_to(dsum->to(acc) * gated->to(acc), z_rows->sym_sizes()).to(z.scalar_type());
+          g.grad_gate = at::sum_to(dsum->to(acc) * gated->to(acc), z.sym_sizes()).to(z.scalar_type());
         }
       }
       if (images) {
-        for (Tensor* const t : {&g.grad_input, &g.grad_gated_input}) {
-          if (t->defined()) *t = t->movedim(-1, 1);
-        }
+        if (g.grad_input.defined()) g.grad_input = g.grad_input.movedim(-1, 1);
         const Tensor& like_bias = b.defined() ? b : w;  // see is_unlike()
         // Flattened first, because a reshape to the same sizes would keep the strides of dimensions of size 1.
         const auto to_images = [](Tensor& gradient, const Tensor& parameter) {
@@ -128,7 +126,6 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
         };
         if (w.defined()) to_images(g.grad_weight, w);
         if (like_bias.defined()) to_images(g.grad_bias, like_bias);
-        if (z.defined()) to_images(g.grad_gate, z);
       }
       result = {gates_input ? std::move(g.grad_gated_input) : g.grad_input, std::move(g.grad_weight),
                 std::move(g.grad_bias), std::move(g.grad_input), std::move(g.grad_gate)};
@@ -175,7 +172,7 @@ bool is_unlike(const Tensor& bias, const Tensor& weight) {
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
 
-// Calls forward and records its derivative. The tensors may be `images` if they are plain.
+// Calls forward and records its derivative. The tensors may be `images` if they are plain; these have no residual.
 ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
   const bool records = torch::autograd::compute_requires_grad(input, residual, weight, bias, gate);
@@ -272,16 +269,11 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
 }  // namespace
 
 ForwardOutputs forward_images(const ForwardArgs& args) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
-  if (is_plain(args) && !is_transformed(input, residual, weight, bias, gate)) {
+  if (is_plain(args) && !is_transformed(args.input, args.weight, args.bias)) {
     return forward_and_record(args, /*images=*/true);
   }
-  ForwardArgs rows = args;
-  rows.in_place = false;  // the operator refuses to change a view
-  auto outputs = call_with(call_forward, rows, [&](const Tensor& t) { return channels_last(t, rows.input.dim()); });
+  auto outputs = call_with(call_forward, args, [&](const Tensor& t) { return channels_last(t, args.input.dim()); });
   outputs.output = outputs.output.movedim(-1, 1);
-  if (present(residual)) outputs.sum = outputs.sum.movedim(-1, 1);
-  if (in_place) outputs.sum = residual->copy_(outputs.sum);
   return outputs;
 }
 

@@ -13,6 +13,8 @@
 #include <torch/csrc/utils/python_arg_parser.h>
 
 #include <array>
+#include <limits>
+#include <string>
 #include <utility>
 
 #include "checks.h"
@@ -49,6 +51,8 @@ struct pybind11::detail::type_caster<PlainShape> {
 namespace {
 
 using at::Tensor;
+using layernorm::Member;
+using layernorm::MemberArgs;
 using std::optional;
 using torch::ParsedArgs;
 using torch::PythonArgParser;
@@ -69,34 +73,74 @@ optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normali
   return layernorm::call_forward({input, normalized_shape.sizes, weight, bias, eps, {}}).output;
 }
 
-// Reads the arguments of a call from Python.
-struct PythonReader {
-  torch::PythonArgs& args;
-  int next = 0;
+// The signature of a function, as torch's parser reads it.
+std::string signature(const Member& m) {
+  std::string s = std::string(m.name) + "(Tensor input";
+  if (m.adds) s += ", Tensor residual";
+  if (m.gated) s += ", Tensor? gate";
+  if (!m.images) s += ", SymIntArrayRef normalized_shape";
+  s += m.adaptive ? ", Tensor? scale=None, Tensor? shift=None" : ", Tensor? weight=None";
+  if (!m.adaptive && m.has_bias()) s += ", Tensor? bias=None";
+  s += m.has_default_eps()      ? ", double? eps=None"
+       : m.adaptive || m.images ? ", double eps=1e-06"
+                                : ", double eps=1e-05";
+  if (m.adds || !m.adaptive) s += ", *";
+  if (m.adds) s += ", Tensor? gate=None";
+  if (m.gated) s += ", c10::string_view activation=\"silu\", bool gate_first=False, int64_t num_groups=1";
+  if (!m.adaptive) s += ", bool zero_centered_weight=False";
+  if (m.adds) s += ", bool inplace=False";
+  if (m.has_memory_efficient()) s += ", bool memory_efficient=False";
+  return s + ")";
+}
 
-  Tensor tensor() { return args.tensor(next++); }
-  optional<Tensor> optional_tensor() { return args.optionalTensor(next++); }
-  std::vector<c10::SymInt> shape() { return args.symintlist(next++); }
-  double real() { return args.toDouble(next++); }
-  optional<double> optional_real() { return args.toDoubleOptional(next++); }
-  bool flag() { return args.toBool(next++); }
-  int64_t integer() { return args.toInt64(next++); }
-  std::string string() { return args.string(next++); }
-};
+// The eps of RMSNorm if it is absent: the machine epsilon of the accumulation type.
+double default_eps(const Tensor& input) {
+  return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                            : std::numeric_limits<float>::epsilon();
+}
+
+// Reads the arguments of a signature, from the second one on.
+MemberArgs read_arguments(const Member& member, Tensor input, torch::PythonArgs& parsed) {
+  int next = 1;
+  const auto optional_tensor = [&] { return parsed.optionalTensor(next++); };
+  const auto flag = [&] { return parsed.toBool(next++); };
+  MemberArgs args;
+  args.input = std::move(input);
+  if (member.adds) {
+    args.residual = parsed.tensor(next++);
+    TORCH_CHECK(args.residual->defined(), "Expected residual to be a tensor, but got None for input of shape ",
+                args.input.sym_sizes());
+  }
+  if (member.gated) args.gate = optional_tensor();
+  if (!member.images) args.normalized_shape = parsed.symintlist(next++);
+  args.weight = optional_tensor();
+  if (member.has_bias()) args.bias = optional_tensor();
+  args.eps = member.has_default_eps() ? parsed.toDoubleOptional(next++).value_or(default_eps(args.input))
+                                      : parsed.toDouble(next++);
+  if (member.adds) args.gate = optional_tensor();
+  if (member.gated) {
+    args.activation = parsed.string(next++);
+    args.gate_first = flag();
+    args.num_groups = parsed.toInt64(next++);
+  }
+  if (!member.adaptive) args.zero_centered_weight = flag();
+  if (member.adds) args.in_place = flag();
+  if (member.has_memory_efficient()) args.memory_efficient = flag();
+  return args;
+}
 
 // A function of the family. Returns the output, with a residual the output and the sum, or None if the call
 // needs_python().
 template <size_t kMember>
 PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
-  constexpr const layernorm::Member& member = layernorm::kFamily[kMember];
-  static PythonArgParser parser({layernorm::signature(member, layernorm::kPythonSpelling)});
+  constexpr const Member& member = layernorm::kFamily[kMember];
+  static PythonArgParser parser({signature(member)});
   ParsedArgs<10> parsed;
   auto parsed_args = parser.parse(args, kwargs, parsed);
-  PythonReader next = {parsed_args};
-  Tensor input = next.tensor();
+  Tensor input = parsed_args.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
-  const auto member_args = layernorm::read_arguments(member, std::move(input), next);
+  const auto member_args = read_arguments(member, std::move(input), parsed_args);
   layernorm::ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;

@@ -253,11 +253,10 @@ void check_backward(const BackwardArgs& args) {
   check_statistic("rstd", args.rstd, input, shape);
 }
 
-void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias, bool adaptive, const optional<Tensor>& gate) {
+void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
-  const auto named = parameters(weight, bias, gate, adaptive);
+  const auto named = parameters(weight, bias, /*gate=*/kAbsent);
   for (const auto& [name, tensor] : named) {
     if (!tensor) continue;
     const auto shape = tensor->sym_sizes();
@@ -272,7 +271,6 @@ void check_images(const Tensor& input, const optional<Tensor>& residual, const o
   }
   check_groups(input, named, [](const Tensor& t) { return t.dim() > 1; }, [](int64_t d) { return d != 1; });
   check_types(input, named);
-  check_residual(residual, input);
 }
 
 void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,

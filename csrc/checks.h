@@ -27,9 +27,8 @@ void check_allocated(const Tensor& tensor, std::string_view name);
 // The same through the dispatcher, which removes the wrappers of torch.func and vmap.
 void call_check_allocated(const Tensor& tensor, std::string_view name);
 // The same as check_forward() for a forward pass over the channels of images [N, C, *], before the channels are moved
-// last. An adaptive norm calls its parameters scale and shift.
-void check_images(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias, bool adaptive, const optional<Tensor>& gate);
+// last.
+void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias);
 // The same for scale and shift of ada_layer_norm, and for a gate: [*batch, *normalized_shape], see insert_batch_dims().
 void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
                       const optional<Tensor>& shift, const optional<Tensor>& gate);

@@ -1,6 +1,8 @@
 // The combinations of dtypes that have kernels. host.cpp converts the parameters of other combinations.
 #pragma once
 
+#include <type_traits>
+
 #include "layer_norm.h"
 
 namespace layernorm {
@@ -36,6 +38,19 @@ void dispatch_dtypes(const Params& p, F&& f) {
   if (!is_sum_and_parameters(p.dtype, p.dtype)) no_kernel_for(p);
   if (p.dtype == Dtype::kFloat32) return f(Types<Float, Float, Float>{});
   f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});
+}
+
+// The same for images, which have no residual: X is T.
+template <class Elements, class F>
+void dispatch_dtypes_of_images(const Params& p, F&& f) {
+  dispatch_dtypes<Elements>(p, [&](auto types) {
+    using Types = decltype(types);
+    if constexpr (std::is_same_v<typename Types::T, typename Types::X>) {
+      f(types);
+    } else {
+      no_kernel_for(p);
+    }
+  });
 }
 
 }  // namespace layernorm

@@ -242,7 +242,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   const Gate gate_as(args.gate, args.options);
   const Views views(output, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise);
   const bool empty = input.numel() == 0;  // its strides mean nothing
-  const bool lacks_kernel = views.channels_first && args.options.is_gated_norm();
+  const bool lacks_kernel = views.channels_first && (present(residual) || present(args.gate));
   if (!empty && (lacks_kernel || !(views.fits(output) && views.fits(rstd)))) {
     return forward_by_copies<forward<kernel>>(args);
   }
@@ -306,7 +306,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const Gate gate_as(args.gate, args.options);
   const Views views(grad, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise);
   const bool empty = input.numel() == 0;
-  const bool lacks_kernel = views.channels_first && args.options.is_gated_norm();
+  const bool lacks_kernel = views.channels_first && (present(args.grad_sum) || present(args.gate) ||
+                                                     input.scalar_type() != args.grad_output.scalar_type());
   if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd.contiguous())))) {
     return backward_by_copies<backward<kernel>>(args);
   }

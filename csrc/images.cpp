@@ -30,7 +30,6 @@ Tensor alias_channels_last(const Tensor& t, int64_t dims) {
 
 // Moves the channels of a new tensor back.
 void channels_second(const Tensor& t) {
-  if (!t.defined()) return;
   at::DimVector sizes(t.sizes()), strides(t.strides());
   std::rotate(sizes.begin() + 1, sizes.end() - 1, sizes.end());
   std::rotate(strides.begin() + 1, strides.end() - 1, strides.end());
@@ -46,7 +45,7 @@ bool is_plain(const ForwardArgs& args) {
                            DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect}) |
       c10::autocast_dispatch_keyset;
   c10::DispatchKeySet keys = args.input.key_set();
-  for (const auto* t : {&args.residual, &args.weight, &args.bias, &args.gate}) {
+  for (const auto* t : {&args.weight, &args.bias}) {
     if (present(*t)) keys = keys | (*t)->key_set();
   }
   const auto local = c10::impl::tls_local_dispatch_key_set();
@@ -57,11 +56,6 @@ ForwardOutputs call_forward_on_images(const ForwardArgs& args) {
   const int64_t dims = args.input.dim();
   auto outputs = call_with(call_forward, args, [&](const Tensor& t) { return alias_channels_last(t, dims); });
   channels_second(outputs.output);
-  if (args.in_place) {
-    outputs.sum = *args.residual;
-  } else {
-    channels_second(outputs.sum);
-  }
   return outputs;
 }
 

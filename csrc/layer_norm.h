@@ -54,8 +54,9 @@ class Allocator {
 // Parameters and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0 says that all groups share
 // them.
 //
-// A gated norm has a gate [groups, rows, cols] of dtype with col_stride 1, and parameters of Acc. It has no residual,
-// no channels_first and no from_output. Other gates stand beside a residual (in backward: beside gated_input).
+// A gated norm has a gate [groups, rows, cols] of dtype with col_stride 1, and parameters of Acc. It has no residual
+// and no from_output. Other gates stand beside a residual (in backward: beside gated_input). With channels_first,
+// there is no gate, no residual and no grad_sum.
 struct Params {
   int64_t groups, rows, cols;  // each >= 1
   View weight, bias;           // of param_dtype; absent: ones, zeros

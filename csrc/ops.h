@@ -76,7 +76,8 @@ struct BackwardOutputs {
 // Call the operators through the dispatcher.
 ForwardOutputs call_forward(const ForwardArgs& args);
 BackwardOutputs call_backward(const BackwardArgs& args);
-// The same for images [N, C, *] and normalized_shape {C}, without the cost of moving the channels by views.
+// The same for images [N, C, *] and normalized_shape {C}, without a residual, and without the cost of moving the
+// channels by views.
 ForwardOutputs forward_images(const ForwardArgs& args);
 
 using ForwardFunction = ForwardOutputs (*)(const ForwardArgs&);
@@ -193,7 +194,6 @@ void implement(torch::Library& m) {
 // Each function fills the library of one dispatch key; registration.cpp calls them all.
 struct Operators {
   static void define(torch::Library& m);
-  static void define_family(torch::Library& m);  // called by define()
   static void implement_cpu(torch::Library& m);
   static void implement_cuda(torch::Library& m);  // only in a build with CUDA
   static void implement_meta(torch::Library& m);

@@ -39,13 +39,10 @@ void Operators::define(torch::Library& m) {
       "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
       "Tensor? gate=None, str? activation=None) -> ()");
   define("check_allocated(Tensor tensor, str name) -> ()");
-  define(
-      "check_images(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, bool adaptive=False, "
-      "Tensor? gate=None) -> ()");
+  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
   define(
       "check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift, Tensor? gate=None) "
       "-> ()");
-  define_family(m);
 }
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------

@@ -1,23 +1,19 @@
-"""Check an installation: print how it was built, its errors and its speed.
+"""Check an installation: print how it was built, and its errors beside torch's.
 
-It needs only torch and takes about 20 seconds. It exits with an error if a result exceeds its error bound, or if a GPU
-is visible but the package was built without CUDA. Speed is not checked.
+It needs only torch and takes a few seconds. It exits with an error if a result exceeds its error bound, or if a GPU is
+visible but the package was built without CUDA.
 """
 
 import argparse
 import platform
 import signal
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from . import _C, _build_info, layer_norm
 
@@ -28,10 +24,8 @@ QUANTITIES = ("output", "grad_input", "grad_weight", "grad_bias")
 
 # Many rows, short rows, and rows that do not fit into registers: the kernels handle each differently.
 CHECKED_SHAPES = ((1024, 768), (8192, 64), (3, 20001))
-TIMED_SHAPES = ((32, 768), (4096, 768), (65536, 64))
 MEAN = 100.0  # large compared with the standard deviation of 1, so that an inaccurate variance shows
 EPS = 1e-5
-SECONDS_PER_TIMING = 0.25
 
 # The error bound in addition to the rounding of the result, relative to the terms of the result. In float32 the package
 # promises 5e-7, a few roundings of 2^-24 = 6e-8. For float64 input, 1e-13 is 900 roundings of 2^-53, because the
@@ -43,11 +37,7 @@ LayerNorm = Callable[[Tensor, list[int], Tensor, Tensor, float], Tensor]
 
 def main() -> None:
     """Print the report, and exit with a message for each failed check."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
-    parser.add_argument(
-        "--skip-timing", action="store_true", help="do not measure the speed, which takes most of the time"
-    )
-    options = parser.parse_args()
+    argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__).parse_args()
     print_environment()
     failures = []
     devices = ["cpu"]
@@ -62,8 +52,6 @@ def main() -> None:
     failures += check_errors(devices)
     if failures:
         sys.exit("\n" + "\n".join(f"FAILED: {failure}" for failure in failures))
-    if not options.skip_timing:
-        print_times(devices)
 
 
 def print_environment() -> None:
@@ -167,45 +155,6 @@ def reference(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> list[tuple[Tensor,
         ((dy * xhat).sum(0), (dy.abs() * size).sum(0)),
         (dy.sum(0), dy.abs().sum(0)),
     ]
-
-
-def print_times(devices: list[str]) -> None:
-    """Print the times of forward and backward and their ratios to torch's."""
-    print(f"\n{'microseconds':<24}{'forward':>30}{'backward':>30}")
-    print(f"{'device  dtype   shape':<24}" + "      ours     torch     ratio" * 2)
-    for device in devices:
-        for dtype in (F32, BF16):
-            for shape in TIMED_SHAPES:
-                cells = "".join(
-                    f"{a:>10.1f}{b:>10.1f}{ratio:>10.2f}" for a, b, ratio in time_both(device, dtype, shape)
-                )
-                print(f"{device:<8}{NAMES[dtype]:<8}{'x'.join(map(str, shape)):<8}{cells}")
-    print("ratio: our time / torch's time, the median of alternating runs")
-
-
-def time_both(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> list[tuple[float, float, float]]:
-    """Return our microseconds, torch's and their ratio, for forward and for backward."""
-    x, w, b, dy = make_arguments(shape, device, dtype, dtype)
-    ours, theirs = (partial(function, x, list(w.shape), w, b, EPS) for function in (layer_norm, F.layer_norm))
-    forward = compare(ours, theirs)
-    for tensor in (x, w, b):
-        tensor.requires_grad_()
-    grad = partial(torch.autograd.grad, inputs=(x, w, b), grad_outputs=dy, retain_graph=True)
-    return [forward, compare(partial(grad, ours()), partial(grad, theirs()))]
-
-
-def compare(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float, float]:
-    """Return the median microseconds of both, and the median of their ratios, from alternating runs."""
-    threads = torch.get_num_threads()
-    timers = [Timer("call()", globals={"call": call}, num_threads=threads) for call in (ours, theirs)]
-    # Each run takes at least a millisecond, so that the resolution of the clock does not matter.
-    repeats = 1 + int(1e-3 / timers[0].timeit(2).mean)
-    pairs: list[list[float]] = []
-    end = time.perf_counter() + SECONDS_PER_TIMING
-    while time.perf_counter() < end or len(pairs) < 3:
-        pairs.append([1e6 * timer.timeit(repeats).mean for timer in timers])
-    median_ours, median_theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return median_ours, median_theirs, statistics.median(a / b for a, b in pairs)
 
 
 if __name__ == "__main__":

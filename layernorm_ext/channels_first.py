@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from . import tracing
-from ._calls import check_residual, norm, override, rms_eps
+from ._calls import norm, override, rms_eps
 from ._ops import _C
-from ._script import compile_as_operators
 
-__all__ = ["ada_layer_norm_2d", "ada_rms_norm_2d", "add_ada_layer_norm_2d", "add_ada_rms_norm_2d"]
-__all__ += ["add_layer_norm_2d", "add_rms_norm_2d", "layer_norm_2d", "rms_norm_2d"]
+__all__ = ["layer_norm_2d", "rms_norm_2d"]
 
 
 def layer_norm_2d(
@@ -67,7 +65,7 @@ def layer_norm_2d(
         output = _C.layer_norm_2d(input, weight, bias, eps, **options)
         if output is not None:
             return output
-    return _norm_2d(input, None, weight, bias, eps, **options)
+    return _norm_2d(input, weight, bias, eps, **options)
 
 
 def rms_norm_2d(
@@ -88,234 +86,18 @@ def rms_norm_2d(
         output = _C.rms_norm_2d(input, weight, eps, zero_centered_weight=zero_centered_weight)
         if output is not None:
             return output
-    return _norm_2d(input, None, weight, None, rms_eps(input, eps), rms=True, zero_centered_weight=zero_centered_weight)
+    return _norm_2d(input, weight, None, rms_eps(input, eps), rms=True, zero_centered_weight=zero_centered_weight)
 
 
-def add_layer_norm_2d(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    gate: Tensor | None = None,
-    zero_centered_weight: bool = False,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
-    r"""Add a residual to images and normalize each pixel of the sum over its channels, in one pass over memory.
-
-    .. math::
-        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
-        \mathrm{weight} + \mathrm{bias}
-
-    The residual, the sum, their dtypes, ``inplace`` and the errors are those of
-    :func:`layernorm_ext.add_layer_norm`. The other arguments are those of :func:`layer_norm_2d`; ``gate`` has the
-    shapes of ``weight``. Source: Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
-
-    Returns:
-        Output and sum, both of the shape and memory format of ``input``.
-
-    Example:
-        >>> x, residual = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
-        >>> output, residual = add_layer_norm_2d(x, residual, torch.ones(8), torch.zeros(8))
-        >>> output.shape
-        torch.Size([2, 8, 4, 4])
-    """
-    options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if has_torch_function_variadic(input, residual, weight, bias, gate):
-        return override(add_layer_norm_2d, input, residual, weight=weight, bias=bias, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_layer_norm_2d(input, residual, weight, bias, eps, **options)
-        if results is not None:
-            return results
-    return _norm_2d(input, residual, weight, bias, eps, **options)
-
-
-def add_rms_norm_2d(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    gate: Tensor | None = None,
-    zero_centered_weight: bool = False,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
-    r"""Add a residual to images and divide each pixel of the sum by the root mean square of its channels.
-
-    .. math::
-        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * \mathrm{weight}
-
-    Arguments, results and errors are those of :func:`add_layer_norm_2d`, and the default of ``eps`` is that of
-    :func:`rms_norm_2d`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
-    <https://arxiv.org/abs/1910.07467>`_, 2019.
-    """
-    options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if has_torch_function_variadic(input, residual, weight, gate):
-        return override(add_rms_norm_2d, input, residual, weight=weight, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_rms_norm_2d(input, residual, weight, eps, **options)
-        if results is not None:
-            return results
-    return _norm_2d(input, residual, weight, None, rms_eps(input, eps), rms=True, **options)
-
-
-def ada_layer_norm_2d(
-    input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
-) -> Tensor:
-    r"""Normalize each pixel of images over its channels, with a scale and a shift per image.
-
-    .. math::
-        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
-
-    A network computes scale and shift from a condition. Both are tensors of shape ``[N, C]``, or of any shape of a
-    weight of :func:`layer_norm_2d`, which also describes the input, the result and the errors. If both vary between
-    pixels, they vary in the same dimensions. ``None`` means zeros. Source: Peebles and Xie, `Scalable Diffusion
-    Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
-
-    Example:
-        >>> x, scale, shift = torch.randn(2, 8, 4, 4), torch.randn(2, 8), torch.randn(2, 8)
-        >>> ada_layer_norm_2d(x, scale, shift).shape
-        torch.Size([2, 8, 4, 4])
-    """
-    if has_torch_function_variadic(input, scale, shift):
-        return override(ada_layer_norm_2d, input, scale=scale, shift=shift, eps=eps)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.ada_layer_norm_2d(input, scale, shift, eps)
-        if output is not None:
-            return output
-    return _norm_2d(input, None, scale, shift, eps, adaptive=True)
-
-
-def ada_rms_norm_2d(
-    input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-6
-) -> Tensor:
-    r"""Divide each pixel of images by the root mean square of its channels, with a scale and a shift per image.
-
-    .. math::
-        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
-
-    Arguments, results and errors are those of :func:`ada_layer_norm_2d`. Sources: Zhang and Sennrich, `Root Mean Square
-    Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019; Peebles and Xie, `Scalable Diffusion Models with
-    Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
-    """
-    if has_torch_function_variadic(input, scale, shift):
-        return override(ada_rms_norm_2d, input, scale=scale, shift=shift, eps=eps)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.ada_rms_norm_2d(input, scale, shift, eps)
-        if output is not None:
-            return output
-    return _norm_2d(input, None, scale, shift, eps, rms=True, adaptive=True)
-
-
-def add_ada_layer_norm_2d(
-    input: Tensor,
-    residual: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    gate: Tensor | None = None,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
-    r"""Add a residual to gated images and normalize each pixel of the sum over its channels, then scale and shift.
-
-    .. math::
-        s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
-        (1 + \mathrm{scale}) + \mathrm{shift}
-
-    Residual, ``gate``, sum, ``inplace`` and errors are those of :func:`add_layer_norm_2d`; scale, shift and output are
-    those of :func:`ada_layer_norm_2d`. Source: Peebles and Xie, `Scalable Diffusion Models with Transformers
-    <https://arxiv.org/abs/2212.09748>`_, 2022.
-
-    Example:
-        >>> x, residual = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
-        >>> scale, shift, gate = torch.randn(2, 24).chunk(3, dim=1)
-        >>> output, residual = add_ada_layer_norm_2d(x, residual, scale, shift, gate=gate)
-        >>> output.shape
-        torch.Size([2, 8, 4, 4])
-    """
-    options: dict[str, Any] = {"gate": gate, "inplace": inplace}
-    if has_torch_function_variadic(input, residual, scale, shift, gate):
-        return override(add_ada_layer_norm_2d, input, residual, scale=scale, shift=shift, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_ada_layer_norm_2d(input, residual, scale, shift, eps, **options)
-        if results is not None:
-            return results
-    return _norm_2d(input, residual, scale, shift, eps, adaptive=True, **options)
-
-
-def add_ada_rms_norm_2d(
-    input: Tensor,
-    residual: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    gate: Tensor | None = None,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
-    r"""Add a residual to gated images, divide each pixel by the root mean square of its channels, scale and shift.
-
-    .. math::
-        s = \mathrm{gate} * x + r \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} * (1 + \mathrm{scale}) +
-        \mathrm{shift}
-
-    Arguments, results and errors are those of :func:`add_ada_layer_norm_2d`. Sources: Zhang and Sennrich, `Root Mean
-    Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019; Peebles and Xie, `Scalable Diffusion Models
-    with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
-    """
-    options: dict[str, Any] = {"gate": gate, "inplace": inplace}
-    if has_torch_function_variadic(input, residual, scale, shift, gate):
-        return override(add_ada_rms_norm_2d, input, residual, scale=scale, shift=shift, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_ada_rms_norm_2d(input, residual, scale, shift, eps, **options)
-        if results is not None:
-            return results
-    return _norm_2d(input, residual, scale, shift, eps, rms=True, adaptive=True, **options)
-
-
-compile_as_operators(layer_norm_2d, rms_norm_2d, add_layer_norm_2d, add_rms_norm_2d)
-compile_as_operators(ada_layer_norm_2d, ada_rms_norm_2d, add_ada_layer_norm_2d, add_ada_rms_norm_2d)
-
-
-def _norm_2d(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    gate: Tensor | None = None,
-    zero_centered_weight: bool = False,
-    inplace: bool | None = None,
-    adaptive: bool = False,
-    **options: bool,
-) -> Any:
-    """Compute any member of the family by operators that a tracer can record; ``inplace`` as in :func:`_norm`."""
-    check_residual(input, residual, inplace)
-    tracing.check("check_images", input, residual, weight, bias, adaptive, gate)
+def _norm_2d(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> Tensor:
+    """Compute the norm by operators that a tracer can record."""
+    tracing.check("check_images", input, weight, bias)
     last = input.dim() - 1
+    weight, bias = (_channels_last(parameter, last + 1) for parameter in (weight, bias))
     rows = input.movedim(1, last)
-    output, total = norm(
-        rows,
-        None if residual is None else residual.movedim(1, last),
-        rows.shape[-1:],
-        _channels_last(weight, last + 1),
-        _channels_last(bias, last + 1),
-        eps,
-        gate=_channels_last(gate, last + 1),
-        zero_centered_weight=zero_centered_weight or adaptive,
-        preserve_layout=True,
-        **options,
-    )
+    output, _ = norm(rows, None, rows.shape[-1:], weight, bias, eps, preserve_layout=True, **options)
     output = output.movedim(last, 1)
-    if tracing.records_aten():
-        output = tracing.with_format_of(input, output)
-    if residual is None:
-        return output
-    total = total.movedim(last, 1)
-    return output, residual.copy_(total) if inplace else total  # the operator refuses to change a view
+    return tracing.with_format_of(input, output) if tracing.records_aten() else output
 
 
 def _channels_last(parameter: Tensor | None, dims: int) -> Tensor | None:

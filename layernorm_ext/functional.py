@@ -11,7 +11,6 @@ from torch.overrides import has_torch_function_variadic
 
 from ._calls import gated_norm, is_overridden, modulated_norm, norm, override, rms_eps
 from ._ops import _C
-from ._script import compile_as_operators
 
 __all__ = ["ada_layer_norm", "ada_rms_norm", "add_ada_layer_norm", "add_ada_rms_norm", "add_layer_norm"]
 __all__ += ["add_rms_norm", "gated_layer_norm", "gated_rms_norm", "layer_norm", "rms_norm"]
@@ -493,7 +492,3 @@ def gated_rms_norm(
         if output is not None:
             return output
     return gated_norm(input, gate, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
-
-
-compile_as_operators(layer_norm, rms_norm, add_layer_norm, add_rms_norm, ada_layer_norm, ada_rms_norm)
-compile_as_operators(add_ada_layer_norm, add_ada_rms_norm, gated_layer_norm, gated_rms_norm)

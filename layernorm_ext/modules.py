@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import is_scripting
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
@@ -41,6 +42,11 @@ def describe_options(module: torch.nn.Module) -> str:
     """Return the options of a module that are not the defaults, for its description."""
     values = {option: getattr(module, option, default) for option, default in _OPTIONS.items()}
     return "".join(f", {option}={value!r}" for option, value in values.items() if value != _OPTIONS[option])
+
+
+def factor_of(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
+    """Return the factor that torch's functions take, for torch.jit.script."""
+    return weight + 1 if zero_centered and weight is not None else weight
 
 
 class _Options(torch.nn.Module):
@@ -121,6 +127,9 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
+        if is_scripting():
+            weight = factor_of(self.weight, self.zero_centered_weight)
+            return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
         return layer_norm(
             input,
             self.normalized_shape,
@@ -250,6 +259,9 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, of dtype float64, float32, float16 or bfloat16. The name is torch's."""
+        if is_scripting():
+            weight = factor_of(self.weight, self.zero_centered_weight)
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
 

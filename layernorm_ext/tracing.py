@@ -41,8 +41,8 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
         ValueError: ``operators`` is none of these.
 
     Note:
-        Eager calls always run the kernels. :func:`torch.compile` recompiles when the choice changes.
-        :func:`torch.jit.script` and calls of ``torch.ops.layernorm`` always record this package's operators. With
+        Eager calls always run the kernels. :func:`torch.compile` recompiles when the choice changes. Calls of
+        ``torch.ops.layernorm`` always record this package's operators, and :func:`torch.jit.script` aten's. With
         ``"aten"``, ``memory_efficient=True`` has no effect. :func:`torch.jit.trace` compares its graph with an eager
         call, which runs the kernels, and warns of the difference if the input has 16 bits or a large mean.
 

@@ -264,15 +264,15 @@ def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_pat
 # The self-check
 
 
-def test_self_check_can_skip_the_timing():
-    output = run(sys.executable, "-m", "layernorm_ext", "--skip-timing")
-    assert "cpu     fp32" in output and "FAIL" not in output and "microseconds" not in output
+def test_self_check_passes():
+    output = run(sys.executable, "-m", "layernorm_ext")
+    assert "cpu     fp32" in output and "FAIL" not in output
 
 
 @pytest.mark.parametrize(
     ("option", "status", "message"),
     [
-        ("--help", 0, r"usage: python -m layernorm_ext (?s:.*)--skip-timing"),
+        ("--help", 0, "usage: python -m layernorm_ext"),
         ("--fast", 2, "unrecognized arguments: --fast"),
     ],
 )

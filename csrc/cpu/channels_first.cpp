@@ -22,7 +22,7 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// One value for each pixel of a block, in the lane order of X.
+// One value for each pixel of a block, in the lane order of T.
 template <class Number>
 using PerPixel = Number[kMaxBlockPixels];
 
@@ -66,9 +66,9 @@ void for_each_chunk(int64_t channels, const F& f) {
 }
 
 // The parameters of a chunk of channels, plus `offset`, or `fallback` without parameters.
-template <class X>
+template <class T>
 struct ChunkParameters {
-  using Acc = AccOf<X>;
+  using Acc = AccOf<T>;
   template <class W>
   ChunkParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
     if (!parameters) {
@@ -76,8 +76,8 @@ struct ChunkParameters {
       return;
     }
     for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
-      const auto v = load<X>(parameters + c + j, lanes);
-      store<X, false>(values + j, offset == 0 ? v : v + offset, AllLanes{});
+      const auto v = load<T>(parameters + c + j, lanes);
+      store<T, false>(values + j, offset == 0 ? v : v + offset, AllLanes{});
     });
   }
   Acc operator[](int64_t k) const { return values[k]; }
@@ -111,9 +111,9 @@ struct ChunkSums {
 };
 
 // Loads x and, if any pixel is scaled, multiplies it by the scales.
-template <bool scaled, class X, class Lanes>
-Pack<AccOf<X>> load_scaled(const X* x, const AccOf<X>* scale, Lanes lanes) {
-  const auto v = load<X>(x, lanes);
+template <bool scaled, class T, class Lanes>
+Pack<AccOf<T>> load_scaled(const T* x, const AccOf<T>* scale, Lanes lanes) {
+  const auto v = load<T>(x, lanes);
   if constexpr (scaled) return v * read(scale, AllLanes{});
   return v;
 }
@@ -135,31 +135,12 @@ struct PixelStatistics {
   PerPixel<Acc> rstd;        // over scale
 };
 
-// sum = gate * input + residual. Without a gate the product with 1 changes no bit.
-template <bool may_have_nan, class T, class X, class W>
-void add_residual(const ForwardParams& p, const BlockPosition& position) {
-  const auto input = position.block<const T>(p.input);
-  const auto residual = position.block<const X>(p.residual);
-  const auto sum = position.block<X>(p.sum);
-  const W* const gate = p.gate.row<const W>(position.image, 0);
-  for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
-    const ChunkParameters<X> factors(gate, c, n, 1);
-    for (int64_t k = 0; k < n; ++k) {
-      for_each_pack<AccOf<X>, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
-        const auto v =
-            fma(load<X>(input.channel(c + k) + j, lanes), factors[k], load<X>(residual.channel(c + k) + j, lanes));
-        store<X, may_have_nan>(sum.channel(c + k) + j, v, lanes);
-      });
-    }
-  });
-}
-
 // Sets all statistics but, if `scaled`, the scale. The average of the first chunk of channels estimates the mean; if it
 // is too far off in a pixel, the block is read again. Returns whether no pixel needs a scale.
-template <bool scaled, class X>
-bool compute_statistics(const ForwardParams& p, const Block<const X> x, const int64_t block_pixels,
-                        PixelStatistics<AccOf<X>>& stats) {
-  using Acc = AccOf<X>;
+template <bool scaled, class T>
+bool compute_statistics(const ForwardParams& p, const Block<const T> x, const int64_t block_pixels,
+                        PixelStatistics<AccOf<T>>& stats) {
+  using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChannelChunk);
   const int64_t first_chunk = min(p.cols, kChannelChunk);
   for_each_pack<Acc, 1>(0, block_pixels, [&](int, int64_t j, auto lanes) {
@@ -208,16 +189,16 @@ bool compute_statistics(const ForwardParams& p, const Block<const X> x, const in
   }
 }
 
-template <bool scaled, class W, class T, class X>
-void normalize(const ForwardParams& p, const BlockPosition& position, const Block<const X> x,
-               const PixelStatistics<AccOf<X>>& stats, const Block<T> y) {
-  using Acc = AccOf<X>;
+template <bool scaled, class W, class T>
+void normalize(const ForwardParams& p, const BlockPosition& position, const Block<const T> x,
+               const PixelStatistics<AccOf<T>>& stats, const Block<T> y) {
+  using Acc = AccOf<T>;
   const W* const weight = p.weight.row<const W>(position.image, 0);
   const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t pixels = position.pixels;
   for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
-    const ChunkParameters<X> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
+    const ChunkParameters<T> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
     for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
       const auto center = read(stats.center + j, AllLanes{}), rstd = read(stats.rstd + j, AllLanes{});
       const auto minus_correction = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
@@ -231,22 +212,17 @@ void normalize(const ForwardParams& p, const BlockPosition& position, const Bloc
         } else if (bias) {
           v = v + b[k];
         }
-        store<X, !std::is_same_v<T, W> || !std::is_same_v<T, X>>(y.channel(c + k) + j, v, lanes);
+        store<T, !std::is_same_v<T, W>>(y.channel(c + k) + j, v, lanes);
         prefetch_next(x, c + k, j);
       }
     });
   });
 }
 
-template <class T, class X, class W>
+template <class T, class W>
 void forward_block(const ForwardParams& p, const BlockPosition& position) {
-  using Acc = AccOf<X>;
-  if (p.residual.data) {
-    // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
-    constexpr bool kDiffers = !std::is_same_v<T, X>, kGateDiffers = kDiffers || !std::is_same_v<T, W>;
-    p.gate.data ? add_residual<kGateDiffers, T, X, W>(p, position) : add_residual<kDiffers, T, X, W>(p, position);
-  }
-  const auto x = position.block<const X>(p.residual.data ? p.sum : p.input);
+  using Acc = AccOf<T>;
+  const auto x = position.block<const T>(p.input);
   const auto y = position.block<T>(p.output);
   PixelStatistics<Acc> stats;
   if (compute_statistics<false>(p, x, position.pixels, stats)) {
@@ -261,8 +237,8 @@ void forward_block(const ForwardParams& p, const BlockPosition& position) {
   }
   const auto mean = position.block<Acc>(p.mean), rstd = position.block<Acc>(p.rstd);
   for_each_pack<Acc, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
-    if (mean.data) store<X, true>(mean.data + j, read(stats.center + j, AllLanes{}), lanes);
-    store<X, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
+    if (mean.data) store<T, true>(mean.data + j, read(stats.center + j, AllLanes{}), lanes);
+    store<T, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
 }
 
@@ -275,20 +251,18 @@ struct PixelCoefficients {
 };
 
 // The arrays of one block, with the parameters of its image.
-template <class T, class X_, class W_>
+template <class T_, class W_>
 struct BackwardBlock {
-  using X = X_;
+  using T = T_;
   using W = W_;
-  using Acc = AccOf<X>;
-  static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
+  using Acc = AccOf<T>;
+  static constexpr bool kMayHaveNan = !std::is_same_v<T, W>;
 
   const BackwardParams& p;
   const BlockPosition position;
   const Block<const T> dy = position.block<const T>(p.grad_output);
-  const Block<const X> x = position.block<const X>(p.input), dsum = position.block<const X>(p.grad_sum);
-  const Block<X> dx = position.block<X>(p.grad_input);
-  const Block<const T> gated_input = position.block<const T>(p.gated_input);
-  const Block<T> grad_gated_input = position.block<T>(p.grad_gated_input);
+  const Block<const T> x = position.block<const T>(p.input);
+  const Block<T> dx = position.block<T>(p.grad_input);
   const Acc* const mean = position.block<const Acc>(p.mean).data;
   const Acc* const rstd = position.block<const Acc>(p.rstd).data;
   const W* const weight = p.weight.row<const W>(position.image, 0);
@@ -300,8 +274,8 @@ struct BackwardBlock {
 // The state that the loops over one chunk of channels share.
 template <bool special, class B>
 struct ChannelChunk {
-  using X = typename B::X;
-  using Acc = AccOf<X>;
+  using T = typename B::T;
+  using Acc = AccOf<T>;
 
   ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
       : b(b),
@@ -313,15 +287,15 @@ struct ChannelChunk {
   // d of channel c + k: x * scale - mean, or xhat if it is computed from the output.
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
-    const X* const x = b.x.channel(c + k) + j;
-    if (special && b.p.from_output) return (load<X>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
+    const T* const x = b.x.channel(c + k) + j;
+    if (special && b.p.from_output) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
     return load_scaled<special>(x, coef.scale + j, lanes) - read(coef.mean + j, AllLanes{});
   }
 
   const B& b;
   const PixelCoefficients<Acc>& coef;
   const int64_t c;
-  const ChunkParameters<X> weight, bias;
+  const ChunkParameters<T> weight, bias;
 };
 
 template <bool special, bool with_g, class B>
@@ -338,7 +312,7 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
         const auto xhat = chunk.deviation(k, j, lanes) * rstd_scaled;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<typename B::X>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
+          const auto g = load<typename B::T>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -363,14 +337,14 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
 template <bool special, bool with_dx, bool with_dweight, bool with_dbias, class B>
 void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
                     typename B::Acc* dbias) {
-  using X = typename B::X;
+  using T = typename B::T;
   using Acc = typename B::Acc;
   for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
     const ChannelChunk<special, B> chunk(b, coef, c, n, true);
     for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
       for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
-        const auto v = load<X>(b.dy.channel(c + k) + j, lanes);
+        const auto v = load<T>(b.dy.channel(c + k) + j, lanes);
         prefetch_next(b.dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
@@ -383,8 +357,7 @@ void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, 
             auto result =
                 fma(xhat, read(coef.minus_mean_g_xhat + j, AllLanes{}), g) * read(coef.rstd_scaled + j, AllLanes{});
             if constexpr (special) result = result * read(coef.scale + j, AllLanes{});
-            if (b.dsum.data) result = result + load<X>(b.dsum.channel(c + k) + j, lanes);
-            store<X, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
+            store<T, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
           }
         }
       });
@@ -394,29 +367,7 @@ void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, 
   });
 }
 
-// The gradients of a gate beside a residual and of the input that it multiplies, from dx.
-template <class B>
-void gate_loop(const B& b, bool first, typename B::Acc* dgate) {
-  using X = typename B::X;
-  using Acc = typename B::Acc;
-  const auto* const gate = b.p.gate.template row<const typename B::W>(b.position.image, 0);
-  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
-    const ChunkParameters<X> factors(gate, c, n, 1);
-    for (int64_t k = 0; k < n; ++k) {
-      Pack<Acc> sum = {};
-      for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
-        const auto v = load<X>(b.dx.channel(c + k) + j, lanes);
-        if (b.p.grad_gate.data) sum = fma(v, load<X>(b.gated_input.channel(c + k) + j, lanes), sum);
-        if (b.p.grad_gated_input.data) {
-          store<X, B::kMayHaveNan>(b.grad_gated_input.channel(c + k) + j, v * factors[k], lanes);
-        }
-      });
-      if (b.p.grad_gate.data) dgate[c + k] = sum_pack(sum) + (first ? 0 : dgate[c + k]);
-    }
-  });
-}
-
-// Adds the gradients of the parameters to the partial sums [ParameterGradients::count, pitch].
+// Adds the gradients of the parameters to the partial sums [2, pitch].
 template <class B>
 void backward_block(const B& b, bool first, typename B::Acc* partials, int64_t pitch) {
   using Acc = typename B::Acc;
@@ -426,9 +377,9 @@ void backward_block(const B& b, bool first, typename B::Acc* partials, int64_t p
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
     const Pack<Acc> ones = broadcast(Acc(1));
     for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
-      write(coef.mean + j, b.mean ? load<typename B::X>(b.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
-      write(coef.rstd_scaled + j, load<typename B::X>(b.rstd + j, lanes), AllLanes{});
-      write(coef.scale + j, zero_outside<kEvenOdd<typename B::X>>(ones, lanes), AllLanes{});
+      write(coef.mean + j, b.mean ? load<typename B::T>(b.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
+      write(coef.rstd_scaled + j, load<typename B::T>(b.rstd + j, lanes), AllLanes{});
+      write(coef.scale + j, zero_outside<kEvenOdd<typename B::T>>(ones, lanes), AllLanes{});
     });
     for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
       // No difference overflows in a pixel whose standard deviation is below 2^60. Others are scaled.
@@ -446,30 +397,28 @@ void backward_block(const B& b, bool first, typename B::Acc* partials, int64_t p
         gradients_loop<special, with_dx, with_dweight, with_dbias>(b, coef, first, partials, partials + pitch);
       },
       any_special, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
-  if (has_gate_gradients(p)) gate_loop(b, first, partials + 2 * pitch);
 }
 
 }  // namespace
 
 void channels_first_forward(const ForwardParams& p) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
+  dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
     using T = typename decltype(types)::T;
-    using X = typename decltype(types)::X;
-    const PixelBlocks blocks(p, sizeof(X), false);
+    const PixelBlocks blocks(p, sizeof(T), false);
     const int64_t block_elements = min(blocks.pixels, p.rows) * p.cols;
     parallel_for(blocks.count, grain(block_elements), [&](int64_t block, int64_t end) {
-      for (; block < end; ++block) forward_block<T, X, typename decltype(types)::W>(p, BlockPosition(p, blocks, block));
+      for (; block < end; ++block) forward_block<T, typename decltype(types)::W>(p, BlockPosition(p, blocks, block));
     });
   });
 }
 
 void channels_first_backward(const BackwardParams& p) {
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using X = typename decltype(types)::X;
+  dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
+    using T = typename decltype(types)::T;
     using W = typename decltype(types)::W;
-    using Acc = AccOf<X>;
+    using Acc = AccOf<T>;
     const ParameterGradients gradients(p);
-    const PixelBlocks blocks(p, sizeof(X), gradients.any_per_group());
+    const PixelBlocks blocks(p, sizeof(T), gradients.any_per_group());
     const int64_t pitch = padded_cols(p), segment_elements = blocks.per_segment * min(blocks.pixels, p.rows) * p.cols;
     const auto bytes = gradients.count * blocks.segments * pitch * static_cast<int64_t>(sizeof(Acc));
     Acc* const partials = static_cast<Acc*>(gradients.any() ? p.allocator->allocate(bytes) : nullptr);
@@ -477,7 +426,7 @@ void channels_first_backward(const BackwardParams& p) {
       for (; segment < end; ++segment) {
         const int64_t first = segment * blocks.per_segment;
         for (int64_t block = first; block < min(blocks.count, first + blocks.per_segment); ++block) {
-          const BackwardBlock<typename decltype(types)::T, X, W> b = {p, BlockPosition(p, blocks, block)};
+          const BackwardBlock<T, W> b = {p, BlockPosition(p, blocks, block)};
           backward_block(b, block == first, partials + gradients.count * segment * pitch, pitch);
         }
       }

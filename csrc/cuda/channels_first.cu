@@ -4,8 +4,7 @@
 // A block handles 32 pixels, one per lane. Its warps share the channels, and each sum over the channels takes two
 // barriers. The pixels are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T)
 // bytes, and backward 3 * n * sizeof(T). If the channels do not fit, each pass over them reads global memory. Aligned
-// pixels are copied in vectors of 16 bytes (kAligned), except when forward adds a residual. The numerical method is
-// that of cpu/channels_first.cpp.
+// pixels are copied in vectors of 16 bytes (kAligned). The numerical method is that of cpu/channels_first.cpp.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>
@@ -25,9 +24,9 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
-// By default nvcc aims at more blocks, and spills registers. With a float32 residual three blocks would spill, too.
-template <class T, class X>
-constexpr int kMinBlocksPerSM = sizeof(X) == 8 || !std::is_same_v<T, X> ? 2 : 3;
+// By default nvcc aims at more blocks, and spills registers.
+template <class T>
+constexpr int kMinBlocksPerSM = sizeof(T) == 8 ? 2 : 3;
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
@@ -44,7 +43,7 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight, the bias or the gate of a pixel's image. Their type is chosen at run time.
+// The weight or the bias of a pixel's image. Its type is chosen at run time.
 template <class T>
 struct ChannelParameter {
   using Acc = AccOf<T>;
@@ -117,38 +116,28 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __syncthreads();  // before the next call overwrites the shared memory
 }
 
-template <class T, class X>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
+template <class T>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
     channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
-  using Acc = AccOf<X>;
+  using Acc = AccOf<T>;
   const Flags flags = plan.flags;
-  const bool aligned = flags.has(kAligned), has_residual = flags.has(kResidual), rms = flags.has(kRms);
+  const bool aligned = flags.has(kAligned), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.groups * p.rows;
   const bool exists = first + lane < end;
   const RowIndex pixel = find_group(exists ? first + lane : 0, flags.has(kHasGroups), plan.rows);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
-  const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
-  const Channels<X> global_x(has_residual ? p.sum : p.input, pixel);
-  const Channels<X> x = plan.staged ? staged_x : global_x;
-
-  const Channels<const T> input(p.input, pixel);
-  const Channels<const X> residual(p.residual, pixel);
-  const ChannelParameter<T> gate(p.gate, pixel, flags, 1);  // a product with 1 changes no bit of the sum
-  const auto fetch = [&](int64_t c) {
-    const X v = has_residual ? static_cast<X>(fma(gate[c], static_cast<Acc>(input[c]), static_cast<Acc>(residual[c])))
-                             : global_x[c];
-    if (has_residual) global_x[c] = v;
-    if (plan.staged) staged_x[c] = v;
-  };
+  const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
+  const Channels<T> global_x(p.input, pixel);
+  const Channels<T> x = plan.staged ? staged_x : global_x;
   if (aligned) {
-    for_each_vector<X>(shared, p.input, first, end, p, plan, [](auto* to, auto* from) { async_copy<16>(to, from); });
+    for_each_vector<T>(shared, p.input, first, end, p, plan, [](auto* to, auto* from) { async_copy<16>(to, from); });
     async_commit();
     async_wait<0>();
     __syncthreads();
-  } else if (has_residual || plan.staged) {
-    for_each_channel(channels, fetch);
+  } else if (plan.staged) {
+    for_each_channel(channels, [&](int64_t c) { staged_x[c] = global_x[c]; });
   }
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
@@ -205,15 +194,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
 
 // Blocks take segments of tiles in turn, and store partial sums of dweight [weight_partials, channels] and dbias
 // [bias_partials, channels], a row for each segment, in the workspace.
-template <class T, class X>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
+template <class T>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
-  using Acc = AccOf<X>;
+  using Acc = AccOf<T>;
   const Flags flags = plan.flags;  // other options are read from p, which takes fewer registers
   const int lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
-  const Channels<X> staged_x(reinterpret_cast<X*>(shared) + lane, kWarpSize);
-  unsigned char* const shared_dy = shared + p.cols * kWarpSize * sizeof(X);
+  const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
+  unsigned char* const shared_dy = shared + p.cols * kWarpSize * sizeof(T);
   const Channels<T> staged_dy(reinterpret_cast<T*>(shared_dy) + lane, kWarpSize);
   const bool grad_input = flags.has(kGradInput), grad_weight = flags.has(kGradWeight), grad_bias = flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
@@ -224,8 +213,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
     const bool exists = first + lane < end;
     const RowIndex pixel = find_group(exists ? first + lane : 0, p.groups > 1, plan.rows);
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
-    const Channels<X> global_x(p.input, pixel), x = staged ? staged_x : global_x;
-    const Channels<X> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx, dsum(p.grad_sum, pixel);
+    const Channels<T> global_x(p.input, pixel), x = staged ? staged_x : global_x;
+    const Channels<T> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx;
     const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
     const bool has_statistics = exists && needs_x;
     const Statistics<Acc> statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
@@ -243,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
       if (aligned) {
         const auto fetch = [](auto* to, auto* from) { async_copy<16>(to, from); };
         __syncthreads();  // the previous tile has been read
-        for_each_vector<X>(shared, p.input, first, end, p, plan, fetch);
+        for_each_vector<T>(shared, p.input, first, end, p, plan, fetch);
         for_each_vector<T>(shared_dy, p.grad_output, first, end, p, plan, fetch);
         async_commit();
         async_wait<0>();
@@ -281,8 +270,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
         const Acc w = load_weight(c), xhat = fma(find_d(c, w), statistics.rstd, -means.xhat);
         dw = v * xhat;
         if (grad_input && exists) {
-          const Acc result = means.grad_input(v * w - means.g, xhat, statistics);
-          dx[c] = static_cast<X>(flags.has(kGradSum) ? result + static_cast<Acc>(dsum[c]) : result);
+          dx[c] = static_cast<T>(means.grad_input(v * w - means.g, xhat, statistics));
         }
       }
       if (!grad_weight && !grad_bias) return;
@@ -298,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T, X>)
     });
     if (!aligned || !grad_input) return;
     __syncthreads();
-    for_each_vector<X>(shared, p.grad_input, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
+    for_each_vector<T>(shared, p.grad_input, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
@@ -318,7 +306,7 @@ ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& 
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags(p);
-  plan.flags.set(kAligned, plan.flags.has(kAligned) && plan.staged && !plan.flags.has(kResidual));
+  plan.flags.set(kAligned, plan.flags.has(kAligned) && plan.staged);
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
   config.block = kThreads;
   config.shared_bytes = plan.staged ? static_cast<size_t>(bytes) : 0;
@@ -330,19 +318,16 @@ ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& 
 
 void channels_first_forward(const ForwardParams& p) {
   LaunchConfig config;
-  const auto plan = make_plan(p, bytes_of(p.sum_dtype), config);
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    launch(config, channels_first_forward<typename Types::T, typename Types::X>, p, plan);
-  });
+  const auto plan = make_plan(p, bytes_of(p.dtype), config);
+  dispatch_dtypes_of_images<Elements>(
+      p, [&](auto types) { launch(config, channels_first_forward<typename decltype(types)::T>, p, plan); });
 }
 
 void channels_first_backward(const BackwardParams& p) {
   LaunchConfig config;
-  auto plan = make_plan(p, bytes_of(p.sum_dtype) + bytes_of(p.dtype), config);
-  dispatch_dtypes<Elements>(p, [&](auto types) {
-    using Types = decltype(types);
-    const auto kernel = channels_first_backward<typename Types::T, typename Types::X>;
+  auto plan = make_plan(p, 2 * bytes_of(p.dtype), config);
+  dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
+    const auto kernel = channels_first_backward<typename decltype(types)::T>;
     const int64_t resident = resident_blocks(config, kernel);
     plan.set_segments(p, kWarpSize, resident, 4);
     plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient

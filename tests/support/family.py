@@ -16,7 +16,7 @@ EPS = 2.0**-10  # the default of no function, and exact in float32, which ONNX h
 class Member:
     """A function of input and residual [*, C], weight and bias [C], with batch dimensions if it is adaptive.
 
-    It returns a tuple of the output and, if it adds the residual, the sum. The functions of images get the channels
+    It returns a tuple of the output and, if it adds the residual, the sum. A function of images gets the channels
     second. The gate of a gated norm is the second tensor, which the others add. With the option "gate", the bias is
     also the gate beside the residual.
     """
@@ -115,7 +115,7 @@ MEMBERS = [
     for suffix in ("", "_2d")
     for name, choices in OPTIONS.items()
     for options in choices
-    if not (suffix and name.startswith("gated"))  # there are none for images
+    if not suffix or name in ("layer_norm", "rms_norm")  # the functions of images
 ]
 MODULES = [
     getattr(layernorm_ext, name)
@@ -136,7 +136,6 @@ ROWS, IMAGES = (3, 5, 8), (2, 8, 5, 3)
 MODULE_CASES = [
     (layernorm_ext.LayerNorm, {"normalized_shape": (5, 8)}, [ROWS]),
     (layernorm_ext.AdaRMSNorm, {}, [ROWS, (8,), ROWS]),
-    (layernorm_ext.AdaRMSNorm2d, {}, [IMAGES, (2, 8, 1, 1)]),
     (layernorm_ext.GatedLayerNorm, {"activation": "sigmoid"}, [ROWS, ROWS]),
     (layernorm_ext.GatedRMSNorm, {"num_groups": 4}, [ROWS, ROWS]),
     (layernorm_ext.GatedRMSNorm, {"num_groups": 4}, [ROWS]),
@@ -155,7 +154,7 @@ for module_class in MODULES:
     }
     choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
     choices += [] if "Ada" in name else [{"elementwise_affine": False}, {"dtype": torch.float64}]
-    kind = name.removesuffix("2d").removesuffix("LayerNorm").removesuffix("RMSNorm")
+    kind = name.removesuffix("LayerNorm").removesuffix("RMSNorm")
     for shapes in others.get(kind, [[]]):
         MODULE_CASES += [(module_class, options, [shape, *shapes]) for options in choices]
 module_cases = pytest.mark.parametrize(

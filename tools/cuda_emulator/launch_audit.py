@@ -90,9 +90,11 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
         yield f"forward{name}", forward(x, n, w, b, **layout)
         for mask in masks:
             yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
-        yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, w, **layout)
-        yield f"backward, gate{name}", backward_fused(x, x, n, mean, rstd, w, b, [True] * 5, x, w, x, **layout)
-        if not layout and w.dtype == dtype:  # parameters of 16 bits would be converted, in memory that is written
+        if layout:  # there are no kernels for residuals and gates of images
+            continue
+        yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, w)
+        yield f"backward, gate{name}", backward_fused(x, x, n, mean, rstd, w, b, [True] * 5, x, w, x)
+        if w.dtype == dtype:  # parameters of 16 bits would be converted, in memory that is written
             gated = {"activation": "silu", "gate_first": True}
             yield f"forward, gated norm{name}", forward_fused(x, n, w, b, 1e-5, None, x, **gated)
             for mask in ([True, True, True, False, True], [False] * 4 + [True])[: len(masks)]:
@@ -100,25 +102,25 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
                 yield f"backward, gated norm{name} {mask}", call
     if len(masks) == 1:
         return
-    yield "forward, residual", forward_fused(x, n, w, b, 1e-5, x, **layout)
     yield "forward, RMS, no parameters", forward(x, n, rms=True, **layout)
     for mask in masks[:3]:
-        yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x, **layout)
-        options = {"grad_sum": x, "rms": True, "memory_efficient": True, **layout}
+        options = {"grad_sum": None if layout else x, "rms": True, "memory_efficient": True, **layout}
         yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
-    yield (
-        "backward, gated input",
-        backward_fused(x, x, n, mean, rstd, w, b, [False] * 3 + [True, False], x, w, x, **layout),
-    )
+    if layout:
+        return
+    yield "forward, residual", forward_fused(x, n, w, b, 1e-5, x)
+    for mask in masks[:3]:
+        yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x)
+    yield "backward, gated input", backward_fused(x, x, n, mean, rstd, w, b, [False] * 3 + [True, False], x, w, x)
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
-        yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total, **layout)
-        yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, w, **layout)
+        yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total)
+        yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, w)
         options = (mean, rstd, w, b, [True] * 5, total, w, x)
-        yield "backward, gate, float32 residual", backward_fused(x, total, n, *options, **layout)
+        yield "backward, gate, float32 residual", backward_fused(x, total, n, *options)
         for mask in masks[:2]:
-            options = {"grad_sum": total, **layout}
-            yield f"backward, float32 residual {mask}", backward(x, total, n, mean, rstd, w, b, mask, **options)
+            call = backward(x, total, n, mean, rstd, w, b, mask, grad_sum=total)
+            yield f"backward, float32 residual {mask}", call
 
 
 def calls_on_rows(dtypes, rows, cols, aligned=True):
