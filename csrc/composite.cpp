@@ -90,6 +90,7 @@ Tensor derivative(const Tensor& gate, const Options& options) {
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
+  check_layouts(args);
   check_forward(args);
   check_allocated(args);
   if (in_place) check_in_place(args);
@@ -140,6 +141,7 @@ Terms::Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved
 Tensor Terms::mean(const Tensor& t) const { return mean_of(t, count); }
 
 BackwardOutputs backward_composite(const BackwardArgs& args) {
+  check_layouts(args);
   check_backward(args);
   check_allocated(args);
   const Options& options = args.options;
