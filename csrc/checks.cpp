@@ -244,6 +244,9 @@ void check_forward(const ForwardArgs& args) {
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
   check_norm(input, normalized_shape, weight, bias, gate, options);
   check_residual(residual, input);
+  TORCH_CHECK(!options.memory_efficient || !present(residual) || residual->scalar_type() == input.scalar_type(),
+              "Expected residual to be of the dtype of input with memory_efficient=True, but got residual of dtype ",
+              residual->scalar_type(), " and input of dtype ", input.scalar_type());
   if (!present(gate)) return;
   TORCH_CHECK(present(residual) != options.is_gated_norm(), "Expected ",
               options.is_gated_norm() ? "residual to be None with an activation, but got a tensor"

@@ -7,8 +7,8 @@
 
 namespace layernorm {
 
-// Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. No kernel gets such
-// tensors, so only what runs above the kernels needs these checks.
+// Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. The kernels do not get
+// such tensors.
 void check_layout(const char* name, const Tensor& tensor);
 void check_layouts(const ForwardArgs& args);
 void check_layouts(const BackwardArgs& args);

@@ -14,7 +14,9 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "checks.h"
 #include "types.h"
@@ -105,7 +107,9 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   }
   Tensor x = (sum.defined() ? sum : input).to(acc);
   if (activated.defined() && options.gate_first) x = x * activated;
-  const double root = std::sqrt(std::fabs(eps));
+  // A root that acc rounds to zero would make constant rows NaN.
+  const double least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
+  const double root = std::max(std::sqrt(std::fabs(eps)), least);
   const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
     return at::maximum(largest, first_scale * root);
   });

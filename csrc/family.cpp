@@ -60,7 +60,9 @@ ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   }
   const SymIntArrayRef shape = args.normalized_shape;
   const auto call = [&](const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate) {
-    return call_forward({args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place});
+    const ForwardArgs whole = {args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place};
+    check_layouts(whole);
+    return call_forward(whole);
   };
   const auto insert_dims = [&](const optional<Tensor>& t) { return insert_batch_dims(t, args.input, shape); };
   if (m.adaptive) {

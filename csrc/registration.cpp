@@ -42,9 +42,11 @@ TORCH_LIBRARY(layernorm, m) {
         DispatchKey::SparseCsrMeta, DispatchKey::SparseMeta, DispatchKey::MkldnnCPU, DispatchKey::QuantizedCPU,
         DispatchKey::QuantizedCUDA, DispatchKey::QuantizedMeta, DispatchKey::NestedTensorCPU,
         DispatchKey::NestedTensorCUDA, DispatchKey::NestedTensorMeta, DispatchKey::AutogradNestedTensor}) {
-    for (const char* name : kOperators) {
+    const auto refuse = [&](const char* name) {
       m.impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse_layout>()));
-    }
+    };
+    for (const char* name : kOperators) refuse(name);
+    refuse("check_allocated");
   }
 }
 

@@ -1,8 +1,9 @@
 """Random calls of every operator, most of them wrong: see test_operator_calls.py.
 
-Each call must raise an error that names an argument, or return the results of the formulas in float64, as the shape
-functions say. As a program, this makes the calls of a range of numbers: ``python -m support.operator_calls 0 100000``. It
-prints each number, so that the last one is that of a call that crashes, and what is wrong.
+Each call must raise an error that names an argument, or return the results of the formulas in float64. The shape
+functions must give the same errors, shapes, dtypes and strides. ``python -m support.operator_calls 0 100000`` makes the
+calls of these numbers and prints what is wrong. With ``--show`` it also prints each number before its call, so that the
+last one is that of a call that crashes.
 """
 
 import random
@@ -18,8 +19,10 @@ OPERATORS = {
     name: getattr(getattr(torch.ops.layernorm, name.partition(".")[0]), name.partition(".")[2] or "default")
     for name in ("forward", "forward.fused", "forward_.fused", "backward", "backward.fused")
 }
-CHECKS = {name: getattr(torch.ops.layernorm, name).default for name in ("check_forward", "check_images")}
-CHECKS["check_modulation"] = torch.ops.layernorm.check_modulation.default
+CHECKS = {
+    name: getattr(torch.ops.layernorm, name).default
+    for name in ("check_forward", "check_images", "check_modulation", "check_allocated")
+}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 # Relative to the largest result. Errors of rounding are 100 times smaller, wrong formulas are off by the whole.
@@ -83,6 +86,8 @@ def right_call(name, rng):
 def right_check(name, rng):
     """Return the arguments of a check of the arguments of a right call."""
     args = right_call("forward.fused", rng)
+    if name == "check_allocated":
+        return {"tensor": args["input"], "name": "input"}
     if name == "check_images":
         c = rng.choice([1, 5])
         return {"input": torch.randn(2, c, 3, 3), "weight": torch.randn(c), "bias": torch.randn(2, c)}
@@ -163,15 +168,15 @@ VALUES = {
 
 def change(name, args, rng):
     """Change up to two tensors and up to one other argument; return what has changed in words."""
-    changes, ones = [], torch.ones_like(args["input"])
+    changes, ones = [], torch.ones_like(args.get("input", torch.ones(2)))
     schema = (OPERATORS | CHECKS)[name]._schema.arguments
     tensors = [argument.name for argument in schema if "Tensor" in str(argument.type)]
     others = [argument.name for argument in schema if argument.name in VALUES]
     for key in rng.sample(tensors, rng.choice([0, 1, 1, 1, 2])):
         kind = rng.choice(list(CHANGES))
-        value = ones if args.get(key) is None else args[key]
         if (key, kind) == ("bias", "freed") and name.startswith("backward"):
             continue  # often only its shape and dtype count
+        value = ones if args.get(key) is None else args[key]
         args[key] = CHANGES[kind](value, rng)
         changes.append(f"{key}: {kind}")
     if others and rng.random() < 0.25:
@@ -357,7 +362,7 @@ def describe(args):
 
 
 def run(first, last, show=print):
-    """Make the calls of a range of numbers; return the number of calls that raise no error, and what is wrong."""
+    """Make the calls of a range of numbers; return what is wrong in words."""
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     faults = []
