@@ -98,7 +98,8 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     const Tensor w = weight.unpack(*this), b = bias.unpack(*this), z = gate.unpack(*this);
     const bool gates_input = has_residual && z.defined();
     if (grad_output.defined() || gates_input) {
-      const Tensor x_saved = input.unpack(*this);
+      Tensor x_saved = input.unpack(*this);
+      if (!x_saved.defined()) x_saved = grad_output;  // only its shape, dtype and device matter
       const auto rows = [&](const Tensor& t) { return as_optional(images ? channels_last(t, x_saved.dim()) : t); };
       const auto dsum = as_optional(grad_sum), factor = as_optional(z), gated = as_optional(gated_input.unpack(*this));
       BackwardOutputs g;
@@ -122,7 +123,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
         // Flattened first, because a reshape to the same sizes would keep the strides of dimensions of size 1.
         const auto to_images = [](Tensor& gradient, const Tensor& parameter) {
           if (!gradient.defined() || parameter.dim() <= 1) return;
-          gradient = gradient.movedim(-1, 1).flatten().reshape_symint(parameter.sym_sizes());
+          gradient = gradient.movedim(-1, 1).reshape(-1).reshape_symint(parameter.sym_sizes());
         };
         if (w.defined()) to_images(g.grad_weight, w);
         if (like_bias.defined()) to_images(g.grad_bias, like_bias);
@@ -148,10 +149,12 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  Saved input;  // the sum if there is a residual; the output if memory_efficient
+  // Tensors that the wanted gradients do not need are absent.
+  Saved input;  // the sum if there is a residual; the output if memory_efficient; absent if only the bias is wanted
   Saved weight, mean, rstd;
-  Saved bias;               // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
-  Saved gate, gated_input;  // gated_input only beside a residual
+  Saved bias;         // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
+  Saved gate;         // beside a residual, only if it or the input is wanted
+  Saved gated_input;  // beside a residual, only if the gate is wanted
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
   bool images = false;     // the tensors are [N, C, *], but mean and rstd are those of the rows
@@ -196,14 +199,20 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
     return outputs;
   };
   if (!records) return call();
+  const auto wants = [](const auto&... tensors) { return torch::autograd::compute_requires_grad(tensors...); };
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
   const auto node = make_node<LayerNormBackward>();
   // Otherwise the sum is a constant, and the node is that of a norm whose input is the sum.
-  node->has_residual = present(residual) && torch::autograd::compute_requires_grad(input, residual, gate);
-  if (present(gate) && node->has_residual == present(residual)) {
+  node->has_residual = present(residual) && wants(input, residual, gate);
+  const bool keeps_input =
+      wants(input, residual, weight, gate) || (present(residual) && residual->scalar_type() != input.scalar_type());
+  const bool keeps_gate =
+      node->has_residual ? wants(input, gate) : options.is_gated_norm() && (keeps_input || !options.gate_first);
+  const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(options) && wants(gate);
+  if (present(gate) && keeps_gate) {
     node->set_next_edges(torch::autograd::collect_next_edges(input, w, b, residual.value_or(Tensor()), *gate));
     node->gate = Saved(*gate);
-    if (node->has_residual) node->gated_input = Saved(input);
+    if (node->has_residual && wants(gate)) node->gated_input = Saved(input);
   } else {
     node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(input, w, b, *residual)
                                             : torch::autograd::collect_next_edges(input, w, b));
@@ -222,9 +231,9 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   }
   torch::autograd::set_history(output, node);
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : input;
-  node->input = Saved(x, /*is_output=*/options.memory_efficient || node->has_residual);
+  if (keeps_input) node->input = Saved(x, /*is_output=*/options.memory_efficient || node->has_residual);
   node->weight = Saved(w);
-  if (needs_bias(options) || is_unlike(b, w)) node->bias = Saved(b);
+  if (keeps_bias || (wants(b) && is_unlike(b, w))) node->bias = Saved(b);
   if (needs_mean(options)) node->mean = Saved(mean);
   node->rstd = Saved(rstd);
   return outputs;

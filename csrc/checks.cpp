@@ -288,11 +288,11 @@ void check_backward(const BackwardArgs& args) {
               args.gated_input->sym_sizes(), " with gate = None and input of shape ", input.sym_sizes());
   if (present(args.grad_sum)) check_like("grad_sum", *args.grad_sum, input);
   if (present(args.gate) && !args.options.is_gated_norm()) {
-    TORCH_CHECK(present(args.gated_input),
-                "Expected gated_input to be a tensor beside a gate, but got None with gate of "
+    TORCH_CHECK(present(args.gated_input) || !args.output_mask[4],
+                "Expected gated_input to be a tensor where the gradient of a gate is wanted, but got None with gate of "
                 "shape ",
                 args.gate->sym_sizes(), " and input of shape ", input.sym_sizes());
-    check_like("gated_input", *args.gated_input, args.grad_output);
+    if (present(args.gated_input)) check_like("gated_input", *args.gated_input, args.grad_output);
   }
   const auto shape = statistics_shape(input, args.normalized_shape);
   TORCH_CHECK(present(args.mean) || !needs_mean(args.options),

@@ -183,7 +183,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     }
     if (options.gate_first) dx = dx * activated;
   } else if (gate.defined()) {
-    if (wants_gated_input) grads.grad_gated_input = (gate * dx).to(args.gated_input->scalar_type());
+    if (wants_gated_input) grads.grad_gated_input = (gate * dx).to(args.grad_output.scalar_type());
     if (wants_gate) grads.grad_gate = sum_rows(dx * args.gated_input->to(acc), types.gate);
   }
   if (wants_input) grads.grad_input = dx.to(args.input.scalar_type());

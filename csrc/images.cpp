@@ -8,7 +8,9 @@ Tensor channels_last(Tensor t, int64_t dims) {
   if (!t.defined() || t.dim() == 1) return t;
   const auto is_one = [](const c10::SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); };
   const auto pixels = t.sym_sizes().slice(2);
-  if (std::all_of(pixels.begin(), pixels.end(), is_one)) t = t.flatten(1);
+  if (std::all_of(pixels.begin(), pixels.end(), is_one)) {
+    while (t.dim() > 2) t = t.squeeze(-1);  // autograd's batched gradients have no rule for flatten()
+  }
   while (t.dim() < dims) t = t.unsqueeze(-1);
   return t.movedim(1, -1);
 }

@@ -200,6 +200,7 @@ struct Operators {
   static void implement_cuda(torch::Library& m);  // only in a build with CUDA
   static void implement_meta(torch::Library& m);
   static void implement_negative(torch::Library& m);
+  static void implement_functionalize(torch::Library& m);
   static void implement_any_backend(torch::Library& m);
   static void implement_batched(torch::Library& m);
   static void implement_autograd(torch::Library& m);

@@ -66,6 +66,8 @@ TORCH_LIBRARY_IMPL(layernorm, Meta, m) { Operators::implement_meta(m); }
 
 TORCH_LIBRARY_IMPL(layernorm, Negative, m) { Operators::implement_negative(m); }
 
+TORCH_LIBRARY_IMPL(layernorm, Functionalize, m) { Operators::implement_functionalize(m); }
+
 TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { Operators::implement_autograd(m); }
 
 TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { Operators::implement_vmap(m); }

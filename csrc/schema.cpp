@@ -139,11 +139,24 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
   return outputs;
 }
 
+// A kernel for functionalization, whose own kernel also works only with operators that return what they change.
+ForwardOutputs forward_functional(const ForwardArgs& args) {
+  ForwardArgs below = args;
+  below.in_place = false;
+  ForwardOutputs outputs = call_forward(below);
+  outputs.sum = args.residual->copy_(outputs.sum);
+  return outputs;
+}
+
 }  // namespace
 
-// The other operators have torch's fallback.
+// The other operators have torch's fallbacks.
 void Operators::implement_negative(torch::Library& m) {
   m.impl("forward_.fused", TORCH_FN(InPlaceForwardOperator<forward_negative>::call));
+}
+
+void Operators::implement_functionalize(torch::Library& m) {
+  m.impl("forward_.fused", TORCH_FN(InPlaceForwardOperator<forward_functional>::call));
 }
 
 void Operators::implement_any_backend(torch::Library& m) {

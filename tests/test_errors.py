@@ -161,7 +161,7 @@ def test_errors_of_gates(backend, context):
     with raises('Expected gate to be a tensor with activation = "silu", but got None for input of shape [2, 3]'):
         forward(*arguments, activation="silu")
     with raises(
-        "Expected gated_input to be a tensor beside a gate, but got None with gate of shape [3] and input of sh"
+        "Expected gated_input to be a tensor where the gradient of a gate is wanted, but got None with gate of sha"
     ):
         backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0])
     with raises(

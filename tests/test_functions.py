@@ -181,34 +181,96 @@ def test_in_place_addition_is_tracked_or_refused_by_autograd():
         output.sum().backward()
 
 
-# Saved tensors
+@family
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 5, 4), (2, 1, 1, 4)], ids=str)
+def test_batched_gradients(member, shape):
+    """First and second derivatives of several upstream gradients at once, as in jacobian(vectorize=True)."""
+    for layout, parameter_shape in itertools.product(layouts(member), parameter_shapes(member, shape)):
+        x, r = (layout(randn(shape, F64)) for _ in range(2))
+        w, b = (randn(parameter_shape, F64).abs() + 0.5 for _ in range(2))
+        tensors, _ = leaves([x, r, w, b])
+        outputs = member(*tensors)
+        first = torch.autograd.grad(loss(outputs), tensors, create_graph=True, allow_unused=True)
+        differentiable = [g for g in first if g is not None and g.requires_grad]
+        for results in (outputs, [] if "memory_efficient" in member.options else differentiable):
+            if not results:
+                continue
+            grad_outputs = [torch.randn(2, *y.shape, dtype=F64) for y in results]
+            options = {"retain_graph": True, "allow_unused": True}
+            actual = torch.autograd.grad(results, tensors, grad_outputs, is_grads_batched=True, **options)
+            for i in range(2):
+                expected = torch.autograd.grad(results, tensors, [g[i] for g in grad_outputs], **options)
+                for a, e in zip(actual, expected, strict=True):
+                    if e is not None:  # sums of 30 products in another order
+                        torch.testing.assert_close(a[i], e, rtol=1e-12, atol=1e-12)
 
 
 @family
-def test_autograd_saves_few_tensors(member):
-    """The input or the sum, the weight, and one or two numbers per row; with memory_efficient, the output and the bias.
+def test_functionalized_calls_have_the_same_bits(member):
+    shape = (2, 5, 8)
+    x, r, w, b = (torch.randn(size) for size in (shape, shape, 8, 8))
+    assert_same_bits(torch.func.functionalize(member)(x, r, w, b), member(x, r, w, b))
 
-    A gate beside a residual is saved with the input that it multiplies, and that of a gated norm with the bias, unless
-    the gate comes first. Otherwise the bias is saved only if its dtype is not that of the weight.
-    """
-    for bias_dtype in (F32, F64):
-        parameter_shape = (4, 64) if "ada" in member.name else (64,)
-        x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 32, 64), (4, 32, 64), parameter_shape))
-        b = torch.randn(parameter_shape, dtype=bias_dtype, requires_grad=True)
+
+def test_functionalized_calls_change_the_residual():
+    x, r, w = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8, requires_grad=True)
+
+    def function(x, r):
+        output, total = add_layer_norm(x, r, (8,), w, inplace=True)
+        return output * 2, total * 3, r
+
+    expected, changed = function(x, expected_r := r.clone()), r.clone()
+    assert_same_bits(torch.func.functionalize(function)(x, changed), expected)
+    assert_same_bits([changed], [expected_r])
+
+
+# Saved tensors
+
+
+def tensors_to_save(member, x, r, w, b, output, total=None):
+    """Return the tensors that the wanted gradients need, apart from the statistics."""
+    wants_x, wants_w, wants_b = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
+    wants_r = r.requires_grad and member.takes_two
+    gates, is_first = "gate" in member.options, "gate_first" in member.options
+    wants_gate = b.requires_grad if gates else wants_r and member.is_gated_norm
+    efficient = "memory_efficient" in member.options
+    wants_rows = wants_x or wants_r or wants_gate
+    saved = [w]
+    if wants_rows or wants_w:
+        saved.append(output if efficient else x if total is None else total)
+    if gates and (wants_x or wants_gate):  # the factor of the input
+        saved += [b, *[x] * wants_gate]
+    if member.is_gated_norm and (wants_rows or wants_w or (wants_b and not is_first)):
+        saved.append(r)
+    # xhat is computed from the output, and the gradient of a gate from the norm's output, each with the bias. Its own
+    # gradient needs its dtype if the weight has another one.
+    needs_bias = wants_gate and member.is_gated_norm and not is_first or efficient and (wants_rows or wants_w)
+    if member.has_bias and (needs_bias or (wants_b and b.dtype != w.dtype)):
+        saved.append(b)
+    return saved
+
+
+@family
+@pytest.mark.parametrize("bias_dtype", [F32, F64], ids=str)
+def test_autograd_saves_what_the_wanted_gradients_need(member, bias_dtype):
+    """And one or two numbers per row, for every choice of the tensors that want gradients."""
+    parameter_shape = (4, 64) if "ada" in member.name else (64,)
+    shapes, dtypes = ((4, 32, 64), (4, 32, 64), parameter_shape, parameter_shape), (F32, F32, F32, bias_dtype)
+    for mask in itertools.product([False, True], repeat=4):
+        tensors = [torch.randn(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        for tensor, wanted in zip(tensors, mask, strict=True):
+            tensor.requires_grad_(wanted)
         found = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, found=found: found.append(t) or t, lambda t: t):
-            y, *total = member(x, r, w, b)
-        saved = {t.data_ptr(): t for t in found if t is not None and t.numel()}
-        kept = [y if "memory_efficient" in member.options else total[0] if member.adds else x, w]
-        kept += [x] if "gate" in member.options else [r] if member.is_gated_norm else []
-        has_gated_bias = member.is_gated_norm and member.has_bias and "gate_first" not in member.options
-        needs_bias = "memory_efficient" in member.options or "gate" in member.options or has_gated_bias
-        if needs_bias or (bias_dtype == F64 and member.has_bias):
-            kept.append(b)
-        for tensor in kept:
-            assert saved.pop(tensor.data_ptr()).numel() == tensor.numel()
+            outputs = member(*tensors)
+        saved = {t.data_ptr(): t.nbytes for t in found if t is not None and t.numel()}
+        if not outputs[0].requires_grad:
+            assert not saved
+            continue
+        for tensor in {t.data_ptr(): t for t in tensors_to_save(member, *tensors, *outputs)}.values():
+            assert saved.pop(tensor.data_ptr()) == tensor.nbytes, mask
         statistics = 1 if "rms" in member.name or "memory_efficient" in member.options else 2
-        assert sum(t.numel() for t in saved.values()) == statistics * 4 * 32 * member.options.get("num_groups", 1)
+        assert sum(saved.values()) == 4 * statistics * 4 * 32 * member.options.get("num_groups", 1), mask
 
 
 # rms_norm and torch's

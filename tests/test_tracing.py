@@ -5,10 +5,11 @@ test_functions.py compiles the rest of the family.
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from support.family import with_gradients
+from support.family import MEMBERS, with_gradients
 from support.inputs import randn
 from support.models import FAMILY, Model, save_and_load
 from support.reference import BF16, DTYPES_16_BIT, F16, F32, F64, dtypes_id
@@ -22,6 +23,8 @@ from layernorm_ext import (
     AddAdaLayerNorm,
     AddAdaRMSNorm,
     LayerNorm,
+    LayerNorm2d,
+    RMSNorm2d,
     layer_norm,
     layer_norm_2d,
     rms_norm,
@@ -220,6 +223,33 @@ def test_compiled_training_under_autocast_matches_eager():
         assert actual.dtype == F32
         # Compiled code may round to bfloat16, which has 8 bits, at other places.
         torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("cls", [LayerNorm2d, RMSNorm2d])
+def test_compiled_training_between_convolutions_with_several_sizes(cls):
+    convolutions = (torch.nn.Conv2d(*channels, 3, padding=1) for channels in ((3, 8), (8, 4)))
+    model = torch.nn.Sequential(next(convolutions), cls(8), next(convolutions))
+    compiled = torch.compile(model, fullgraph=True)
+    with torch._inductor.config.patch(layout_optimization=False):
+        for height, width in ((8, 8), (12, 10), (7, 9)):
+            x = torch.randn(2, 3, height, width)
+            gradients = [parameter_gradients(model, lambda f=f, x=x: f(x)) for f in (compiled, model)]
+            torch.testing.assert_close(*gradients, **REORDERED_BY_INDUCTOR)
+
+
+def test_compiled_training_of_rows_with_several_sizes():
+    """Batch and sequence change: after the second size, torch.compile makes them symbolic."""
+
+    def call(members, *tensors):
+        return [y for member in members for y in member(*(t.sin() for t in tensors[:2]), *tensors[2:])]
+
+    members = [member for member in MEMBERS if not member.takes_images]
+    compiled = torch.compile(partial(call, members), fullgraph=True)
+    for batch, rows in ((2, 5), (3, 5), (3, 7), (6, 4)):
+        shapes = (batch, rows, 8), (batch, rows, 8), (8,), (8,)
+        tensors = [torch.randn(shape).requires_grad_() for shape in shapes]
+        actual, expected = (with_gradients(f, tensors) for f in (compiled, partial(call, members)))
+        torch.testing.assert_close(actual, expected, **REORDERED_BY_INDUCTOR)
 
 
 def test_compiled_autograd_matches_eager():

@@ -30,6 +30,7 @@ const Library libraries[] = {
     library(Library::IMPL, DispatchKey::CPU, Operators::implement_cuda),
     library(Library::IMPL, DispatchKey::Meta, Operators::implement_meta),
     library(Library::IMPL, DispatchKey::Negative, Operators::implement_negative),
+    library(Library::IMPL, DispatchKey::Functionalize, Operators::implement_functionalize),
     library(Library::IMPL, DispatchKey::Autograd, Operators::implement_autograd),
     library(Library::IMPL, DispatchKey::FuncTorchBatchedDecomposition, Operators::implement_vmap),
     library(Library::IMPL, DispatchKey::FuncTorchBatched, Operators::implement_batched),
