@@ -223,7 +223,9 @@ def test_errors_of_residuals(backend, context):
     for dtype, residual in ((F32, BF16), (F16, BF16), (F16, F64), (F64, F32)):
         with raises("Expected residual to be of the dtype of input, but got residual of"):
             backend.forward.fused(x.to(dtype), [3], None, None, 1e-5, x.to(residual))
-    with raises("Expected residual to be of the dtype of input with memory_efficient=True, but got residual of dtype F"):
+    with raises(
+        "Expected residual to be of the dtype of input with memory_efficient=True, but got residual of dtype F"
+    ):
         weight = torch.ones(3, device=backend.device, requires_grad=True)  # else there is nothing to save
         backend.ops.forward.fused(x.half(), [3], weight, None, 1e-5, x, memory_efficient=True)
     with raises("Expected mean to be a tensor, but got None"):

@@ -243,7 +243,8 @@ def backward(
         dx = dx if grad_sum is None else dx + grad_sum
         results = [dx, dw, db, None, None]
         if gate is not None:
-            results[3:] = [gate * dx, (gated_input * dx).sum_to_size(gate.shape)]
+            dgate = None if gated_input is None else (gated_input * dx).sum_to_size(gate.shape)
+            results[3:] = [gate * dx, dgate]
     else:
         z = gate.clone().requires_grad_()
         with torch.enable_grad():
