@@ -220,6 +220,10 @@ ForwardOutputs forward_and_record(const ForwardArgs& args, bool images) {
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->input_type = static_cast<int64_t>(input.scalar_type());
   node->options = options;
+  if (options.is_gated_norm() && !keeps_gate) {  // the gradient of the bias is that of the plain norm
+    node->options.activation = static_cast<int64_t>(Activation::kNone);
+    node->options.gate_first = false;
+  }
   node->images = images;
   ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;

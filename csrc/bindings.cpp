@@ -69,8 +69,9 @@ bool needs_python(const Tensor& input) {
 optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape,
                                   const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
   if (needs_python(input)) return std::nullopt;
-  layernorm::check_layouts(input, /*residual=*/std::nullopt, weight, bias, /*gate=*/std::nullopt);
-  return layernorm::call_forward({input, normalized_shape.sizes, weight, bias, eps, {}}).output;
+  const layernorm::ForwardArgs args = {input, normalized_shape.sizes, weight, bias, eps, {}};
+  layernorm::check_layouts(args);
+  return layernorm::call_forward(args).output;
 }
 
 // The signature of a function, as torch's parser reads it.

@@ -163,23 +163,48 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
   check_device(name, statistic, input);
 }
 
-void check_layout(const char* name, const Tensor& tensor) {
-  const bool nested = tensor.is_nested();  // and of layout Strided or Jagged
-  if (!nested && tensor.layout() == at::kStrided) return;
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "Expected ", name, " to be a strided tensor, but got ",
-                              nested ? "a nested tensor" : c10::str(name, " of layout ", tensor.layout()));
+// Calls f(name, tensor) for each tensor of a call.
+template <class F>
+void for_each_tensor(const ForwardArgs& args, const F& f) {
+  f("input", args.input);
+  if (present(args.residual)) f("residual", *args.residual);
+  if (present(args.weight)) f("weight", *args.weight);
+  if (present(args.bias)) f("bias", *args.bias);
+  if (present(args.gate)) f("gate", *args.gate);
+}
+template <class F>
+void for_each_tensor(const BackwardArgs& args, const F& f) {
+  f("grad_output", args.grad_output);
+  f("input", args.input);
+  if (present(args.mean)) f("mean", *args.mean);
+  f("rstd", args.rstd);
+  if (present(args.weight)) f("weight", *args.weight);
+  if (present(args.bias)) f("bias", *args.bias);
+  if (present(args.grad_sum)) f("grad_sum", *args.grad_sum);
+  if (present(args.gate)) f("gate", *args.gate);
+  if (present(args.gated_input)) f("gated_input", *args.gated_input);
+}
+
+void check_layouts(const Tensor& input, const NamedParameters& parameters) {
+  check_layout("input", input);
+  for (const auto& [name, tensor] : parameters) {
+    if (tensor) check_layout(name, *tensor);
+  }
 }
 
 }  // namespace
 
-void check_layouts(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                   const optional<Tensor>& bias, const optional<Tensor>& gate, bool adaptive) {
-  check_layout("input", input);
-  if (present(residual)) check_layout("residual", *residual);
-  for (const auto& [name, tensor] : parameters(weight, bias, gate, adaptive)) {
-    if (tensor) check_layout(name, *tensor);
-  }
+void check_layout(const char* name, const Tensor& tensor) {
+  const bool nested = tensor.is_nested(), quantized = tensor.is_quantized();  // and of layout Strided or Jagged
+  if (!nested && !quantized && tensor.layout() == at::kStrided) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "Expected ", name, " to be a strided tensor, but got ",
+                              nested      ? "a nested tensor"
+                              : quantized ? "a quantized tensor"
+                                          : c10::str(name, " of layout ", tensor.layout()));
 }
+
+void check_layouts(const ForwardArgs& args) { for_each_tensor(args, check_layout); }
+void check_layouts(const BackwardArgs& args) { for_each_tensor(args, check_layout); }
 
 namespace {
 
@@ -207,6 +232,10 @@ void check_norm(const Tensor& input, SymIntArrayRef normalized_shape, const opti
                [&](int64_t d) { return d < static_cast<int64_t>(sizes.size() - count); });
   check_types(input, named);
   if (options.is_gated_norm()) check_gate(input, gate, options);
+  TORCH_CHECK(options.is_gated_norm() || !options.gate_first,
+              "Expected gate_first to be False without an activation, but got True with activation = None and input of "
+              "shape ",
+              sizes);
 }
 
 }  // namespace
@@ -215,6 +244,9 @@ void check_forward(const ForwardArgs& args) {
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
   check_norm(input, normalized_shape, weight, bias, gate, options);
   check_residual(residual, input);
+  TORCH_CHECK(!options.memory_efficient || !present(residual) || residual->scalar_type() == input.scalar_type(),
+              "Expected residual to be of the dtype of input with memory_efficient=True, but got residual of dtype ",
+              residual->scalar_type(), " and input of dtype ", input.scalar_type());
   if (!present(gate)) return;
   TORCH_CHECK(present(residual) != options.is_gated_norm(), "Expected ",
               options.is_gated_norm() ? "residual to be None with an activation, but got a tensor"
@@ -225,16 +257,35 @@ void check_forward(const ForwardArgs& args) {
 void check_arguments(const Tensor& input, const optional<Tensor>& residual, SymIntArrayRef normalized_shape,
                      const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate,
                      const ActivationName& activation) {
-  Options options;
-  options.activation = parse_activation(activation, input);
-  check_forward({input, normalized_shape, weight, bias, /*eps=*/0, options, residual, gate});
+  ForwardArgs args = {input, normalized_shape, weight, bias, /*eps=*/0, {}, residual, gate};
+  check_layouts(args);
+  args.options.activation = parse_activation(activation, input);
+  check_forward(args);
 }
+
+namespace {
+
+// Refuses what only a norm with a residual has, beside an activation.
+void check_belongs_to_residual(const char* name, const optional<Tensor>& tensor, const BackwardArgs& args) {
+  if (!args.options.is_gated_norm() || !present(tensor)) return;
+  TORCH_CHECK(false, "Expected ", name, " to be None with an activation, but got ", name, " of shape ",
+              tensor->sym_sizes(), " with activation = \"", *activation_name(args.options.activation),
+              "\" and input of shape ", args.input.sym_sizes());
+}
+
+}  // namespace
 
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
   check_norm(input, args.normalized_shape, args.weight, args.bias, args.gate, args.options);
-  check_like("grad_output", args.grad_output, input,
-             input.scalar_type() == at::kFloat && is_16_bit(args.grad_output.scalar_type()));
+  check_like(
+      "grad_output", args.grad_output, input,
+      !args.options.is_gated_norm() && input.scalar_type() == at::kFloat && is_16_bit(args.grad_output.scalar_type()));
+  check_belongs_to_residual("grad_sum", args.grad_sum, args);
+  check_belongs_to_residual("gated_input", args.gated_input, args);
+  TORCH_CHECK(!present(args.gated_input) || present(args.gate),
+              "Expected gated_input to be None without a gate, but got gated_input of shape ",
+              args.gated_input->sym_sizes(), " with gate = None and input of shape ", input.sym_sizes());
   if (present(args.grad_sum)) check_like("grad_sum", *args.grad_sum, input);
   if (present(args.gate) && !args.options.is_gated_norm()) {
     TORCH_CHECK(present(args.gated_input) || !args.output_mask[4],
@@ -244,19 +295,18 @@ void check_backward(const BackwardArgs& args) {
     if (present(args.gated_input)) check_like("gated_input", *args.gated_input, args.grad_output);
   }
   const auto shape = statistics_shape(input, args.normalized_shape);
-  if (needs_mean(args.options)) {
-    TORCH_CHECK(present(args.mean),
-                "Expected mean to be a tensor, but got None; only RMSNorm has none, and a backward from "
-                "the output");
-    check_statistic("mean", *args.mean, input, shape);
-  }
+  TORCH_CHECK(present(args.mean) || !needs_mean(args.options),
+              "Expected mean to be a tensor, but got None; only RMSNorm has none, and a backward from "
+              "the output");
+  if (present(args.mean)) check_statistic("mean", *args.mean, input, shape);
   check_statistic("rstd", args.rstd, input, shape);
 }
 
 void check_images(const Tensor& input, const optional<Tensor>& weight, const optional<Tensor>& bias) {
+  const auto named = parameters(weight, bias, /*gate=*/kAbsent);
+  check_layouts(input, named);
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
-  const auto named = parameters(weight, bias, /*gate=*/kAbsent);
   for (const auto& [name, tensor] : named) {
     if (!tensor) continue;
     const auto shape = tensor->sym_sizes();
@@ -275,11 +325,13 @@ void check_images(const Tensor& input, const optional<Tensor>& weight, const opt
 
 void check_modulation(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& scale,
                       const optional<Tensor>& shift, const optional<Tensor>& gate) {
+  const auto named = parameters(scale, shift, gate, /*adaptive=*/true);
+  check_layouts(input, named);
   check_norm(input, normalized_shape, {}, {}, {}, {});
   const auto batch_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
   SymIntArrayRef groups;  // the batch sizes of `first`, without ones at the end
   NamedParameter first = {};
-  for (const auto& parameter : parameters(scale, shift, gate, /*adaptive=*/true)) {
+  for (const auto& parameter : named) {
     const auto& [name, tensor] = parameter;
     if (!tensor) continue;
     const auto sizes = tensor->sym_sizes();
@@ -319,21 +371,13 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
     return call_check_allocated(tensor, name);
   }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
-      keys.has(DispatchKey::Functionalize)) {
+      keys.has(DispatchKey::Functionalize) || keys.has(DispatchKey::ZeroTensor)) {
     return;  // it has no data
   }
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
               tensor.sizes(), " has a freed storage");
 }
-
-namespace {
-
-void check_allocated(const char* name, const optional<Tensor>& tensor) {
-  if (present(tensor)) layernorm::check_allocated(*tensor, name);
-}
-
-}  // namespace
 
 void check_in_place(const ForwardArgs& args) {
   const Tensor& residual = *args.residual;
@@ -342,33 +386,21 @@ void check_in_place(const ForwardArgs& args) {
               residual.sym_sizes(), " is an inference tensor. Clone it to get a normal tensor");
   if (!has_memory(residual)) return;
   at::assert_no_internal_overlap(residual);
-  const auto check = [&](const Tensor& t) {
-    if (has_memory(t)) at::assert_no_overlap(residual, t);
-  };
-  check(args.input);
-  if (present(args.weight)) check(*args.weight);
-  if (present(args.bias)) check(*args.bias);
-  if (present(args.gate)) check(*args.gate);
+  for_each_tensor(args, [&](const char*, const Tensor& t) {
+    if (&t != &residual && has_memory(t)) at::assert_no_overlap(residual, t);
+  });
 }
 
 void check_allocated(const ForwardArgs& args) {
-  check_allocated(args.input, "input");
-  check_allocated("residual", args.residual);
-  check_allocated("weight", args.weight);
-  check_allocated("bias", args.bias);
-  check_allocated("gate", args.gate);
+  for_each_tensor(args, [](const char* name, const Tensor& t) { check_allocated(t, name); });
 }
 
 void check_allocated(const BackwardArgs& args) {
-  check_allocated(args.grad_output, "grad_output");
-  check_allocated(args.input, "input");
-  check_allocated("mean", args.mean);
-  check_allocated(args.rstd, "rstd");
-  check_allocated("weight", args.weight);
-  if (needs_bias(args.options)) check_allocated("bias", args.bias);  // else only its shape and dtype count
-  check_allocated("grad_sum", args.grad_sum);
-  check_allocated("gate", args.gate);
-  check_allocated("gated_input", args.gated_input);
+  // Only the shape and the dtype of other biases count.
+  const Tensor* const unread = present(args.bias) && !needs_bias(args.options) ? &*args.bias : nullptr;
+  for_each_tensor(args, [&](const char* name, const Tensor& t) {
+    if (&t != unread) check_allocated(t, name);
+  });
 }
 
 }  // namespace layernorm

@@ -7,9 +7,11 @@
 
 namespace layernorm {
 
-// Throws an error that names an argument that is sparse, nested or in MKL-DNN's layout. The dispatcher's names none.
-void check_layouts(const Tensor& input, const optional<Tensor>& residual, const optional<Tensor>& weight,
-                   const optional<Tensor>& bias, const optional<Tensor>& gate, bool adaptive = false);
+// Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. The kernels do not get
+// such tensors.
+void check_layout(const char* name, const Tensor& tensor);
+void check_layouts(const ForwardArgs& args);
+void check_layouts(const BackwardArgs& args);
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
 void check_forward(const ForwardArgs& args);
 // The same for arguments from Python or a graph.

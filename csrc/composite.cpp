@@ -14,7 +14,9 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "checks.h"
 #include "types.h"
@@ -90,6 +92,7 @@ Tensor derivative(const Tensor& gate, const Options& options) {
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
+  check_layouts(args);
   check_forward(args);
   check_allocated(args);
   if (in_place) check_in_place(args);
@@ -104,7 +107,9 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   }
   Tensor x = (sum.defined() ? sum : input).to(acc);
   if (activated.defined() && options.gate_first) x = x * activated;
-  const double root = std::sqrt(std::fabs(eps));
+  // A root that acc rounds to zero would make constant rows NaN.
+  const double least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
+  const double root = std::max(std::sqrt(std::fabs(eps)), least);
   const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
     return at::maximum(largest, first_scale * root);
   });
@@ -140,6 +145,7 @@ Terms::Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved
 Tensor Terms::mean(const Tensor& t) const { return mean_of(t, count); }
 
 BackwardOutputs backward_composite(const BackwardArgs& args) {
+  check_layouts(args);
   check_backward(args);
   check_allocated(args);
   const Options& options = args.options;

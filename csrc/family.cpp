@@ -22,6 +22,7 @@ ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
   }
   const SymIntArrayRef shape = args.normalized_shape;
   const ForwardArgs whole = {input, shape, args.weight, args.bias, args.eps, options, kAbsent, args.gate};
+  check_layouts(whole);
   check_forward(whole);
   TORCH_CHECK(groups >= 1 && (groups == 1 || (shape.size() == 1 && shape[0] % groups == 0)),
               "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = ", groups,
@@ -52,7 +53,6 @@ ForwardOutputs evaluate_gated(const MemberArgs& args, Options options) {
 ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   const Options options = {m.rms, args.zero_centered_weight || m.adaptive, args.memory_efficient,
                            /*preserve_layout=*/m.images};
-  check_layouts(args.input, args.residual, args.weight, args.bias, args.gate, m.adaptive);
   if (m.gated) return evaluate_gated(args, options);
   if (m.images) {
     check_images(args.input, args.weight, args.bias);
@@ -60,7 +60,9 @@ ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   }
   const SymIntArrayRef shape = args.normalized_shape;
   const auto call = [&](const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& gate) {
-    return call_forward({args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place});
+    const ForwardArgs whole = {args.input, shape, weight, bias, args.eps, options, args.residual, gate, args.in_place};
+    check_layouts(whole);
+    return call_forward(whole);
   };
   const auto insert_dims = [&](const optional<Tensor>& t) { return insert_batch_dims(t, args.input, shape); };
   if (m.adaptive) {

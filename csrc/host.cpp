@@ -122,8 +122,8 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
   const auto gate = args.options.is_gated_norm() ? args.gate : in_acc(args.gate);
   BackwardOutputs grads = kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, weight,
                                      bias, args.output_mask, args.grad_sum, args.options, gate, args.gated_input});
-  const auto sum_rows = [](Tensor& gradient, const GradientType& type) {
-    if (gradient.defined()) gradient = at::sum_to(gradient, type.model->sizes()).to(type.dtype);
+  const auto sum_rows = [&](Tensor& gradient, const GradientType& type) {
+    if (gradient.defined()) gradient = at::sum_to(gradient, type.sizes(args.normalized_shape)).to(type.dtype);
   };
   sum_rows(grads.grad_weight, types.weight);
   sum_rows(grads.grad_bias, types.bias);

@@ -7,7 +7,7 @@
 // or gate * input + residual, rounded to the residual's dtype. A zero-centered weight multiplies by weight + 1.
 //
 // A gated norm has a gate z [rows, cols] and an activation f: y = (xhat * weight + bias) * f(z) or, with gate_first,
-// the x that is normalized is input * f(z), which is not rounded.
+// the x that is normalized is input * f(z), rounded to Acc.
 //
 // Sources: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450. Zhang and Sennrich, Root Mean Square
 // Layer Normalization, 2019, arXiv:1910.07467.

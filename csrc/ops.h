@@ -133,6 +133,8 @@ struct InPlaceForwardOperator {
                                                  double eps, const Tensor& residual, const optional<Tensor>& gate,
                                                  bool rms, bool zero_centered_weight, bool memory_efficient,
                                                  bool preserve_layout) {
+    TORCH_CHECK(residual.defined(), "Expected residual to be a tensor, but got None for input of shape ",
+                input.sym_sizes());
     const Options options = {rms, zero_centered_weight, memory_efficient, preserve_layout};
     auto [output, sum, mean, rstd] =
         kForward({input, normalized_shape, weight, bias, eps, options, residual, gate, /*in_place=*/true});

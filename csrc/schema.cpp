@@ -67,7 +67,7 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
                 zero_centered_weight, memory_efficient, preserve_layout);
     return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
   }
-  if (present(args.residual) || present(args.gate) || args.options.is_gated_norm()) {
+  if (present(args.residual) || present(args.gate) || args.options.is_gated_norm() || gate_first) {
     static const auto op = find<FusedForwardOperator<nullptr>>("forward", "fused");
     auto [output, sum, mean, rstd] =
         op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, args.residual, args.gate, rms,
@@ -82,7 +82,7 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
   const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout, activation, gate_first] = args.options;
-  if (present(args.gate)) {
+  if (present(args.gate) || present(args.gated_input) || args.options.is_gated_norm() || gate_first) {
     static const auto op = find<FusedBackwardOperator<nullptr>>("backward", "fused");
     auto [grad_input, grad_weight, grad_bias, grad_gated_input, grad_gate] =
         op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,

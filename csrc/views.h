@@ -46,6 +46,8 @@ using MaybeOwned = c10::MaybeOwned<Tensor>;
 //
 // The batch dimensions in which a parameter has the input's size are groups, the others are rows. If all rows share the
 // parameters, groups and rows are outer and inner batch dimensions, divided so that the input need not be copied.
+// With channels_first, only the first dimension, the images, may be a group. Otherwise the kernel for one image, and
+// therefore its bits, would differ from that for several, whose pixels are not adjacent in memory.
 class Views {
  public:
   // `output` has the layout of all outputs. `elementwise_gate` is that of a gated norm.
@@ -67,6 +69,10 @@ class Views {
     }
     const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
     channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
+    if (channels_first) {
+      const auto pixels = joint_stride(output, 1, batch_dims_, 0, [](int64_t) { return true; });
+      has_kernel_ = pixels == 1 && std::find(is_group_.begin() + 1, is_group_.end(), true) == is_group_.end();
+    }
     const auto gate_fits = [&] { return !present(elementwise_gate) || fits(*elementwise_gate); };
     if (!grouped && !divide([&] { return fits(output) && fits(input) && gate_fits(); }) &&
         !divide([&] { return fits(output) && fits(input); })) {
@@ -78,6 +84,7 @@ class Views {
   // Whether the kernels can use the strides of a tensor.
   bool fits(const Tensor& t) const {
     if (is_plain_ && t.is_contiguous()) return true;
+    if (!has_kernel_) return false;
     const View strides = view(t, nullptr);
     return strides.group_stride >= 0 && strides.row_stride >= 0 &&
            (channels_first ? strides.col_stride >= 0 && strides.row_stride == 1 : strides.col_stride == 1);
@@ -132,13 +139,15 @@ class Views {
   template <class F>
   bool divide(const F& done) {
     std::fill(is_group_.begin(), is_group_.end(), false);
-    for (int64_t d = 0; d < batch_dims_ && !done(); ++d) is_group_[d] = true;
+    const int64_t end = channels_first ? std::min<int64_t>(batch_dims_, 1) : batch_dims_;
+    for (int64_t d = 0; d < end && !done(); ++d) is_group_[d] = true;
     return done();
   }
 
   const Tensor& output_;
   int64_t batch_dims_;
-  bool is_plain_;  // one group of contiguous rows, as in nearly every call
+  bool is_plain_;           // one group of contiguous rows, as in nearly every call
+  bool has_kernel_ = true;  // false for images whose pixels are apart, or have parameters of their own
   c10::SmallVector<bool, 5> is_group_;
 };
 

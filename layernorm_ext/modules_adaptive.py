@@ -85,7 +85,8 @@ class AddAdaLayerNorm(AdaLayerNorm):
     Args:
         normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
         eps: Added to the variance.
-        inplace: Whether to overwrite the residual with the sum.
+        inplace: Whether to overwrite the residual with the sum. A chain of such modules cannot be trained, see
+            :func:`layernorm_ext.add_layer_norm`.
 
     Shape:
         Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. Scale, shift and gate:

@@ -298,7 +298,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0, 0.1, 1e6, 1e20, -3e37, huge])[:, None].repeat(1, 49)
     x[:3, :-1] = 1
     x, bias = x.to(backend.device), torch.ones(49, device=backend.device)
-    for eps in (1e-5, 1e-30):
+    for eps in (1e-5, 1e-30, 1e-300):
         y = vmap(lambda x, eps=eps: forward(backend, x, None, None, bias, eps, rms=rms).output)(x)
         assert y[0].isnan().all()
         assert rms or y[1:3].isnan().all()

@@ -177,13 +177,19 @@ def test_constant_rows_of_any_size(backend, run, dtype, eps):
     """They give exactly the bias. The gradients are divided by the root of eps, if its reciprocal is a number."""
     eps = max(eps, SMALLEST_EPS[backend.name][dtype == F64])
     limits = torch.finfo(dtype)
-    values = torch.tensor([limits.max, -limits.max / 4, 1e4, -3, 0, limits.tiny], dtype=F64).to(dtype)
-    for cols in (1, 7, 64, 1024):
+    # A mean of 3 to 37 elements of the values between 0 and 1 may be off by a rounding, whose square overflows if it is
+    # divided by a tiny eps.
+    values = [limits.max, -limits.max / 4, 1e4, -3, 0, limits.tiny, 0.7, -0.1, 1 / 3, 0.9999999]
+    values = torch.tensor(values, dtype=F64).to(dtype)
+    for cols in (1, 3, 7, 37, 64, 1024):
         x = values[:, None].repeat(1, cols).to(backend.device)
         dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, cols, cols))
         results = run(backend, x, dy, w, b, eps)
         mean, rstd = results.mean, results.rstd
         assert torch.equal(results.output, b.expand_as(x)) and torch.equal(mean, x[:, :1].to(mean.dtype))
+        for first in (False, True):
+            gate, options = torch.zeros_like(x), {"activation": "sigmoid", "gate_first": first}
+            assert not backend.ops.forward.fused(x, [cols], None, None, eps, None, gate, **options)[0].any()
         right = torch.tensor(eps**-0.5, dtype=rstd.dtype, device=backend.device)  # infinity in float32 for 1e-300
         torch.testing.assert_close(rstd, right.expand_as(rstd), rtol=torch.finfo(rstd.dtype).eps, atol=0)
         if right.isfinite():

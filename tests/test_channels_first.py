@@ -59,6 +59,14 @@ def transposed_pixels(images):
     return images.mT.contiguous().mT
 
 
+def transposed_batch(images):
+    return images.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def transposed_rows(images):
+    return images.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def sliced_channels_last(images):
     """Return a view that is not dense; the results are."""
     images = images.to(memory_format=CHANNELS_LAST)
@@ -112,6 +120,21 @@ def test_bits_of_a_pixel_depend_on_the_pixel_alone(backend, dtypes):
     for gap, offset in ((0, 0), (0, 1), (1, 3), (5, 13)):
         views = [amid_nans(t, gap, offset) for t in (x, dy)]
         assert_same_bits(run_images(backend, *views, w, b), expected, gap, offset)
+
+
+@data_dtypes
+@pytest.mark.parametrize("batch", [(1, 5, 6), (3, 5, 6), (1, 5, 1), (3, 5, 1), (3, 1, 1), (1, 1, 1)], ids=str)
+def test_bits_of_an_image_depend_on_the_image_alone(backend, dtype, batch):
+    """Also where parameters vary between the pixels. In layouts that keep the pixels apart, rows are normalized."""
+    x, dy = (randn((3, 37, 5, 6), dtype, backend.device, offset=10) for _ in range(2))
+    w, b = (randn((*batch, 37), dtype, backend.device) for _ in range(2))
+    for layout in (torch.clone, transposed_batch, transposed_pixels, transposed_rows):
+        expected = run_images(backend, layout(x), layout(dy), w, b)
+        for n in range(3):
+            one, own = slice(n, n + 1), slice(n, n + 1) if len(w) > 1 else slice(None)
+            for images in (layout(x)[one], layout(x[one])):
+                results = run_images(backend, images, layout(dy[one]), w[own], b[own])
+                assert_same_bits(results.rows(), expected.rows(one), n)
 
 
 def test_autocast_keeps_the_single_node_of_the_graph():

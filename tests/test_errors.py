@@ -168,6 +168,45 @@ def test_errors_of_gates(backend, context):
         "Expected gated_input to be of the shape of input, but got gated_input of shape [1, 3] and input of sh"
     ):
         backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0], x[:1])
+    with raises("Expected gate_first to be False without an activation, but got True with activation = None and inp"):
+        forward(*arguments, x, x[0], gate_first=True)
+    with raises("Expected gate_first to be False without an activation, but got True with activation = None and inp"):
+        forward(*arguments, gate_first=True)
+
+
+WRONG_BACKWARD = {  # of a gated norm unless the activation is None
+    'Expected gate to be a tensor with activation = "silu", but got None for input of shape [2, 3]': {"gate": None},
+    "Expected grad_output to be of the dtype of input, but got grad_output of dtype Half and input of dtype Float": {
+        "grad_output": X.half()
+    },
+    'Expected grad_sum to be None with an activation, but got grad_sum of shape [2, 3] with activation = "silu" and': {
+        "grad_sum": X
+    },
+    "Expected gated_input to be None with an activation, but got gated_input of shape [1, 3] with activation = ": {
+        "gated_input": X[:1]
+    },
+    "Expected gated_input to be None without a gate, but got gated_input of shape [2, 3] with gate = None and input": {
+        "gated_input": X,
+        "gate": None,
+        "activation": None,
+    },
+    "Expected gate_first to be False without an activation, but got True with activation = None and input of shape": {
+        "gate_first": True,
+        "activation": None,
+        "gate": None,
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), WRONG_BACKWARD.items())
+@pytest.mark.parametrize("gate_dtype", [F32, F16], ids=str)
+def test_errors_of_backward_of_a_gated_norm(backend, context, message, changes, gate_dtype):
+    """A gate of another dtype than the input takes another way."""
+    arguments = {"grad_output": X, "input": X, "mean": STATISTICS, "rstd": STATISTICS, "weight": None, "bias": None}
+    arguments |= {"normalized_shape": [3], "output_mask": [True] * 5, "grad_sum": None, "activation": "silu"}
+    arguments |= {"gate": X.to(gate_dtype)} | changes
+    with raises(message):
+        backend.ops.backward.fused(**to_device(arguments, backend.device))
 
 
 def test_errors_of_residuals(backend, context):
@@ -184,6 +223,11 @@ def test_errors_of_residuals(backend, context):
     for dtype, residual in ((F32, BF16), (F16, BF16), (F16, F64), (F64, F32)):
         with raises("Expected residual to be of the dtype of input, but got residual of"):
             backend.forward.fused(x.to(dtype), [3], None, None, 1e-5, x.to(residual))
+    with raises(
+        "Expected residual to be of the dtype of input with memory_efficient=True, but got residual of dtype F"
+    ):
+        weight = torch.ones(3, device=backend.device, requires_grad=True)  # else there is nothing to save
+        backend.ops.forward.fused(x.half(), [3], weight, None, 1e-5, x, memory_efficient=True)
     with raises("Expected mean to be a tensor, but got None"):
         backend.backward(x, x, [3], None, statistics, None, None, ALL)
 
@@ -193,6 +237,11 @@ def test_in_place_residual_must_not_overlap(backend):
     for residual in (torch.zeros(3, device=backend.device).expand(2, 3), x):
         with pytest.raises(RuntimeError, match="single memory location"):
             backend.ops.forward_(x, [3], None, None, 1e-5, residual)
+
+
+def test_a_residual_that_is_overwritten_must_be_a_tensor(backend, context):
+    with raises("Expected residual to be a tensor, but got None for input of shape [2, 3]"):
+        backend.ops.forward_(X.to(backend.device), [3], None, None, 1e-5, None)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "mean", "rstd", "grad_output"])
@@ -452,6 +501,36 @@ def test_tensors_of_other_layouts_are_refused_by_name(name, layout):
                 function(**wrong)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [*LAYOUTS, "a quantized tensor"])
+def test_operators_refuse_tensors_of_other_layouts_by_name(layout):
+    """The dispatcher's error names no argument."""
+    ops, x, w = torch.ops.layernorm, torch.ones(4, 4), torch.ones(4)
+    wrong = LAYOUTS.get(layout, lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8))(w)
+    backward = (x, x, [4], w, w, None, None)
+    calls = {
+        "input": [lambda: ops.forward(wrong, [4]), lambda: ops.check_forward(wrong, None, [4], None, None)],
+        "weight": [lambda: ops.forward(x, [4], wrong), lambda: ops.check_images(x, wrong, None)],
+        "residual": [lambda: ops.forward_(x, [4], None, None, 1e-5, wrong)],
+        "gate": [lambda: ops.forward.fused(x, [4], None, None, 1e-5, None, wrong, activation="silu")],
+        "rstd": [lambda: ops.backward(x, x, [4], None, wrong, None, None, ALL)],
+        "gated_input": [lambda: ops.backward.fused(*backward, [True] * 5, None, None, wrong)],
+        "shift": [lambda: ops.check_modulation(x, [4], None, wrong)],
+    }
+    for name, functions in calls.items():
+        message = f"Expected {name} to be a strided tensor, but got {layout.strip().replace('gate', name)}"
+        for function in functions:
+            with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
+                function()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("function", [layer_norm_2d, layernorm_ext.rms_norm_2d])
+def test_functions_of_images_refuse_nested_tensors_by_name(function):
+    with pytest.raises(NotImplementedError, match="^Expected input to be a strided tensor, but got a nested tensor"):
+        function(LAYOUTS["a nested tensor"](torch.ones(2, 4, 4)))
+
+
 ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices
     "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta")),
     "Expected gate to be on the device of input": (
@@ -492,14 +571,18 @@ CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 @pytest.mark.skipif(_build_info.with_cuda, reason="the package was built with CUDA")
 @pytest.mark.parametrize(
-    ("operator", "others"),
-    [(torch.ops.layernorm.forward.default, ()), (torch.ops.layernorm.forward.fused, (None, None, 1e-5, X))],
-    ids=["forward", "fused"],
+    ("operator", "arguments"),
+    [
+        (torch.ops.layernorm.forward.default, (X, [3])),
+        (torch.ops.layernorm.forward.fused, (X, [3], None, None, 1e-5, X)),
+        (torch.ops.layernorm.backward.fused, (X, X, [3], None, STATISTICS, None, None, [True] * 5, None, None)),
+    ],
+    ids=["forward", "fused", "backward"],
 )
-def test_build_without_cuda(operator, others):
+def test_build_without_cuda(operator, arguments):
     """A CUDA tensor gets this error."""
     with raises("layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints"):
-        operator.redispatch(CUDA_KEYS, X, [3], *others)
+        operator.redispatch(CUDA_KEYS, *arguments)
 
 
 @pytest.mark.skipif(not _build_info.with_cuda or torch.cuda.is_available(), reason="needs CUDA kernels and no GPU")

@@ -175,6 +175,10 @@ def test_in_place_addition_is_tracked_or_refused_by_autograd():
     add(x, saved, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
+    output, total = add(x, r.detach().clone(), inplace=True)
+    add(output, total, inplace=True)  # as the next block does
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 @family

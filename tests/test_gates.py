@@ -63,6 +63,7 @@ GATES = {
     "gate and weight per sample": ((3, 5), (3, 1), (3, 1)),
     "weight per sample, gate shared": ((3, 5), (3, 1), ()),
     "no weight": ((3, 5), None, (3, 1)),
+    "no weight, gate per outer and inner dimension": ((2, 3, 4), None, (2, 1, 4)),
     "many rows": ((2, 70), (), (2, 1)),
     "one gate for many rows": ((300,), (), ()),
 }

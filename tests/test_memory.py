@@ -57,11 +57,14 @@ def test_operators_refuse_freed_tensors(backend, operator, images, view):
             function(**tensors | {name: freed(tensor, view)}, normalized_shape=(8,), **options)
 
 
-@pytest.mark.parametrize(
+members_and_arguments = pytest.mark.parametrize(
     ("member", "name"),
     [(member, name) for member in MEMBERS for name in arguments_of(member)],
     ids=lambda value: getattr(value, "name", value),
 )
+
+
+@members_and_arguments
 def test_functions_refuse_freed_tensors(member, name):
     """Eager, recorded, without autograd, and as compositions of aten operations."""
     shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
@@ -82,6 +85,28 @@ def test_functions_refuse_freed_tensors(member, name):
     if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
         with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
             torch.vmap(call)(torch.randn(2, *shape))
+
+
+@members_and_arguments
+def test_functions_take_zeros_without_memory(member, name):
+    """Torch makes such tensors in forward-mode AD. They cannot be changed in place."""
+    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
+    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
+    tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
+    zeros = {name: torch._efficientzerotensor(shapes[name])}
+    overwrites = "inplace" in member.options
+    if overwrites and name.startswith("residual"):
+        return
+
+    def call(tensors):
+        tensors = tensors | ({"residual or gate": tensors["residual or gate"].clone()} if overwrites else {})
+        arguments, options = member.arguments(*tensors.values())
+        return member.function(*arguments, **options)
+
+    torch.testing.assert_close(call(tensors | zeros), call(tensors | {name: torch.zeros(shapes[name])}))
+    other = "weight" if name == "input" else "input"
+    _, tangent = torch.func.jvp(lambda t: call(tensors | zeros | {other: t}), (tensors[other],), (tensors[other],))
+    assert all(t.isfinite().all() for t in (tangent if member.adds else (tangent,)))
 
 
 def test_backward_refuses_saved_tensors_that_were_freed():

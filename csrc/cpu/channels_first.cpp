@@ -178,7 +178,10 @@ bool compute_statistics(const ForwardParams& p, const Block<const T> x, const in
       const bool needs_scale = !std::isfinite(variance) || is_small;
       if (!scaled) stats.scale[j] = needs_scale ? scale_for(stats.rstd[j], stats.center[j]) : Acc(1);
       in_range &= !needs_scale;
-      if (!is_estimate || !(correction * correction > variance)) continue;
+      if (!is_estimate) continue;
+      const double square = correction * correction;
+      const bool is_scaled = scaled && stats.scale[j] != 1;  // its squares may overflow or underflow, as in forward.cpp
+      if (is_scaled ? square < variance && std::isfinite(variance) : !(square > variance)) continue;
       stats.center[j] = static_cast<Acc>(stats.center[j] + correction);
       is_far = true;
     }

@@ -60,8 +60,9 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks
 }
 
 // The statistics of kCount rows, the first at x, with the given centers. A row whose center is an estimate too far from
-// the mean is read again. If scaled, the rows are first multiplied by the scale. The differences are stored unless
-// `differences` is nullptr.
+// the mean is read again. If scaled, the rows are first multiplied by the scale. In a scaled row of equal elements, the
+// square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
+// differences are stored unless `differences` is nullptr.
 template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
 Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
                                                 AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center,
@@ -95,15 +96,17 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
     rstd = 1 / rstd;
   }
   // All rows are tested at once, because tests of single rows would slow down short rows.
-  bool in_range = all(variance < std::numeric_limits<double>::infinity());
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  bool in_range = all(variance < kInfinity);
   if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
-  const bool far = !all(~(correction * correction > variance));
+  auto is_far = correction * correction > variance;
+  if constexpr (scaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
   const auto rounded = [](const Doubles& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
   Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(rstd), in_range, differences};
-  if (!far || !is_estimate) return stats;
+  if (all(~is_far) || !is_estimate) return stats;
   stats.differences = nullptr;
   for (int r = 0; r < kCount; ++r) {
-    if (!(correction[r] * correction[r] > variance[r])) continue;
+    if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
     const auto row =
         compute_statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);

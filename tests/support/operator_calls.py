@@ -1,0 +1,393 @@
+"""Random calls of every operator, most of them wrong: see test_operator_calls.py.
+
+Each call must raise an error that names an argument, or return the results of the formulas in float64. The shape
+functions must give the same errors, shapes, dtypes and strides. ``python -m support.operator_calls 0 100000`` makes the
+calls of these numbers and prints what is wrong. With ``--show`` it also prints each number before its call, so that the
+last one is that of a call that crashes.
+"""
+
+import random
+import re
+import sys
+import warnings
+
+import torch
+
+import layernorm_ext  # noqa: F401  (registers the operators)
+
+OPERATORS = {
+    name: getattr(getattr(torch.ops.layernorm, name.partition(".")[0]), name.partition(".")[2] or "default")
+    for name in ("forward", "forward.fused", "forward_.fused", "backward", "backward.fused")
+}
+CHECKS = {
+    name: getattr(torch.ops.layernorm, name).default
+    for name in ("check_forward", "check_images", "check_modulation", "check_allocated")
+}
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+# Relative to the largest result. Errors of rounding are 100 times smaller, wrong formulas are off by the whole.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+# Right calls
+
+
+def right_call(name, rng):
+    """Return the arguments of a right call."""
+    batch = rng.choice([(), (3,), (1,), (2, 3), (5, 4, 2), (1, 7), (0, 3), (2, 70)])
+    shape = rng.choice([(4,), (16,), (2, 8), (1,), (33,)])
+    dtype = rng.choice(DTYPES)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    kinds = ["residual", "gated residual"] if name == "forward_.fused" else ["plain"]
+    kinds = ["plain", "residual", "gated residual", "activation"] if name.endswith("d.fused") else kinds
+    kind = rng.choice(kinds)
+    groups = [rng.choice([1, size]) for size in batch]
+    flags = {flag: rng.random() < 0.3 for flag in ("rms", "zero_centered_weight", "memory_efficient")}
+    flags["memory_efficient"] &= kind != "activation"
+
+    def draw(dtype):
+        return torch.randn((*batch, *shape), dtype=torch.float64).to(dtype)
+
+    def parameter(least=0.5):
+        """Return numbers in [least, least + 1), which may be divisors."""
+        sizes = rng.choice([shape, (*groups, *shape), (*[1] * len(batch), *shape)])
+        values = torch.rand(sizes, dtype=torch.float64) + least
+        return values.to(rng.choice([dtype, wide, rng.choice(DTYPES)]))
+
+    args = {"input": draw(dtype), "normalized_shape": list(shape)}
+    args["weight"] = rng.choice([None, parameter(least=-0.5 if flags["zero_centered_weight"] else 0.5)])
+    args["bias"] = rng.choice([None, parameter()])
+    if "fused" in name:
+        args["gate"] = {"gated residual": parameter(), "activation": draw(rng.choice([dtype, wide]))}.get(kind)
+    args |= flags | {"preserve_layout": rng.random() < 0.3}
+    if kind == "activation":
+        args |= {"activation": rng.choice(["silu", "sigmoid"]), "gate_first": rng.random() < 0.5}
+    if "forward" in name:
+        args["eps"] = 0.01
+        if "residual" in kind:
+            args["residual"] = draw(rng.choice([dtype, wide]))
+        return args
+    if kind != "activation":
+        args["input"] = args["input"].to(rng.choice([dtype, wide]))
+        args["grad_sum"] = rng.choice([None, draw(args["input"].dtype)])
+    elif "fused" in name:
+        args["grad_sum"] = None
+    if kind == "gated residual":
+        args["gated_input"] = draw(dtype)
+    args["grad_output"] = draw(dtype)
+    args["output_mask"] = [rng.random() < 0.7 for _ in range(5 if "fused" in name else 3)]
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    x, dims = args["input"].double(), tuple(range(-len(shape), 0))
+    args["mean"] = None if flags["rms"] else x.mean(dims, keepdim=True).to(acc)
+    args["rstd"] = (x.square().mean(dims, keepdim=True) + 0.01).rsqrt().to(acc)
+    return args
+
+
+def right_check(name, rng):
+    """Return the arguments of a check of the arguments of a right call."""
+    args = right_call("forward.fused", rng)
+    if name == "check_allocated":
+        return {"tensor": args["input"], "name": "input"}
+    if name == "check_images":
+        c = rng.choice([1, 5])
+        return {"input": torch.randn(2, c, 3, 3), "weight": torch.randn(c), "bias": torch.randn(2, c)}
+    if name == "check_modulation":
+        x, shape = torch.randn(2, 3, 4), rng.choice([(4,), (2, 4), (2, 1, 4)])
+        return {"input": x, "normalized_shape": [4], "scale": torch.randn(shape), "shift": torch.randn(shape)}
+    names = [argument.name for argument in CHECKS[name]._schema.arguments]
+    return {key: args.get(key) for key in names}
+
+
+# What makes a call wrong, or unusual
+
+
+def other_shape(t, rng):
+    choices = [t[None], t.flatten(), t.new_ones(7), t.new_ones(())]
+    return rng.choice([*choices, t[..., :1], t[:1], torch.cat([t, t], -1)] if t.dim() else choices)
+
+
+def other_dtype(t, rng):
+    return t.to(rng.choice([*DTYPES, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn]))
+
+
+def other_layout(t, rng):
+    t = t.float()
+    return rng.choice(
+        [
+            t.to_sparse,
+            t.view(-1, t.size(-1) if t.numel() else 1).to_sparse_csr if t.dim() else t.to_sparse,
+            t.to_mkldnn,
+            lambda: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
+            lambda: torch.nested.nested_tensor([t, t] if t.dim() else [t[None]]),
+            lambda: torch.nested.nested_tensor([t, t] if t.dim() else [t[None]], layout=torch.jagged),
+        ]
+    )()
+
+
+def freed(t, rng):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def overlapping(t, rng):
+    """Return a tensor some of whose elements share memory."""
+    dim = rng.randrange(t.dim()) if t.dim() else 0
+    return t.narrow(dim, 0, 1).expand(t.shape) if t.numel() and t.dim() else t
+
+
+def strided(t, rng):
+    dims = rng.sample(range(t.dim()), t.dim())
+    back = sorted(range(t.dim()), key=dims.__getitem__)
+    return rng.choice([t.permute(dims).contiguous().permute(back), torch.stack([t, t], -1)[..., 0]])
+
+
+CHANGES = {
+    "None": lambda t, rng: None,
+    "shape": other_shape,
+    "dtype": other_dtype,
+    "device": lambda t, rng: t.to("meta"),
+    "layout": other_layout,
+    "freed": freed,
+    "empty": lambda t, rng: t.new_empty([0, *t.shape[1:]]),
+    "negative": lambda t, rng: torch._neg_view(-t),
+    "zeros": lambda t, rng: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "overlapping": overlapping,
+    "strided": strided,
+}
+VALUES = {
+    "rms": [False, True],
+    "zero_centered_weight": [False, True],
+    "memory_efficient": [False, True],
+    "preserve_layout": [False, True],
+    "gate_first": [False, True],
+    "activation": [None, "silu", "relu"],
+    "normalized_shape": [[], [3], [0], [-1], [4], [4, 4, 4, 4, 4]],
+}
+
+
+def change(name, args, rng):
+    """Change up to two tensors and up to one other argument; return what has changed in words."""
+    changes, ones = [], torch.ones_like(args.get("input", torch.ones(2)))
+    schema = (OPERATORS | CHECKS)[name]._schema.arguments
+    tensors = [argument.name for argument in schema if "Tensor" in str(argument.type)]
+    others = [argument.name for argument in schema if argument.name in VALUES]
+    for key in rng.sample(tensors, min(len(tensors), rng.choice([0, 1, 1, 1, 2]))):
+        kind = rng.choice(list(CHANGES))
+        if (key, kind) == ("bias", "freed") and name.startswith("backward"):
+            continue  # often only its shape and dtype count
+        value = ones if args.get(key) is None else args[key]
+        args[key] = CHANGES[kind](value, rng)
+        changes.append(f"{key}: {kind}")
+    if others and rng.random() < 0.25:
+        key = rng.choice(others)
+        args[key] = rng.choice(VALUES[key])
+        changes.append(f"{key}={args[key]}")
+    return changes
+
+
+# Right results, in float64
+
+
+def activate(gate, name):
+    return torch.sigmoid(gate) * (gate if name == "silu" else 1)
+
+
+def formulas(name, args):
+    """Return the right results of a call."""
+    values = {key: t.double() if isinstance(t, torch.Tensor) else t for key, t in args.items()}
+    return (forward if "forward" in name else backward)(args, **values)
+
+
+def forward(
+    args, input, normalized_shape, eps, weight=None, bias=None, residual=None, gate=None, rms=False,
+    zero_centered_weight=False, activation=None, gate_first=False, **_,
+):  # fmt: skip
+    dims = tuple(range(-len(normalized_shape), 0))
+    x, total, factor = input, None, 1 if activation is None else activate(gate, activation)
+    if residual is not None:
+        total = x = ((1 if gate is None else gate) * input + residual).to(args["residual"].dtype).double()
+    x = x * factor if gate_first else x
+    mean = torch.zeros(()) if rms else x.mean(dims, keepdim=True)
+    rstd = ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
+    y = (x - mean) * rstd * (1 if weight is None else weight + zero_centered_weight) + (0 if bias is None else bias)
+    y = y if gate_first else y * factor
+    return {"output": y, "sum": total, "mean": None if rms else mean, "rstd": rstd}
+
+
+def backward(
+    args, grad_output, input, normalized_shape, rstd, output_mask, weight=None, bias=None, grad_sum=None, gate=None,
+    gated_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, activation=None, gate_first=False,
+    **_,
+):  # fmt: skip
+    dims = tuple(range(-len(normalized_shape), 0))
+    shape = next((p.shape for p in (weight, bias) if p is not None), normalized_shape)
+    w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
+
+    def average(t):
+        return t.mean(dims, keepdim=True)
+
+    def xhat_of(x):
+        x = (x - b) / w if memory_efficient else x * rstd
+        return x if rms else x - average(x)
+
+    def gradients(x, dy):
+        xhat, g = xhat_of(x), dy * w
+        dx = rstd * ((g if rms else g - average(g)) - xhat * average(g * xhat))
+        dw, db = dy * xhat, dy + 0 * x
+        shapes = (shape if weight is None else weight.shape), (shape if bias is None else bias.shape)
+        return dx, *(t.sum_to_size(s) for t, s in zip((dw, db), shapes, strict=True))
+
+    if activation is None:
+        dx, dw, db = gradients(input, grad_output)
+        dx = dx if grad_sum is None else dx + grad_sum
+        results = [dx, dw, db, None, None]
+        if gate is not None:
+            dgate = None if gated_input is None else (gated_input * dx).sum_to_size(gate.shape)
+            results[3:] = [gate * dx, dgate]
+    else:
+        z = gate.clone().requires_grad_()
+        with torch.enable_grad():
+            f = activate(z, activation)
+            (derivative,) = torch.autograd.grad(f.sum(), z) if z.numel() else (z,)
+        f = f.detach()
+        if gate_first:
+            du, dw, db = gradients(input * f, grad_output)
+            results = [du * f, dw, db, None, du * input * derivative]
+        else:
+            dx, dw, db = gradients(input, grad_output * f)
+            results = [dx, dw, db, None, grad_output * (xhat_of(input) * w + b) * derivative]
+    names = ("grad_input", "grad_weight", "grad_bias", "grad_gated_input", "grad_gate")
+    mask = [*output_mask, False, False][:5]
+    return {name: t if wanted else None for name, t, wanted in zip(names, results, mask, strict=True)}
+
+
+# Calls
+
+
+def is_plain(value):
+    """Whether a tensor has a shape function and values."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or value.is_quantized:
+        return False
+    return not value.is_meta and (value._is_zerotensor() or not value.numel() or value.untyped_storage().nbytes() > 0)
+
+
+def like(value):
+    """Return a meta tensor like a plain one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # torch expands a zero for the kernels
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
+
+
+def facts(t):
+    """Return what a shape function says of a result. The strides of dimensions of size 1 are torch's choice."""
+    if t is None:
+        return None
+    return t.shape, t.dtype, [(n, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if t.numel() and n > 1]
+
+
+def outcome(function, args):
+    """Return the results of a call as a list, or the first line of its error."""
+    try:
+        results = function(**args)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+# Errors of torch that name no argument: of residuals that cannot be changed in place, and of calls without any tensor.
+TORCH_ERRORS = ("ZeroTensors are immutable", "unsupported operation: ", "There were no tensor arguments")
+INTERNAL = ("Internal", "INTERNAL", "Could not run", "Undefined")
+
+
+def fault(name, args):
+    """Make a call and return what is wrong with its result, or None."""
+    function = (OPERATORS | CHECKS)[name]
+    plain = all(is_plain(value) for value in args.values())
+    before = dict(args)
+    if plain and args.get("residual") is not None:
+        before["residual"] = args["residual"].clone()  # forward_ changes it
+    actual = outcome(function, args)
+    if isinstance(actual, str):
+        if not actual.startswith(TORCH_ERRORS):
+            named = any(re.search(rf"\b{key}\b", actual) for key in (*args, "activation", "gated_input"))
+            if not named or any(word in actual for word in INTERNAL):
+                return f"the error names no argument: {actual}"
+        if not plain or actual.startswith(TORCH_ERRORS) or "ot allocated" in actual:
+            return None
+        expected = outcome(function, {key: like(value) for key, value in args.items()})
+        return None if actual == expected else f"the shape function says {expected!r}, and the operator {actual!r}"
+    if name in CHECKS:
+        return None
+    if not plain:
+        return None if all(t is None or t.is_meta for t in actual) else f"accepts {describe(args)}"
+    expected = outcome(function, {key: like(value) for key, value in args.items()})
+    if isinstance(expected, str):
+        return f"only the shape function refuses the call: {expected}"
+    if name == "forward":
+        actual.insert(1, None)
+        expected.insert(1, None)
+    if name == "forward_.fused":
+        actual.insert(1, args["residual"])
+        expected.insert(1, like(args["residual"]))
+    for t, e in zip(actual, expected, strict=True):
+        if facts(t) != facts(e):
+            return f"a result of {describe({'': t})} is {describe({'': e})} for the shape function"
+    return compare(name, before, actual)
+
+
+def compare(name, args, actual):
+    weight = args.get("weight")
+    if args["memory_efficient"] and "backward" in name and weight is not None:
+        divisor = weight.double() + args["zero_centered_weight"]
+        if divisor.numel() and divisor.abs().min() < 0.1:
+            return None
+    if args.get("activation") and args.get("gate") is None:
+        return "accepts an activation without a gate"
+    dtype = max((t.dtype for t in args.values() if isinstance(t, torch.Tensor)), key=lambda d: TOLERANCES.get(d, 0))
+    for (key, right), result in zip(formulas(name, args).items(), [*actual, None, None], strict=False):
+        if (result is None) != (right is None):
+            return f"{key} is {result}, not {right}"
+        if result is None:
+            continue
+        if args["input"].numel() == 0:
+            if result.any():
+                return f"{key} of empty input is {result}"
+            continue
+        error = (result.double() - right.expand(result.shape)).abs().max().item()
+        if not error <= TOLERANCES[dtype] * (1 + right.abs().max().item()):
+            return f"{key} is off by {error}"
+    return None
+
+
+def describe(args):
+    tensors = {key: t for key, t in args.items() if isinstance(t, torch.Tensor)}
+    return ", ".join(f"{key} {t.dtype} {t.device} {t.layout} {t.stride()}" for key, t in tensors.items())
+
+
+def run(first, last, show=print):
+    """Make the calls of a range of numbers; return what is wrong in words."""
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    faults = []
+    for number in range(first, last):
+        show(number)
+        rng = random.Random(number)
+        torch.manual_seed(number)
+        name = rng.choice([*OPERATORS, *OPERATORS, *CHECKS])
+        args = right_check(name, rng) if name in CHECKS else right_call(name, rng)
+        changes = change(name, args, rng)
+        wrong = fault(name, args)
+        if wrong:
+            faults.append(f"call {number}, {name}, {', '.join(changes) or 'unchanged'}: {wrong}")
+    return faults
+
+
+if __name__ == "__main__":
+    show = (lambda number: print(number, flush=True)) if "--show" in sys.argv else lambda number: None
+    found = run(int(sys.argv[1]), int(sys.argv[2]), show)
+    print(*found, sep="\n")
+    sys.exit(bool(found))
