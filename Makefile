@@ -30,7 +30,7 @@ test-device:
 
 # It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
 VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tests/aarch64/values.cpp
-VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -Itests/aarch64
+VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -DWITH_DEFAULT -Itests/aarch64
 
 test-aarch64:
 	rm -rf build/aarch64 && mkdir -p build/aarch64

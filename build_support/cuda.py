@@ -4,6 +4,7 @@ Environment variables:
   FORCE_CUDA            1: build the CUDA kernels or fail; 0: do not build them; unset: build them if possible
   CUDA_HOME             the toolkit; by default PATH's nvcc, /usr/local/cuda*, or NVIDIA's pip packages
   TORCH_CUDA_ARCH_LIST  the architectures; by default those of the visible GPUs or, without a GPU, ARCHITECTURES
+  USE_NATIVE_ARCH       1: without a visible GPU, do not build the CUDA kernels unless FORCE_CUDA is 1
 """
 
 import dataclasses
@@ -50,6 +51,8 @@ def plan() -> Plan:
         if force:
             raise BuildError(f"FORCE_CUDA=1, but {reason}", "install a CUDA build of torch, or unset FORCE_CUDA")
         return Plan(reason)
+    if is_native() and not force and not torch.cuda.is_available():
+        return Plan("USE_NATIVE_ARCH=1 and no GPU is visible")
     toolkit = find_toolkit()
     if toolkit is None:
         reason = "no CUDA toolkit was found"
@@ -64,6 +67,11 @@ def plan() -> Plan:
         )
     reason = f"torch {torch.__version__} and the CUDA {toolkit.version} toolkit in {toolkit.home}"
     return Plan(reason, toolkit, choose_architectures(toolkit))
+
+
+def is_native() -> bool:
+    """Return whether USE_NATIVE_ARCH=1 asks for the kernels of this machine alone."""
+    return os.environ.get("USE_NATIVE_ARCH") == "1"
 
 
 def _toolkit_remedy() -> str:

@@ -1,17 +1,22 @@
 """Describes layernorm_ext._C: its sources and compiler flags.
 
 Environment variables, besides those of cuda.py and of torch.utils.cpp_extension (MAX_JOBS, CXX, ...):
-  DEBUG  1: no optimisation, debug information, assertions
+  DEBUG            1: no optimisation, debug information, assertions
+  USE_NATIVE_ARCH  1: only the CPU kernels that this machine runs, and the CUDA kernels of its GPUs
 """
 
+import contextlib
 import glob
 import hashlib
 import os
 import platform
+import re
 import shutil
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 from setuptools.command.build_py import build_py
@@ -22,8 +27,9 @@ from . import BuildError, cuda, target_torch
 NAME = "layernorm_ext._C"
 SOURCES = [*sorted(glob.glob("csrc/*.cpp")), "csrc/cpu/dispatch.cpp"]
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu"))
-# These include no torch header and are compiled once per instruction set.
-ROW_SOURCES, IMAGE_SOURCES = ["csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp"], ["csrc/cpu/channels_first.cpp"]
+# These include no torch header and are compiled once per CPU capability.
+KERNEL_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/channels_first.cpp", "csrc/cpu/forward.cpp"]
+MEMORY_PER_JOB = 2 * 1024**3  # bytes; the largest compilation takes 1.2 GiB
 # Only explicit multiply-adds are fused, so that results do not depend on the compiler's choice.
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 
@@ -100,16 +106,17 @@ class BuildExtension(cpp_extension.BuildExtension):
         self.force = True
 
     def run(self):
-        """Report the plan, build, and record the plan."""
+        """Report the plan, build with one compiler process per core, and record the plan."""
         plan = self.extensions[0].plan
         target = "CUDA and the CPU" if plan.toolkit else "the CPU alone"
         # pip shows warnings even where it hides the other output of a build.
         warnings.warn(f"layernorm-ext is built for {target}: {plan.reason}", stacklevel=1)
+        os.environ.setdefault("MAX_JOBS", str(_max_jobs()))
         super().run()
         Path(self.get_ext_fullpath(NAME)).with_name("_build_info.py").write_text(_build_info(plan))
 
     def build_extension(self, ext):
-        """Compile, or reuse the module of the last build if the fingerprint is the same.
+        """Compile all sources in one ninja file, or reuse the module of the last build if the fingerprint is the same.
 
         ninja would compile everything again, because the folder of torch changes: a first `pip install .` installs
         torch into pip's isolated build environment, and a second one finds it in the target environment.
@@ -120,21 +127,68 @@ class BuildExtension(cpp_extension.BuildExtension):
             library.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(last_build, library)
             return
-        for capability, flags in CPU_CAPABILITIES.items():
-            host = [*ext.extra_compile_args["cxx"], *KERNEL_FLAGS, *flags, f"-DCPU_CAPABILITY={capability}"]
-            # Images on CPUs without AVX2 get small code: 0.2 MB less.
-            size = ["-Os"] if IS_X86 and capability == "DEFAULT" else []
-            for sources, options in ((ROW_SOURCES, host), (IMAGE_SOURCES, [*host, *size])):
-                ext.extra_objects += self.compiler.compile(
-                    sources,
-                    output_dir=os.path.join(self.build_temp, capability),
-                    macros=ext.define_macros,
-                    extra_postargs={**ext.extra_compile_args, "cxx": options},
-                )
-        super().build_extension(ext)
+        flags = _write_kernel_sources(Path(self.build_temp))
+        ext.sources += flags
+        with _flags_of_sources(flags):
+            super().build_extension(ext)
         for older_build in last_build.parent.glob(f"*{library.suffix}"):
             older_build.unlink()
         shutil.copy(library, last_build)
+
+
+def cpu_capabilities() -> dict[str, list[str]]:
+    """Return the CPU capabilities to build, with their flags."""
+    if not cuda.is_native():
+        return CPU_CAPABILITIES
+    own = torch.backends.cpu.get_cpu_capability()
+    own = own if own in CPU_CAPABILITIES else "DEFAULT"
+    return {own: CPU_CAPABILITIES[own]}
+
+
+def _write_kernel_sources(folder: Path) -> dict[str, list[str]]:
+    """Write one source per kernel source and CPU capability, which includes the former; return the flags of each."""
+    flags = {}
+    for capability, options in cpu_capabilities().items():
+        for source in map(Path, KERNEL_SOURCES):
+            written = folder / "kernels" / capability / source.name
+            text = f'#define CPU_CAPABILITY {capability}\n#include "{source.resolve()}"\n'
+            if not written.exists() or written.read_text() != text:  # a new time would compile it again
+                written.parent.mkdir(parents=True, exist_ok=True)
+                written.write_text(text)
+            # Images on CPUs without AVX2 get small code: 0.2 MB less.
+            size = ["-Os"] if IS_X86 and capability == "DEFAULT" and source.stem == "channels_first" else []
+            flags[str(written)] = [*KERNEL_FLAGS, *options, *size]
+    return flags
+
+
+@contextlib.contextmanager
+def _flags_of_sources(flags: dict[str, list[str]]) -> Iterator[None]:
+    """Add flags of single sources to the ninja file that torch writes, and start the longest compilations first.
+
+    torch has one set of flags for all C++ sources. In a ninja file, a build statement may extend a variable for itself,
+    and ninja starts the statements in their order, as many at a time as there are jobs.
+    """
+    flags = {os.path.abspath(source): " ".join(options) for source, options in flags.items()}
+    write_ninja_file = cpp_extension._write_ninja_file
+
+    def source(statement: str) -> str:
+        return re.search(r": \w+ (.+)", statement)[1].replace("$ ", " ")
+
+    def with_flags(statement: str) -> str:
+        options = flags.get(source(statement))
+        return f"{statement}\n  post_cflags = $post_cflags {options}" if options else statement
+
+    def write(path: str, **arguments):
+        write_ninja_file(path, **arguments)
+        lines = Path(path).read_text().splitlines()
+        statements = [line for line in lines if line.startswith("build ")]
+        # CUDA kernels, then CPU kernels, then what includes torch
+        statements.sort(key=lambda line: (not line.endswith(".cu"), source(line) not in flags))
+        others = [line for line in lines if not line.startswith("build ")]
+        Path(path).write_text("\n".join([*others, *map(with_flags, statements), ""]))
+
+    with mock.patch.object(cpp_extension, "_write_ninja_file", write):
+        yield
 
 
 def fingerprint(plan: cuda.Plan) -> str:
@@ -149,7 +203,7 @@ def fingerprint(plan: cuda.Plan) -> str:
 
 def _extension(plan: cuda.Plan):
     arguments = {
-        "define_macros": [("LAYERNORM_X86", None)] if IS_X86 else [],
+        "define_macros": [(f"WITH_{capability}", None) for capability in cpu_capabilities()],
         "extra_compile_args": compile_flags(plan.toolkit),
         "extra_link_args": link_flags(),
     }
@@ -179,10 +233,16 @@ def _build_info(plan: cuda.Plan) -> str:
         "with_cuda": plan.toolkit is not None,
         "cuda_reason": plan.reason,
         "cuda_architectures": plan.architectures,
-        "cpu_capabilities": tuple(CPU_CAPABILITIES),
+        "cpu_capabilities": tuple(cpu_capabilities()),
         "debug": is_debug(),
     }
     return "# Written by the build.\n" + "".join(f"{name} = {value!r}\n" for name, value in facts.items())
+
+
+def _max_jobs() -> int:
+    """Return the number of cores, or fewer if the memory is less than MEMORY_PER_JOB for each; ninja would add two."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY_PER_JOB))
 
 
 def _host_compiler() -> list[str]:
@@ -193,6 +253,8 @@ def _check_host_tools():
     for program in _host_compiler():
         if not program.startswith("-") and shutil.which(program) is None:
             raise BuildError(f"the C++ compiler {program!r} is not on PATH", "install g++, or set CXX")
+    if not cpp_extension.is_ninja_available():  # without it, torch would ignore the flags of single sources
+        raise BuildError("ninja is not on PATH", "pip install ninja")
     include = sysconfig.get_path("include")
     if not os.path.exists(os.path.join(include, "Python.h")):
         raise BuildError(f"Python.h is not in {include}", "install Python's headers (python3-dev on Debian)")

@@ -10,7 +10,7 @@ from . import _build_info as built
 
 
 def check_torch() -> None:
-    """Raise an ImportError if torch has another binary interface, with which the compiled module could misbehave."""
+    """Raise an ImportError if the compiled module is for another torch or another CPU, where it could misbehave."""
     minors = [version.split(".")[:2] for version in (built.torch_version, torch.__version__)]
     majors = [version and version.split(".")[0] for version in (built.torch_cuda_version, torch.version.cuda)]
     if minors[0] != minors[1] or (built.with_cuda and majors[0] != majors[1]):
@@ -18,6 +18,12 @@ def check_torch() -> None:
             f"layernorm_ext was compiled for torch {built.torch_version} (CUDA {built.torch_cuda_version}) "
             f"and does not fit the installed torch {torch.__version__} (CUDA {torch.version.cuda}); "
             "run `pip install .` in its checkout again"
+        )
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in built.cpu_capabilities and "DEFAULT" not in built.cpu_capabilities:
+        raise ImportError(
+            f"layernorm_ext was compiled for {built.cpu_capabilities[0]} alone and torch uses {capability} on this "
+            "machine; run `pip install .` in its checkout without USE_NATIVE_ARCH=1"
         )
 
 

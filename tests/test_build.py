@@ -54,6 +54,12 @@ def test_missing_compiler_is_an_error(monkeypatch):
         extension.setup_arguments()
 
 
+def test_missing_ninja_is_an_error(monkeypatch):
+    monkeypatch.setattr(extension.cpp_extension, "is_ninja_available", lambda: False)
+    with pytest.raises(BuildError, match="ninja is not on PATH; pip install ninja"):
+        extension.setup_arguments()
+
+
 # CUDA or not
 
 
@@ -81,7 +87,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(cuda, "torch", fake)
         homes = [install_toolkit(tmp_path / f"cuda-{toolkit}", toolkit, header=header) for toolkit in toolkits]
         monkeypatch.setattr(cuda, "_likely_homes", lambda: homes)
-        for name in ("FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"):
+        for name in ("FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "USE_NATIVE_ARCH"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -96,6 +102,8 @@ def machine(monkeypatch, tmp_path):
         ({"toolkits": ["12.8", "13.2"]}, "13.2", "8.0;9.0;10.0+PTX"),
         ({"gpus": [(9, 0), (8, 6), (9, 0)]}, "13.0", "8.6;9.0+PTX"),
         ({"gpus": [(9, 0)], "TORCH_CUDA_ARCH_LIST": "8.9"}, "13.0", "8.9"),
+        ({"gpus": [(9, 0)], "USE_NATIVE_ARCH": "1"}, "13.0", "9.0+PTX"),
+        ({"FORCE_CUDA": "1", "USE_NATIVE_ARCH": "1"}, "13.0", "8.0;9.0;10.0+PTX"),
     ],
 )
 def test_toolkit_that_matches_torch_enables_cuda(machine, simulated, toolkit, architectures):
@@ -117,6 +125,7 @@ def test_cuda_home_is_preferred(machine, tmp_path):
         ({"torch_cuda": None}, "torch 2.13.0+cpu was built without CUDA"),
         ({"toolkits": []}, "no CUDA toolkit was found"),
         ({"toolkits": ["12.4"], "FORCE_CUDA": "0"}, "FORCE_CUDA=0"),
+        ({"USE_NATIVE_ARCH": "1"}, "USE_NATIVE_ARCH=1 and no GPU is visible"),
     ],
 )
 def test_without_cuda_only_the_cpu_kernels_are_built(machine, simulated, reason):
@@ -158,6 +167,25 @@ def test_toolkit_is_found_behind_a_wrapper_of_nvcc(monkeypatch, tmp_path):
 
 
 # The compiled module
+
+
+@pytest.mark.skipif(not extension.IS_X86, reason="other CPUs have one capability")
+@pytest.mark.parametrize("own", ["AVX512", "AVX2", "DEFAULT"])
+def test_native_builds_have_one_cpu_capability(monkeypatch, tmp_path, own):
+    monkeypatch.setenv("USE_NATIVE_ARCH", "1")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: own)
+    assert list(extension.cpu_capabilities()) == [own]
+    assert f"cpu_capabilities = {(own,)}" in extension._build_info(cuda.Plan("FORCE_CUDA=0"))
+
+
+@pytest.mark.parametrize(
+    ("built", "used"), [(("AVX512",), "AVX2"), (("AVX2",), "AVX512"), (("AVX512",), "DEFAULT"), (("AVX2",), "DEFAULT")]
+)
+def test_native_build_on_another_cpu_is_an_error(monkeypatch, built, used):
+    monkeypatch.setattr(_build_info, "cpu_capabilities", built)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
+    with pytest.raises(ImportError, match=f"compiled for {built[0]} alone and torch uses {used} on this machine"):
+        _compatibility.check_torch()
 
 
 def test_unchanged_build_is_reused(monkeypatch, tmp_path):

@@ -13,14 +13,20 @@ struct Kernels {
   void (*backward)(const BackwardParams&);
 };
 
-// torch's choice, so that ATEN_CPU_CAPABILITY=default|avx2 applies to these kernels, too.
+// torch's choice, so that ATEN_CPU_CAPABILITY=default|avx2 applies to these kernels, too. A build has all capabilities
+// or one; the package is not imported on a machine that has another (_compatibility.py).
 Kernels choose() {
-#if defined(LAYERNORM_X86)
-  const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return {"AVX512", AVX512::forward, AVX512::backward};
-  if (capability == "AVX2") return {"AVX2", AVX2::forward, AVX2::backward};
+#if defined(WITH_AVX512)
+  if (at::get_cpu_capability() == "AVX512") return {"AVX512", AVX512::forward, AVX512::backward};
 #endif
+#if defined(WITH_AVX2)
+  if (at::get_cpu_capability() == "AVX2") return {"AVX2", AVX2::forward, AVX2::backward};
+#endif
+#if defined(WITH_DEFAULT)
   return {"DEFAULT", DEFAULT::forward, DEFAULT::backward};
+#else
+  return {};
+#endif
 }
 
 const Kernels kernels = choose();

@@ -17,10 +17,8 @@ namespace layernorm::cpu {
   void channels_first_backward(const BackwardParams& params); \
   }
 LAYERNORM_DECLARE_KERNELS(DEFAULT, 16)
-#if defined(LAYERNORM_X86)
 LAYERNORM_DECLARE_KERNELS(AVX2, 32)
 LAYERNORM_DECLARE_KERNELS(AVX512, 64)
-#endif
 #undef LAYERNORM_DECLARE_KERNELS
 
 // The instruction set in use: "DEFAULT", "AVX2" or "AVX512".

@@ -1,4 +1,4 @@
-// Stands in for torch's header, of which dispatch.cpp needs nothing without LAYERNORM_X86.
+// Stands in for torch's header, of which dispatch.cpp needs nothing for DEFAULT alone.
 #pragma once
 
 #include <string>
