@@ -1,17 +1,16 @@
 // Derivatives of the operators.
 //
-// First order: `forward` records a node that calls `backward`. Second order: `backward` records a node made of
-// differentiable aten operations, which autograd differentiates to any order. For forward-mode AD and torch.func both
-// operators are compositions of aten operations.
+// First order: `forward` records a node that calls `backward`. A `backward` that is recorded is a composition of aten
+// operations, which autograd differentiates to any order. For forward-mode AD and torch.func, so is `forward`.
 //
-// With xhat = (x - mean) * rstd, g = dy * weight and the symmetric projection P(z) = z - mean(z) - xhat *
-// mean(z * xhat):
+// With xhat = (x - mean) * rstd, g = dy * weight and the projection P(z) = z - mean(z) - xhat * mean(z * xhat):
 //
 //   dx = rstd * P(g)      dweight = sum over rows of dy * xhat      dbias = sum over rows of dy
 //
 // and P(z) = z - xhat * mean(z * xhat) for RMSNorm. With a residual, x is the sum of input and residual, and the
-// gradient of the returned sum is added to dx. With a gate, the second order is that of the composition, too.
+// gradient of the returned sum is added to dx.
 #include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
 #include "composite.h"
@@ -36,58 +35,6 @@ bool is_transformed(const Tensors&... tensors) {
 // ---- the nodes ------------------------------------------------------------------------------------------------------
 
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
-
-// The options as values of a RecordableNode.
-auto values_of(Options& options) {
-  return std::tie(options.rms, options.zero_centered_weight, options.memory_efficient, options.preserve_layout,
-                  options.activation, options.gate_first);
-}
-
-// The derivative of backward, given the upstream gradients v of (grad_input, grad_weight, grad_bias).
-struct LayerNormBackwardBackward : RecordableNode<LayerNormBackwardBackward> {
-  variable_list derivative(const variable_list& v, Wanted wanted) {
-    variable_list grads(4);  // of grad_output, input, weight, grad_sum
-    const auto& [v_input, v_weight, v_bias] = std::tie(v[0], v[1], v[2]);
-    if (!v_input.defined() && !v_weight.defined() && !v_bias.defined()) return grads;
-    TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
-    const Tensor dy = grad_output.unpack(*this), x = input.unpack(*this), w = weight.unpack(*this);
-    const Terms t(dy, x, rstd.unpack(*this), w, normalized_dims, at::GradMode::is_enabled(), options);
-    const auto acc = t.rstd.scalar_type();
-
-    Tensor grad_dy, grad_xhat;  // grad_xhat leaves out the dependence through rstd
-    const auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum + term : term; };
-    const Tensor vx = v_input.defined() ? v_input.to(acc) : Tensor();
-    const Tensor u = vx.defined() ? t.rstd * t.project(vx) : Tensor();
-    if (u.defined()) {
-      add(grad_dy, t.times_weight(u));
-      add(grad_xhat, -t.rstd * (vx * t.mean(t.g * t.xhat) + t.g * t.mean(vx * t.xhat)));
-    }
-    if (v_weight.defined()) {
-      add(grad_dy, v_weight.to(acc) * t.xhat);
-      add(grad_xhat, v_weight.to(acc) * t.dy);
-    }
-    if (v_bias.defined()) add(grad_dy, v_bias.to(acc).expand_as(t.dy));
-
-    if (wanted[0]) grads[0] = grad_dy.to(dy.scalar_type());
-    if (wanted[1] && grad_xhat.defined()) {
-      Tensor grad_x = t.project(grad_xhat);
-      if (vx.defined()) grad_x = grad_x - t.rstd * t.xhat * t.mean(vx * t.project(t.g));
-      grads[1] = (t.rstd * grad_x).to(x.scalar_type());
-    }
-    if (wanted[2] && u.defined()) grads[2] = at::sum_to(t.dy * u, w.sym_sizes()).to(w.scalar_type());
-    if (wanted[3]) grads[3] = v_input;
-    return grads;
-  }
-
-  auto saved() { return std::tie(grad_output, input, weight, rstd); }
-  auto values() { return std::tuple_cat(std::tie(normalized_dims), values_of(options)); }
-
-  std::string name() const override { return "LayerNormBackwardBackward"; }
-
-  Saved grad_output, input, weight, rstd;
-  int64_t normalized_dims = 0;
-  Options options;
-};
 
 // The derivative of forward.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
@@ -144,7 +91,8 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, gated_input); }
   auto values() {
-    return std::tuple_cat(std::tie(normalized_shape, has_residual, images, input_type), values_of(options));
+    return std::tie(normalized_shape, has_residual, images, input_type, options.rms, options.zero_centered_weight,
+                    options.memory_efficient, options.preserve_layout, options.activation, options.gate_first);
   }
 
   std::string name() const override { return "LayerNormBackward"; }
@@ -172,6 +120,11 @@ bool is_unlike(const Tensor& bias, const Tensor& weight) {
   }
   return false;
 }
+
+// The derivative of a backward pass from the output.
+struct NoDerivative : torch::autograd::Node {
+  variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, kNoDerivative); }
+};
 
 // ---- the Autograd key -----------------------------------------------------------------------------------------------
 
@@ -249,33 +202,21 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
 }
 
 BackwardOutputs backward_autograd(const BackwardArgs& args) {
-  const Tensor &grad_output = args.grad_output, &input = args.input;
-  const auto &weight = args.weight, &grad_sum = args.grad_sum;
-  if (is_transformed(grad_output, grad_sum, input, weight, args.bias, args.gate, args.gated_input)) {
-    return backward_composite(args);
-  }
-  const auto call = [&] {
+  const auto& [grad_output, input, shape, mean, rstd, weight, bias, mask, grad_sum, options, gate, gated_input] = args;
+  if (is_transformed(grad_output, grad_sum, input, weight, bias, gate, gated_input)) return backward_composite(args);
+  const bool records =
+      torch::autograd::compute_requires_grad(grad_output, grad_sum, input, weight, bias, gate, gated_input);
+  if (records && !options.memory_efficient) return backward_composite(args);
+  BackwardOutputs outputs;
+  {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return call_backward(args);
-  };
-  const auto requires_grad = [](const auto&... tensors) { return torch::autograd::compute_requires_grad(tensors...); };
-  if (present(args.gate)) {
-    return requires_grad(grad_output, grad_sum, input, weight, args.bias, args.gate, args.gated_input)
-               ? backward_composite(args)
-               : call();
+    outputs = call_backward(args);
   }
-  if (!requires_grad(grad_output, grad_sum, input, weight)) return call();
-  const Tensor w = weight.value_or(Tensor());
-  const auto node = make_node<LayerNormBackwardBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, w, grad_sum.value_or(Tensor())));
-  node->normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-  node->options = args.options;
-  BackwardOutputs outputs = call();
-  torch::autograd::set_history({outputs.grad_input, outputs.grad_weight, outputs.grad_bias}, node);
-  node->grad_output = Saved(grad_output);
-  node->input = Saved(input);
-  node->weight = Saved(w);
-  node->rstd = Saved(args.rstd);
+  if (records) {
+    const auto node = make_node<NoDerivative>();
+    node->set_next_edges(torch::autograd::collect_next_edges(grad_output, input, weight.value_or(Tensor())));
+    torch::autograd::set_history({outputs.grad_input, outputs.grad_weight, outputs.grad_bias}, node);
+  }
   return outputs;
 }
 

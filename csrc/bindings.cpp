@@ -107,11 +107,7 @@ MemberArgs read_arguments(const Member& member, Tensor input, torch::PythonArgs&
   const auto flag = [&] { return parsed.toBool(next++); };
   MemberArgs args;
   args.input = std::move(input);
-  if (member.adds) {
-    args.residual = parsed.tensor(next++);
-    TORCH_CHECK(args.residual->defined(), "Expected residual to be a tensor, but got None for input of shape ",
-                args.input.sym_sizes());
-  }
+  if (member.adds) args.residual = parsed.tensor(next++);
   if (member.gated) args.gate = optional_tensor();
   if (!member.images) args.normalized_shape = parsed.symintlist(next++);
   args.weight = optional_tensor();

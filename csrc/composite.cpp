@@ -2,6 +2,7 @@
 #include "composite.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/exp2.h>
 #include <ATen/ops/log2.h>
@@ -88,6 +89,34 @@ Tensor derivative(const Tensor& gate, const Options& options) {
   return static_cast<Activation>(options.activation) == Activation::kSilu ? s * (gate * rest + 1) : s * rest;
 }
 
+// The terms of the derivatives of one call, in the accumulation type.
+struct Terms {
+  // `saved_rstd` is a constant for autograd. To differentiate rstd, it is multiplied by a factor of value one that has
+  // the derivatives of rstd but needs no eps:
+  //   rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - detach(var)))
+  Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const optional<Tensor>& weight_,
+        int64_t count, const Options& options)
+      : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())) {
+    const auto acc = saved_rstd.scalar_type();
+    const Differences d(input.to(acc), count, options,
+                        [&](const Tensor& first_scale, const Tensor&) { return first_scale / saved_rstd.detach(); });
+    const Tensor saved = saved_rstd / d.scale, variance = mean(d.values * d.values);
+    const Tensor scaled_rstd = saved * at::rsqrt(saved * saved * (variance - variance.detach()) + 1);
+    rstd = scaled_rstd * d.scale;
+    xhat = d.values * scaled_rstd;
+    if (present(weight_)) weight = factor(*weight_, acc, options);
+    g = times_weight(dy);
+  }
+
+  Tensor mean(const Tensor& t) const { return mean_of(t, count); }  // over a row
+  Tensor times_weight(const Tensor& t) const { return weight.defined() ? t * weight : t; }
+  Tensor project(const Tensor& z) const { return (options.rms ? z : z - mean(z)) - xhat * mean(z * xhat); }
+
+  const Options& options;
+  int64_t count;
+  Tensor dy, rstd, weight, xhat, g;
+};
+
 }  // namespace
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
@@ -125,25 +154,6 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   return {y.to(input.scalar_type()), sum, d.mean, rstd.detach() * d.scale};
 }
 
-Terms::Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const Tensor& weight_,
-             int64_t count, bool differentiate_rstd, const Options& options)
-    : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())) {
-  const auto acc = saved_rstd.scalar_type();
-  const Differences d(input.to(acc), count, options,
-                      [&](const Tensor& first_scale, const Tensor&) { return first_scale / saved_rstd.detach(); });
-  Tensor scaled_rstd = saved_rstd / d.scale;
-  if (differentiate_rstd) {
-    const Tensor variance = mean(d.values * d.values);
-    scaled_rstd = scaled_rstd * at::rsqrt(scaled_rstd * scaled_rstd * (variance - variance.detach()) + 1);
-  }
-  rstd = scaled_rstd * d.scale;
-  xhat = d.values * scaled_rstd;
-  if (weight_.defined()) weight = factor(weight_, acc, options);
-  g = times_weight(dy);
-}
-
-Tensor Terms::mean(const Tensor& t) const { return mean_of(t, count); }
-
 BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_layouts(args);
   check_backward(args);
@@ -158,8 +168,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     activated = activate(gate, options);
     (options.gate_first ? x : dy) = (options.gate_first ? x : dy).to(acc) * activated;
   }
-  const Terms t(dy, x, args.rstd, args.weight.value_or(Tensor()), static_cast<int64_t>(args.normalized_shape.size()),
-                /*differentiate_rstd=*/true, options);
+  const Terms t(dy, x, args.rstd, args.weight, static_cast<int64_t>(args.normalized_shape.size()), options);
   const ParameterTypes types(args.input, args.weight, args.bias, args.gate, options);
   BackwardOutputs grads;
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
