@@ -18,11 +18,10 @@ import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _adaptive, _build_info
+from . import _build_info
 from ._comparison import (
     TORCH_LAYERS,
     SkippedError,
-    block_difference,
     difference,
     full_shape,
     has_activation,
@@ -46,7 +45,7 @@ class ConversionReport:
     Attributes:
         replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
             the first.
-        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason.
+        skipped: The name of each skipped normalization layer, with its class and the reason.
         fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
             it.
     """
@@ -71,10 +70,6 @@ def convert(model: Module) -> ConversionReport:
     gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
     layers are compared once. Other normalization layers are skipped and reported with the reason.
-
-    Blocks that scale and shift the result of a norm, such as ``AdaLayerNormZero`` of diffusers, are replaced in the
-    same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar function instead of the
-    norm.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
@@ -110,10 +105,10 @@ def convert(model: Module) -> ConversionReport:
     modules = _named_modules(model)
     choices: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
     replacements: dict[Module, Module] = {}
-    for name, module in sorted(modules, key=lambda each: _is_adaptive(each[1])):  # norms before blocks, which have them
-        if _is_adaptive(module) or _is_normalization(module):
+    for name, module in modules:
+        if _is_normalization(module):
             kind = _kind(module)
-            choice = choices.get(kind) or _choose(module, replacements)
+            choice = choices.get(kind) or _choose(module)
             if isinstance(choice, SkippedError) or type(choice).__module__.startswith(f"{__package__}."):
                 choices[kind] = choice  # others may have attributes that layers must not share
             if isinstance(choice, Module):
@@ -121,10 +116,6 @@ def convert(model: Module) -> ConversionReport:
                 report.replaced[name] = f"{_name(type(module))} by {choice!r}"
             else:
                 report.skipped[name] = f"{_name(type(module))}: {choice}"
-    for part in (report.replaced, report.skipped):
-        for name, _ in modules:
-            if name in part:
-                part[name] = part.pop(name)  # to the end, so that the order is the model's
     for module, ours in replacements.items():  # after the loop, so that an error leaves the model unchanged
         _become(module, ours)
     for name, module in modules:
@@ -178,9 +169,8 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
     """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
-        cls: A class whose ``forward`` takes only the input, or also a ``gate``, or that of an adaptive block of
-            ``docs/convert.md``, whose norm is a child. Or a class name ``"package.module.Class"``, in which ``*``
-            matches anything. Subclasses are not included.
+        cls: A class whose ``forward`` takes only the input, or also a ``gate``. Or a class name
+            ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
             or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
             parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
@@ -267,12 +257,6 @@ def _is_normalization(module: Module) -> bool:
     return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
-def _is_adaptive(module: Module) -> bool:
-    """Return whether a module may be a block with a form: its class or a base is registered and has its signature."""
-    bases = (cls for cls in type(module).__mro__ if issubclass(cls, Module))
-    return bool(module._modules) and any(_builds(cls)[-1:] == [None] and _adaptive.forms(cls) for cls in bases)
-
-
 _MODULE_ATTRIBUTES = frozenset(vars(Module()))
 _REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replacement has torch's
 
@@ -282,9 +266,6 @@ def _kind(module: Module) -> Hashable:
     attributes = [(name, value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
     children: Iterable[Hashable] = module._modules if has_activation(module) else module._modules.items()
-    if _is_adaptive(module):  # the classes of children that are no norms do not matter
-        norms = {name for form in _adaptive.forms(type(module)) for name in form.NORMS}
-        children = [(n, c is None or (n in norms and _kind(c))) for n, c in module._modules.items()]
     others = (module.training, *module._parameters, *module._buffers.items(), *children)
     kind = (type(module), *others, *attributes, *parameters)
     try:
@@ -294,11 +275,8 @@ def _kind(module: Module) -> Hashable:
     return kind
 
 
-def _choose(module: Module, replacements: dict[Module, Module]) -> Module | SkippedError:
-    """Return a layer of this package that computes the same as a module, or the reason why there is none.
-
-    ``replacements`` has those of the module's children.
-    """
+def _choose(module: Module) -> Module | SkippedError:
+    """Return a layer of this package that computes the same as a module, or the reason why there is none."""
     try:
         with (
             _disable_current_modes(),  # of fake tensors, for example
@@ -307,7 +285,7 @@ def _choose(module: Module, replacements: dict[Module, Module]) -> Module | Skip
             torch.autocast("cpu", enabled=False),
             warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
         ):
-            return _form(module, replacements) if _is_adaptive(module) else _replacement(module)
+            return _replacement(module)
     except SkippedError as reason:
         return reason
 
@@ -326,22 +304,6 @@ def _checked_builds(module: Module) -> list[_Build | None]:
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
     return builds
-
-
-def _form(module: Module, replacements: dict[Module, Module]) -> Module:
-    """Return the form of a block whose norms are of this package or have replacements."""
-    _checked_builds(module)
-    reasons = []
-    for form in _adaptive.forms(type(module)):
-        children: dict[str, Any] = {name: module._modules.get(name) for name in form.NORMS}
-        norms = {name: (child, replacements.get(child, child)) for name, child in children.items()}
-        others = [name for name, (_, ours) in norms.items() if not _adaptive.is_plain_norm(ours)]
-        reason = f"its {others[0]} is not replaced" if others else block_difference(module, form, norms)
-        if reason is None:
-            _check_class(module, form)
-            return form()
-        reasons.append(f"not {form.__name__}: {reason}")
-    raise SkippedError("; ".join(reasons) or "its forward has other parameters")
 
 
 def _replacement(module: Module) -> Module:

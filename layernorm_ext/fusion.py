@@ -129,6 +129,10 @@ def _is_call(node: Any) -> bool:
     return isinstance(node, Node) and node.op in ("call_function", "call_method")
 
 
+def _only(nodes: dict[Node, None]) -> Node | None:
+    return next(iter(nodes)) if len(nodes) == 1 else None
+
+
 def _orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
     return (pair, pair[::-1]) if pair else ()
 
@@ -209,8 +213,8 @@ def _is_shared(parameter: Any, dims: int) -> bool:
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 # Functions with side effects that their names do not show: running statistics and renormalized embeddings.
 _SIDE_EFFECTS = {"batch_norm", "instance_norm", "embedding", "embedding_bag"}
-_PURE_MODULES = {None, "torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
-_PURE_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "math"}
+_KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
+_KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
 _IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but not index and is_not
 # In-place operations that change a shape, so that recorded values mislead.
 _RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"}
@@ -231,28 +235,33 @@ def _misleads(node: Node) -> bool:
     return _is_call(node) and (name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name)
 
 
-def _may_mutate(node: Node) -> bool:
+def _may_write(node: Node) -> bool:
     """Return whether a node may change a tensor, or a mode in which others are computed. Unknown functions may."""
-    target: Any = node.target
-    if node.op in ("placeholder", "get_attr", "output"):
+    return _writes(node) or not _is_known(node)
+
+
+def _writes(node: Node) -> bool:
+    """Return whether a known function changes an argument or a mode."""
+    if not _is_call(node):
         return False
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
     name = _name(node)
-    if node.kwargs.get("out") is not None or _IN_PLACE.search(name) or name in _SIDE_EFFECTS:
-        return True
-    if node.op == "call_method":
-        return False
-    if not isinstance(target, (types.FunctionType, types.BuiltinFunctionType)):
-        return True
-    module = target.__module__
-    if module == "_operator":
+    if getattr(node.target, "__module__", None) == "_operator":
         return _IN_PLACE_OPERATOR.match(name) is not None
-    if module == "builtins":
-        return name != "getattr"
-    return module not in _PURE_MODULES or _is_in_place(node)
+    has_effect = _IN_PLACE.search(name) or name in _SIDE_EFFECTS or node.kwargs.get("out") is not None
+    return bool(has_effect) or _is_in_place(node)
+
+
+def _is_known(node: Node) -> bool:
+    """Return whether the name and the arguments of a call tell whether it writes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
+        return not any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    if node.op != "call_function" or isinstance(target, torch._ops.OpOverload):
+        return node.op != "call_module"
+    is_function = isinstance(target, (types.FunctionType, types.BuiltinFunctionType))
+    return is_function and (target.__module__ in _KNOWN_MODULES or target is getattr)
 
 
 def _is_in_place(node: Node) -> bool:
@@ -269,14 +278,27 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
 
 
-def _write_between(first: Node, last: Node) -> bool:
-    """Return whether a node from the first to the last one may write what others read."""
-    node = first
-    while node is not last:
-        if _may_mutate(node):
-            return True
+def _may_write_between(first: Node, last: Node) -> bool:
+    """Return whether a node from the first to the last one may change what another one reads."""
+    return any(map(_may_write, itertools.takewhile(lambda node: node is not last.next, _from(first))))
+
+
+def _from(node: Node) -> Iterator[Node]:
+    while node.op != "root":
+        yield node
         node = node.next
-    return _may_mutate(last)
+
+
+def _is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:
+    """Return whether a later node changes one of these tensors, which the call saves for backward, or a view of it."""
+    storages = set(map(_storage, tensors))
+    writes = filter(_writes, _from(last.next))
+    return any(not storages.isdisjoint(map(_storage, node.all_input_nodes)) for node in writes)
+
+
+def _storage(node: Node) -> int | None:
+    value = _value(node)
+    return None if value is None else value.untyped_storage()._cdata
 
 
 # Neighbors
@@ -324,7 +346,7 @@ def _sums(source: Any, dims: int) -> Iterator[_Sum]:
                 yield _Sum(total, x, residual, gate, view, product)
     pair = _operands(total, "add")
     if pair and _are_alike(total, *pair):
-        yield _Sum(total, *pair, view=view)
+        yield _Sum(total, pair[0], pair[1], view=view)
 
 
 def _gated_terms(total: Any) -> Iterator[tuple[Any, tuple[Any, ...], Node | None]]:
@@ -353,7 +375,7 @@ def _keeps_rows(node: Any, dims: int) -> bool:
 
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
     """Yield the ways in which the only use of a norm's output modulates it, the most complete first."""
-    (user,) = y.users if len(y.users) == 1 else (None,)
+    user: Any = _only(y.users)
     for factor, shift in _addcmul_of(user, y):
         for scale, one_plus, views in _one_plus(factor, y, dims):
             if _is_shift(shift, factor, y, dims):
@@ -362,7 +384,7 @@ def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
         if this is not y or factor is y:
             continue
         for scale, one_plus, views in _one_plus(factor, y, dims):
-            (end,) = user.users if len(user.users) == 1 else (None,)
+            end: Any = _only(user.users)
             for product, shift in _orders(_operands(end, "add")):
                 if product is user and _is_shift(shift, factor, y, dims):
                     yield _Modulation(end, scale, shift, [user, end], one_plus, views)
@@ -410,11 +432,11 @@ _OPTIONS = {argument.name: argument.default_value for argument in _ARGUMENTS if 
 
 def _join_neighbors(norm: Node) -> str | None:
     """Replace a norm and its neighbors by one call if possible, and return what was joined."""
-    given = {argument.name: argument.default_value for argument in _ARGUMENTS}
+    given: dict[str, Any] = {argument.name: argument.default_value for argument in _ARGUMENTS}
     given |= dict(zip(given, norm.args, strict=False)) | norm.kwargs
     for unused in [user for user in norm.users if user.target is operator.getitem and not user.users]:
         norm.graph.erase_node(unused)  # in the bodies of checkpoints, Dynamo takes all results
-    (y,) = norm.users if len(norm.users) == 1 else (None,)
+    y = _only(norm.users)
     if y is None or y.target is not operator.getitem or y.args[1] != 0 or given["memory_efficient"]:
         return None
     dims = len(given["normalized_shape"])
@@ -487,7 +509,9 @@ class _Match:
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
         if any(user < place for user in users) or not set(inputs).isdisjoint(self.replaced):
             return None
-        return None if _write_between(min([first, *self.read]), last) else place
+        saved = inputs if self.modulation or (self.total and self.total.gate) else []
+        is_changed = _may_write_between(min([first, *self.read]), last) or _is_written_behind(last, saved)
+        return None if is_changed else place
 
     def join(self) -> bool:
         """Insert the call, and let the nodes of the result and of the sum take its results; return whether they fit."""
@@ -536,7 +560,7 @@ class _Match:
         args, kwargs = map_arg((node.args, node.kwargs), _recorded)
         function = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
         node.meta = self.norm.meta.copy()
-        with _value(self.y).fake_mode, torch.no_grad():
+        with _recorded(self.y).fake_mode, torch.no_grad():
             node.meta["val" if "val" in node.meta else "example_value"] = function(*args, **kwargs)
         return node
 
