@@ -317,7 +317,8 @@ class _Sum:
 
     @property
     def replaced(self) -> list[Node]:
-        return [node for node in (self.product, self.total, self.view) if node is not None]
+        view = self.view if self.view and len(self.view.users) == 1 else None
+        return [node for node in (self.product, self.total, view) if node is not None]
 
 
 @dataclass(frozen=True)

@@ -200,12 +200,9 @@ def graph_of(text, seed):
     arguments = []
     for name, leaf in zip(SHAPES, inputs(seed), strict=True):
         node = graph.placeholder(name)
-        node.meta["example_value"] = mode.from_tensor(leaf.detach().clone().requires_grad_(leaf.requires_grad))
-        if leaf.requires_grad:
-            with mode:
-                node.meta["example_value"] = node.meta["example_value"].clone()  # no leaf, which may change in place
+        node.meta["example_value"] = mode.from_tensor(leaf)
         arguments.append(Recorded(node))
-    with mode:
+    with mode, torch.no_grad():
         results = build(text, names)(*arguments)
     graph.output(tuple(each.node for each in results))
     return torch.fx.GraphModule({}, graph)
