@@ -449,7 +449,7 @@ def test_aot_inductor(tmp_path):
     with trace_as("kernel"):
         program = torch.export.export(Program(), arguments)
     fuse_neighbors(program.graph)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=tmp_path / "model.pt2")
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     actual = torch._inductor.aoti_load_package(path)(*arguments)
     assert_same(tuple(actual), block(*arguments), rtol=1e-5, atol=1e-5)
 
