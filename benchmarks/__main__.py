@@ -160,8 +160,8 @@ add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp3
 add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("gated", gated, GATED_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
-add_benchmark("models", models, partial(product, models.MODELS), seconds(2))
-add_benchmark("allocator", allocator, partial(product, allocator.SETTINGS), seconds(1))
+add_benchmark("models", models, partial(product, models.MODELS), seconds(2.0))
+add_benchmark("allocator", allocator, partial(product, allocator.SETTINGS), seconds(1.0))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 RUN = click.Argument(["run"], type=click.Path(exists=True, dir_okay=False, path_type=Path))
 cli.add_command(

@@ -510,7 +510,8 @@ class _Match:
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
         if any(user < place for user in users) or not set(inputs).isdisjoint(self.replaced):
             return None
-        saved = inputs if self.modulation or (self.total and self.total.gate) else []
+        saved = [self.total.total] if self.total else []
+        saved += inputs if self.modulation or (self.total and self.total.gate) else []
         is_changed = _may_write_between(min([first, *self.read]), last) or _is_written_behind(last, saved)
         return None if is_changed else place
 
