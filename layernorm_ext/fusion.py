@@ -27,28 +27,26 @@ imported by ``import layernorm_ext``, because Inductor's modules take a second t
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import operator
-import re
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 import layernorm_ext
+
+from . import _graph_order
+from ._graph_order import fake_tensor, is_call, is_written_behind, may_write_between, misleads, recorded
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
@@ -69,13 +67,13 @@ class FuseNeighbors(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the part of Inductor's cache key that depends on this pass."""
-        return get_hash_for_files((__file__,), layernorm_ext.__version__)
+        return get_hash_for_files((__file__, _graph_order.__file__), layernorm_ext.__version__)
 
     def __call__(self, graph: Graph) -> None:
         """Join the norms of a graph with their neighbors, in place."""
         norms = [node for node in graph.nodes if node.target is _ops.forward.default]
         joined: Counter[str] = Counter()
-        if norms and not any(map(_misleads, graph.nodes)):
+        if norms and not any(map(misleads, graph.nodes)):
             _remove_conversions_without_effect(graph)
             joined.update(kind for kind in map(_join_neighbors, norms) if kind)
         self.counts += joined
@@ -111,7 +109,7 @@ _NO_EFFECT = {"alpha": 1, "value": 1, "out": None}
 
 def _operands(node: Any, operation: str) -> tuple[Any, ...] | None:
     """Return the operands of a node, or None if it is another operation or has an option that changes its value."""
-    if not _is_call(node) or _OPERATIONS.get(node.target) != operation:
+    if not is_call(node) or _OPERATIONS.get(node.target) != operation:
         return None
     names = _OPERANDS[operation]
     if len(node.args) > len(names):
@@ -123,10 +121,6 @@ def _operands(node: Any, operation: str) -> tuple[Any, ...] | None:
 
 def _has_no_effect(options: dict[str, Any]) -> bool:
     return all(name in _NO_EFFECT and value == _NO_EFFECT[name] for name, value in options.items())
-
-
-def _is_call(node: Any) -> bool:
-    return isinstance(node, Node) and node.op in ("call_function", "call_method")
 
 
 def _only(nodes: dict[Node, None]) -> Node | None:
@@ -142,7 +136,7 @@ def _remove_conversions_without_effect(graph: Graph) -> None:
     for node in list(graph.nodes):
         is_conversion = node.op == "call_method" and node.target in _CONVERSIONS and node.kwargs.keys() <= {"dtype"}
         if is_conversion and not any(isinstance(arg, bool) for arg in node.args):  # copy=True
-            source, value = _value(node.args[0]), _value(node)
+            source, value = fake_tensor(node.args[0]), fake_tensor(node)
             if source is not None and _are_interchangeable(source, value):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
@@ -151,23 +145,13 @@ def _remove_conversions_without_effect(graph: Graph) -> None:
 # Recorded values. No question about symbolic sizes adds a guard.
 
 
-def _recorded(node: Any) -> Any:
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
-
-
-def _value(node: Any) -> Tensor | None:
-    """Return the fake tensor that the tracer recorded, unless it is of another subclass, such as DTensor."""
-    value = _recorded(node)
-    return value if type(value) is FakeTensor and value.layout is torch.strided else None
-
-
 def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def _are_alike(first: Any, *others: Any) -> bool:
     """Return whether all are tensors of the same shape, dtype and device: operations among them convert nothing."""
-    x, *rest = map(_value, (first, *others))
+    x, *rest = map(fake_tensor, (first, *others))
     return x is not None and all(
         y is not None and (y.dtype, y.device) == (x.dtype, x.device) and _are_equal(y.shape, x.shape) for y in rest
     )
@@ -185,7 +169,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
     """Return whether the operator takes a tensor as weight, bias or gate of x as it is, and a product stays like x."""
-    p, like = _value(parameter), _value(x)
+    p, like = fake_tensor(parameter), fake_tensor(x)
     if p is None or like is None or p.device != like.device or p.dim() not in (dims, like.dim()):
         return False
     if p.dtype not in _FLOATS or torch.promote_types(p.dtype, like.dtype) != like.dtype:
@@ -197,108 +181,15 @@ def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
 
 def _share_groups(dims: int, *parameters: Any) -> bool:
     """Return whether all parameters with batch sizes other than 1 have equal ones."""
-    sizes = [value.shape[:-dims] for value in map(_value, parameters) if value is not None and value.dim() > dims]
+    sizes = [value.shape[:-dims] for value in map(fake_tensor, parameters) if value is not None and value.dim() > dims]
     sizes = [size for size in sizes if not all(statically_known_true(n == 1) for n in size)]
     return all(_are_equal(size, sizes[0]) for size in sizes)
 
 
 def _is_shared(parameter: Any, dims: int) -> bool:
     """Return whether all rows have the same weight or bias."""
-    value = _value(parameter)
+    value = fake_tensor(parameter)
     return value is not None and value.dim() == dims
-
-
-# Order of reads and writes
-
-_IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
-# Functions with side effects that their names do not show: running statistics and renormalized embeddings.
-_SIDE_EFFECTS = {"batch_norm", "instance_norm", "embedding", "embedding_bag"}
-_KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
-_KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
-_IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but not index and is_not
-# In-place operations that change a shape, so that recorded values mislead.
-_RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"}
-_RESHAPES |= {"unsqueeze_"}
-
-
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _misleads(node: Node) -> bool:
-    """Return whether no norm of a graph with this node is joined.
-
-    The node changes a shape in place, or observes the gradient of an intermediate sum, which lacks the norm's part in
-    the joined graph.
-    """
-    name = _name(node).partition(".")[0]
-    return _is_call(node) and (name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name)
-
-
-def _may_write(node: Node) -> bool:
-    """Return whether a node may change a tensor, or a mode in which others are computed. Unknown functions may."""
-    return _writes(node) or not _is_known(node)
-
-
-def _writes(node: Node) -> bool:
-    """Return whether a known function changes an argument or a mode."""
-    if not _is_call(node):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name = _name(node)
-    if getattr(node.target, "__module__", None) == "_operator":
-        return _IN_PLACE_OPERATOR.match(name) is not None
-    has_effect = _IN_PLACE.search(name) or name in _SIDE_EFFECTS or node.kwargs.get("out") is not None
-    return bool(has_effect) or _is_in_place(node)
-
-
-def _is_known(node: Node) -> bool:
-    """Return whether the name and the arguments of a call tell whether it writes."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
-        return not any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
-    if node.op != "call_function" or isinstance(target, torch._ops.OpOverload):
-        return node.op != "call_module"
-    is_function = isinstance(target, (types.FunctionType, types.BuiltinFunctionType))
-    return is_function and (target.__module__ in _KNOWN_MODULES or target is getattr)
-
-
-def _is_in_place(node: Node) -> bool:
-    """Return whether the argument ``inplace`` of a function such as dropout is true, in any position."""
-    parameters = _parameters(node.target)
-    inplace = node.kwargs.get("inplace", False)
-    if "inplace" in parameters and len(node.args) > parameters.index("inplace"):
-        inplace = node.args[parameters.index("inplace")]
-    return inplace is not False
-
-
-@cache
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
-
-
-def _may_write_between(first: Node, last: Node) -> bool:
-    """Return whether a node from the first to the last one may change what another one reads."""
-    return any(map(_may_write, itertools.takewhile(lambda node: node is not last.next, _from(first))))
-
-
-def _from(node: Node) -> Iterator[Node]:
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
-def _is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:
-    """Return whether a later node changes one of these tensors, which the call saves for backward, or a view of it."""
-    storages = set(map(_storage, tensors))
-    writes = filter(_writes, _from(last.next))
-    return any(not storages.isdisjoint(map(_storage, node.all_input_nodes)) for node in writes)
-
-
-def _storage(node: Node) -> int | None:
-    value = _value(node)
-    return None if value is None else value.untyped_storage()._cdata
 
 
 # Neighbors
@@ -368,9 +259,9 @@ def _is_gate(gate: Any, total: Any, dims: int) -> bool:
 
 def _keeps_rows(node: Any, dims: int) -> bool:
     """Return whether a node reshapes batch dimensions only."""
-    if not (_is_call(node) and node.target in ("reshape", "view")):
+    if not (is_call(node) and node.target in ("reshape", "view")):
         return False
-    shapes = [value.shape[-dims:] for value in map(_value, (node, node.args[0])) if value is not None]
+    shapes = [value.shape[-dims:] for value in map(fake_tensor, (node, node.args[0])) if value is not None]
     return len(shapes) == 2 and _are_equal(*shapes)
 
 
@@ -405,17 +296,12 @@ def _one_plus(factor: Any, y: Node, dims: int) -> Iterator[tuple[Node, Node, lis
     if not _is_parameter(factor, y, dims):
         return
     views, node = [], factor
-    while _is_call(node) and node.target in _UNSQUEEZE:
+    while is_call(node) and node.target in _UNSQUEEZE:
         views.append(node)
         node = node.args[0]
     for one, scale in _orders(_operands(node, "add")):
-        values = [_value(each) for each in (scale, factor, y)]
-        if (
-            type(one) in (int, float)
-            and one == 1
-            and None not in values
-            and len({v.dtype for v in values if v is not None}) == 1
-        ):
+        dtypes = {value.dtype for value in map(fake_tensor, (scale, factor, y)) if value is not None}
+        if type(one) in (int, float) and one == 1 and fake_tensor(scale) is not None and len(dtypes) == 1:
             yield scale, node, views
 
 
@@ -512,7 +398,7 @@ class _Match:
             return None
         saved = [self.total.total] if self.total else []
         saved += inputs if self.modulation or (self.total and self.total.gate) else []
-        is_changed = _may_write_between(min([first, *self.read]), last) or _is_written_behind(last, saved)
+        is_changed = may_write_between(min([first, *self.read]), last) or is_written_behind(last, saved)
         return None if is_changed else place
 
     def join(self) -> bool:
@@ -538,7 +424,7 @@ class _Match:
             with graph.inserting_before(self.result):
                 results[self.result] = self._copy_of_view(self.total.view, results[self.result])
                 new.append(results[self.result])
-        if not all(_are_interchangeable(_recorded(node), _value(old)) for old, node in results.items()):
+        if not all(_are_interchangeable(recorded(node), fake_tensor(old)) for old, node in results.items()):
             for node in reversed(new):
                 graph.erase_node(node)
             return False
@@ -559,10 +445,10 @@ class _Match:
 
     def _with_value(self, node: Node) -> Node:
         """Record what the tracer records: the stack of the norm, and a fake value."""
-        args, kwargs = map_arg((node.args, node.kwargs), _recorded)
+        args, kwargs = map_arg((node.args, node.kwargs), recorded)
         function = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
         node.meta = self.norm.meta.copy()
-        with _recorded(self.y).fake_mode, torch.no_grad():
+        with recorded(self.y).fake_mode, torch.no_grad():
             node.meta["val" if "val" in node.meta else "example_value"] = function(*args, **kwargs)
         return node
 

@@ -331,7 +331,7 @@ def test_random_programs(first):
 
 
 def alike_in_shape(first, *others):
-    values = [fusion._value(node) for node in (first, *others)]
+    values = [fusion.fake_tensor(node) for node in (first, *others)]
     return None not in values and all(value.shape == values[0].shape for value in values)
 
 
@@ -341,8 +341,8 @@ def behind_the_last_argument(match, place=fusion._Match.place):
 
 
 FAULTS = {
-    "no check of writes": ("_may_write_between", lambda first, last: False),
-    "no check of later writes": ("_is_written_behind", lambda last, inputs: False),
+    "no check of writes": ("may_write_between", lambda first, last: False),
+    "no check of later writes": ("is_written_behind", lambda last, inputs: False),
     "wrong place": ("_Match.place", behind_the_last_argument),
     "no check of dtypes": ("_are_alike", alike_in_shape),
     "alpha is ignored": ("_has_no_effect", lambda options: True),

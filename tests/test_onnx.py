@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from support.models import FAMILY, Model
+from support.models import FAMILY, Model, randomize
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, register_conversion, trace_as
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, trace_as
 
 pytestmark = pytest.mark.integration
 onnx = pytest.importorskip("onnx")

@@ -200,7 +200,7 @@ def graph_of(text, seed):
     arguments = []
     for name, leaf in zip(SHAPES, inputs(seed), strict=True):
         node = graph.placeholder(name)
-        node.meta["example_value"] = mode.from_tensor(leaf)
+        node.meta["example_value"] = mode.from_tensor(leaf.detach())
         arguments.append(Recorded(node))
     with mode, torch.no_grad():
         results = build(text, names)(*arguments)
