@@ -69,7 +69,7 @@ DIFFUSERS = {
         IMAGE | TEXT | POOLED,
         {"timestep": TIMES},
         18,
-        {"SD3": 0},
+        {"gate, add and modulate": 6, "modulate": 1},
     ),
     "FluxTransformer2DModel": (
         LAYERS
@@ -87,7 +87,7 @@ DIFFUSERS = {
         {"hidden_states": (2, 4, 8, 8)} | TEXT,
         {"timestep": TIMES},
         10,
-        {"CogVideoX": 0},
+        {"gate and add": 7},  # its modulated norms have weights
     ),
     "LTXVideoTransformer3DModel": (
         {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2}
