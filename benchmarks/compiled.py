@@ -58,8 +58,8 @@ def add_ada(x: Tensor, residual: Tensor, *modulation: Tensor) -> Results:
     return layernorm_ext.add_ada_layer_norm(x, residual, (COLS,), scale, shift, EPS, **options)
 
 
-# name -> the shapes of the inputs, the block with the function of a norm, and the call by hand
-FUNCTIONS = {
+# name -> the shapes of the inputs, the block with the function of a norm, and the call by hand; None for modules
+BLOCKS = {
     "norm, GELU": ([X, PARAMETER, PARAMETER], norm_gelu, None),
     "residual, norm": (
         [X, X, PARAMETER, PARAMETER],
@@ -73,20 +73,19 @@ FUNCTIONS = {
         norm_modulate,
         lambda x, scale, shift: layernorm_ext.ada_layer_norm(x, (COLS,), scale, shift, EPS),
     ),
+    "pre-norm transformer block": ([(BATCH // 8, ROWS, COLS)], None, None),
 }
-BLOCKS = [*FUNCTIONS, "pre-norm transformer block"]
 
 
 def functions_of(block: str, device: Device, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, tuple]]:
     """Return the inputs of a block and its contenders: the function, its parameters, and the pass that compiles it."""
-    if block in FUNCTIONS:
-        shapes, function, by_hand = FUNCTIONS[block]
+    shapes, function, by_hand = BLOCKS[block]
+    if function:
         written = partial(function, layernorm_ext.layer_norm)
         contenders = {"written": (written, [], None), "fused": (written, [], fuse_neighbors)}
         contenders |= {"by hand": (by_hand, [], None)} if by_hand else {}
         contenders["torch"] = partial(function, F.layer_norm), [], None
     else:
-        shapes = [(BATCH // 8, ROWS, COLS)]
         theirs, ours = (Block(COLS, COLS // 64, library.LayerNorm) for library in (nn, layernorm_ext))
         ours.load_state_dict(theirs.state_dict())
         modules = {"written": (ours, None), "fused": (copy.deepcopy(ours), fuse_neighbors), "torch": (theirs, None)}
