@@ -85,7 +85,10 @@ fuse_neighbors = FuseNeighbors()
 
 
 def eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Join the norms with their neighbors and run the graph as it is, as the backend of :func:`torch.compile`."""
+    """Join the norms with their neighbors and run the graph as it is, as the backend of :func:`torch.compile`.
+
+    As under Inductor, a gradient with respect to a sum that leaves the graph lacks the part of the norm within it.
+    """
     for each in module.modules():  # the bodies of checkpoints are submodules
         if isinstance(each, GraphModule):
             fuse_neighbors(each.graph)
