@@ -11,13 +11,13 @@ import click
 import torch
 from rich.console import Console
 
-from . import accuracy, adaln, compare, compiled, gated, kernels, memory, overhead, plots, report
+from . import accuracy, adaln, allocator, compare, compiled, gated, kernels, memory, models, overhead, plots, report
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine, progress
 from .timing import Device, first_line, keep_pages
 
-OURS = ("ours", "kernel", "aten")  # the contenders that are this package
+OURS = ("ours", "written", "fused", "by hand", "converted")  # the contenders that are this package
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -117,12 +117,13 @@ def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
 def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: click.Parameter) -> None:
     """Add the command of a benchmark, which measures all cases and saves the records after each case.
 
-    `cases` takes the dtypes and, if the command takes shapes, device and shapes.
+    `cases` takes the dtypes if the command does, and device and shapes if it takes shapes.
     """
 
-    def execute(device: str, out: Path, dtypes: list[str], **settings: object) -> None:
-        arguments = (device, settings.pop("shapes")) if "shapes" in settings else ()
-        opened, selected = open_device(device), list(cases(dtypes, *arguments))
+    def execute(device: str, out: Path, **settings: object) -> None:
+        arguments = [settings.pop("dtypes")] if "dtypes" in settings else []
+        arguments += [device, settings.pop("shapes")] if "shapes" in settings else []
+        opened, selected = open_device(device), list(cases(*arguments))
         run = Run(name, describe_machine(opened))
         for case in progress(selected, name, len(selected)):
             try:
@@ -159,6 +160,8 @@ add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp3
 add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("gated", gated, GATED_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
+add_benchmark("models", models, partial(product, models.MODELS), seconds(2.0))
+add_benchmark("allocator", allocator, partial(product, allocator.SETTINGS), seconds(1.0))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 RUN = click.Argument(["run"], type=click.Path(exists=True, dir_okay=False, path_type=Path))
 cli.add_command(

@@ -1,22 +1,23 @@
-"""Time blocks under torch.compile: trace_as("kernel"), trace_as("aten") and torch's layers.
+"""Time blocks under torch.compile: written with this package's norms, fused, called by hand, and with torch's norms.
 
-The contenders `kernel` and `aten` are this package's layers. Training is forward and backward. With one CPU thread,
-times are CPU time, which other programs disturb less.
+`fused` compiles the same code as `written` with `layernorm_ext.fusion.fuse_neighbors`; `by hand` calls the function
+that adds, gates and modulates. Training is forward and backward. With one CPU thread, times are CPU time, which other
+programs disturb less.
 """
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layernorm_ext
+from layernorm_ext.fusion import fuse_neighbors
 
-from .adaln import BATCH, composition
+from .adaln import BATCH
 from .cases import EPS, PAIRS
 from .contenders import Calls, Contender, results_of, time_pass
 from .timing import Device
@@ -24,45 +25,80 @@ from .train_digits import Block
 
 ROWS, COLS = 256, 768
 X, PARAMETER, PER_SAMPLE = (BATCH, ROWS, COLS), (COLS,), (BATCH, 1, COLS)
+Results = Tensor | tuple[Tensor, ...]
 
 
-class ResidualNorm(nn.Module):
-    """An addition and a norm, whose weight and bias are inputs or, if `modulated`, a scale and a shift per sample."""
-
-    def __init__(self, library: ModuleType, modulated: bool):
-        super().__init__()
-        self.ours, self.modulated = library is layernorm_ext, modulated
-
-    def forward(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        if self.ours:
-            add_norm = layernorm_ext.add_layer_norm
-            return add_norm(x, residual, (COLS,), weight, bias, EPS, zero_centered_weight=self.modulated)
-        total = x + residual
-        norm = composition(total, weight, bias) if self.modulated else F.layer_norm(total, (COLS,), weight, bias, EPS)
-        return norm, total
+def residual_norm(norm: Callable, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Results:
+    total = x + residual
+    return norm(total, (COLS,), weight, bias, EPS), total
 
 
-# name -> the shapes of the inputs, and a function that builds the block with the layers of a library
+def residual_norm_modulate(norm: Callable, x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor) -> Results:
+    total = x + residual
+    return norm(total, (COLS,), eps=EPS) * (1 + scale) + shift, total
+
+
+def gate_residual_norm_modulate(norm: Callable, x: Tensor, residual: Tensor, *modulation: Tensor) -> Results:
+    gate, scale, shift = modulation
+    total = residual + gate * x
+    return norm(total, (COLS,), eps=EPS) * (1 + scale) + shift, total
+
+
+def norm_modulate(norm: Callable, x: Tensor, scale: Tensor, shift: Tensor) -> Results:
+    return norm(x, (COLS,), eps=EPS) * (1 + scale) + shift
+
+
+def norm_gelu(norm: Callable, x: Tensor, weight: Tensor, bias: Tensor) -> Results:
+    return F.gelu(norm(x, (COLS,), weight, bias, EPS))
+
+
+def add_ada(x: Tensor, residual: Tensor, *modulation: Tensor) -> Results:
+    *gate, scale, shift = modulation
+    options = {"gate": gate[0]} if gate else {}
+    return layernorm_ext.add_ada_layer_norm(x, residual, (COLS,), scale, shift, EPS, **options)
+
+
+# name -> the shapes of the inputs, the block with the function of a norm, and the call by hand; None for modules
 BLOCKS = {
-    "norm": ([X], lambda library: library.LayerNorm(COLS)),
-    "norm, GELU": ([X], lambda library: nn.Sequential(library.LayerNorm(COLS), nn.GELU())),
-    "residual, norm": ([X, X, PARAMETER, PARAMETER], lambda library: ResidualNorm(library, modulated=False)),
-    "residual, norm, modulate": ([X, X, PER_SAMPLE, PER_SAMPLE], lambda library: ResidualNorm(library, modulated=True)),
-    "pre-norm transformer block": (
-        [(BATCH // 8, ROWS, COLS)],
-        lambda library: Block(COLS, COLS // 64, library.LayerNorm),
+    "norm, GELU": ([X, PARAMETER, PARAMETER], norm_gelu, None),
+    "residual, norm": (
+        [X, X, PARAMETER, PARAMETER],
+        residual_norm,
+        lambda x, residual, *parameters: layernorm_ext.add_layer_norm(x, residual, (COLS,), *parameters, EPS),
     ),
+    "residual, norm, modulate": ([X, X, PER_SAMPLE, PER_SAMPLE], residual_norm_modulate, add_ada),
+    "gate, residual, norm, modulate": ([X, X, *[PER_SAMPLE] * 3], gate_residual_norm_modulate, add_ada),
+    "norm, modulate": (
+        [X, PER_SAMPLE, PER_SAMPLE],
+        norm_modulate,
+        lambda x, scale, shift: layernorm_ext.ada_layer_norm(x, (COLS,), scale, shift, EPS),
+    ),
+    "pre-norm transformer block": ([(BATCH // 8, ROWS, COLS)], None, None),
 }
 
 
-def bind(block: nn.Module, inputs: list[Tensor], traced: str | None) -> list[Calls]:
+def functions_of(block: str, device: Device, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, tuple]]:
+    """Return the inputs of a block and its contenders: the function, its parameters, and the pass that compiles it."""
+    shapes, function, by_hand = BLOCKS[block]
+    if function:
+        written = partial(function, layernorm_ext.layer_norm)
+        contenders = {"written": (written, [], None), "fused": (written, [], fuse_neighbors)}
+        contenders |= {"by hand": (by_hand, [], None)} if by_hand else {}
+        contenders["torch"] = partial(function, F.layer_norm), [], None
+    else:
+        theirs, ours = (Block(COLS, COLS // 64, library.LayerNorm) for library in (nn, layernorm_ext))
+        ours.load_state_dict(theirs.state_dict())
+        modules = {"written": (ours, None), "fused": (copy.deepcopy(ours), fuse_neighbors), "torch": (theirs, None)}
+        contenders = {
+            name: (module.to(device.name, dtype), list(module.parameters()), joins)
+            for name, (module, joins) in modules.items()
+        }
+    return [torch.randn(shape, device=device.name).to(dtype) for shape in shapes], contenders
+
+
+def bind(function: Callable[..., Results], inputs: list[Tensor], parameters: list[Tensor]) -> list[Calls]:
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-
-    def function() -> Tensor | tuple[Tensor, ...]:
-        with layernorm_ext.trace_as(traced):
-            return block(*inputs)
-
-    return [Calls(function, [*inputs, *block.parameters()], inputs[0].detach().flip(0))]
+    return [Calls(partial(function, *inputs), [*inputs, *parameters], inputs[0].detach().flip(0))]
 
 
 def measure(device: Device, block: str, dtypes: str, seconds: float) -> Iterator[dict]:
@@ -71,14 +107,16 @@ def measure(device: Device, block: str, dtypes: str, seconds: float) -> Iterator
         device.clock = time.process_time
     torch.compiler.reset()
     dtype = PAIRS[dtypes][0]
-    shapes, build = BLOCKS[block]
-    inputs = [torch.randn(shape, device=device.name).to(dtype) for shape in shapes]
-    theirs, ours = (build(library).to(device.name, dtype) for library in (nn, layernorm_ext))
-    ours.load_state_dict(theirs.state_dict())
-    (exact,) = bind(copy.deepcopy(theirs).double(), [tensor.double() for tensor in inputs], None)
+    inputs, contenders = functions_of(block, device, dtype)
+    function, parameters, _ = contenders["torch"]
+    if parameters:
+        function = copy.deepcopy(function).double()
+        parameters = list(function.parameters())
+    (exact,) = bind(function, [tensor.double() for tensor in inputs], parameters)
     expected, entries = results_of(exact), []
-    for name, module, traced in ("kernel", ours, "kernel"), ("aten", ours, "aten"), ("torch", theirs, None):
-        compiled = torch.compile(module, fullgraph=True, dynamic=False)
-        entries.append(Contender(name, dtype, partial(bind, compiled, inputs, traced), expected))
+    for name, (function, parameters, joins) in contenders.items():
+        options = {"pre_grad_custom_pass": joins} if joins else None
+        compiled = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+        entries.append(Contender(name, dtype, partial(bind, compiled, inputs, parameters), expected))
     for name, pass_name in ("forward", "forward"), ("training", "both"):
         yield from time_pass(device, entries, {"block": block, "dtypes": dtypes, "pass": name}, pass_name, seconds)

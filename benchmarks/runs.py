@@ -24,6 +24,7 @@ from layernorm_ext._ops import _C
 from .contenders import installed
 from .timing import Device
 
+ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
 ROOT = Path(__file__).resolve().parents[1]
 CAPTION = "time · time of torch, or of the base, / this time · copy's time / this time · largest error · peak memory"
 
@@ -103,6 +104,12 @@ def output(*command: str) -> str:
         return ""
 
 
+def describe_allocator() -> str:
+    """Return the settings of the CPU allocator in the environment, beside keep_pages(), which every benchmark calls."""
+    names = [name for name in os.environ if name.startswith("MALLOC_") or name in ALLOCATOR_VARIABLES]
+    return " ".join(["pages kept", *(f"{name}={os.environ[name]}" for name in names)])
+
+
 def describe_machine(device: Device) -> dict:
     """Return the hardware, the versions and the commit."""
     with open("/proc/cpuinfo") as file:
@@ -112,6 +119,7 @@ def describe_machine(device: Device) -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         "threads": torch.get_num_threads(),
+        "allocator": describe_allocator(),
         "instruction_set": _C.cpu_capability(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

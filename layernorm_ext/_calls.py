@@ -140,6 +140,7 @@ def norm(
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     arguments = (normalized_shape, weight, bias, eps)
     options |= {"memory_efficient": memory_efficient, "preserve_layout": preserve_layout}
+    options = {name: value for name, value in options.items() if value}  # defaults take time in each call of a graph
     if inplace:
         return ops.forward_.fused(input, *arguments, residual, gate, **options)[0], residual
     if residual is None and gate is None:

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import math
 from copy import copy
-from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ._adaptive import IS_COMPARED, Block
 from ._replacements import keep_output_dtypes
 from .modules import LayerNorm, RMSNorm
 from .modules_2d import LayerNorm2d, RMSNorm2d
@@ -254,132 +252,6 @@ def _difference_by_dtype(
         distance = (mine["output"].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
         if not (distance <= max(_TOLERANCE, roundings)).all():
             return f"output of {names} differs by {distance.max():.2g}"
-    return None
-
-
-# Blocks
-
-_ROWS = ("x", "hidden_states", "encoder_hidden_states", "context")  # the other inputs of blocks are embeddings
-_MOST_CHUNKS = 12  # the largest width of an embedding, in units of the width of rows
-_NO_HOOKS = {IS_COMPARED: True} | {name: value for name, value in vars(Module()).items() if name.endswith("_hooks")}
-_Call = tuple[tuple[int, ...], bool]  # the size of the embeddings, and whether arguments with defaults are given
-
-
-def block_difference(block: Module, form: type[Block], norms: dict[str, tuple[Module, Any]]) -> str | None:
-    """Return how the results of a block and of a form differ, if they do.
-
-    ``norms`` are the children that are norms, with their replacements. Functions take the places of all others.
-
-    Raises:
-        SkippedError: The block differs from all forms.
-    """
-    normalized_shape = next(iter(norms.values()))[1].normalized_shape or (_WIDTH,)
-    if len(normalized_shape) != 1:
-        return f"its norm normalizes over {len(normalized_shape)} dimensions"
-    width = normalized_shape[0]
-    arguments = list(inspect.signature(form.forward).parameters.values())[1:]
-    shapes = {
-        name: {p: full_shape(getattr(norm, p)) for p in ours._parameters if tensor_attribute(norm, p) is not None}
-        for name, (norm, ours) in norms.items()
-    }
-    parameter_dtypes = _FLOATS if any(shapes.values()) else (None,)
-    others: dict[str, Any] = {"_modules": {}}
-    for number, (name, child) in enumerate(block._modules.items(), 2):
-        others[name] = None if child is None else partial(_stand_in, number)
-
-    def results(
-        cls: type[Module], dtypes: _Dtypes, x: Tensor, call: _Call, differentiate: bool = False
-    ) -> dict[str, Tensor] | Exception:
-        """Return the outputs of the block or of the form, and the gradients if wanted."""
-        size, is_complete = call
-        inputs: dict[str, Any] = {}
-        for seed, argument in enumerate(arguments):
-            if argument.name in _ROWS:
-                inputs[argument.name] = x.roll(seed, -1).to(dtypes[0], copy=True)
-            elif is_complete or argument.default is argument.empty:
-                is_dtype = argument.name == "hidden_dtype"
-                inputs[argument.name] = dtypes[2] if is_dtype else _random(size, seed).to(dtypes[2])
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        children: dict[str, Any] = {}
-        for name, (norm, ours) in norms.items():
-            copies = {p: _random(shape, seed).to(dtypes[1]) for seed, (p, shape) in enumerate(shapes[name].items(), 20)}
-            tensors |= {f"{name}.{p}": value for p, value in copies.items()}
-            if cls is form:  # which reads the attributes of the norm, while the original calls it
-                children[name] = _double(ours, copies, _NO_HOOKS)
-            else:
-                children[name] = partial(type(norm).forward, _double(norm, copies, {}))
-        for tensor in tensors.values():
-            tensor.requires_grad_(differentiate)
-        try:
-            y = cls.forward(_double(block, {}, others | children), **inputs)
-            outputs = dict(enumerate(y)) if isinstance(y, tuple) else {"": y}
-            values = {f"output {key}".strip(): output for key, output in outputs.items()}
-            if differentiate:
-                dys = [_random(tuple(y.shape), seed).to(y.dtype) for seed, y in enumerate(values.values(), 30)]
-                gradients = torch.autograd.grad(
-                    list(values.values()), list(tensors.values()), dys, materialize_grads=True
-                )
-                values |= {f"gradient of {name}": value for name, value in zip(tensors, gradients, strict=True)}
-            return values
-        except Exception as error:  # foreign code may raise anything
-            return error
-
-    small = max(max(abs(ours.eps or 0) for _, ours in norms.values()) ** 0.5, _SMALLEST_SCALE)
-    x = _random((2, 3, width), 2) + 4 * (torch.arange(width, device="cpu") % 2) - 1  # as in difference()
-    x_and_small_rows = x.clone()
-    x_and_small_rows[0] *= small
-    chunks = range(1, _MOST_CHUNKS + 1)
-    sizes = [size for n in chunks for size in ((n * width,), (2, n * width), (2, 3, n * width), (2, n, width))]
-    calls: list[_Call] = list(itertools.product(sizes, (True, False)))
-    for dtype, parameter_dtype in itertools.product(_FLOATS[:2], parameter_dtypes[:2]):
-        wide = dtype, parameter_dtype, dtype
-        expected = {call: results(type(block), wide, x_and_small_rows, call, True) for call in calls}
-        accepted = [call for call in calls if not isinstance(expected[call], Exception)]
-        if accepted:
-            break
-    else:
-        raise SkippedError(f"it refuses every input: {shortened(expected[calls[0]])}")
-
-    for call in accepted:
-        mine = results(form, wide, x_and_small_rows, call, True)
-        reason = _block_difference(expected[call], mine, _TOLERANCE, small)
-        if reason:
-            return f"{reason} with embeddings of size{list(call[0])}"
-    for dtypes in itertools.product(_FLOATS, parameter_dtypes, _FLOATS):
-        rows = x if dtypes[0] == torch.float16 else x_and_small_rows
-        theirs, mine = (results(cls, dtypes, rows, accepted[0]) for cls in (type(block), form))
-        if not isinstance(theirs, Exception):
-            roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes if dtype)
-            reason = _block_difference(theirs, mine, max(_TOLERANCE, roundings), small)
-            if reason:
-                return f"{reason} with {' and '.join(str(dtype) for dtype in dtypes if dtype)}"
-    return None
-
-
-def _stand_in(number: int, *inputs: Any, **options: Any) -> Tensor:
-    """Combine all tensors by a function that does not commute with those of other numbers."""
-    values = [*inputs, *options.values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    total: Any = sum(weight * tensor for weight, tensor in enumerate(tensors, 1))
-    dtype = next((value for value in values if isinstance(value, torch.dtype)), total.dtype)
-    return (total * number / 4).tanh().to(dtype)
-
-
-def _block_difference(theirs: Any, mine: Any, tolerance: float, small: float) -> str | None:
-    """Return how results differ by more than a tolerance for values of at most 1, or for the largest value."""
-    if isinstance(mine, Exception):
-        return shortened(mine)
-    if theirs.keys() != mine.keys():
-        return f"it returns {len(theirs)} values"
-    for name, value in theirs.items():
-        if (value.dtype, value.shape) != (mine[name].dtype, mine[name].shape):
-            return f"{name} is {value.dtype} of size{list(value.shape)}"
-        expected, distance = value.double().abs(), (value.double() - mine[name].double()).abs()
-        if name.removeprefix("gradient of ") in _ROWS:
-            expected[0] *= small
-            distance[0] *= small
-        if not (distance <= tolerance * expected.max().clamp_min(1)).all():
-            return f"{name} differs by {distance.max():.2g}"
     return None
 
 

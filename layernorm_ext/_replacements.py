@@ -17,13 +17,9 @@ from .modules_2d import LayerNorm2d, RMSNorm2d
 OutputDtypes = dict[tuple[torch.dtype | None, ...], torch.dtype]
 
 
-def public_class(layer: Module) -> type:
-    """Return the first class that is not of this file: the public class from which the class of a layer is derived."""
-    return next(cls for cls in type(layer).__mro__ if cls.__module__ != __name__)
-
-
 def public_name(layer: Module) -> str:
-    return public_class(layer).__name__
+    """Return the name of the first class that is not of this file: the public class from which a layer's is derived."""
+    return next(cls.__name__ for cls in type(layer).__mro__ if cls.__module__ != __name__)
 
 
 class _KeepsOutputDtypes(Module):

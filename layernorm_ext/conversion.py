@@ -18,11 +18,10 @@ import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _adaptive, _build_info
+from . import _build_info
 from ._comparison import (
     TORCH_LAYERS,
     SkippedError,
-    block_difference,
     difference,
     full_shape,
     has_activation,
@@ -47,8 +46,8 @@ class ConversionReport:
     Attributes:
         replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
             the first.
-        skipped: The name of each skipped normalization layer or adaptive block, with its class and the reason, which
-            may be the error that it raised.
+        skipped: The name of each skipped normalization layer, with its class and the reason, which may be the error
+            that it raised.
         fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
             it.
     """
@@ -74,10 +73,6 @@ def convert(model: Module) -> ConversionReport:
     accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
     layers are compared once. Other normalization layers, and layers that raise errors, are skipped and reported
     with the reason.
-
-    Blocks that scale and shift the result of a norm, such as ``AdaLayerNormZero`` of diffusers, are replaced in the
-    same way. They keep all children, and call :func:`layernorm_ext.ada_layer_norm` or a similar function instead of the
-    norm.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
@@ -112,14 +107,10 @@ def convert(model: Module) -> ConversionReport:
     report = ConversionReport()
     modules = _named_modules(model)
     known: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
-    choices: dict[Module, Module | SkippedError] = {}
-    for _, module in sorted(modules, key=lambda each: _is_adaptive(each[1])):  # norms before blocks, which have them
-        choice = _choose(module, known, choices)
+    choices = [_choose(module, known) for _, module in modules]
+    for (name, module), choice in zip(modules, choices, strict=True):  # afterwards, so that an error changes nothing
         if choice is not None:
-            choices[module] = choice
-    for name, module in modules:  # after the loop, so that an error leaves the model unchanged
-        if module in choices:
-            cls, choice = type(module), choices[module]
+            cls = type(module)
             reason = choice if isinstance(choice, SkippedError) else _become(module, choice)
             if reason is None:
                 report.replaced[name] = f"{_name(cls)} by {choice!r}"
@@ -173,9 +164,8 @@ def register_conversion(cls: type[Module] | str, build: _Build | None = None) ->
     """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
 
     Args:
-        cls: A class whose ``forward`` takes only the input, or also a ``gate``, or that of an adaptive block of
-            ``docs/convert.md``, whose norm is a child. Or a class name ``"package.module.Class"``, in which ``*``
-            matches anything. Subclasses are not included.
+        cls: A class whose ``forward`` takes only the input, or also a ``gate``. Or a class name
+            ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
             or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
             parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
@@ -262,12 +252,6 @@ def _is_normalization(module: Module) -> bool:
     return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
-def _is_adaptive(module: Module) -> bool:
-    """Return whether a module may be a block with a form: its class or a base is registered and has its signature."""
-    bases = (cls for cls in type(module).__mro__ if issubclass(cls, Module))
-    return bool(module._modules) and any(_builds(cls)[-1:] == [None] and _adaptive.forms(cls) for cls in bases)
-
-
 _MODULE_ATTRIBUTES = frozenset(vars(Module()))
 _REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replacement has torch's
 
@@ -283,9 +267,6 @@ def _kind(module: Module) -> Hashable:
     children: Iterable[Hashable] = module._modules
     if not has_activation(module):
         children = [(name, id(child)) for name, child in module._modules.items()]
-    if _is_adaptive(module):  # the classes of children that are no norms do not matter
-        norms = {name for form in _adaptive.forms(type(module)) for name in form.NORMS}
-        children = [(n, c is None or (n in norms and _kind(c))) for n, c in module._modules.items()]
     kind: tuple[Any, ...] = (type(module), module.training, *module._parameters)
     return *kind, *buffers, *children, *attributes, *parameters
 
@@ -299,16 +280,13 @@ def _key(value: object) -> Hashable:
 _COMPARABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def _choose(
-    module: Module, known: dict[Hashable, Module | SkippedError], choices: dict[Module, Module | SkippedError]
-) -> Module | SkippedError | None:
+def _choose(module: Module, known: dict[Hashable, Module | SkippedError]) -> Module | SkippedError | None:
     """Return a layer of this package that computes the same as a module, or the reason why there is none.
 
-    ``known`` has the choices for kinds of modules, and ``choices`` those for the module's children. For modules that
-    are no normalization layers, the result is None.
+    ``known`` has the choices for kinds of modules. For modules that are no normalization layers, the result is None.
     """
     try:
-        if not (_is_adaptive(module) or _is_normalization(module)):
+        if not _is_normalization(module):
             return None
         kind = _kind(module)
         if kind not in known:
@@ -319,7 +297,7 @@ def _choose(
                 torch.autocast("cpu", enabled=False),
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
-                choice = _form(module, choices) if _is_adaptive(module) else _replacement(module)
+                choice = _replacement(module)
             if not type(choice).__module__.startswith(f"{__package__}."):
                 return choice  # it may have attributes that layers must not share
             known[kind] = choice
@@ -351,21 +329,6 @@ def _checked_builds(module: Module) -> list[_Build | None]:
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
     return builds
-
-
-def _form(module: Module, choices: dict[Module, Module | SkippedError]) -> Module:
-    """Return the form of a block whose norms are of this package or have replacements."""
-    _checked_builds(module)
-    reasons = []
-    for form in _adaptive.forms(type(module)):
-        children: dict[str, Any] = {name: module._modules.get(name) for name in form.NORMS}
-        norms = {name: (child, choices.get(child, child)) for name, child in children.items()}
-        others = [name for name, (_, ours) in norms.items() if not _adaptive.is_plain_norm(ours)]
-        reason = f"its {others[0]} is not replaced" if others else block_difference(module, form, norms)
-        if reason is None:
-            return form()
-        reasons.append(f"not {form.__name__}: {reason}")
-    raise SkippedError("; ".join(reasons) or "its forward has other parameters")
 
 
 def _replacement(module: Module) -> Module:

@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, cases, compare, compiled, contenders, report, timing  # noqa: E402
+from benchmarks import accuracy, allocator, cases, compare, compiled, contenders, report, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 ALL = "ours,torch,torch.compile"
@@ -85,13 +85,30 @@ def test_kernels_records_times_errors_and_verdicts(run):
                 "contender": ["ours", "torch", "torch.compile"],
             },
         ),
-        (["compile"], {"block": BLOCKS, "pass": ["forward", "training"], "contender": ["kernel", "aten", "torch"]}),
     ],
 )
 def test_every_case_and_contender_is_recorded(run, arguments, cases):
     _, records = run(*arguments, "--dtypes", "fp32", *QUICK)
     assert [tuple(r[key] for key in cases) for r in records] == list(product(*cases.values()))
     assert all(r["status"] == "ok" and r["us"] > 0 and r["of_torch"] > 0 for r in records)
+
+
+def test_blocks_are_compiled_as_written_fused_and_by_hand(run):
+    _, records = run("compile", "--dtypes", "fp32", *QUICK)
+    found = [(r["block"], r["pass"], r["contender"]) for r in records]
+    contenders = {BLOCKS[0]: ["written", "fused", "by hand", "torch"], BLOCKS[1]: ["written", "fused", "torch"]}
+    assert found == [(b, p, c) for b in BLOCKS for p in ("forward", "training") for c in contenders[b]]
+    assert all(r["status"] == "ok" and r["of_torch"] > 0 for r in records)
+
+
+def test_allocator_settings_are_those_of_new_processes(run, monkeypatch):
+    for setting in list(allocator.SETTINGS)[1:]:
+        monkeypatch.delitem(allocator.SETTINGS, setting)
+    _, records = run("allocator", *QUICK)
+    assert [(r["case"], r["contender"]) for r in records] == list(
+        product(["residual, norm", "training step"], ["ours", "torch"])
+    )
+    assert all(r["status"] == "ok" and r["of_torch"] > 0 for r in records)
 
 
 def test_exact_results_are_computed_on_the_device():

@@ -60,7 +60,7 @@ ARCHITECTURES = {
     ),
     "diffusers DiTTransformer2DModel": (
         DIT,
-        {"LayerNorm by LayerNorm": 5, "AdaLayerNormZero by AdaLayerNormZero": 2},  # norms without parameters
+        {"LayerNorm by LayerNorm": 5},  # without parameters, in adaptive blocks
     ),
     "timm convnext_tiny": (TIMM_CONVNEXT, {"LayerNorm by LayerNorm": 4, "LayerNorm2d by LayerNorm2d": 5}),
     "timm vit_tiny_patch16_224": (TIMM_VIT, {"LayerNorm by LayerNorm": 5}),

@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from support.models import FAMILY, Continuous, Model, randomize
+from support.models import FAMILY, Model, randomize
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, register_conversion, trace_as
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, trace_as
 
 pytestmark = pytest.mark.integration
 onnx = pytest.importorskip("onnx")
@@ -107,23 +107,6 @@ def test_converted_layers_give_the_operators_of_the_original(dynamo, cls):
     convert(model)
     actual = assert_exports(model, x, dynamo, 1e-5)  # with some roundings of 6e-8 in the matrix product
     assert expected is None or types(actual) == types(expected)
-
-
-@exporters
-@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_adaptive_blocks(restore_registry, dynamo, norm):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = randomize(Continuous(norm))
-
-        def forward(self, x):
-            return self.block(x, x.mean(1)[:, :4])
-
-    model = Model()
-    register_conversion(Continuous)
-    assert len(convert(model).replaced) == 2
-    assert_exports(model, torch.randn(3, 5, 8), dynamo, 1e-5)  # with some roundings of 6e-8 in the matrix product
 
 
 def test_rms_norm_is_one_operator_from_opset_23_on():

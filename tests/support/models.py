@@ -46,21 +46,6 @@ class MyNorm(torch.nn.Module):
         return x / (x.square().mean(-1, keepdim=True) + self.small).sqrt() * (1 + self.weight)
 
 
-class Continuous(torch.nn.Module):
-    """An adaptive block, as diffusers' AdaLayerNormContinuous; the norm also has parameters."""
-
-    width = 8
-
-    def __init__(self, norm=torch.nn.LayerNorm):
-        super().__init__()
-        self.silu, self.linear = torch.nn.SiLU(), torch.nn.Linear(4, 2 * self.width)
-        self.norm = norm(self.width, eps=1e-6)
-
-    def forward(self, x, conditioning_embedding):
-        scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
-        return self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :]
-
-
 def build_ours(module, cls=RMSNorm):
     return cls(module.width, module.small, zero_centered_weight=True, device="meta")
 

@@ -1,0 +1,121 @@
+"""The order of reads and writes in a graph of Dynamo, which is not functional."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import types
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx import Node
+
+
+def is_call(node: Any) -> bool:
+    return isinstance(node, Node) and node.op in ("call_function", "call_method")
+
+
+def recorded(node: Any) -> Any:
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+
+
+def fake_tensor(node: Any) -> Tensor | None:
+    """Return the fake tensor that the tracer recorded, unless it is of another subclass, such as DTensor."""
+    value = recorded(node)
+    return value if type(value) is FakeTensor and value.layout is torch.strided else None
+
+
+_IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
+# Functions with side effects that their names do not show: running statistics and renormalized embeddings.
+_SIDE_EFFECTS = {"batch_norm", "instance_norm", "embedding", "embedding_bag"}
+_KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
+_KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
+_IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but not index and is_not
+# In-place operations that change a shape, so that recorded values mislead.
+_RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"}
+_RESHAPES |= {"unsqueeze_"}
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def misleads(node: Node) -> bool:
+    """Return whether no norm of a graph with this node is joined.
+
+    The node changes a shape in place, or observes the gradient of an intermediate sum, which lacks the norm's part in
+    the joined graph.
+    """
+    name = _name(node).partition(".")[0]
+    return is_call(node) and (name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name)
+
+
+def _may_write(node: Node) -> bool:
+    """Return whether a node may change a tensor, or a mode in which others are computed. Unknown functions may."""
+    return _writes(node) or not _is_known(node)
+
+
+def _writes(node: Node) -> bool:
+    """Return whether a known function changes an argument or a mode."""
+    if not is_call(node):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = _name(node)
+    if getattr(node.target, "__module__", None) == "_operator":
+        return _IN_PLACE_OPERATOR.match(name) is not None
+    has_effect = _IN_PLACE.search(name) or name in _SIDE_EFFECTS or node.kwargs.get("out") is not None
+    return bool(has_effect) or _is_in_place(node)
+
+
+def _is_known(node: Node) -> bool:
+    """Return whether the name and the arguments of a call tell whether it writes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
+        return not any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    if node.op != "call_function" or isinstance(target, torch._ops.OpOverload):
+        return node.op != "call_module"
+    is_function = isinstance(target, (types.FunctionType, types.BuiltinFunctionType))
+    return is_function and (target.__module__ in _KNOWN_MODULES or target is getattr)
+
+
+def _is_in_place(node: Node) -> bool:
+    """Return whether the argument ``inplace`` of a function such as dropout is true, in any position."""
+    parameters = _parameters(node.target)
+    inplace = node.kwargs.get("inplace", False)
+    if "inplace" in parameters and len(node.args) > parameters.index("inplace"):
+        inplace = node.args[parameters.index("inplace")]
+    return inplace is not False
+
+
+@cache
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
+
+
+def may_write_between(first: Node, last: Node) -> bool:
+    """Return whether a node from the first to the last one may change what another one reads."""
+    return any(map(_may_write, itertools.takewhile(lambda node: node is not last.next, _from(first))))
+
+
+def _from(node: Node) -> Iterator[Node]:
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:
+    """Return whether a later node changes one of these tensors, which the call saves for backward, or a view of it."""
+    storages = set(map(_storage, tensors)) - {None}
+    writes = filter(_writes, _from(last.next))
+    return any(not storages.isdisjoint(map(_storage, node.all_input_nodes)) for node in writes)
+
+
+def _storage(node: Node) -> int | None:
+    value = fake_tensor(node)
+    return None if value is None else value.untyped_storage()._cdata

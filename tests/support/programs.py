@@ -1,0 +1,223 @@
+"""Random programs around norms, for the pass that joins norms with their neighbors."""
+
+import contextlib
+import operator
+import random
+import re
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import layernorm_ext
+from support.reference import F64
+
+# The inputs: activations, parameters of all rows, and parameters per sample and per position.
+SHAPES = {"x": (2, 3, 8), "r": (2, 3, 8), "q": (3, 2, 8), "w": (8,), "b": (8,), "s": (2, 1, 8), "h": (2, 1, 8)}
+SHAPES |= {"g": (2, 1, 8), "p": (1, 3, 8)}
+NAMES = {"torch": torch, "F": F, "no_grad": torch.no_grad}
+NAMES |= {name: getattr(layernorm_ext, name) for name in ("layer_norm", "rms_norm")}
+
+# Templates of statements with their weights. {f} is an activation, {p} a parameter, {y} the newest tensor, and {a} any
+# tensor; {n} is a new name, {k} a number, and {t} True or False. A statement that fails is dropped.
+CHAIN = {
+    "{n} = {f} + {f}": 6,
+    "{n} = {f} + {y}": 4,
+    "{n} = torch.add({f}, {f})": 2,
+    "{n} = {f}.add(other={f})": 2,
+    "{n} = torch.add({f}, {f}, alpha={k})": 2,
+    "{n} = {f}.add({f}, alpha=1)": 1,
+    "{n} = {f} + {a}": 2,
+    "{n} = {p} * {f} + {f}": 4,
+    "{n} = {f} + {f} * {p}": 3,
+    "{n} = {p} * {f}": 2,
+    "{n} = torch.mul({f}, {p})": 1,
+    "{n} = torch.addcmul({f}, {p}, {f})": 2,
+    "{n} = torch.addcmul({f}, {f}, {p}, value={k})": 1,
+    "{n} = layer_norm({y}, (8,))": 6,
+    "{n} = layer_norm({f}, (8,))": 4,
+    "{n} = layer_norm({y}, (8,), {p}, {p})": 2,
+    "{n} = layer_norm({y}, (3, 8), zero_centered_weight={t})": 1,
+    "{n} = rms_norm({y}, (8,))": 3,
+    "{n} = rms_norm({y}, (8,), {p})": 1,
+    "{n} = layer_norm({y}, (8,), {p}, memory_efficient={t})": 1,
+    "{n} = layer_norm({f} + {f}, (8,)) * (1 + {p}) + {p}": 3,
+    "{n} = layer_norm({p} * {f} + {f}, (8,)) * (1 + {p}) + {p}": 2,
+    "{n} = {y} * (1 + {p}) + {p}": 5,
+    "{n} = {y} * (1 + {p})": 3,
+    "{n} = torch.addcmul({p}, {y}, 1 + {p})": 2,
+    "{n} = {y} * ({p}.add(1)) + {p}": 1,
+    "{n} = {y} * (1 + {p}[:, 0])[:, None] + {p}": 1,
+    "{n} = {y} * (1 + {a}) + {a}": 2,
+    "{n} = 1 + {p}": 2,
+    "{n} = {y} * {a}": 2,
+}
+NOISE = {
+    "{n} = {a}.sin()": 4,
+    "{n} = {y}.sin()": 3,
+    "{n} = {f}.view(6, 8)": 1,
+    "{n} = {y}.view(1, 2, 3, 8)": 2,
+    "{n} = {y}.reshape(2, 3, 8)": 2,
+    "{n} = {f}[:, :1]": 1,
+    "{n} = {f}.transpose(0, 1)": 2,
+    "{n} = {y}.mean(1, keepdim=True)": 2,
+    "{n} = {a}.detach()": 1,
+    "{n} = {a}.clone()": 1,
+    "{n} = {a}.double()": 1,
+    "{n} = {y}.to(torch.float64)": 1,
+    "{n} = {y}.contiguous()": 1,
+    "{n} = {a}.float()": 1,
+    "{n} = F.dropout({a}, 0.5, True, {t})": 1,
+    "{n} = torch.rand_like({a})": 1,
+    "{n} = {p}.expand(2, 3, 8)": 1,
+    "{n} = {p}.unsqueeze(0)": 1,
+}
+WRITES = {
+    "{a}.mul_(0.5)": 3,
+    "{y}.mul_(0.5)": 2,
+    "{a}.add_({a})": 2,
+    "{a} += {a}": 2,
+    "{a}[..., 0] = 0.5": 2,
+    "F.relu({a}, True)": 1,
+    "{n} = F.dropout({a}, 0.5, True, True)": 1,
+    "torch.mul({f}, 0.5, out={a})": 1,
+    "{a}.copy_({a})": 1,
+    "{f}.transpose_(0, 1)": 1,
+    "with no_grad(): {n} = {f} + {f}": 1,
+    "with no_grad(): {y} = layer_norm({y}, (8,))": 1,
+}
+TEMPLATES = CHAIN | {key: weight / 2 for key, weight in NOISE.items()} | {key: n / 3 for key, n in WRITES.items()}
+
+
+def inputs(seed):
+    """Return the leaves; half of the inputs require no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [torch.randn(shape, generator=generator, dtype=F64) for shape in SHAPES.values()]
+    return [leaf.requires_grad_(random.Random(seed + i).random() < 0.7) for i, leaf in enumerate(leaves)]
+
+
+def source(seed):
+    """Return a program that runs in eager mode: a function of the inputs that returns some of its tensors."""
+    rng = random.Random(seed)
+    tensors = dict(zip(SHAPES, (leaf.clone() for leaf in inputs(seed)), strict=True))
+    lines = []
+
+    def pick(accepts):
+        names = [name for name, tensor in tensors.items() if accepts(tensor)] or ["x"]
+        return rng.choices(names, [1.3**i for i in range(len(names))])[0]  # newer tensors more often
+
+    for number in range(rng.randint(4, 14)):
+        (template,) = rng.choices(list(TEMPLATES), TEMPLATES.values())
+        picks = {
+            "f": partial(pick, lambda t: t.shape in ((2, 3, 8), (3, 2, 8))),
+            "p": partial(pick, lambda t: t.shape[-1:] == (8,) and t.numel() < 48),
+            "a": partial(pick, lambda t: True),
+            "y": lambda names=tensors: list(names)[-1],
+            "n": lambda number=number: f"t{number}",
+            "k": lambda: rng.choice([1, 2]),
+            "t": lambda: rng.choice([True, False]),
+        }
+        line = re.sub("{(.)}", lambda match: str(picks[match[1]]()), template)  # noqa: B023 (called immediately)
+        scope = dict(tensors)
+        try:
+            exec(line, NAMES, scope)
+        except (RuntimeError, IndexError, TypeError):
+            continue
+        changed = {name: value for name, value in scope.items() if isinstance(value, torch.Tensor)}
+        if "norm" in line and list(changed.values())[-1].dtype != F64:  # modulations in float32 round differently
+            continue
+        if all(value.abs().max() < 100 for value in changed.values() if value.numel()):
+            tensors = changed
+            lines.append(line)
+    results = [name for name in tensors if name not in SHAPES and rng.random() < 0.5] or ["x"]
+    results += [list(tensors)[-1]]
+    body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)},"])
+    return f"def program({', '.join(SHAPES)}):\n{body}"
+
+
+def build(text, names=NAMES):
+    namespace = dict(names)
+    exec(text, namespace)
+    return namespace["program"]
+
+
+class Recorded:
+    """A tensor or a tuple in a graph, with a fake value, as Dynamo records it."""
+
+    def __init__(self, node):
+        self.node = node
+
+    def __getattr__(self, name):
+        return partial(record, self.node.graph, "call_method", name, self)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        (graph,) = {arg.node.graph for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls)}
+        return record(graph, "call_function", function, *args, **(kwargs or {}))
+
+
+def record(graph, op, target, *args, **kwargs):
+    args, kwargs = tree_map_only(Recorded, lambda each: each.node, (args, kwargs))
+    node = graph.create_node(op, target, args, kwargs)
+    values = tree_map_only(torch.fx.Node, lambda each: each.meta["example_value"], (args, kwargs))
+    function = getattr(torch.Tensor, target) if op == "call_method" else target
+    node.meta["example_value"] = function(*values[0], **values[1])
+    return Recorded(node)
+
+
+def _operator(function, reverse=False):
+    def method(self, *others):
+        operands = (others[0], self) if reverse else (self, *others)
+        return record(self.node.graph, "call_function", function, *operands)
+
+    return method
+
+
+for _name in ("add", "mul", "iadd", "getitem", "setitem"):
+    setattr(Recorded, f"__{_name}__", _operator(getattr(operator, _name)))
+for _name in ("add", "mul"):
+    setattr(Recorded, f"__r{_name}__", _operator(getattr(operator, _name), reverse=True))
+
+
+def graph_of(text, seed):
+    """Return the module that Dynamo makes of a program, recorded in a hundredth of its time."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+
+    @contextlib.contextmanager
+    def no_grad():
+        for enabled in (False, True):
+            record(graph, "call_function", torch._C._set_grad_enabled, enabled)
+            if not enabled:
+                yield
+
+    def norm(rms, x, shape, weight=None, bias=None, eps=1e-5, **options):
+        default = 2.0**-52 if rms else eps
+        return torch.ops.layernorm.forward.default(x, shape, weight, bias, default, rms=rms, **options)[0]
+
+    names = NAMES | {"no_grad": no_grad, "layer_norm": partial(norm, False), "rms_norm": partial(norm, True)}
+    arguments = []
+    for name, leaf in zip(SHAPES, inputs(seed), strict=True):
+        node = graph.placeholder(name)
+        node.meta["example_value"] = mode.from_tensor(leaf.detach())
+        arguments.append(Recorded(node))
+    with mode, torch.no_grad():
+        results = build(text, names)(*arguments)
+    graph.output(tuple(each.node for each in results))
+    return torch.fx.GraphModule({}, graph)
+
+
+def results_of(function, seed):
+    """Return outputs, changed inputs and gradients."""
+    torch.manual_seed(seed)
+    leaves = inputs(seed)
+    arguments = [leaf.clone() for leaf in leaves]
+    outputs = function(*arguments)
+    roots = [t for t in (*outputs, *arguments) if t.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = ()
+    if roots and wanted:
+        weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in roots]
+        gradients = torch.autograd.grad(roots, wanted, weights, materialize_grads=True)
+    return [*outputs, *arguments, *gradients]

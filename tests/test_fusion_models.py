@@ -1,0 +1,128 @@
+"""Converted models of other packages, whose norms are joined with their neighbors."""
+
+import copy
+
+import pytest
+import torch
+from support.models import randomize
+from support.packages import assert_close, build_inputs, build_model, logits_and_gradients
+from support.reference import F64
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from layernorm_ext import convert, fusion
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torchvision", "one_thread")]
+
+TIMM_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 2, "num_classes": 5}
+SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2)}
+
+# Name of the model -> its options, the number of norms, and the joined calls. All have two layers.
+MODELS = {
+    "BertForMaskedLM": ({}, 6, {"add": 4}),
+    "GPT2LMHeadModel": ({}, 5, {"add": 4}),
+    "ViTForImageClassification": ({}, 5, {"add": 4}),
+    "LlamaForCausalLM": ({}, 5, {"add": 4}),
+    "GemmaForCausalLM": ({}, 5, {"add": 4}),
+    "Qwen3ForCausalLM": ({}, 9, {"add": 4}),
+    "T5ForConditionalGeneration": ({"d_ff": 24, "num_decoder_layers": 2}, 12, {"add": 10}),
+    "timm vit_tiny_patch16_224": (TIMM_VIT, 5, {"add": 4}),
+    "timm vit_tiny_patch16_224 with LayerScale": (TIMM_VIT | {"init_values": 0.1}, 5, {"gate and add": 4}),
+    "timm swin_tiny_patch4_window7_224": (SWIN, 11, {"add": 7}),
+    "torch TransformerEncoder": ({}, 5, {"add": 4}),
+}
+
+TIMES = torch.tensor([1, 2])
+LAYERS = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "patch_size": 2}
+IMAGES = LAYERS | {"sample_size": 8, "out_channels": 4}
+IMAGE, TEXT, POOLED = {"hidden_states": (4, 8, 8)}, {"encoder_hidden_states": (5, 12)}, {"pooled_projections": (6,)}
+ROWS = {"hidden_states": (6, 4)}
+
+# Model of diffusers -> its options, the shapes of its inputs without the batch, other inputs, norms, and joined calls.
+DIFFUSERS = {
+    "DiTTransformer2DModel": (
+        IMAGES | {"num_embeds_ada_norm": 10},
+        IMAGE,
+        {"timestep": TIMES, "class_labels": TIMES},
+        5,
+        {"gate, add and modulate": 2, "modulate": 3},
+    ),
+    "PixArtTransformer2DModel": (
+        IMAGES | {"cross_attention_dim": 16, "caption_channels": 12, "use_additional_conditions": False},
+        IMAGE | TEXT,
+        {"timestep": TIMES, "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+        5,
+        {"gate, add and modulate": 2, "add and modulate": 2, "modulate": 1},
+    ),
+    "SanaTransformer2DModel": (
+        IMAGES
+        | {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
+        | {"caption_channels": 12},
+        IMAGE | TEXT,
+        {"timestep": TIMES},
+        6,
+        {"gate, add and modulate": 2, "add and modulate": 2, "modulate": 1},
+    ),
+    "SD3Transformer2DModel": (
+        IMAGES
+        | {"joint_attention_dim": 12, "caption_projection_dim": 16, "pooled_projection_dim": 6}
+        | {"pos_embed_max_size": 8, "dual_attention_layers": (0,), "qk_norm": "rms_norm"},
+        IMAGE | TEXT | POOLED,
+        {"timestep": TIMES},
+        18,
+        {"gate, add and modulate": 6, "modulate": 1},
+    ),
+    "FluxTransformer2DModel": (
+        LAYERS
+        | {"patch_size": 1, "num_single_layers": 2, "joint_attention_dim": 12}
+        | {"pooled_projection_dim": 6, "axes_dims_rope": (2, 2, 4)},
+        ROWS | TEXT | POOLED,
+        {"timestep": TIMES, "img_ids": torch.zeros(6, 3), "txt_ids": torch.zeros(5, 3)},
+        23,
+        {"gate, add and modulate": 6, "modulate": 5},
+    ),
+    "CogVideoXTransformer3DModel": (
+        LAYERS
+        | {"out_channels": 4, "time_embed_dim": 6, "text_embed_dim": 12, "max_text_seq_length": 5}
+        | {"sample_width": 8, "sample_height": 8, "sample_frames": 5},
+        {"hidden_states": (2, 4, 8, 8)} | TEXT,
+        {"timestep": TIMES},
+        10,
+        {"gate and add": 7},  # its modulated norms have weights
+    ),
+    "LTXVideoTransformer3DModel": (
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+        | {"cross_attention_dim": 16, "caption_channels": 12},
+        ROWS | TEXT,
+        {"timestep": TIMES, "encoder_attention_mask": torch.ones(2, 5), "num_frames": 1, "height": 2, "width": 3},
+        13,
+        {"gate, add and modulate": 2, "add and modulate": 2, "modulate": 1},
+    ),
+}
+
+
+def compare(model, inputs, norms, joined):
+    """Compare logits and gradients of the joined model with those of the converted one, in a single graph."""
+    report = convert(model)
+    assert not report.skipped and len(report.replaced) == norms
+    fusion.fuse_neighbors.counts.clear()
+    counter = CompileCounterWithBackend(fusion.eager)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    # Some ten layers each round some ten times by 1e-16. Some models convert to float32 within.
+    assert_close(*(logits_and_gradients(each, inputs) for each in (compiled, model)), 2e-6)
+    assert dict(fusion.fuse_neighbors.counts) == joined and counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_of_models_are_joined(name):
+    options, norms, joined = MODELS[name]
+    model = randomize(build_model(name.removesuffix(" with LayerScale"), options)).double().eval()
+    compare(model, build_inputs(model, F64), norms, joined)
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_norms_of_diffusion_transformers_are_joined(name):
+    options, shapes, others, norms, joined = DIFFUSERS[name]
+    diffusers = pytest.importorskip("diffusers")
+    model = randomize(getattr(diffusers, name)(**copy.deepcopy(options))).double().eval()
+    inputs = {key: torch.randn(2, *shape, dtype=F64) for key, shape in shapes.items()} | others
+    compare(model, inputs, norms, joined)
