@@ -1,0 +1,218 @@
+"""Counts the instructions that the CUDA kernels execute per element, from their machine code and without a GPU.
+
+python tools/count_instructions.py [FILE...]    of the installed package, or of object files
+
+A listing holds every option and every rare case, so its length says little. This walks the control flow graph: the
+usual path is the cheapest one that performs the operations in CASES, such as the vectors that a thread loads and
+stores, its shuffles and its barriers. From kernels that loop over rows, one iteration is taken. Calls are slow paths of
+divisions and roots, and are not taken. An instruction that is predicated off counts, because it takes an issue slot.
+What one of `warps` warps does for all is a second path, whose additional cost is divided among them.
+"""
+
+import collections
+import heapq
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cuda_emulator"))
+import cuda_binary
+
+
+class Case(NamedTuple):
+    label: str
+    kernel: str  # a regular expression for its name
+    elements: int  # of a thread, on the path
+    operations: dict  # {regular expression for the opcode: least number on the path}
+    is_loop: bool = False
+    once: dict = {}  # more operations, of one warp
+    warps: int = 1
+
+
+FLOAT, BFLOAT = "float", "__nv_bfloat16"
+
+
+def rows(dtype, cols, vectors, rows_of_thread, lanes=32, *, block=False):
+    """Return the case of a kernel in forward_rows.cu: LayerNorm with weight and bias of the dtype of the input."""
+    n = vectors * rows_of_thread
+    operations = {"LDG.*128": n + 2 * vectors, "STG.*128": n, r"STG\.E$": 2 * rows_of_thread, "RSQ": rows_of_thread}
+    operations |= {"SHFL": 18, "BAR": 1} if block else {"SHFL": (2 * lanes.bit_length() - 1) * rows_of_thread}
+    elements = n * (4 if dtype == FLOAT else 8)
+    operations |= {"CCTL": 2, "FFMA": 4 * elements, "FADD": 2 * elements}  # prefetches; sums and outputs
+    name = f"^forward_rows<{dtype}, {dtype}, {vectors}, {rows_of_thread}>"
+    return Case(f"{cols} columns", name, elements, operations)
+
+
+def slices(label, function, dtype, path, operations, **more):
+    """Return the case of an iteration of forward_slices or backward_rows, in which a thread has 16 elements."""
+    return Case(label, f"^{function}<{dtype}, {dtype}, {path}>", 16, operations, is_loop=True, **more)
+
+
+CASES = [
+    *(rows(FLOAT, 64, 2, 4, 8), rows(FLOAT, 128, 4, 2, 8), rows(FLOAT, 512, 4, 2), rows(FLOAT, 1024, 8, 1)),
+    *(rows(FLOAT, 4096, 8, 1, block=True), rows(BFLOAT, 64, 2, 4, 4), rows(BFLOAT, 128, 2, 4, 8)),
+    *(
+        rows(BFLOAT, 256, 4, 2, 8),
+        rows(BFLOAT, 1024, 4, 2),
+        rows(BFLOAT, 2048, 8, 1),
+        rows(BFLOAT, 4096, 8, 1, block=True),
+    ),
+]
+for dtype, n in ((FLOAT, 4), (BFLOAT, 2)):  # n: vectors of a thread
+    sums = {"BAR": 1, "SHFL": 18, "FFMA": 64, "FADD": 32}
+    vectors = {"LDGSTS": n + 1, "LDS.*128": 2 * n + 1, "STG.*128": n} | sums
+    elements = {"LDGSTS": n + 1, "LDS": 33, "STG": 17} | sums
+    once = {"SYNCS.*TRYWAIT": 1, "SHFL": 28, "RSQ": 1}
+    CASES += [
+        slices("cluster", "forward_slices", dtype, "BlockVectors", vectors, once=once, warps=16),
+        slices("odd", "forward_slices", dtype, "BlockElements", elements),
+        slices("gated", "forward_slices", dtype, "GatedRows", elements | {"LDGSTS": 2 * n + 2}),
+    ]
+    vectors = {"LDGSTS": 2 * n + 2, "LDS.*128": 2 * n, "STG.*128": n, "FFMA": 80}
+    elements = {"LDGSTS": 2 * n + 2, "LDS": 32, "STG": 16, "FFMA": 80}
+    warp, block = {"SHFL": 15}, {"SHFL": 12, "BAR": 1, "LDS": 4 * n}
+    CASES += [
+        slices("up to 512", "backward_rows", dtype, "WarpVectors", vectors | warp),
+        slices("block", "backward_rows", dtype, "BlockVectors", vectors | block),
+        slices("odd, up to 512", "backward_rows", dtype, "WarpElements", elements | warp),
+        slices("odd", "backward_rows", dtype, "BlockElements", elements | block | {"LDS": 64}),
+    ]
+
+
+class Graph:
+    """The basic blocks of a kernel: the opcodes of each, and its successors."""
+
+    def __init__(self, instructions):
+        targets = {
+            int(t, 16) for _, _, _, rest in instructions for t in re.findall(r"^(?:B\d+, )?(?:P\d, )?(0x\w+)", rest)
+        }
+        self.opcodes, self.next, block, reconverge = collections.defaultdict(list), {}, None, {}
+        for (address, predicate, opcode, rest), after in zip(instructions, [*instructions[1:], None], strict=True):
+            if block is None or address in targets:
+                if block is not None:
+                    self.next.setdefault(block, [address])
+                block = address
+            self.opcodes[block].append(opcode)
+            target = re.search(r"(0x[0-9a-f]+)", rest)
+            name, following = opcode.split(".")[0], [after[0]] if after else []
+            if name == "BSSY":
+                reconverge[rest.split(",")[0]] = int(target[1], 16)
+            if name in ("BRA", "EXIT", "RET", "CALL", "BSYNC", "JMP", "BRX"):
+                jump = {"BRA": target and [int(target[1], 16)], "BSYNC": [reconverge.get(rest.strip())]}.get(name, [])
+                self.next[block] = [s for s in jump if s is not None] + (following if predicate else [])
+                if name == "CALL":
+                    self.next[block] = following if predicate else []
+                if name == "BRA" and "U" in opcode.split(".")[1:] and not predicate and not rest.startswith("0x"):
+                    self.next[block] += following
+                block = None
+        self.ends = [b for b, opcodes in self.opcodes.items() if opcodes[-1] == "EXIT"]
+
+    def back_edges(self, start):
+        """Return the edges that close a loop: those to a block that the depth-first search has not left."""
+        found, state, stack = set(), {start: 1}, [(start, iter(self.next.get(start, [])))]
+        while stack:
+            block, successors = stack[-1]
+            for s in successors:
+                if state.get(s) == 1:
+                    found.add((block, s))
+                elif s not in state:
+                    state[s] = 1
+                    stack.append((s, iter(self.next.get(s, []))))
+                    break
+            else:
+                state[block] = 2
+                stack.pop()
+        return found
+
+    def order(self, start, cut):
+        """Return the blocks from `start` on, each after its successors."""
+        done, stack = {}, [(start, iter(self.next.get(start, [])))]
+        entered = {start}
+        while stack:
+            block, successors = stack[-1]
+            for s in successors:
+                if (block, s) not in cut and s not in entered:
+                    entered.add(s)
+                    stack.append((s, iter(self.next.get(s, []))))
+                    break
+            else:
+                done[block] = True
+                stack.pop()
+        return done
+
+    def cheapest(self, start, ends, operations, cut):
+        """Return the least number of instructions on a path that performs the operations; None if there is none."""
+        wanted = [(re.compile(pattern), count) for pattern, count in operations.items()]
+        done_by = {b: [sum(bool(p.search(o)) for o in ops) for p, _ in wanted] for b, ops in self.opcodes.items()}
+        most = {}  # operations on a path from a block to an end; a path that cannot reach the wanted ones is dropped
+        for block in self.order(start, cut):
+            after = [most[s] for s in self.next.get(block, []) if (block, s) not in cut and most[s]]
+            best = [max(each) for each in zip(*after)] if after else [0] * len(wanted) if block in ends else None
+            most[block] = best and [a + b for a, b in zip(best, done_by[block], strict=True)]
+        queue, seen = [(0, start, (0,) * len(wanted))], collections.defaultdict(list)
+        while queue:
+            cost, block, counts = heapq.heappop(queue)
+            if not most[block] or any(c + m < n for c, m, (_, n) in zip(counts, most[block], wanted, strict=True)):
+                continue
+            if any(all(map(int.__ge__, other, counts)) for other in seen[block]):
+                continue
+            seen[block].append(counts)
+            cost += len(self.opcodes[block])
+            counts = tuple(min(c + d, n) for c, d, (_, n) in zip(counts, done_by[block], wanted, strict=True))
+            if block in ends and all(c == n for c, (_, n) in zip(counts, wanted, strict=True)):
+                return cost
+            for s in self.next.get(block, []):
+                if (block, s) not in cut:
+                    heapq.heappush(queue, (cost, s, counts))
+        return None
+
+    def count(self, operations, is_loop):
+        """Return cheapest() from the entry to the exit, or around the loop in which that is possible."""
+        entry = next(iter(self.opcodes))
+        cut = self.back_edges(entry)
+        if not is_loop:
+            return self.cheapest(entry, self.ends, operations, cut)
+        around = [self.cheapest(head, [tail], operations, cut) for tail, head in cut]
+        return min((n for n in around if n), default=None)
+
+
+def graphs(path):
+    """Yield (architecture, kernel name, Graph) for the kernels of a file that have a case."""
+    tools = [os.environ["PATH"], os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
+    listing = subprocess.run(
+        ["cuobjdump", "-sass", path],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": ":".join(tools)},
+    ).stdout
+    line = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?) ;", re.M)
+    for part in re.split(r"(?=Fatbin elf code)", listing):
+        architecture = re.search(r"arch = sm_(\d+)", part)
+        for function in re.split(r"Function : ", part)[1:]:
+            name = cuda_binary.plain_names([function.split()[0]])[0].removeprefix("layernorm::cuda::")
+            name = name.replace("layernorm::", "").replace("cuda::", "")
+            if not any(re.search(case.kernel, name) for case in CASES):
+                continue
+            instructions = [(int(a, 16), p, o, rest) for a, p, o, rest in line.findall(function)]
+            yield int(architecture[1]), name, Graph(instructions)
+
+
+def main():
+    found = [kernel for path in sys.argv[1:] or [cuda_binary.library()] for kernel in graphs(path)]
+    for architecture in sorted({architecture for architecture, *_ in found}):
+        for case in CASES:
+            for _, name, graph in (k for k in found if k[0] == architecture and re.search(case.kernel, k[1])):
+                usual = graph.count(case.operations, case.is_loop)
+                total = usual
+                if usual and case.once:
+                    total += (graph.count(case.operations | case.once, case.is_loop) - usual) / case.warps
+                text = f"{total / case.elements:5.1f}" if total else "    -"
+                print(f"{architecture:4} {text}  {usual} instructions  {case.label}: {name}")
+
+
+if __name__ == "__main__":
+    main()
