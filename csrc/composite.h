@@ -10,6 +10,8 @@ namespace layernorm {
 // For forward-mode AD and torch.func.
 ForwardOutputs forward_composite(const ForwardArgs& args);
 BackwardOutputs backward_composite(const BackwardArgs& args);
+// For memory_efficient, which cannot be differentiated again.
+BackwardOutputs backward_from_output(const BackwardArgs& args);
 
 // The terms of the derivatives of one call, in the accumulation type.
 struct Terms {
