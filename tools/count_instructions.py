@@ -86,9 +86,8 @@ class Graph:
     """The basic blocks of a kernel: the opcodes of each, and its successors."""
 
     def __init__(self, instructions):
-        targets = {
-            int(t, 16) for _, _, _, rest in instructions for t in re.findall(r"^(?:B\d+, )?(?:P\d, )?(0x\w+)", rest)
-        }
+        jumps = {a: re.search(r"0x\w+", rest) for a, _, o, rest in instructions if o.split(".")[0] in ("BRA", "BSSY")}
+        targets = {int(found[0], 16) for found in jumps.values()}
         self.opcodes, self.next, block, reconverge = collections.defaultdict(list), {}, None, {}
         for (address, predicate, opcode, rest), after in zip(instructions, [*instructions[1:], None], strict=True):
             if block is None or address in targets:
@@ -96,61 +95,48 @@ class Graph:
                     self.next.setdefault(block, [address])
                 block = address
             self.opcodes[block].append(opcode)
-            target = re.search(r"(0x[0-9a-f]+)", rest)
             name, following = opcode.split(".")[0], [after[0]] if after else []
+            target = int(jumps[address][0], 16) if address in jumps else None
             if name == "BSSY":
-                reconverge[rest.split(",")[0]] = int(target[1], 16)
-            if name in ("BRA", "EXIT", "RET", "CALL", "BSYNC", "JMP", "BRX"):
-                jump = {"BRA": target and [int(target[1], 16)], "BSYNC": [reconverge.get(rest.strip())]}.get(name, [])
-                self.next[block] = [s for s in jump if s is not None] + (following if predicate else [])
-                if name == "CALL":
-                    self.next[block] = following if predicate else []
-                if name == "BRA" and "U" in opcode.split(".")[1:] and not predicate and not rest.startswith("0x"):
-                    self.next[block] += following
+                reconverge[rest.split(",")[0]] = target
+            if name in ("BRA", "BSYNC", "EXIT", "RET", "CALL"):
+                jump = {"BRA": target, "BSYNC": reconverge.get(rest.strip())}.get(name)
+                is_conditional = predicate or (name == "BRA" and not rest.startswith("0x"))
+                self.next[block] = [jump] * (jump is not None) + following * bool(is_conditional)
                 block = None
+        self.entry = next(iter(self.opcodes))
         self.ends = [b for b, opcodes in self.opcodes.items() if opcodes[-1] == "EXIT"]
+        self.order, self.back_edges = self.search()
 
-    def back_edges(self, start):
-        """Return the edges that close a loop: those to a block that the depth-first search has not left."""
-        found, state, stack = set(), {start: 1}, [(start, iter(self.next.get(start, [])))]
+    def search(self):
+        """Return the blocks, each after its successors, and the edges that close a loop, by a depth-first search."""
+        order, back_edges, state = [], set(), {self.entry: 1}
+        stack = [(self.entry, iter(self.next.get(self.entry, [])))]
         while stack:
             block, successors = stack[-1]
             for s in successors:
                 if state.get(s) == 1:
-                    found.add((block, s))
+                    back_edges.add((block, s))
                 elif s not in state:
                     state[s] = 1
                     stack.append((s, iter(self.next.get(s, []))))
                     break
             else:
                 state[block] = 2
+                order.append(block)
                 stack.pop()
-        return found
+        return order, back_edges
 
-    def order(self, start, cut):
-        """Return the blocks from `start` on, each after its successors."""
-        done, stack = {}, [(start, iter(self.next.get(start, [])))]
-        entered = {start}
-        while stack:
-            block, successors = stack[-1]
-            for s in successors:
-                if (block, s) not in cut and s not in entered:
-                    entered.add(s)
-                    stack.append((s, iter(self.next.get(s, []))))
-                    break
-            else:
-                done[block] = True
-                stack.pop()
-        return done
-
-    def cheapest(self, start, ends, operations, cut):
+    def cheapest(self, start, ends, operations):
         """Return the least number of instructions on a path that performs the operations; None if there is none."""
         wanted = [(re.compile(pattern), count) for pattern, count in operations.items()]
         done_by = {b: [sum(bool(p.search(o)) for o in ops) for p, _ in wanted] for b, ops in self.opcodes.items()}
+        forward = {b: [s for s in self.next.get(b, []) if (b, s) not in self.back_edges] for b in self.order}
         most = {}  # operations on a path from a block to an end; a path that cannot reach the wanted ones is dropped
-        for block in self.order(start, cut):
-            after = [most[s] for s in self.next.get(block, []) if (block, s) not in cut and most[s]]
-            best = [max(each) for each in zip(*after)] if after else [0] * len(wanted) if block in ends else None
+        for block in self.order:
+            after = [most[s] for s in forward[block] if most[s]]
+            best = [0] * len(wanted) if block in ends else None
+            best = [max(each) for each in zip(*after, strict=True)] if after else best
             most[block] = best and [a + b for a, b in zip(best, done_by[block], strict=True)]
         queue, seen = [(0, start, (0,) * len(wanted))], collections.defaultdict(list)
         while queue:
@@ -164,31 +150,24 @@ class Graph:
             counts = tuple(min(c + d, n) for c, d, (_, n) in zip(counts, done_by[block], wanted, strict=True))
             if block in ends and all(c == n for c, (_, n) in zip(counts, wanted, strict=True)):
                 return cost
-            for s in self.next.get(block, []):
-                if (block, s) not in cut:
-                    heapq.heappush(queue, (cost, s, counts))
+            for s in forward[block]:
+                heapq.heappush(queue, (cost, s, counts))
         return None
 
     def count(self, operations, is_loop):
         """Return cheapest() from the entry to the exit, or around the loop in which that is possible."""
-        entry = next(iter(self.opcodes))
-        cut = self.back_edges(entry)
         if not is_loop:
-            return self.cheapest(entry, self.ends, operations, cut)
-        around = [self.cheapest(head, [tail], operations, cut) for tail, head in cut]
+            return self.cheapest(self.entry, self.ends, operations)
+        around = [self.cheapest(head, [tail], operations) for tail, head in self.back_edges]
         return min((n for n in around if n), default=None)
 
 
 def graphs(path):
     """Yield (architecture, kernel name, Graph) for the kernels of a file that have a case."""
-    tools = [os.environ["PATH"], os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
-    listing = subprocess.run(
-        ["cuobjdump", "-sass", path],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PATH": ":".join(tools)},
-    ).stdout
+    folders = [os.environ["PATH"], os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
+    environment = {**os.environ, "PATH": ":".join(folders)}  # cuobjdump looks there for nvdisasm
+    command = ["cuobjdump", "-sass", path]
+    listing = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     line = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?) ;", re.M)
     for part in re.split(r"(?=Fatbin elf code)", listing):
         architecture = re.search(r"arch = sm_(\d+)", part)
@@ -207,11 +186,14 @@ def main():
         for case in CASES:
             for _, name, graph in (k for k in found if k[0] == architecture and re.search(case.kernel, k[1])):
                 usual = graph.count(case.operations, case.is_loop)
-                total = usual
-                if usual and case.once:
-                    total += (graph.count(case.operations | case.once, case.is_loop) - usual) / case.warps
-                text = f"{total / case.elements:5.1f}" if total else "    -"
-                print(f"{architecture:4} {text}  {usual} instructions  {case.label}: {name}")
+                more = graph.count(case.operations | case.once, case.is_loop) if case.once else usual
+                if usual is None or more is None:
+                    print(f"{architecture:4} no path has the operations of {case.label}: {name}")
+                    continue
+                total = usual + (more - usual) / case.warps
+                print(
+                    f"{architecture:4} {total / case.elements:5.1f} = {total:.0f} / {case.elements}  {case.label}: {name}"
+                )
 
 
 if __name__ == "__main__":
