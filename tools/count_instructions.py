@@ -191,9 +191,8 @@ def main():
                     print(f"{architecture:4} no path has the operations of {case.label}: {name}")
                     continue
                 total = usual + (more - usual) / case.warps
-                print(
-                    f"{architecture:4} {total / case.elements:5.1f} = {total:.0f} / {case.elements}  {case.label}: {name}"
-                )
+                text = f"{total / case.elements:5.1f} = {total:.0f} / {case.elements}"
+                print(f"{architecture:4} {text}  {case.label}: {name}")
 
 
 if __name__ == "__main__":
