@@ -132,17 +132,23 @@ class Graph:
         wanted = [(re.compile(pattern), count) for pattern, count in operations.items()]
         done_by = {b: [sum(bool(p.search(o)) for o in ops) for p, _ in wanted] for b, ops in self.opcodes.items()}
         forward = {b: [s for s in self.next.get(b, []) if (b, s) not in self.back_edges] for b in self.order}
-        most = {}  # operations on a path from a block to an end; a path that cannot reach the wanted ones is dropped
+        # The most and the least operations on a path from a block to an end. A path that cannot reach the wanted number
+        # is dropped, and one that must reach it is like one that has.
+        most, least = {}, {}
         for block in self.order:
-            after = [most[s] for s in forward[block] if most[s]]
-            best = [0] * len(wanted) if block in ends else None
-            best = [max(each) for each in zip(*after, strict=True)] if after else best
-            most[block] = best and [a + b for a, b in zip(best, done_by[block], strict=True)]
+            after = [s for s in forward[block] if most[s]]
+            stops = [[0] * len(wanted)] * (block in ends)
+            for bound, choose in ((most, max), (least, min)):
+                best = [choose(each) for each in zip(*stops, *(bound[s] for s in after), strict=True)]
+                bound[block] = best and [x + y for x, y in zip(best, done_by[block], strict=True)]
         queue, seen = [(0, start, (0,) * len(wanted))], collections.defaultdict(list)
         while queue:
             cost, block, counts = heapq.heappop(queue)
             if not most[block] or any(c + m < n for c, m, (_, n) in zip(counts, most[block], wanted, strict=True)):
                 continue
+            counts = tuple(
+                n if c + sure >= n else c for c, sure, (_, n) in zip(counts, least[block], wanted, strict=True)
+            )
             if any(all(map(int.__ge__, other, counts)) for other in seen[block]):
                 continue
             seen[block].append(counts)
