@@ -312,8 +312,11 @@ struct Rows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// A multiprocessor has registers for so many threads of rows of blocks: 96 each, or 80 in code for 9.0.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+// A multiprocessor has registers for so many threads of rows of blocks: 80 each in code for 9.0, 96 for 8.0, and 128
+// for 10.0 and later, which would spill with fewer.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
+constexpr int kResidentThreads = 512;
+#elif __CUDA_ARCH__ >= 900
 constexpr int kResidentThreads = 768;
 #else
 constexpr int kResidentThreads = 640;
