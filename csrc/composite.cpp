@@ -199,4 +199,26 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   return grads;
 }
 
+BackwardOutputs backward_from_output(const BackwardArgs& args) {
+  const auto acc = args.rstd.scalar_type();
+  Tensor xhat = args.input.to(acc);
+  if (present(args.bias)) xhat = xhat - args.bias->to(acc);
+  if (present(args.weight)) {
+    const Tensor w = factor(*args.weight, acc, args.options);
+    xhat = at::where(w.abs() < kSmallestDivisor, std::numeric_limits<double>::quiet_NaN(), xhat / w);
+  }
+  // A norm of xhat whose rstd is 1 has the same gradients, except that dx lacks the factor rstd.
+  Options options = args.options;
+  options.memory_efficient = false;
+  const auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
+  BackwardOutputs grads =
+      backward_composite({args.grad_output, xhat, args.normalized_shape, args.rstd, at::ones_like(args.rstd),
+                          args.weight, args.bias, args.output_mask, kAbsent, options});
+  if (!wants_input) return grads;
+  Tensor dx = grads.grad_input * args.rstd;
+  if (present(args.grad_sum)) dx = dx + args.grad_sum->to(acc);
+  grads.grad_input = dx.to(args.input.scalar_type());
+  return grads;
+}
+
 }  // namespace layernorm

@@ -8,6 +8,8 @@ namespace layernorm {
 // For forward-mode AD and torch.func.
 ForwardOutputs forward_composite(const ForwardArgs& args);
 BackwardOutputs backward_composite(const BackwardArgs& args);
+// For memory_efficient, which cannot be differentiated again.
+BackwardOutputs backward_from_output(const BackwardArgs& args);
 
 // rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
 constexpr const char* kNoDerivative =

@@ -37,7 +37,11 @@ void dispatch_dtypes(const Params& p, F&& f) {
   if (p.dtype == Dtype::kBFloat16) return with_16_bit(typename E::BFloat16{});
   if (!is_sum_and_parameters(p.dtype, p.dtype)) no_kernel_for(p);
   if (p.dtype == Dtype::kFloat32) return f(Types<Float, Float, Float>{});
-  f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});
+  if constexpr (!std::is_void_v<typename E::Float64>) {
+    f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});
+  } else {
+    no_kernel_for(p);
+  }
 }
 
 // The same for images, which have no residual: X is T.

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "checks.h"
+#include "composite.h"
 #include "dtypes.h"
 #include "launch_scope.h"
 #include "layer_norm.h"
@@ -25,6 +26,20 @@ void no_kernel_for(const Params& p) {
 }
 
 namespace {
+
+// The kernels of a backend, and what the host code does because they cannot.
+struct Cpu {
+  static constexpr auto forward = cpu::forward;
+  static constexpr auto backward = cpu::backward;
+  static constexpr bool has_float64 = true, needs_alignment = false;
+};
+#if defined(WITH_CUDA)
+struct Cuda {
+  static constexpr auto forward = cuda::forward;
+  static constexpr auto backward = cuda::backward;
+  static constexpr bool has_float64 = false, needs_alignment = true;
+};
+#endif
 
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
@@ -161,6 +176,33 @@ BackwardOutputs backward_in_acc(const BackwardArgs& args) {
   return grads;
 }
 
+// Forward and backward of float64 by aten's operations, on contiguous copies, so that strides change no bit.
+Tensor contiguous(const Tensor& t) { return t.contiguous(); }
+
+ForwardOutputs forward_float64(ForwardArgs args) {
+  const bool in_place = std::exchange(args.in_place, false);
+  ForwardOutputs outputs = call_with(forward_composite, args, contiguous);
+  if (in_place) outputs.sum = args.residual->copy_(outputs.sum);
+  outputs.output = outputs.output.contiguous();
+  return outputs;
+}
+
+BackwardOutputs backward_float64(const BackwardArgs& args) {
+  const auto dense = [](const optional<Tensor>& t) { return present(t) ? optional<Tensor>(t->contiguous()) : t; };
+  const Tensor dy = args.grad_output.contiguous(), x = args.input.contiguous(), rstd = args.rstd.contiguous();
+  const auto mean = dense(args.mean), weight = dense(args.weight), bias = dense(args.bias);
+  const auto grad_sum = dense(args.grad_sum), gate = dense(args.gate), gated_input = dense(args.gated_input);
+  const BackwardArgs copies = {dy,     x,          args.normalized_shape, mean,     rstd,
+                               weight, bias,       args.output_mask,      grad_sum, args.options,
+                               gate,   gated_input};
+  BackwardOutputs grads = args.options.memory_efficient ? backward_from_output(copies) : backward_composite(copies);
+  for (Tensor* t :
+       {&grads.grad_input, &grads.grad_weight, &grads.grad_bias, &grads.grad_gated_input, &grads.grad_gate}) {
+    if (t->defined()) *t = t->contiguous();
+  }
+  return grads;
+}
+
 bool has_other_dtype(const Tensor& input, const optional<Tensor>& gate, const Options& options) {
   return options.is_gated_norm() && gate->scalar_type() != input.scalar_type();
 }
@@ -184,7 +226,9 @@ ForwardOutputs forward_apart(const ForwardArgs& args) {
 MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Views& views) {
   if (!present(t)) return MaybeOwned();
   if (t->scalar_type() == type && views.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
-  return MaybeOwned::owned(t->to(type).contiguous());
+  Tensor converted = t->to(type).contiguous();
+  if (!views.fits_parameter(converted)) converted = converted.clone();
+  return MaybeOwned::owned(std::move(converted));
 }
 
 // The gate as a parameter, or as the array of a gated norm; the other one is absent.
@@ -219,7 +263,7 @@ void set_common(Params& params, const Views& views, const Options& options, cons
   params.stream = on.stream();
 }
 
-template <void (*kernel)(const ForwardParams&)>
+template <class Backend>
 ForwardOutputs forward(const ForwardArgs& args) {
   check_forward(args);
   const Tensor& input = args.input;
@@ -227,9 +271,15 @@ ForwardOutputs forward(const ForwardArgs& args) {
   check_allocated(args);
   if (args.in_place) {
     check_in_place(args);
-    if (may_overlap(args)) return forward_apart<forward<kernel>>(args);
+    if (may_overlap(args)) return forward_apart<forward<Backend>>(args);
   }
-  if (has_other_dtype(input, args.gate, args.options)) return forward_in_acc<forward<kernel>>(args);
+  if (has_other_dtype(input, args.gate, args.options)) return forward_in_acc<forward<Backend>>(args);
+  if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) {
+    if (args.options.preserve_layout) return forward_by_copies<forward<Backend>>(args);
+    ForwardOutputs outputs = forward_float64(args);
+    outputs.output = with_format(std::move(outputs.output), args);
+    return outputs;
+  }
   const LaunchScope on(input);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   Tensor output = allocate_like(input, input.scalar_type(), args.options.preserve_layout), sum, mean;
@@ -240,14 +290,15 @@ ForwardOutputs forward(const ForwardArgs& args) {
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
   const Gate gate_as(args.gate, args.options);
-  const Views views(output, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise);
+  const Views views(output, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise,
+                    Backend::needs_alignment);
   const bool empty = input.numel() == 0;  // its strides mean nothing
   const bool lacks_kernel = views.channels_first && (present(residual) || present(args.gate));
   if (!empty && (lacks_kernel || !(views.fits(output) && views.fits(rstd)))) {
-    return forward_by_copies<forward<kernel>>(args);
+    return forward_by_copies<forward<Backend>>(args);
   }
   if (present(residual)) {
-    const bool reuse = args.in_place && residual->strides() == output.strides();
+    const bool reuse = args.in_place && residual->strides() == output.strides() && views.is_aligned(*residual);
     sum = reuse ? *residual : allocate_like(input, residual->scalar_type(), args.options.preserve_layout);
   }
   if (empty) {
@@ -277,17 +328,20 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.dtype = dtype_of(input.scalar_type());
   params.sum_dtype = present(residual) ? dtype_of(residual->scalar_type()) : params.dtype;
   params.param_dtype = dtype_of(parameter_type);
-  kernel(params);
+  Backend::forward(params);
   if (args.in_place && !sum.is_same(*residual)) sum = residual->copy_(sum);
   return {with_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
-template <void (*kernel)(const BackwardParams&)>
+template <class Backend>
 BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   check_allocated(args);
   const Tensor& input = args.input;
-  if (has_other_dtype(input, args.gate, args.options)) return backward_in_acc<backward<kernel>>(args);
+  if (has_other_dtype(input, args.gate, args.options)) return backward_in_acc<backward<Backend>>(args);
+  if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) {
+    return args.options.preserve_layout ? backward_by_copies<backward<Backend>>(args) : backward_float64(args);
+  }
   const LaunchScope on(input);
   auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
   wants_gate &= present(args.gate);
@@ -304,12 +358,13 @@ BackwardOutputs backward(const BackwardArgs& args) {
       wants_input || !(args.options.preserve_layout ? input.is_non_overlapping_and_dense() : input.is_contiguous());
   const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
   const Gate gate_as(args.gate, args.options);
-  const Views views(grad, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise);
+  const Views views(grad, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise,
+                    Backend::needs_alignment);
   const bool empty = input.numel() == 0;
   const bool lacks_kernel = views.channels_first && (present(args.grad_sum) || present(args.gate) ||
                                                      input.scalar_type() != args.grad_output.scalar_type());
   if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd.contiguous())))) {
-    return backward_by_copies<backward<kernel>>(args);
+    return backward_by_copies<backward<Backend>>(args);
   }
   const auto parameter_gradient = [&](const GradientType& type) {
     const auto sizes = present(type.model) ? type.model->sizes() : input.sizes().slice(input.dim() - normalized_dims);
@@ -363,7 +418,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.dtype = dtype_of(args.grad_output.scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
-  kernel(params);
+  Backend::backward(params);
   const auto cast = [](Tensor& t, const GradientType& type) {
     if (t.defined() && t.scalar_type() != type.dtype) t = t.to(type.dtype);  // to() costs a small call 0.2 us
   };
@@ -422,10 +477,10 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
 
 }  // namespace
 
-void Operators::implement_cpu(torch::Library& m) { implement<forward<cpu::forward>, backward<cpu::backward>>(m); }
+void Operators::implement_cpu(torch::Library& m) { implement<forward<Cpu>, backward<Cpu>>(m); }
 
 #if defined(WITH_CUDA)
-void Operators::implement_cuda(torch::Library& m) { implement<forward<cuda::forward>, backward<cuda::backward>>(m); }
+void Operators::implement_cuda(torch::Library& m) { implement<forward<Cuda>, backward<Cuda>>(m); }
 #endif
 
 void Operators::implement_meta(torch::Library& m) { implement<forward_meta, backward_meta>(m); }

@@ -50,10 +50,12 @@ using MaybeOwned = c10::MaybeOwned<Tensor>;
 // therefore its bits, would differ from that for several, whose pixels are not adjacent in memory.
 class Views {
  public:
-  // `output` has the layout of all outputs. `elementwise_gate` is that of a gated norm.
+  // `output` has the layout of all outputs. `elementwise_gate` is that of a gated norm. With `aligns`, rows and
+  // parameters that is_aligned() refuses are copied.
   Views(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
-        const optional<Tensor>& bias, const optional<Tensor>& gate, const optional<Tensor>& elementwise_gate)
-      : output_(output), batch_dims_(input.dim() - normalized_dims), is_group_(batch_dims_, false) {
+        const optional<Tensor>& bias, const optional<Tensor>& gate, const optional<Tensor>& elementwise_gate,
+        bool aligns)
+      : output_(output), batch_dims_(input.dim() - normalized_dims), aligns_(aligns), is_group_(batch_dims_, false) {
     const auto sizes = input.sizes();
     for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= sizes[d];
     const bool has_groups = has_all_dims(weight, input) || has_all_dims(bias, input) || has_all_dims(gate, input);
@@ -90,9 +92,12 @@ class Views {
            (channels_first ? strides.col_stride >= 0 && strides.row_stride == 1 : strides.col_stride == 1);
   }
 
-  // A tensor that fits: the given one, or a copy in the layout of the output.
+  // Whether every row starts at a multiple of the largest power of two, up to 16, that divides its bytes.
+  bool is_aligned(const Tensor& t) const { return is_aligned(t, view(t, t.const_data_ptr())); }
+
+  // A tensor that fits and is aligned: the given one, or a copy in the layout of the output.
   MaybeOwned fit(const Tensor& t) const {
-    if (!t.defined() || fits(t)) return MaybeOwned::borrowed(t);
+    if (!t.defined() || (fits(t) && is_aligned(t))) return MaybeOwned::borrowed(t);
     Tensor copy = at::empty_strided(output_.sizes(), output_.strides(), t.options());
     copy.copy_(t);
     return MaybeOwned::owned(std::move(copy));
@@ -121,9 +126,9 @@ class Views {
     return view(t, data);
   }
   bool fits_parameter(const Tensor& t) const {
-    if (t.is_contiguous()) return true;
-    const View strides = parameter_view(t, nullptr);
-    return t.dim() == output_.dim() && strides.group_stride >= 0 && strides.col_stride == 1;
+    const View own = parameter_view(t, t.const_data_ptr());
+    if (!is_aligned(t, own)) return false;
+    return t.is_contiguous() || (t.dim() == output_.dim() && own.group_stride >= 0 && own.col_stride == 1);
   }
   // The view of a contiguous gradient of a parameter.
   View gradient_view(const optional<Tensor>& parameter, void* data) const {
@@ -135,6 +140,14 @@ class Views {
   bool channels_first = false;
 
  private:
+  bool is_aligned(const Tensor& t, const View& view) const {
+    if (!aligns_ || channels_first) return true;
+    const int64_t size = t.element_size(), row_bytes = cols * size;
+    const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
+    const int64_t starts = address | view.group_stride * size | view.row_stride * size;
+    return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
+  }
+
   // Makes the first batch dimensions groups, as few as done() asks for; returns whether it ever holds.
   template <class F>
   bool divide(const F& done) {
@@ -146,6 +159,7 @@ class Views {
 
   const Tensor& output_;
   int64_t batch_dims_;
+  const bool aligns_;
   bool is_plain_;           // one group of contiguous rows, as in nearly every call
   bool has_kernel_ = true;  // false for images whose pixels are apart, or have parameters of their own
   c10::SmallVector<bool, 5> is_group_;

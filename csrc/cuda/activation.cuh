@@ -2,11 +2,11 @@
 #pragma once
 
 #include "geometry.h"
+#include "vec.cuh"
 
 namespace layernorm::cuda {
 
 // The activation f(z) of a gate, and its derivative.
-template <class Acc>
 struct Activated {
   Acc value, derivative;
 

@@ -5,27 +5,26 @@
 #include <algorithm>
 
 #include "activation.cuh"
-#include "slice.cuh"
+#include "parts.cuh"
 
 namespace layernorm::cuda {
 
-template <class Acc>
 struct BackwardPlan : GradientPlan, RowDivision {
   int rows_per_round, stages;
   int joined;            // blocks of a cluster that add their sums of dweight and dbias, or 1
   int log2_joined_cols;  // columns that each of them adds
   int ring_bytes;        // of dynamic shared memory; then come the sums that the joined blocks send
   int64_t pitch;         // elements from row to row of the workspace
-  // Bytes from row to row, if there are no groups; AnyRows does not read them.
-  unsigned x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
+  void* part_values;     // of PartExchange
+  // GeneralRows does not read them.
+  ByteStride x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
   Divisor<Acc> cols;
 };
 
 namespace {
 
 // The sums over a row of d (see Statistics), g and g * d.
-template <class Acc>
-using RowSums = Acc[3];
+using RowSums = PartValue;
 
 // The flags of calls that an instance for rows of a warp, or of blocks, does not take.
 constexpr unsigned kNotWarp = kHasParts | kFromOutput, kNotBlock = kFromOutput, kNotGated = kFromOutput | kGradSum;
@@ -55,7 +54,7 @@ struct Segment {
 enum StagedArray { kX, kDy, kGateArray };
 
 // The header of a row, which a warp reads from shared memory besides the row's arrays.
-template <class T, class X, class Acc, int kArrays>
+template <class T, class X, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;
   X* dx;  // the block's part; null if it is not wanted, or the row does not exist
@@ -71,13 +70,14 @@ template <class T, class X, class Traits_>
 struct Rows {
   using Traits = Traits_;
   using SliceOf = Slice<X, Traits::kMapping, Traits::kLanes>;
-  using Acc = AccOf<X>;
   using Index = typename Traits::Index;
-  using Header = RowHeader<T, X, Acc, Traits::kIsAny ? 3 : 2>;
+  using Header = RowHeader<T, X, Traits::kIsGeneral ? 3 : 2>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   // Elements that are processed together.
-  static constexpr int kStep = Traits::kIsGated ? 2 : Traits::kIsAny ? std::min(kVec, 4) : kVec;
-  static constexpr int kMaxStages = Traits::kIsAny ? 2 : 3;  // or one less
+  static constexpr int kStep = Traits::kIsGeneral                       ? 2
+                               : Traits::kMapping == Mapping::kElements ? std::min(kVec, 4)
+                                                                        : kVec;
+  static constexpr int kMaxStages = Traits::kIsGeneral ? 2 : 3;  // or one less
   // The shared memory of a warp, for one stage: x, dy, the headers of its rows, and the gate of a gated norm.
   static constexpr int kHeaders = Traits::kIsBlock ? 1 : kWarpSize / kMinLanes;
   static constexpr int kDyBegin = SliceOf::template kBytes<X>;
@@ -85,7 +85,7 @@ struct Rows {
   static constexpr int kGateBegin = kHeaderBegin + kHeaders * static_cast<int>(sizeof(Header));
 
   const BackwardParams& p;
-  const BackwardPlan<Acc>& plan;
+  const BackwardPlan& plan;
   const Flags flags;
   const SliceOf slice;
   const int row_in_round;
@@ -93,16 +93,13 @@ struct Rows {
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
-  // The flags without those that the instance does not take. The one for gated norms takes all calls of float64.
+  // The flags without those that the instance does not take.
   __device__ __forceinline__ static Flags flags_of(Flags flags) {
-    if constexpr (!Traits::kIsAny) flags.bits &= ~(Traits::kIsWarp ? kNotWarp : kNotBlock);
-    if constexpr (Traits::kIsGated && !std::is_same_v<X, double>) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
+    if constexpr (!Traits::kIsGeneral) flags.bits &= ~(Traits::kIsWarp ? kNotWarp : kNotBlock);
+    if constexpr (Traits::kIsGated) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
     return {flags.bits & ~kNotSupported};
   }
-  __host__ __device__ static bool is_gated(Flags flags) { return Traits::kIsGated && flags.has(kGatedNorm); }
-  __host__ __device__ static int stage_bytes(Flags flags) {
-    return kGateBegin + (is_gated(flags) ? SliceOf::template kBytes<T> : 0);
-  }
+  static constexpr int kStageBytes = kGateBegin + (Traits::kIsGated ? SliceOf::template kBytes<T> : 0);
 
   // The number of a row in a round of a segment; -1 if it does not exist.
   __device__ __forceinline__ int row_of(const Segment<Index>& segment, int round) const {
@@ -133,8 +130,8 @@ struct Rows {
           if (slice.column(j) < cols) prefetch_to_l2(grad_sum + slice.column(j));
         }
       }
-      const T* const gate = address_in(p.gate, T(), 0) + begin;
-      if (is_gated(flags)) slice.fetch(shared + stage + kGateBegin, gate, cols);
+      const T* const gate = address_in(p.gate, T(), ByteStride()) + begin;
+      if (Traits::kIsGated) slice.fetch(shared + stage + kGateBegin, gate, cols);
       if (slice.lane > 0) return;
       Header& to = header(stage);
       const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
@@ -149,18 +146,18 @@ struct Rows {
         to.offsets[kDy] = static_cast<short>(slice.offset_of(dy + slice.begin));
       }
       if constexpr (Traits::kIsGated) {
-        if (!is_gated(flags)) return;
-        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), 0) + begin : nullptr;
+        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), ByteStride()) + begin : nullptr;
         to.offsets[kGateArray] = static_cast<short>(slice.offset_of(gate + slice.begin));
       }
     };
-    if (Traits::kIsAny || flags.has(kHasGroups)) {
+    if (Traits::kIsGeneral || flags.has(kHasGroups)) {
       const RowIndex index = exists ? index_of(segment, row) : RowIndex{0, 0};
-      fetch_from([&](const View& view, auto element, unsigned) { return address<decltype(element)>(view, index); });
+      fetch_from(
+          [&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
     } else {
       const unsigned number = exists ? static_cast<unsigned>(segment.first) + static_cast<unsigned>(row) : 0;
-      fetch_from([&](const View& view, auto element, unsigned stride) {
-        return reinterpret_cast<decltype(element)*>(static_cast<char*>(view.data) + uint64_t{number} * stride);
+      fetch_from([&](const View& view, auto element, const ByteStride& stride) {
+        return stride.template address<decltype(element)>(view, number);
       });
     }
   }
@@ -175,14 +172,14 @@ struct Rows {
 
   // Computes d (see Statistics) of elements [j, j + kStep).
   __device__ __forceinline__ void read_d(Acc (&d)[kStep], const SliceOf& slice, const X* x, int j,
-                                         const Statistics<Acc>& statistics, Acc mean, const Acc (&weight)[kElements],
+                                         const Statistics& statistics, Acc mean, const Acc (&weight)[kElements],
                                          int64_t group) const {
     slice.read(d, x, j);
     if (flags.has(kFromOutput)) {
 #pragma unroll
       for (int e = 0; e < kStep; ++e) {
         d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), group));
-        keep_order();  // takes fewer registers
+        keep_order();
       }
     } else {
 #pragma unroll
@@ -191,17 +188,17 @@ struct Rows {
   }
 
   // Adds this thread's part of a row to the sums. Elements after the end are zeros, and so must be their d.
-  __device__ __forceinline__ void add_to_sums(RowSums<Acc>& sums, int stage, const Statistics<Acc>& statistics,
+  __device__ __forceinline__ void add_to_sums(RowSums& sums, int stage, const Statistics& statistics,
                                               const Acc (&weight)[kElements], int64_t group) const {
-    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
     const X* const x = staged<kX>(stage);
     const T* const dy = staged<kDy>(stage);
     const auto add = [&](auto has_end) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc d[kStep], dy_values[kStep];
-        if (is_gated(flags)) {
-          if constexpr (Traits::kIsGated) read_gated(d, dy_values, slice, stage, j, statistics);
+        if constexpr (Traits::kIsGated) {
+          read_gated(d, dy_values, slice, stage, j, statistics);
         } else {
           const bool vector_exists = Traits::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
           read_d(d, slice, x, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
@@ -218,7 +215,7 @@ struct Rows {
       }
     };
     if (Traits::kMapping == Mapping::kVectors ||
-        (!Traits::kIsAny && slice.begin + slice.lanes() * kElements <= part_cols)) {
+        (!Traits::kIsGeneral && slice.begin + slice.lanes() * kElements <= part_cols)) {
       add(std::false_type());
     } else {
       add(std::true_type());
@@ -227,14 +224,14 @@ struct Rows {
 
   // Computes d and the gradient of the norm's output of elements [j, j + kStep) of a gated norm.
   __device__ __forceinline__ void read_gated(Acc (&d)[kStep], Acc (&dn)[kStep], const SliceOf& slice, int stage, int j,
-                                             const Statistics<Acc>& statistics) const {
+                                             const Statistics& statistics) const {
     Acc gate[kStep];
     slice.read(d, staged<kX>(stage), j);
     slice.read(dn, staged<kDy>(stage), j);
     slice.read(gate, staged<kGateArray>(stage), j);
 #pragma unroll
     for (int e = 0; e < kStep; ++e) {
-      const Acc activated = Activated<Acc>(gate[e], flags).value;
+      const Acc activated = Activated(gate[e], flags).value;
       flags.has(kGateFirst) ? d[e] *= activated : dn[e] *= activated;
       d[e] = fma(d[e], statistics.scale, -statistics.mean);
     }
@@ -242,9 +239,9 @@ struct Rows {
 
   // store_grad_input() of a gated norm, which also stores this thread's part of the gate's gradient.
   __device__ __forceinline__ void store_gated(Acc (&dw)[kElements], Acc (&db)[kElements], int stage,
-                                              const Statistics<Acc>& statistics, const RowMeans<Acc>& means,
+                                              const Statistics& statistics, const RowMeans& means,
                                               const Acc (&weight)[kElements], int64_t group) const {
-    const auto slice = this->slice.again();
+    const auto slice = this->slice.rebuilt();
     const bool gate_first = flags.has(kGateFirst);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
@@ -254,7 +251,7 @@ struct Rows {
       slice.read(gate, staged<kGateArray>(stage), j);
 #pragma unroll
       for (int e = 0; e < kStep; ++e) {
-        const Activated<Acc> activated(gate[e], flags);
+        const Activated activated(gate[e], flags);
         const Acc u = gate_first ? x[e] * activated.value : x[e];
         const Acc dn = gate_first ? dy[e] : dy[e] * activated.value;
         const Acc xhat = fma(fma(u, statistics.scale, -statistics.mean), statistics.rstd, -means.xhat);
@@ -269,14 +266,13 @@ struct Rows {
           x[e] = du;
         }
       }
-      // The addresses come from shared memory each time, because they would take registers.
       const auto store = [&](auto* to, const Acc(&v)[kStep]) { slice.store(to, j, v, to == nullptr ? 0 : part_cols); };
       store(header(stage).dx, x);
       store(header(stage).grad_gate, gate);
     }
   }
 
-  __device__ __forceinline__ RowMeans<Acc> compute_means(const RowSums<Acc>& sums, Acc rstd) const {
+  __device__ __forceinline__ RowMeans compute_means(const RowSums& sums, Acc rstd) const {
     const Divisor<Acc>& cols = plan.cols;
     const Acc xhat = cols.divide(sums[0]) * rstd, g = cols.divide(sums[1]), g_xhat = cols.divide(sums[2]) * rstd;
     if (flags.has(kRms)) return {0, 0, g_xhat};
@@ -287,10 +283,9 @@ struct Rows {
   // columns after the end are not stored.
   template <class HasGradSum>
   __device__ __forceinline__ void store_grad_input(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
-                                                   int stage, const Statistics<Acc>& statistics,
-                                                   const RowMeans<Acc>& means, const Acc (&weight)[kElements],
-                                                   int64_t group) const {
-    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+                                                   int stage, const Statistics& statistics, const RowMeans& means,
+                                                   const Acc (&weight)[kElements], int64_t group) const {
+    const auto slice = Traits::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
     const X* const x = staged<kX>(stage);
     const T* const dy = staged<kDy>(stage);
     X* const dx = compute_once(header(stage).dx);

@@ -4,7 +4,7 @@
 // A block handles 32 pixels, one per lane. Its warps share the channels, and each sum over the channels takes two
 // barriers. The pixels are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T)
 // bytes, and backward 3 * n * sizeof(T). If the channels do not fit, each pass over them reads global memory. Aligned
-// pixels are copied in vectors of 16 bytes (kAligned). The numerical method is that of cpu/channels_first.cpp.
+// pixels are copied in vectors of 16 bytes. The numerical method is that of cpu/channels_first.cpp.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>
@@ -25,8 +25,7 @@ constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;
 // By default nvcc aims at more blocks, and spills registers.
-template <class T>
-constexpr int kMinBlocksPerSM = sizeof(T) == 8 ? 2 : 3;
+constexpr int kMinBlocksOfForward = 3, kMinBlocksOfBackward = 2;
 
 // The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
@@ -46,7 +45,6 @@ struct Channels {
 // The weight or the bias of a pixel's image. Its type is chosen at run time.
 template <class T>
 struct ChannelParameter {
-  using Acc = AccOf<T>;
   const Flags flags;
   const void* data = nullptr;
   const Acc default_value;
@@ -66,10 +64,6 @@ struct ChannelParameter {
 // The number of elements that a thread adds in Acc before it continues in double. With 64 elements, one outlier among
 // thousands of equal values exceeds the promised error.
 constexpr int kRunLength = 16;
-
-struct DoNothing {
-  __device__ __forceinline__ void operator()() const {}
-};
 
 // Calls f(c) for this warp's channels, and end_of_run() after each kRunLength of them. kUnroll loads are in flight.
 template <class F, class G = DoNothing>
@@ -117,11 +111,10 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
+__global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
-  using Acc = AccOf<T>;
   const Flags flags = plan.flags;
-  const bool aligned = flags.has(kAligned), rms = flags.has(kRms);
+  const bool aligned = flags.has(kAlignedChannels), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.groups * p.rows;
   const bool exists = first + lane < end;
@@ -166,16 +159,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
     variance = moments[1] * plan.channels.reciprocal - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
     // A sum has overflowed, or the pixel holds NaN or infinity and gives NaN again. The other pixels do not change.
-    const bool overflows = !(variance < kInfinity<Acc>);
+    const bool overflows = !(variance < kInfinity);
     if (is_second_try || !__syncthreads_or(overflows)) break;
-    if (overflows) scale = kScale<Acc>;
+    if (overflows) scale = kScale;
   }
 
   constexpr double kMax = std::numeric_limits<Acc>::max();
   const double exact_rstd = scaled_rstd<double>(variance, p.eps, scale);
   const Acc rstd = static_cast<Acc>(p.eps > 0 && exact_rstd > kMax ? kMax : exact_rstd);
   if (threadIdx.x < kWarpSize && exists) {
-    const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>);
+    const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale);
     if (!rms) *address<Acc>(p.mean, pixel) = static_cast<Acc>(exact_mean);
     *address<Acc>(p.rstd, pixel) = unscaled_rstd(rstd, p.eps, scale);
   }
@@ -195,9 +188,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
 // Blocks take segments of tiles in turn, and store partial sums of dweight [weight_partials, channels] and dbias
 // [bias_partials, channels], a row for each segment, in the workspace.
 template <class T>
-__global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
+__global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
-  using Acc = AccOf<T>;
   const Flags flags = plan.flags;  // other options are read from p, which takes fewer registers
   const int lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
@@ -206,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
   const Channels<T> staged_dy(reinterpret_cast<T*>(shared_dy) + lane, kWarpSize);
   const bool grad_input = flags.has(kGradInput), grad_weight = flags.has(kGradWeight), grad_bias = flags.has(kGradBias);
   const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
-  const bool aligned = flags.has(kAligned) && needs_x;
+  const bool aligned = flags.has(kAlignedChannels) && needs_x;
 
   // Adds the gradients of a tile, the pixels from `first` to `end`, to the workspace. Lanes without a pixel add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
@@ -217,8 +209,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
     const Channels<T> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx;
     const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
     const bool has_statistics = exists && needs_x;
-    const Statistics<Acc> statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
-                                     has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.from_output);
+    const Statistics statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
+                                has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.from_output);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
     const auto find_d = [&](int64_t c, Acc w) {
@@ -227,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
       return p.from_output ? recover_xhat(v, w, bias[c]) : fma(v, statistics.scale, -statistics.mean);
     };
 
-    RowMeans<Acc> means = {};
+    RowMeans means = {};
     if (needs_x) {
       if (aligned) {
         const auto fetch = [](auto* to, auto* from) { async_copy<16>(to, from); };
@@ -297,16 +289,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM<T>)
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
+// Whether every channel starts at a multiple of 16 bytes. An absent array is aligned.
+bool is_aligned(const Params& p, const View& view) {
+  const int64_t vector = 16 / bytes_of(p.dtype);
+  return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.group_stride % vector == 0 &&
+                        view.col_stride % vector == 0);
+}
+
 // Plans the launch, without the segments of the gradients.
 template <class P>
-ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& config) {
+ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_of_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};
   plan.rows = FastDivisor(p.rows);
   plan.channels = Divisor<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags(p);
-  plan.flags.set(kAligned, plan.flags.has(kAligned) && plan.staged);
+  plan.flags.set(kAlignedChannels, plan.staged && p.rows * bytes_of(p.dtype) % 16 == 0 && are_aligned);
   config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
   config.block = kThreads;
   config.shared_bytes = plan.staged ? static_cast<size_t>(bytes) : 0;
@@ -318,14 +317,15 @@ ChannelsFirstPlan make_plan(const P& p, int64_t bytes_of_channel, LaunchConfig& 
 
 void channels_first_forward(const ForwardParams& p) {
   LaunchConfig config;
-  const auto plan = make_plan(p, bytes_of(p.dtype), config);
+  const auto plan = make_plan(p, is_aligned(p, p.input) && is_aligned(p, p.output), bytes_of(p.dtype), config);
   dispatch_dtypes_of_images<Elements>(
       p, [&](auto types) { launch(config, channels_first_forward<typename decltype(types)::T>, p, plan); });
 }
 
 void channels_first_backward(const BackwardParams& p) {
   LaunchConfig config;
-  auto plan = make_plan(p, 2 * bytes_of(p.dtype), config);
+  const bool are_aligned = is_aligned(p, p.input) && is_aligned(p, p.grad_output) && is_aligned(p, p.grad_input);
+  auto plan = make_plan(p, are_aligned, 2 * bytes_of(p.dtype), config);
   dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
     const auto kernel = channels_first_backward<typename decltype(types)::T>;
     const int64_t resident = resident_blocks(config, kernel);
@@ -337,7 +337,7 @@ void channels_first_backward(const BackwardParams& p) {
     if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
     launch(config, kernel, p, plan);
   });
-  launch_add_partials(p, plan, Dtype::kFloat64, p.cols, config);
+  launch_add_partials(p, plan, /*is_double=*/true, p.cols, config);
 }
 
 }  // namespace layernorm::cuda

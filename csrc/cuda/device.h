@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace layernorm {
@@ -63,7 +64,6 @@ struct LaunchConfig {
   Stream stream = nullptr;
   unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
   bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
-  bool cooperative = false;        // all blocks are resident at once, or the launch fails
   int device = current_device();   // the only property that is not cached
 };
 
@@ -103,7 +103,7 @@ inline int architecture_of(const void* kernel, const LaunchConfig& config) {
 // The driver's launch configuration. It points to its own attributes, so it cannot be copied.
 struct DriverConfig {
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attributes[3];
+  cudaLaunchAttribute attributes[2];
 
   DriverConfig(const LaunchConfig& from, int architecture) {
     config.gridDim = from.grid;
@@ -121,11 +121,6 @@ struct DriverConfig {
       auto& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (from.cooperative) {
-      auto& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeCooperative;
-      attribute.val.cooperative = 1;
     }
   }
   DriverConfig(const DriverConfig&) = delete;
@@ -169,11 +164,6 @@ int resident_blocks(const LaunchConfig& config, void (*kernel)(Params...)) {
   return resident_blocks(config, reinterpret_cast<const void*>(kernel));
 }
 
-// Returns whether a launch on the device can require that all its blocks are resident at once.
-inline bool has_cooperative_launches(const LaunchConfig& config) {
-  return device_attribute(config.device, cudaDevAttrCooperativeLaunch) != 0;
-}
-
 // Launches a kernel, or throws with its name and configuration.
 inline void launch(const LaunchConfig& config, const void* kernel, void** arguments) {
   const DriverConfig driver_config(config, architecture_of(kernel, config));
@@ -190,12 +180,6 @@ void launch(const LaunchConfig& config, void (*kernel)(Params...), const Args&..
       arguments);
 }
 
-// Sets memory to zero, for the next kernel of the stream.
-inline void clear(const LaunchConfig& config, void* memory, size_t bytes) {
-  check_status(cudaMemsetAsync(memory, 0, bytes, config.stream),
-               [&] { return "clearing " + std::to_string(bytes) + " bytes"; });
-}
-
 // ---- PTX instructions, for kernels ----------------------------------------------------------------------------------
 
 // Instructions of compute capability 9.0 trap in older code. Host code asks has_clusters() before it needs them.
@@ -210,42 +194,38 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Returns a pointer to global memory, which the compiler then does not compute again for each use.
+// What keeps values in registers, and what does not. A kernel holds a row in registers, so that addresses, columns and
+// comparisons that the compiler would also keep from one phase of a row to the next do not fit. compute_again(value)
+// returns the value, but makes the compiler compute everything that depends on it again. Each phase calls it for the
+// lane, the row or the vectors from which it starts. compute_once(value) is the opposite: a value that the compiler
+// would compute again for each use. Both are empty instructions.
 template <class T>
 __device__ __forceinline__ T* compute_once(T* global) {
   asm("" : "+l"(global));
   __builtin_assume(__isGlobal(global));
   return global;
 }
-
 __device__ __forceinline__ int compute_once(int value) {
   asm("" : "+r"(value));
   return value;
 }
-
-// Returns the value, but makes the compiler compute all that depends on it again instead of keeping it in registers.
-__device__ __forceinline__ int compute_again(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-__device__ __forceinline__ int64_t compute_again(int64_t value) {
-  asm volatile("" : "+l"(value));
-  return value;
-}
-template <class Vector>
-__device__ __forceinline__ Vector compute_again(Vector v) {
+template <class Value>  // of 4 bytes or a multiple
+__device__ __forceinline__ Value compute_again(Value v) {
+  if constexpr (std::is_same_v<Value, int64_t>) {
+    asm volatile("" : "+l"(v));
+  } else {
 #pragma unroll
-  for (unsigned i = 0; i < sizeof(Vector) / 4; ++i) asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&v)[i]));
+    for (unsigned i = 0; i < sizeof(Value) / 4; ++i) asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&v)[i]));
+  }
   return v;
 }
-// The compiler does not move loads and stores across this, which takes registers.
+// The compiler does not move loads and stores across this.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
 // x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
   return __fdividef(x / 4, y / 4);  // __fdividef returns 0 for a divisor beyond 2^126
 }
-__device__ __forceinline__ double fast_divide(double x, double y) { return x / y; }
 
 // Prefetches a valid address into the L1 cache.
 __device__ __forceinline__ void prefetch(const void* address) {
@@ -341,9 +321,11 @@ class TransactionBarrier {
     const unsigned barrier = shared_address(this);
     LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   }
-  // Waits for the end of a phase, which is the current one or the last.
+  // Waits for the end of a phase, which is the current one or the last. The wait acquires at the scope of the block, by
+  // default: the data are in the block's shared memory, and the scope of the cluster would invalidate the L1 cache.
   __device__ __forceinline__ void wait(unsigned phase) {
-    const unsigned barrier = shared_address(this), parity = phase % 2;
+    const unsigned barrier = shared_address(this);
+    [[maybe_unused]] const unsigned parity = phase % 2;
     for (unsigned ended = 0; !ended;) {
       LAYERNORM_SM90_ASM(
           "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ended) : "r"(
@@ -372,34 +354,6 @@ class TransactionBarrier {
   }
 
   uint64_t state_;
-};
-
-// Words that a thread publishes in global memory, which was cleared before the launch, and that threads of other
-// resident blocks read. They are one access of 128 bits, not a vector of several accesses, so that a thread that finds
-// the tag, which is not zero, has the words too. Other accesses are not ordered.
-struct alignas(16) Message {
-  unsigned tag, words[3];
-
-  __device__ __forceinline__ void publish(Message* to) const {
-    asm volatile(
-        "{.reg .b64 a, b; .reg .b128 m; mov.b64 a, {%1, %2}; mov.b64 b, {%3, %4}; mov.b128 m, {a, b};"
-        " st.relaxed.gpu.global.b128 [%0], m;}" ::"l"(to),
-        "r"(tag), "r"(words[0]), "r"(words[1]), "r"(words[2])
-        : "memory");
-  }
-  // Returns the message when it is there.
-  __device__ __forceinline__ static Message wait_for(const Message* from) {
-    Message m = {0, {}};
-    while (m.tag == 0) {
-      asm volatile(
-          "{.reg .b64 a, b; .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%4]; mov.b128 {a, b}, m;"
-          " mov.b64 {%0, %1}, a; mov.b64 {%2, %3}, b;}"
-          : "=r"(m.tag), "=r"(m.words[0]), "=r"(m.words[1]), "=r"(m.words[2])
-          : "l"(from)
-          : "memory");
-    }
-    return m;
-  }
 };
 
 // griddepcontrol: a launch with overlaps_previous waits here before it reads what the previous kernel writes, or writes

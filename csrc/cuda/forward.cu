@@ -1,5 +1,27 @@
-// The choice of the kernel for forward. It depends on the dtype and the number of columns alone, and so does the order
-// of summation.
+// Forward on a GPU, for every row of x [groups, rows, cols]:
+//
+//   y = (x - mean) * rstd * weight + bias        RMSNorm's mean is 0
+//
+// A residual is added first, to the input or to its product with a gate, and the sum is stored.
+//
+//   columns (16 bits / float32)   a row belongs to              file                          it waits in
+//   whole vectors, up to
+//     248 / 124                   some lanes, 4 rows a thread   forward_rows.cu               registers
+//     1024 / 512                  some lanes, 2 rows a thread   forward_rows.cu               registers
+//     16384 / 8192                a warp, or a block            forward_rows.cu               registers
+//   others, and gated norms, up to
+//     512                         some lanes, or a warp         forward_slices.cu             shared memory
+//     8192                        a block                       forward_slices.cu             shared memory
+//     65536                       a cluster of 2, 4 or 8        forward_slices.cu, parts.cuh  shared memory
+//     any number                  blocks of two launches        forward_slices.cu, parts.cuh  shared memory
+//   images                        a lane of each warp           channels_first.cu             shared memory
+//
+// Before compute capability 9.0 there are no clusters, and rows of more than 8192 columns take two launches. The choice
+// depends on the dtype and the number of columns alone, and so does the order of summation, except for rows further
+// apart than 2 GiB and for more than 2^30 rows. Slices have columns that a thread owns for a whole launch (slice.cuh).
+// moments.cuh has the numerical method.
+//
+// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include "geometry.h"
 
 namespace layernorm::cuda {
@@ -8,7 +30,7 @@ void forward(const ForwardParams& p) {
   if (p.channels_first) return channels_first_forward(p);
   const int64_t bytes = p.cols * bytes_of(p.sum_dtype);
   const bool fits_registers = bytes % 16 == 0 && bytes / 16 <= kMaxRegisterVectors;
-  if (fits_registers && p.sum_dtype != Dtype::kFloat64 && p.activation == Activation::kNone) return forward_rows(p);
+  if (fits_registers && p.activation == Activation::kNone && forward_rows(p)) return;
   forward_slices(p);
 }
 

@@ -1,25 +1,22 @@
-// y = (x - mean) * rstd * weight + bias for the rows of x [groups, rows, cols] on a GPU, in registers. RMSNorm's mean
-// is 0. A residual is added first, to the input or to its product with a gate, and the sum is stored.
+// Forward for rows of whole vectors that fit into registers; forward.cu has the formulas.
 //
-// The rows are whole vectors. Some lanes of a warp hold a row, or a whole block does. Neighbouring threads hold
-// neighbouring vectors, and each thread holds four or eight. Only rows of a block need barriers.
+// A thread holds up to eight vectors: of one row, or fewer of two or four rows, which then share its vectors of weight
+// and bias. Neighbouring threads hold neighbouring vectors. Some lanes of a warp hold a row, or a whole block does.
+// Only rows of a block need barriers.
 //
-// A block requests all of its rows of x at once, past the L1 cache, which keeps weight and bias, and prefetches weight
-// and bias at the same time, so that it waits for memory once. The kernel moves 2 * groups * rows * cols * sizeof(T)
-// bytes; with a residual also those of the residual and the sum. Rows that are not aligned are loaded and stored by
-// elements.
-//
-// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
+// A thread requests all of its vectors of x at once, past the L1 cache, which keeps weight and bias, and prefetches
+// those at the same time, so that it waits for memory once. The kernel moves 2 * groups * rows * cols * sizeof(T)
+// bytes; with a residual also those of the residual and the sum.
 #include "../dtypes.h"
 #include "moments.cuh"
 
 namespace layernorm::cuda {
 
-template <class Acc>
 struct RowsPlan {
   Flags flags;
   unsigned vectors;  // of a row
   int row_threads, log2_row_threads;
+  ByteStride x_stride, input_stride, output_stride, sum_stride;
   FastDivisor rows;  // of a group
   Acc eps;
   Divisor<Acc> cols;
@@ -30,127 +27,117 @@ namespace {
 constexpr int kWholeBlock = 30;           // the log2_row_threads of a row that takes a block
 constexpr int kThreadsOfShortRows = 128;  // of a block whose rows take some lanes each
 
-// Threads hold four vectors of rows of at most so many vectors, and eight of longer rows. With eight, a thread executes
-// 23 instead of 27 instructions per 16-bit element; at the speed of a copy, an H200 has time for 31.
-template <class X>
-constexpr int64_t kMaxOfFour = sizeof(X) == 2 ? 128 : 1024;
+// ---- the part of its rows that a thread holds -----------------------------------------------------------------------
 
-// ---- the part of a row that a thread holds --------------------------------------------------------------------------
-
-template <class Types, int kVectors>
+template <class T, class X, int kVectors, int kRows>
 struct ThreadPart {
-  using T = typename Types::T;
-  using X = typename Types::X;
-  using W = typename Types::W;
-  using Acc = AccOf<X>;
   static constexpr int kVec = kVectorSize<X>;
   template <class E>
   using Vec = Vector<E, kVec>;
 
   const ForwardParams& p;
-  const RowsPlan<Acc>& plan;
+  const RowsPlan& plan;
   const unsigned threads, thread;  // of the row
 
-  struct Row : RowIndex {
-    bool exists;
-  };
   __device__ __forceinline__ bool has(unsigned flag) const { return plan.flags.has(flag); }
-  __device__ __forceinline__ bool is_block() const { return plan.log2_row_threads == kWholeBlock; }
-  // The row is located twice, because addresses that are kept during the sums would take registers.
-  __device__ __forceinline__ Row locate() const {
-    const int rows_of_block = is_block() ? 1 : static_cast<int>(blockDim.x) >> plan.log2_row_threads;
-    const int row_in_block = static_cast<int>(threadIdx.x) >> plan.log2_row_threads;
-    const int64_t row = compute_again(int64_t{blockIdx.x} * rows_of_block + row_in_block);
-    const bool exists = row < p.groups * p.rows;
-    return {find_group(exists ? row : 0, has(kHasGroups), plan.rows), exists};
-  }
+  __device__ __forceinline__ bool is_block() const { return kRows == 1 && plan.log2_row_threads == kWholeBlock; }
   __device__ __forceinline__ unsigned vector_index(int i) const { return i * threads + thread; }
   __device__ __forceinline__ bool holds(int i) const { return vector_index(i) < plan.vectors; }
 
+  // The thread's row r among all rows, which may not exist.
+  __device__ __forceinline__ unsigned row_number(int r) const {
+    if (is_block()) return blockIdx.x;
+    const unsigned rows_at_once = blockDim.x >> plan.log2_row_threads;
+    return (compute_again(blockIdx.x) * kRows + r) * rows_at_once + (threadIdx.x >> plan.log2_row_threads);
+  }
+  __device__ __forceinline__ bool exists(unsigned row) const {
+    return row < static_cast<unsigned>(p.groups) * static_cast<unsigned>(p.rows);
+  }
+  __device__ __forceinline__ RowIndex index_of(unsigned row) const {
+    return find_group(exists(row) ? row : 0, has(kHasGroups), plan.rows);
+  }
+  template <class E>
+  __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, unsigned row) const {
+    return has(kHasGroups) ? address<E>(view, index_of(row)) : stride.address<E>(view, row);
+  }
+
   // Loads `count` vectors from this thread's vector `begin` on, with default values where there are none.
   template <bool kConstant, class E, int kCount>
-  __device__ __forceinline__ void load(Vec<E> (&v)[kCount], bool exists, const E* row, int begin, bool aligned,
+  __device__ __forceinline__ void load(Vec<E> (&v)[kCount], bool exists, const E* row, int begin,
                                        E default_value) const {
+    const E* const from = row + thread * kVec;
 #pragma unroll
-    for (Vec<E>& vector : v) fill(vector, default_value);
-    if (aligned) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        load_vector_if<kConstant>(exists && holds(begin + i), v[i], row + vector_index(begin + i) * kVec);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const E* const from = row + vector_index(begin + i) * kVec;
-        if (exists && holds(begin + i)) set_elements(v[i], [&](int e) { return from[e]; });
-      }
+    for (int i = 0; i < kCount; ++i) {
+      fill(v[i], default_value);
+      load_vector_if<kConstant>(exists && holds(begin + i), v[i], from + (begin + i) * threads * kVec);
     }
   }
   template <class E>
   __device__ __forceinline__ void store(bool exists, E* row, const Vec<E>& v, int i) const {
-    if (!exists || !holds(i)) return;
-    E* const to = row + vector_index(i) * kVec;
-    if (has(kAligned)) {
-      *reinterpret_cast<Vec<E>*>(to) = v;
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) to[e] = v.values[e];
-    }
+    if (exists && holds(i)) *reinterpret_cast<Vec<E>*>(row + thread * kVec + i * threads * kVec) = v;
   }
 
   // Loads vectors of x: the input, or its sum with a residual. A gate multiplies the input before that.
   template <int kCount>
-  __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], const Row& row, bool exists) const {
-    load<false>(x, exists, address<const X>(has(kResidual) ? p.residual : p.input, row), 0, has(kAligned), X(0.0f));
+  __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row) const {
+    const bool exists = this->exists(row);
+    load<false>(x, exists, address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, row), 0, X(0.0f));
     if (!has(kResidual)) return;
-    const T* const from = address<const T>(p.input, row);
-    constexpr int kBatch = std::min(kCount, 4);  // vectors of the input that fit into registers
+    const T* const from = address_of<const T>(p.input, plan.input_stride, row);
+    constexpr int kBatch = std::min(kCount, 2);  // vectors of the input that fit into registers
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kBatch) {
       Vec<T> input[kBatch];
-      load<false>(input, exists, from, begin, has(kAligned), T(0.0f));
-      const auto add = [&](auto has_gate) {
+      load<false>(input, exists, from, begin, T(0.0f));
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          Acc a[kVec], b[kVec];
-          widen(a, x[begin + i]);
-          widen(b, input[i]);
-          if constexpr (has_gate) {
-            Vec<W> gate[1];
-            Acc g[kVec];
-            load<true>(gate, exists, address<const W>(p.gate, {row.group, 0}), begin + i, has(kAlignedParameters),
-                       W(0.0f));
-            widen(g, gate[0]);
+      for (int i = 0; i < kBatch; ++i) {
+        Acc a[kVec], b[kVec];
+        widen(a, x[begin + i]);
+        widen(b, input[i]);
+        if (has(kGate)) {
+          Acc gate[kVec];
+          with_parameter_type<T>(plan.flags, [&](auto element) {
+            load_parameter<decltype(element)>(gate, p.gate, exists, index_of(row).group, begin + i, 0);
+          });
 #pragma unroll
-            for (int e = 0; e < kVec; ++e) a[e] = fma(g[e], b[e], a[e]);
-          } else {
+          for (int e = 0; e < kVec; ++e) a[e] = fma(gate[e], b[e], a[e]);
+        } else {
 #pragma unroll
-            for (int e = 0; e < kVec; ++e) a[e] += b[e];
-          }
-          x[begin + i] = compute_again(round_to<X>(a));
+          for (int e = 0; e < kVec; ++e) a[e] += b[e];
         }
-      };
-      if (has(kGate)) {
-        add(std::true_type());
-      } else {
-        add(std::false_type());
+        x[begin + i] = compute_again(round_to<X>(a));
       }
     }
   }
-  // Loads vector i of the weight and the bias of a group.
-  __device__ __forceinline__ void load_parameters(Vec<W> (&weight)[1], Vec<W> (&bias)[1], int64_t group, int i) const {
-    const bool aligned = has(kAlignedParameters);
-    load<true>(weight, has(kWeight), address<const W>(p.weight, {group, 0}), i, aligned, W(1.0f));
-    load<true>(bias, has(kBias), address<const W>(p.bias, {group, 0}), i, aligned, W(0.0f));
+  // Loads vector i of a parameter of a group, or default values if it does not exist.
+  template <class W>
+  __device__ __forceinline__ void load_parameter(Acc (&v)[kVec], const View& view, bool exists, int64_t group, int i,
+                                                 float default_value) const {
+    Vec<W> vector[1];
+    load<true>(vector, exists, address<const W>(view, {group, 0}), i, W(default_value));
+    widen(v, vector[0]);
+  }
+  // The choice of the type for each vector is a branch, across which the compiler does not move the loads of others.
+  __device__ __forceinline__ void load_parameters(Acc (&weight)[kVec], Acc (&bias)[kVec], int64_t group, int i) const {
+    with_parameter_type<T>(plan.flags, [&](auto element) {
+      using W = decltype(element);
+      load_parameter<W>(weight, p.weight, has(kWeight), group, i, 1);
+      load_parameter<W>(bias, p.bias, has(kBias), group, i, 0);
+    });
+    const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
   __device__ __forceinline__ void prefetch_parameter(const View& view, Flag exists, int64_t group) const {
     if (!has(exists)) return;
-    const W* const from = address<const W>(view, {group, 0});
-    constexpr int kLine = 128 / sizeof(W);
-    for (unsigned i = thread * kLine; i < plan.vectors * kVec; i += threads * kLine) prefetch(from + i);
+    with_parameter_type<T>(plan.flags, [&](auto element) {
+      const auto* const from = address<const decltype(element)>(view, {group, 0});
+      constexpr int kLine = 128 / sizeof(element);
+      for (unsigned i = thread * kLine; i < plan.vectors * kVec; i += threads * kLine) prefetch(from + i);
+    });
   }
 
-  // Estimates the mean of the row by the average of its first vector. If the row belongs to a warp, one lane holds that
+  // Estimates the mean of a row by the average of its first vector. If the row belongs to a warp, one lane holds that
   // vector; if it belongs to a block, all threads have loaded it.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
     Acc v[kVec], mean = 0;
@@ -161,12 +148,13 @@ struct ThreadPart {
     return __shfl_sync(kAllLanes, mean, static_cast<int>(threadIdx.x % kWarpSize - thread));
   }
 
-  // Adds up d = x * scale - pivot and their squares.
-  __device__ __forceinline__ void sum(Acc (&sums)[2], Vec<X> (&x)[kVectors], const Moments<Acc>& moments) const {
+  // Adds up d = x * scale - pivot and their squares. It takes fewer registers to widen x again than to keep the wide
+  // elements.
+  __device__ __forceinline__ void sum(Acc* sums, Vec<X> (&x)[kVectors], const Moments& moments) const {
     Acc diffs[2] = {}, squares[2] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      x[i] = compute_again(x[i]);  // it takes fewer registers to widen x again than to keep the wide elements
+      x[i] = compute_again(x[i]);
       const Acc pivot = holds(i) ? moments.pivot : 0;  // zeros after the end stay zeros
       Acc v[kVec];
       widen(v, x[i]);
@@ -182,93 +170,113 @@ struct ThreadPart {
   }
 
   __device__ __forceinline__ void normalize() const {
-    Vec<X> x[kVectors], head[1];
-    Vec<W> weight[kVectors][1], bias[kVectors][1];
-    {
-      const Row row = locate();
-      load_x(x, row, row.exists);
-      head[0] = x[0];
-      if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(head, row, true);
-      prefetch_parameter(p.weight, kWeight, row.group);
-      prefetch_parameter(p.bias, kBias, row.group);
-    }
-    int buffer = 0;
-    const Moments<Acc> moments =
-        reduce_moments(has(kRms) ? 0 : estimate_mean(head[0]), plan.row_threads, plan.cols, has(kRms), buffer,
-                       [&](Acc(&sums)[2], const Moments<Acc>& from) { sum(sums, x, from); });
-
-    const Row row = locate();
-    const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
-    if (thread == 0 && row.exists) {
-      if (!has(kRms)) *address<Acc>(p.mean, row) = moments.mean();
-      *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, plan.eps, moments.scale);
-    }
-    if (has(kResidual)) {
-      // The sum may replace the residual, whose first vector all threads have read before the sums.
-      X* const sums = address<X>(p.sum, row);
+    Vec<X> x[kRows][kVectors];
+    Acc pivots[kRows];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) store(row.exists, sums, x[i], i);
+    for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r));
+    Vec<X> head[1] = {x[0][0]};
+    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(head, row_number(0));
+    const int64_t group = index_of(row_number(0)).group;
+    prefetch_parameter(p.weight, kWeight, group);
+    prefetch_parameter(p.bias, kBias, group);
+
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) pivots[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head[0] : x[r][0]);
+    int buffer = 0;
+    Moments moments[kRows];
+    reduce_moments(moments, pivots, plan.row_threads, plan.cols, has(kRms), buffer, [&](Acc(&sums)[2 * kRows]) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) sum(&sums[2 * r], x[r], moments[r]);
+    });
+    finish(x, moments);
+  }
+
+  // Stores the results of the rows.
+  __device__ __forceinline__ void finish(Vec<X> (&x)[kRows][kVectors], const Moments (&moments)[kRows]) const {
+    Normalizer normalizers[kRows];
+    T* outputs[kRows];
+    bool exist[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const unsigned row = row_number(r);
+      exist[r] = exists(row);
+      outputs[r] = address_of<T>(p.output, plan.output_stride, row);
+      normalizers[r] = Normalizer(moments[r], plan.cols, plan.eps);
+      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, index_of(row), plan.eps, has(kRms));
+      if (has(kResidual)) {
+        // The sum may replace the residual, whose first vector all threads have read before the sums.
+        X* const sums = address_of<X>(p.sum, plan.sum_stride, row);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) store(exist[r], sums, x[r][i], i);
+      }
     }
-    T* const output = address<T>(p.output, row);
-    load_parameters(weight[0], bias[0], row.group, 0);
-    const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
+    const int64_t group = index_of(row_number(0)).group;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (i + 1 < kVectors) load_parameters(weight[i + 1], bias[i + 1], row.group, i + 1);
-      Acc v[kVec], w[kVec], b[kVec];
-      widen(w, weight[i][0]);
-      widen(b, bias[i][0]);
-      x[i] = compute_again(x[i]);
-      widen(v, x[i]);
+      Acc weight[kVec], bias[kVec];
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) v[e] = fma(moments.difference(v[e]) * rstd, w[e] + weight_offset, b[e]);
-      store(row.exists, output, round_to<T>(v), i);
+      for (int r = 0; r < kRows; ++r) {
+        if (r == 0) load_parameters(weight, bias, group, i);
+        if (r > 0 && has(kHasGroups)) load_parameters(weight, bias, index_of(row_number(r)).group, i);
+        Acc v[kVec];
+        x[r][i] = compute_again(x[r][i]);
+        widen(v, x[r][i]);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) v[e] = fma(normalizers[r].xhat(v[e]), weight[e], bias[e]);
+        store(exist[r], outputs[r], round_to<T>(v), i);
+      }
     }
   }
 };
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The blocks that fit on a multiprocessor. With four vectors per thread, 32 warps of 64 registers per thread fit (with
-// 16-bit elements, 24 warps of 80). With eight, 20 warps of 96 registers fit (with float32, 24 warps of 80, with which
-// code for 10.0 would spill).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kMaxFloatThreads = 320;
-#else
-constexpr int kMaxFloatThreads = 384;
-#endif
-template <class X, int kVectors>
-constexpr int kMaxThreads = kVectors == 4    ? 256
-                            : sizeof(X) == 4 ? kMaxFloatThreads
-                                             : 320;
-template <class X, int kVectors>
-constexpr int kMinBlocksPerSM = kVectors == 8    ? 2
-                                : sizeof(X) == 4 ? 4
-                                                 : 3;
+// The blocks that fit on a multiprocessor. A block of several rows has 128 threads, and one of a row up to 256.
+template <class X, int kRows>
+constexpr int kMinBlocksPerSM = kRows == 1 ? 2 : 4;
+template <int kRows>
+constexpr int kMaxThreads = kRows == 1 ? 256 : kThreadsOfShortRows;
 
-template <class Types, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads<typename Types::X, kVectors>,
-                                  kMinBlocksPerSM<typename Types::X, kVectors>)
-    forward_rows(const ForwardParams p, const RowsPlan<AccOf<typename Types::X>> plan) {
+template <class T, class X, int kVectors, int kRows>
+__global__ void __launch_bounds__(kMaxThreads<kRows>, kMinBlocksPerSM<X, kRows>)
+    forward_rows(const ForwardParams p, const RowsPlan plan) {
   const unsigned thread = threadIdx.x & ((1u << plan.log2_row_threads) - 1);
-  ThreadPart<Types, kVectors>{p, plan, static_cast<unsigned>(plan.row_threads), thread}.normalize();
+  ThreadPart<T, X, kVectors, kRows>{p, plan, static_cast<unsigned>(plan.row_threads), thread}.normalize();
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-template <class Types>
-void launch_rows(const ForwardParams& p) {
-  using X = typename Types::X;
-  using Acc = AccOf<X>;
-  const int64_t vectors = p.cols / kVectorSize<X>;
-  RowsPlan<Acc> plan;
+struct Choice {
+  void (*kernel)(ForwardParams, RowsPlan);
+  int vectors, rows;  // of a thread
+};
+
+// The more rows a thread has, the more instructions they share, and the shorter they must be. Eight lanes or more fetch
+// whole lines of 128 bytes.
+template <class T, class X>
+Choice choose_kernel(int64_t vectors) {
+  if constexpr (std::is_same_v<T, X>) {
+    if (vectors < 32) return {forward_rows<T, X, 2, 4>, 2, 4};
+  }
+  if (vectors <= 128) return {forward_rows<T, X, 4, 2>, 4, 2};
+  return {forward_rows<T, X, 8, 1>, 8, 1};
+}
+
+template <class T, class X>
+bool launch_rows(const ForwardParams& p) {
+  const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.groups * p.rows;
+  RowsPlan plan;
+  const bool strides_fit = plan.x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
+                           plan.input_stride.set(p.input, sizeof(T)) && plan.output_stride.set(p.output, sizeof(T)) &&
+                           plan.sum_stride.set(p.sum, sizeof(X));
+  if (num_rows > kMaxRowNumber || !(strides_fit || p.groups > 1)) return false;
   plan.flags = make_flags(p);
   plan.vectors = static_cast<unsigned>(vectors);
   plan.rows = FastDivisor(p.rows);
   plan.eps = static_cast<Acc>(p.eps);
   plan.cols = Divisor<Acc>(p.cols);
-  const int vectors_of_thread = vectors <= kMaxOfFour<X> ? 4 : 8;
-  const int64_t needed = ceil_div(vectors, vectors_of_thread);
+  const Choice choice = choose_kernel<T, X>(vectors);
+  const int64_t needed = ceil_div(vectors, choice.vectors);
   plan.row_threads = static_cast<int>(round_up(needed, kWarpSize));
   plan.log2_row_threads = kWholeBlock;
   if (needed <= kWarpSize) {
@@ -278,23 +286,22 @@ void launch_rows(const ForwardParams& p) {
   }
   const int block = needed <= kWarpSize ? kThreadsOfShortRows : plan.row_threads;
   LaunchConfig config;
-  config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, block / plan.row_threads));
+  config.grid = static_cast<unsigned>(ceil_div(num_rows, block / plan.row_threads * choice.rows));
   config.block = static_cast<unsigned>(block);
   config.stream = static_cast<Stream>(p.stream);
-  launch(config, vectors_of_thread == 4 ? forward_rows<Types, 4> : forward_rows<Types, 8>, p, plan);
+  launch(config, choice.kernel, p, plan);
+  return true;
 }
 
 }  // namespace
 
-void forward_rows(const ForwardParams& p) {
+bool forward_rows(const ForwardParams& p) {
+  bool done = false;
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    if constexpr (std::is_same_v<typename Types::X, double>) {
-      no_kernel_for(p);
-    } else {
-      launch_rows<Types>(p);
-    }
+    done = launch_rows<typename Types::T, typename Types::X>(p);
   });
+  return done;
 }
 
 }  // namespace layernorm::cuda

@@ -1,39 +1,37 @@
-// y = (x - mean) * rstd * weight + bias for the rows of x [groups, rows, cols] on a GPU that forward_rows.cu does not
-// take: long rows, rows that are not whole vectors, and float64. RMSNorm's mean is 0.
+// Forward for the rows that forward_rows.cu does not take: long rows, rows that are not whole vectors, and gated norms.
+// forward.cu has the formulas.
 //
-// A thread owns 16 columns (8 of float64), and keeps their weights and biases in registers. Some lanes of a warp share
-// a short row, a block a longer one, and the blocks of a cluster one of more than 8192 columns. Blocks are persistent:
-// asynchronous copies bring the next rows to shared memory, from where a row is read twice, for its sums and for the
-// output. 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum,
-// which replaces it in shared memory. A gate that multiplies the input is read from the caches for each row. A block
-// has one barrier per row, and a cluster one exchange of moments, which the formula of Chan, Golub and LeVeque merges.
-// It finishes a row after it has summed the next one, so that the exchange does not delay it.
+// A thread owns 16 columns, and keeps their weights and biases in registers. Some lanes of a warp share a short row, a
+// block a longer one, and the blocks of a cluster one of more than 8192 columns. Blocks are persistent: asynchronous
+// copies bring the next rows to shared memory, from where a row is read twice, for its sums and for the output.
+// 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
+// replaces it in shared memory. A gate that multiplies the input is read from the caches for each row.
 //
-// Still longer rows, and those on older GPUs, are shared by blocks that are resident at once and exchange their moments
-// through global memory (PartExchange): each block stores 16 bytes per row, and reads those of all. Rows of more blocks
-// than are resident take two launches, which read them twice.
+// A block has one barrier per row, and a cluster one exchange of moments. A cluster finishes a row after it has summed
+// the next one (`lag`), so that the exchange does not delay it: its first warp merges the moments of the last row
+// before the barrier that the sums of this row need. Rows of more than eight parts, and long rows on GPUs without
+// clusters, take two launches, which read them twice.
 //
 // A gated norm multiplies y, or with gate_first the input, by f(z), and z is staged like the input beside a residual:
 // 3 * groups * rows * cols * sizeof(T) bytes are moved. The elements that are normalized wait in registers for the
 // sums.
 //
-// Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467. Chan, Golub and LeVeque,
-// Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+// Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
 #include "activation.cuh"
 #include "moments.cuh"
-#include "slice.cuh"
+#include "parts.cuh"
 
 namespace layernorm::cuda {
 
-template <class Acc>
 struct SlicesPlan : RowDivision {
   Flags flags;
-  int stages, stage_bytes;     // of the shared memory of a warp
-  int ring_bytes;              // of all warps; then come the values of other blocks
-  int rows_per_round, rounds;  // of a block
-  int lag;           // the rounds between the sums of a row and its output, while its blocks exchange the sums
-  FastDivisor rows;  // of a group
+  int stages, stage_bytes;                                       // of the shared memory of a warp
+  int rows_per_round, rounds;                                    // of a block
+  int lag;                                                       // rounds from a row's sums to its output
+  void* workspace;                                               // of PartExchange
+  ByteStride x_stride, input_stride, output_stride, sum_stride;  // not read for general rows
+  FastDivisor rows;                                              // of a group
   Acc eps;
   Divisor<Acc> cols, part, last_part;
 };
@@ -64,25 +62,23 @@ struct alignas(16) RowHeader {
 template <class T, class X, class Path>
 struct Rows {
   using SliceOf = Slice<X, Path::kMapping, Path::kLanes>;
-  using Acc = AccOf<X>;
   using Header = RowHeader<T, X>;
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
-  static constexpr int kStep = Path::kIsAny ? std::min(kVec, 4) : kVec;  // elements that are processed together
+  static constexpr int kStep = Path::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements that are processed together
 
   const ForwardParams& p;
-  const SlicesPlan<Acc>& plan;
+  const SlicesPlan& plan;
   const Flags flags;
   const SliceOf slice;
   const int64_t begin;  // the first column of the block's part
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
-  // The flags without those that the instance does not take. The one for gated norms takes all calls of float64.
+  // The flags without those that the instance does not take.
   __device__ __forceinline__ static Flags flags_of(Flags flags) {
-    if constexpr (Path::kIsGated && !std::is_same_v<X, double>) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
+    if constexpr (Path::kIsGated) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
     return {flags.bits & ~kNotSupported};
   }
-  __device__ __forceinline__ bool is_gated() const { return Path::kIsGated && flags.has(kGatedNorm); }
 
   // A stage has the headers of the warp's rows, x, and the input if there is a residual, or the gate of a gated norm.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
@@ -94,7 +90,7 @@ struct Rows {
     const bool has_second_array = flags.has(kResidual | kGatedNorm);
     return x_begin(rows) + array_bytes<X>(rows) + (has_second_array ? array_bytes<T>(rows) : 0);
   }
-  __device__ __forceinline__ bool has_gate() const { return Path::kIsAny && flags.has(kGate); }
+  __device__ __forceinline__ bool has_gate() const { return Path::kIsGeneral && flags.has(kGate); }
   __device__ __forceinline__ int rows_of_warp() const { return Path::kIsBlock ? 1 : kWarpSize / slice.lanes(); }
   __device__ __forceinline__ Header& header(int stage) const {
     return reinterpret_cast<Header*>(shared + stage)[Path::kIsBlock ? 0 : slice.row];
@@ -106,24 +102,34 @@ struct Rows {
 
   // Starts to copy a row, or zeros if it does not exist, to the shared memory of a stage.
   __device__ __forceinline__ void fetch(int64_t number, bool exists, int stage) const {
-    const RowIndex row = exists ? find_group(number, flags.has(kHasGroups), plan.rows) : RowIndex{0, 0};
     const int cols = exists ? part_cols : 0;
-    const bool adds = flags.has(kResidual);
-    Header& to = header(stage);
-    const X* const x = address<const X>(adds ? p.residual : p.input, row) + begin;
-    slice.fetch(x_at(stage), x, cols);
-    fetch_first_vector(to.x, x, cols);
-    const T* const input = address<const T>(is_gated() ? p.gate : p.input, row) + begin;
-    if (is_gated() || adds) {
-      slice.fetch(input_at(stage), input, cols);
-      fetch_first_vector(to.input, input, cols);
+    const auto fetch_from = [&](const auto& address_in) {
+      Header& to = header(stage);
+      const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + begin;
+      slice.fetch(x_at(stage), x, cols);
+      fetch_first_vector(to.x, x, cols);
+      const T* const input = address_in(Path::kIsGated ? p.gate : p.input, T(), plan.input_stride) + begin;
+      if (Path::kIsGated || flags.has(kResidual)) {
+        slice.fetch(input_at(stage), input, cols);
+        fetch_first_vector(to.input, input, cols);
+      }
+      if (slice.lane > 0) return;
+      to.number = exists ? number : -1;
+      to.output = address_in(p.output, T(), plan.output_stride) + begin;
+      to.sum = address_in(p.sum, X(), plan.sum_stride) + begin;
+      to.x_offset = static_cast<short>(slice.offset_of(x));
+      to.input_offset = static_cast<short>(slice.offset_of(input));
+    };
+    if (Path::kIsGeneral || flags.has(kHasGroups)) {
+      const RowIndex row = exists ? find_group(number, flags.has(kHasGroups), plan.rows) : RowIndex{0, 0};
+      fetch_from(
+          [&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, row); });
+    } else {
+      const unsigned row = exists ? static_cast<unsigned>(number) : 0;
+      fetch_from([&](const View& view, auto element, const ByteStride& stride) {
+        return stride.template address<decltype(element)>(view, row);
+      });
     }
-    if (slice.lane > 0) return;
-    to.number = exists ? number : -1;
-    to.output = address<T>(p.output, row) + begin;
-    to.sum = address<X>(p.sum, row) + begin;
-    to.x_offset = static_cast<short>(slice.offset_of(x));
-    to.input_offset = static_cast<short>(slice.offset_of(input));
   }
   template <class E>
   __device__ __forceinline__ void fetch_first_vector(unsigned char* to, const E* array, int cols) const {
@@ -150,7 +156,7 @@ struct Rows {
   }
   // Adds the input, or its product with the gate of the row's group, to the residual.
   __device__ __forceinline__ void add_input(int stage) const {
-    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
     X* const x = staged_x(stage);
     const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
 #pragma unroll
@@ -171,7 +177,7 @@ struct Rows {
   }
   // Reads the input of a gated norm, or its product with the activated gate, which is not rounded.
   __device__ __forceinline__ void read_all(Acc (&v)[kElements], int stage) const {
-    const auto slice = this->slice.again();
+    const auto slice = this->slice.rebuilt();
     const X* const x = staged_x(stage);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
@@ -187,7 +193,7 @@ struct Rows {
     Acc gate[kStep];
     slice.read(gate, slice.template staged<T>(input_at(stage), header(stage).input_offset), j);
 #pragma unroll
-    for (int e = 0; e < kStep; ++e) v[e] *= Activated<Acc>(gate[e], flags).value;
+    for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
   __device__ __forceinline__ Acc estimate_mean(int stage) const {
@@ -198,7 +204,7 @@ struct Rows {
       Acc gate[kVec];
       read_first_vector<T>(gate, from.input, from.input_offset);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) v[e] *= Activated<Acc>(gate[e], flags).value;
+      for (int e = 0; e < kVec; ++e) v[e] *= Activated(gate[e], flags).value;
     }
     if (flags.has(kResidual)) {
       Acc input[kVec];
@@ -226,10 +232,27 @@ struct Rows {
     }
   }
 
-  // Adds up d = x * scale - pivot and their squares. Gated norms have `values` in place of x.
+  // Computes the moments of this block's part of a row, whose sum with the input it stages. Gated norms put what is
+  // normalized into `values`. before_barrier() is that of sum_row().
+  template <class F>
+  __device__ __forceinline__ Moments sum_round(Acc (&values)[kElements], int stage, const Divisor<Acc>& part_divisor,
+                                               int& buffer, const F& before_barrier) const {
+    if (flags.has(kResidual)) add_input(stage);
+    if constexpr (Path::kIsGated) read_all(values, stage);
+    Moments moments[1] = {};
+    if (flags.has(kLoadsSums)) return moments[0];
+    const bool rms = flags.has(kRms);
+    const Acc pivots[1] = {rms ? 0 : estimate_mean(stage)};
+    const X* const x = staged_x(stage);
+    reduce_moments(
+        moments, pivots, plan.row_threads, part_divisor, rms, buffer,
+        [&](Acc(&sums)[2]) { sum(sums, x, values, moments[0]); }, before_barrier);
+    return moments[0];
+  }
+  // Adds up d = x * scale - pivot and their squares.
   __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&values)[kElements],
-                                      const Moments<Acc>& moments) const {
-    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.again();
+                                      const Moments& moments) const {
+    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
     Acc diffs[2] = {}, squares[2] = {};
     const auto add = [&](auto has_end) {
 #pragma unroll
@@ -238,7 +261,7 @@ struct Rows {
         read(v, slice, x, values, j);
 #pragma unroll
         for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
-          // Vectors end at the end of the row, and the columns of their elements would wait in registers.
+          // Vectors end at the end of the row.
           const int column = slice.column(Path::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < part_cols;
           const Acc d = fma(v[e], moments.scale, exists ? -moments.pivot : 0);
@@ -247,13 +270,34 @@ struct Rows {
         }
       }
     };
-    if (!Path::kIsAny && slice.begin + slice.lanes() * kElements <= part_cols) {
+    if (!Path::kIsGeneral && slice.begin + slice.lanes() * kElements <= part_cols) {
       add(std::false_type());
     } else {
       add(std::true_type());
     }
     sums[0] = diffs[0] + diffs[1];
     sums[1] = squares[0] + squares[1];
+  }
+  // Stores this thread's part of a row, unless it does not exist.
+  __device__ __forceinline__ void finish_round(const Normalizer& normalizer, const Acc (&values)[kElements],
+                                               const Acc (&weight)[kElements], const Acc (&bias)[kElements],
+                                               int stage) const {
+    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
+    const int cols = header(stage).number >= 0 ? part_cols : 0;
+    const X* const x = staged_x(stage);
+    T* const output = compute_once(header(stage).output);
+    X* const sum = compute_once(header(stage).sum);
+#pragma unroll
+    for (int j = 0; j < kElements; j += kStep) {
+      Acc v[kStep];
+      read(v, slice, x, values, j);
+      // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
+      if (flags.has(kResidual)) slice.store(sum, j, v, cols);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
+      if (Path::kIsGated && !flags.has(kGateFirst)) apply_gate(v, slice, stage, j);
+      slice.store(output, j, v, cols);
+    }
   }
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const SliceOf& slice, const X* x,
                                               const Acc (&values)[kElements], int j) {
@@ -268,40 +312,32 @@ struct Rows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// A multiprocessor has registers for so many threads of rows of blocks: 80 each, 72 if they are not whole vectors, or
-// 96 in code for 8.0.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class Path>
-constexpr int kResidentThreads = 640;
+// A multiprocessor has registers for so many threads of rows of blocks: 80 each in code for 9.0, 96 for 8.0, and 128
+// for 10.0 and later, which would spill with fewer.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
+constexpr int kResidentThreads = 512;
+#elif __CUDA_ARCH__ >= 900
+constexpr int kResidentThreads = 768;
 #else
-template <class Path>
-constexpr int kResidentThreads = Path::kMapping == Mapping::kElements ? 896 : 768;
+constexpr int kResidentThreads = 640;
 #endif
 
 template <class T, class X, class Path>
-__global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentThreads<Path>, Path::kIsAny)
-    forward_slices(const ForwardParams p, const SlicesPlan<AccOf<X>> plan) {
+__global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResidentThreads, Path::kIsGeneral)
+    forward_slices(const ForwardParams p, const SlicesPlan plan) {
   using RowsOf = Rows<T, X, Path>;
-  using Acc = typename RowsOf::Acc;
-  constexpr int kElements = RowsOf::kElements, kStep = RowsOf::kStep;
+  constexpr int kElements = RowsOf::kElements;
   const Flags flags = RowsOf::flags_of(plan.flags);
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  const bool is_warp = Path::kIsAny && plan.is_warp;
-  const bool finishes = !Path::kIsAny || !flags.has(kSendsSums) || flags.has(kReceivesSums);
+  const bool is_warp = Path::kIsGeneral && plan.is_warp, has_parts = flags.has(kHasParts);
   const int part = blockIdx.x;
   const int64_t begin = int64_t{plan.part_cols} * part;
   const typename RowsOf::SliceOf slice(is_warp ? 0 : warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const RowsOf rows{p,
-                    plan,
-                    flags,
-                    slice,
-                    begin,
-                    static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols})),
-                    shared + warp * plan.stages * plan.stage_bytes};
+  const int part_cols = static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols}));
+  const RowsOf rows{p, plan, flags, slice, begin, part_cols, shared + warp * plan.stages * plan.stage_bytes};
   const int row_in_round = is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : 0;
-  const bool is_first_thread = slice.lane == 0 && (is_warp || warp == 0);  // of the part of a row
 
   const int64_t block_rows = int64_t{plan.rounds} * plan.rows_per_round, first = blockIdx.y * block_rows;
   const int64_t end = min(first + block_rows, p.groups * p.rows);
@@ -314,19 +350,31 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
   const int ring_end = plan.stages * plan.stage_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
-  using Exchange = PartExchange<Acc, Path::kIsAny>;
-  __shared__ typename Exchange::Memory exchange_memory;
-  const Exchange exchange(exchange_memory, shared + plan.ring_bytes, plan, flags);
+  __shared__ ClusterExchange::Memory exchange_memory;
+  const PartExchange<Path::kIsGeneral> exchange(exchange_memory, plan.workspace, plan.num_parts, flags);
   if (flags.has(kInCluster)) {
-    if (threadIdx.x == 0) Exchange::init(exchange_memory);
+    if (threadIdx.x == 0) ClusterExchange::init(exchange_memory);
     cluster_arrive();
     cluster_wait();
     __syncthreads();
   }
 
-  const bool is_last = part + 1 == plan.num_parts;
-  const Divisor<Acc> part_divisor(is_last ? plan.last_part.value : plan.part.value,
-                                  is_last ? plan.last_part.reciprocal : plan.part.reciprocal);
+  // The first warp merges the moments of a row's parts for the block. Two buffers take turns: a warp reads one of them
+  // after the barrier of a row, and before that of the next row.
+  __shared__ Normalizer merged[2];
+  const auto merge = [&](int round, int stage) {
+    if (warp != 0) return;
+    const Normalizer normalizer(
+        merge_parts(exchange.receive(round), plan.num_parts, plan.part.value, plan.last_part.value, plan.cols),
+        plan.cols, plan.eps);
+    if (slice.lane_in_warp > 0) return;
+    merged[round % 2] = normalizer;
+    if (part == 0 && rows.header(stage).number >= 0) {
+      normalizer.store_statistics(p, rows.find_row(stage), plan.eps, flags.has(kRms));
+    }
+  };
+
+  const Divisor<Acc> part_divisor = part + 1 == plan.num_parts ? plan.last_part : plan.part;
   Acc weight[kElements], bias[kElements];
   int64_t group = -1;  // of the parameters
   const int lag = Path::kIsGated ? 0 : plan.lag;
@@ -344,54 +392,40 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
     __syncwarp();
     // A round sums the row in `stage` and finishes the one in `last_stage`, except at the beginning and the end.
     const int last_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
-    if (const int64_t next_group = rows.find_row(last_stage).group; next_group != group) {
-      group = next_group;
-      slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, rows.part_cols, flags, kWeight, 1);
-      slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, rows.part_cols, flags, kBias, 0);
-    }
-    Moments<Acc> moments = {};
+    const bool sums = round < plan.rounds, finishes = round >= lag && !flags.has(kStoresSums);
     Acc values[kElements];
-    if (lag == 0 || round < plan.rounds) {
-      X* const x = rows.staged_x(stage);
-      if (flags.has(kResidual)) rows.add_input(stage);
-      if constexpr (Path::kIsGated) rows.read_all(values, stage);
-      const bool rms = flags.has(kRms);
-      moments = reduce_moments(rms ? 0 : rows.estimate_mean(stage), plan.row_threads, part_divisor, rms, buffer,
-                               [&](Acc(&sums)[2], const Moments<Acc>& from) { rows.sum(sums, x, values, from); });
-      if (flags.has(kHasParts)) {
-        Acc packed[3];
+    Moments moments = {};
+    if (sums) {
+      moments = rows.sum_round(values, stage, part_divisor, buffer, [&] {
+        if (lag > 0 && round > 0) merge(round - 1, last_stage);
+      });
+      if (has_parts) {
+        PartValue packed;
         pack(packed, moments);
         exchange.send(packed, round);
       }
     }
+    if (finishes) {
+      if (const int64_t next_group = rows.find_row(last_stage).group; next_group != group) {
+        group = next_group;
+        slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, part_cols, flags, kWeight, 1);
+        slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, part_cols, flags, kBias, 0);
+      }
+      if (has_parts) {
+        if (lag == 0 || !sums) {
+          merge(round - lag, last_stage);
+          __syncthreads();
+        }
+        rows.finish_round(merged[(round - lag) % 2], values, weight, bias, last_stage);
+      } else {
+        const Normalizer normalizer(moments, plan.cols, plan.eps);
+        if (slice.lane == 0 && (is_warp || warp == 0) && rows.header(last_stage).number >= 0) {
+          normalizer.store_statistics(p, rows.find_row(last_stage), plan.eps, flags.has(kRms));
+        }
+        rows.finish_round(normalizer, values, weight, bias, last_stage);
+      }
+    }
     if (round >= lag) {
-      if (finishes && flags.has(kHasParts)) {
-        moments = merge_parts(exchange.receive(round - lag), plan.num_parts, plan.part.value, plan.last_part.value);
-      }
-      const auto& header = rows.header(last_stage);
-      const bool stores = finishes && header.number >= 0;
-      const int cols = stores ? rows.part_cols : 0;
-      const Acc rstd = scaled_rstd(moments.m2 * plan.cols.reciprocal, plan.eps, moments.scale);
-      if (is_first_thread && part == 0 && stores) {
-        const RowIndex index = rows.find_row(last_stage);
-        if (!flags.has(kRms)) *address<Acc>(p.mean, index) = moments.mean();
-        *address<Acc>(p.rstd, index) = unscaled_rstd(rstd, plan.eps, moments.scale);
-      }
-      const auto slice_again = Path::kMapping == Mapping::kVectors ? slice : slice.again();
-      const X* const x = rows.staged_x(last_stage);
-      T* const output = compute_once(header.output);
-      X* const sum = compute_once(header.sum);
-#pragma unroll
-      for (int j = 0; j < kElements; j += kStep) {
-        Acc v[kStep];
-        rows.read(v, slice_again, x, values, j);
-        // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
-        if (flags.has(kResidual)) slice_again.store(sum, j, v, cols);
-#pragma unroll
-        for (int e = 0; e < kStep; ++e) v[e] = fma(moments.difference(v[e]) * rstd, weight[j + e], bias[j + e]);
-        if (rows.is_gated() && !flags.has(kGateFirst)) rows.apply_gate(v, slice_again, last_stage, j);
-        slice_again.store(output, j, v, cols);
-      }
       __syncwarp();
       fetch_next(last_stage);
     }
@@ -403,69 +437,66 @@ __global__ void __launch_bounds__(Path::kIsAny ? kMaxRowThreads<X> : kResidentTh
 // ---- host code ------------------------------------------------------------------------------------------------------
 
 template <class T, class X, class Path>
-void launch_slices(const ForwardParams& p, SlicesPlan<AccOf<X>> plan) {
+void launch_slices(const ForwardParams& p, SlicesPlan plan, bool in_cluster) {
   const auto kernel = forward_slices<T, X, Path>;
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
-  const int threads = plan.is_warp ? kThreadsOfShortRows : plan.row_threads;
-  const int rows_of_warp = plan.is_warp ? kWarpSize / plan.row_threads : 1;
-  plan.rows_per_round = plan.is_warp ? threads / plan.row_threads : 1;
-  plan.stage_bytes = Rows<T, X, Path>::stage_bytes(rows_of_warp, plan.flags);
-  config.block = static_cast<unsigned>(threads);
-  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && has_clusters(config, kernel);
-  const bool in_grid = plan.num_parts > 1 && !in_cluster;
-  plan.flags.set(kInCluster, in_cluster);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
-
-  using Exchange = PartExchange<AccOf<X>, Path::kIsAny>;
-  const size_t staged_bytes = in_grid ? Exchange::staged_bytes(plan, threads) : 0;
+  const int threads = plan.is_warp ? kThreadsOfShortRows : plan.row_threads;
+  config.block = static_cast<unsigned>(threads);
+  plan.flags.set(kInCluster, in_cluster);
+  plan.rows_per_round = plan.is_warp ? threads / plan.row_threads : 1;
+  plan.stage_bytes = Rows<T, X, Path>::stage_bytes(plan.is_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
   constexpr size_t kMaxStaticShared = 1536;
   plan.stages = kMaxStages + 1;
   do {
-    plan.ring_bytes = threads / kWarpSize * --plan.stages * plan.stage_bytes;
-    config.shared_bytes = static_cast<size_t>(plan.ring_bytes) + staged_bytes;
+    config.shared_bytes = static_cast<size_t>(threads / kWarpSize * --plan.stages * plan.stage_bytes);
   } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
-  plan.lag = plan.num_parts > 1 && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
+  plan.lag = in_cluster && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
 
-  const int64_t resident = resident_rows(config, kernel, plan);
-  if constexpr (!Path::kIsAny) {
-    if (resident == 0) return launch_slices<T, X, AnyRows>(p, plan);
-  }
+  const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
   const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
-  plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, std::max(resident, int64_t{1}), kMaxGridY})));
+  plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, resident, kMaxGridY})));
   config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
-  if (!in_grid) return launch(config, kernel, p, plan);
-  const int64_t bytes = Exchange::message_bytes(config.grid, plan.rounds);
-  plan.messages = static_cast<Message*>(p.allocator->allocate(bytes));
-  launch_grid(config, kernel, p, plan, bytes);
+  if (plan.num_parts > 1 && !in_cluster) {
+    plan.workspace = p.allocator->allocate(WorkspaceExchange::bytes(config.grid, plan.rounds));
+  }
+  launch_parts(config, kernel, p, plan);
+}
+
+// Chooses the instance of the kernel.
+template <class T, class X>
+void choose_slices(const ForwardParams& p) {
+  SlicesPlan plan = {};
+  plan.divide<X>(p.cols);
+  plan.flags = make_flags(p);
+  plan.rows = FastDivisor(p.rows);
+  plan.eps = static_cast<Acc>(p.eps);
+  plan.cols = Divisor<Acc>(p.cols);
+  plan.part = Divisor<Acc>(plan.part_cols);
+  plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
+  const bool strides_fit = plan.x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
+                           plan.input_stride.set(p.input, sizeof(T)) && plan.output_stride.set(p.output, sizeof(T)) &&
+                           plan.sum_stride.set(p.sum, sizeof(X));
+  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize &&
+                          has_clusters(LaunchConfig(), forward_slices<T, X, GeneralRows>);
+  if constexpr (std::is_same_v<T, X>) {
+    if (plan.flags.has(kGatedNorm)) return launch_slices<T, X, GatedRows>(p, plan, in_cluster);
+    const bool fits = (strides_fit && p.groups * p.rows <= kMaxRowNumber) || p.groups > 1;
+    if (fits && !plan.is_warp && !plan.flags.has(kGate) && (plan.num_parts == 1 || in_cluster)) {
+      return plan.deals_vectors ? launch_slices<T, X, BlockVectors>(p, plan, in_cluster)
+                                : launch_slices<T, X, BlockElements>(p, plan, in_cluster);
+    }
+  }
+  launch_slices<T, X, GeneralRows>(p, plan, in_cluster);
 }
 
 }  // namespace
 
 void forward_slices(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
-    using T = typename decltype(types)::T;
-    using X = typename decltype(types)::X;
-    using Acc = AccOf<X>;
-    SlicesPlan<Acc> plan = {};
-    plan.template divide<X>(p.cols);
-    plan.flags = make_flags(p);
-    plan.rows = FastDivisor(p.rows);
-    plan.eps = static_cast<Acc>(p.eps);
-    plan.cols = Divisor<Acc>(p.cols);
-    plan.part = Divisor<Acc>(plan.part_cols);
-    plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
-    if constexpr (std::is_same_v<X, double>) {
-      launch_slices<T, X, GatedRows>(p, plan);
-    } else {
-      if constexpr (std::is_same_v<T, X>) {
-        const bool any = plan.is_warp || plan.flags.has(kGate);
-        if (plan.flags.has(kGatedNorm)) return launch_slices<T, X, GatedRows>(p, plan);
-        if (!any && !plan.deals_vectors) return launch_slices<T, X, BlockElements>(p, plan);
-        if (!any && plan.flags.has(kAligned)) return launch_slices<T, X, BlockVectors>(p, plan);
-      }
-      launch_slices<T, X, AnyRows>(p, plan);
-    }
+    using Types = decltype(types);
+    choose_slices<typename Types::T, typename Types::X>(p);
   });
 }
 

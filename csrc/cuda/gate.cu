@@ -7,9 +7,9 @@
 // registers left for a third sum of its columns. It moves groups * rows * cols * (sizeof(X) + 2 * sizeof(T)) bytes.
 //
 // A thread owns a vector of columns, and the threads of a block that own the same columns take the rows of a segment in
-// turn. For images, a warp owns a channel, and its lanes take the pixels in turn. Products are added in Acc over kBatch
-// rows and then in double. The workspace holds the partial sums of dgate [weight_partials, cols], a row for each
-// segment, which add_partials adds. If a group has one segment, its sums are the gradient.
+// turn. Products are added in float over kBatch rows and then in double. The workspace holds the partial sums of dgate
+// [weight_partials, cols], a row for each segment, which add_partials adds. If a group has one segment, its sums are
+// the gradient.
 //
 // Source: Touvron et al., Going deeper with image transformers, 2021, arXiv:2103.17239.
 #include <algorithm>
@@ -21,8 +21,7 @@ namespace layernorm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kBatch = 4;  // rows of a thread, or pixels of a lane, that are loaded together
+constexpr int kBatch = 4;  // rows of a thread that are loaded together
 
 // The vector of columns [begin, begin + count) that a thread holds of each row. Elements beyond `count` are zeros.
 template <class T>
@@ -32,10 +31,10 @@ struct Columns {
   int count;
 
   template <class E>
-  __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row, bool aligned) const {
+  __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row, bool whole_vectors) const {
     Vector<E, kVec> v;
     fill(v, E(0.0f));
-    if (aligned) {
+    if (whole_vectors) {
       load_vector_if<false>(exists && count > 0, v, row + begin);
     } else if (exists) {
 #pragma unroll
@@ -45,10 +44,10 @@ struct Columns {
     }
     return v;
   }
-  template <class E, class Acc>
-  __device__ __forceinline__ void store(E* row, const Acc (&v)[kVec], bool aligned) const {
+  template <class E>
+  __device__ __forceinline__ void store(E* row, const Acc (&v)[kVec], bool whole_vectors) const {
     const Vector<E, kVec> rounded = round_to<E>(v);
-    if (aligned) {
+    if (whole_vectors) {
       if (count > 0) *reinterpret_cast<Vector<E, kVec>*>(row + begin) = rounded;
       return;
     }
@@ -59,14 +58,17 @@ struct Columns {
   }
 };
 
+struct GatePlan : GradientPlan {
+  bool whole_vectors;  // of rows
+};
+
 // The segments of a launch, whose rows share a gate. X is the type of ds.
 template <class T, class X>
 struct Gradients {
-  using Acc = AccOf<X>;
   using Segment = GradientPlan::Segment;
 
   const BackwardParams& p;
-  const GradientPlan& plan;
+  const GatePlan& plan;
   double (&thread_sums)[kThreads][kVectorSize<T>];  // in shared memory
 
   __device__ __forceinline__ bool has(Flag flag) const { return plan.flags.has(flag); }
@@ -81,12 +83,11 @@ struct Gradients {
                            [&](auto element) { store(address<decltype(element)>(p.grad_gate, {segment.group, 0})); });
   }
 
-  // The vectors of successive columns.
-  __device__ __forceinline__ void compute_for_rows() const {
+  __device__ __forceinline__ void compute() const {
     constexpr int kVec = Columns<T>::kVec;
     const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
     const Columns<T> columns{begin, static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}))};
-    const bool aligned = has(kAligned), aligned_parameters = has(kAlignedParameters);
+    const bool whole_vectors = plan.whole_vectors;
     const bool sums_gate = has(kGradWeight), stores_input = has(kGradInput);
     const int step = static_cast<int>(blockDim.y);
     for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
@@ -94,7 +95,7 @@ struct Gradients {
       Acc gate[kVec];
       with_parameter_type<T>(plan.flags, [&](auto element) {
         const auto* const from = address<const decltype(element)>(p.gate, {segment.group, 0});
-        widen(gate, columns.load(stores_input, from, aligned_parameters));
+        widen(gate, columns.load(stores_input, from, whole_vectors));
       });
       double sums[kVec] = {};
 #pragma unroll 1
@@ -105,8 +106,8 @@ struct Gradients {
         const auto index = [&](int i) { return index_of(exists(i) ? first + i * step : first); };
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)), aligned);
-          x[i] = columns.load(exists(i) && sums_gate, address<const T>(p.gated_input, index(i)), aligned);
+          ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)), whole_vectors);
+          x[i] = columns.load(exists(i) && sums_gate, address<const T>(p.gated_input, index(i)), whole_vectors);
         }
         Acc batch_sums[kVec] = {};
 #pragma unroll
@@ -119,7 +120,8 @@ struct Gradients {
             batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
             wide_ds[e] *= gate[e];
           }
-          if (stores_input && exists(i)) columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds, aligned);
+          if (stores_input && exists(i))
+            columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds, whole_vectors);
         }
 #pragma unroll
         for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
@@ -140,69 +142,24 @@ struct Gradients {
       Acc rounded[kVec];
 #pragma unroll
       for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
-      store_sums(segment, number, [&](auto* to) { columns.store(to, rounded, aligned_parameters); });
-    }
-  }
-
-  // The channels of images.
-  __device__ __forceinline__ void compute_for_pixels() const {
-    const int64_t c = int64_t{blockIdx.x} * kWarps + threadIdx.y;
-    if (c >= p.cols) return;
-    const bool sums_gate = has(kGradWeight), stores_input = has(kGradInput);
-    const auto at = [&](auto element, const View& view, int64_t pixel) {
-      return address<decltype(element)>(view, index_of(pixel)) + c * view.col_stride;
-    };
-    for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
-      const Segment segment = plan.segment(number);
-      const Acc gate = with_parameter_type<T>(plan.flags, [&](auto element) {
-        return stores_input ? static_cast<Acc>(address<const decltype(element)>(p.gate, {segment.group, 0})[c]) : 0;
-      });
-      double sum = 0;
-#pragma unroll 1
-      for (int64_t first = segment.first + threadIdx.x; first < segment.end; first += kBatch * kWarpSize) {
-        Acc ds[kBatch], x[kBatch], batch_sum = 0;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int64_t pixel = first + i * kWarpSize;
-          const bool exists = pixel < segment.end;
-          ds[i] = exists ? static_cast<Acc>(*at(X(), p.grad_input, pixel)) : 0;
-          x[i] = exists && sums_gate ? static_cast<Acc>(*at(T(), p.gated_input, pixel)) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int64_t pixel = first + i * kWarpSize;
-          batch_sum = fma(ds[i], x[i], batch_sum);
-          if (stores_input && pixel < segment.end) *at(T(), p.grad_gated_input, pixel) = static_cast<T>(gate * ds[i]);
-        }
-        sum += batch_sum;
-      }
-      if (!sums_gate) continue;
-      const Acc rounded = static_cast<Acc>(sum_lanes<kWarpSize>(sum));
-      if (threadIdx.x > 0) continue;
-      store_sums(segment, number,
-                 [&](auto* to) { to[c] = static_cast<std::remove_reference_t<decltype(*to)>>(rounded); });
+      store_sums(segment, number, [&](auto* to) { columns.store(to, rounded, whole_vectors); });
     }
   }
 };
 
-// The types of one size share an instance, which chooses at run time, also between T and Acc as the type of ds. An
+// The types of one size share an instance, which chooses at run time, also between T and float as the type of ds. An
 // instance for each of them would be no faster, because the kernel waits for memory.
 template <int kBytes>
-__global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams p, const GradientPlan plan) {
+__global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams p, const GatePlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
-  const auto compute = [&](const auto& gradients) {
-    p.channels_first ? gradients.compute_for_pixels() : gradients.compute_for_rows();
-  };
   const auto compute_16_bit = [&](auto element) {
     using T = decltype(element);
-    p.sum_dtype == p.dtype ? compute(Gradients<T, T>{p, plan, thread_sums})
-                           : compute(Gradients<T, float>{p, plan, thread_sums});
+    p.sum_dtype == p.dtype ? Gradients<T, T>{p, plan, thread_sums}.compute()
+                           : Gradients<T, float>{p, plan, thread_sums}.compute();
   };
   wait_for_previous_grid();
-  if constexpr (kBytes == 8) {
-    compute(Gradients<double, double>{p, plan, thread_sums});
-  } else if constexpr (kBytes == 4) {
-    compute(Gradients<float, float>{p, plan, thread_sums});
+  if constexpr (kBytes == 4) {
+    Gradients<float, float>{p, plan, thread_sums}.compute();
   } else {
     p.dtype == Dtype::kFloat16 ? compute_16_bit(__half()) : compute_16_bit(__nv_bfloat16());
   }
@@ -230,37 +187,25 @@ class ReservingAllocator final : public Allocator {
   void* reserved_ = nullptr;
 };
 
-using Kernel = void (*)(BackwardParams, GradientPlan);
+using Kernel = void (*)(BackwardParams, GatePlan);
 
-Kernel kernel_of(Dtype dtype) {
-  const int64_t bytes = bytes_of(dtype);
-  return bytes == 8 ? gate_gradients<8> : bytes == 4 ? gate_gradients<4> : gate_gradients<2>;
-}
+Kernel kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? gate_gradients<4> : gate_gradients<2>; }
 
 // Plans the launch. The plan's fields for the weight describe the gate.
-GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
-  GradientPlan plan = {};
+GatePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
+  GatePlan plan = {};
   const bool per_group = is_per_group(p, p.gate);
   const int64_t vector = 16 / bytes_of(p.dtype);
-  const bool has_whole_vectors = p.cols % vector == 0;
-  plan.flags.set(kAligned, has_whole_vectors && is_aligned(p, p.dtype, p.gated_input, p.grad_gated_input) &&
-                               is_aligned(p, p.sum_dtype, p.grad_input));
-  plan.flags.set(kAlignedParameters, has_whole_vectors && is_aligned(p, p.param_dtype, p.gate, p.grad_gate));
+  plan.whole_vectors = p.cols % vector == 0;
   plan.flags.set(kWideParameters, p.param_dtype != p.dtype);
   plan.flags.set(kHasGroups, p.groups > 1);
   plan.flags.set(kGradInput, p.grad_gated_input.data);
   plan.flags.set(kGradWeight, p.grad_gate.data);
   plan.flags.set(kWeightPerGroup, per_group);
-  int64_t rows_of_block = kWarpSize;  // one for each thread of a column
-  if (p.channels_first) {
-    config.block = dim3(kWarpSize, kWarps);
-    config.grid.x = static_cast<unsigned>(ceil_div(p.cols, kWarps));
-  } else {
-    const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
-    rows_of_block = std::min(kThreads / threads, per_group ? p.rows : p.groups * p.rows);
-    config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_of_block));
-    config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
-  }
+  const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
+  const int64_t rows_of_block = std::min(kThreads / threads, per_group ? p.rows : p.groups * p.rows);
+  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_of_block));
+  config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
   const int64_t resident = std::max<int64_t>(resident_blocks(config, kernel_of(p.dtype)) / config.grid.x, 1);
   plan.set_segments(p, rows_of_block * kBatch, resident, 4);
   config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
@@ -273,9 +218,8 @@ GradientPlan make_plan(const BackwardParams& p, LaunchConfig& config) {
 
 void backward_with_gate(const BackwardParams& p) {
   LaunchConfig config;
-  GradientPlan plan = make_plan(p, config);
-  const Dtype sum_type = p.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
-  ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * bytes_of(sum_type));
+  GatePlan plan = make_plan(p, config);
+  ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * static_cast<int64_t>(sizeof(Acc)));
   BackwardParams norm = p;
   norm.gate = norm.grad_gate = norm.grad_gated_input = {};
   norm.allocator = &allocator;
@@ -285,7 +229,7 @@ void backward_with_gate(const BackwardParams& p) {
   launch(config, kernel_of(p.dtype), p, plan);
   BackwardParams sums = p;
   sums.grad_weight = p.grad_gate;
-  launch_add_partials(sums, plan, sum_type, p.cols, config);
+  launch_add_partials(sums, plan, /*is_double=*/false, p.cols, config);
 }
 
 }  // namespace layernorm::cuda

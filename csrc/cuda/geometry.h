@@ -17,10 +17,10 @@ constexpr int kMaxClusterSize = 8;
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
+constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// Forward of short and of other rows (forward_rows.cu, forward_slices.cu).
-void forward_rows(const ForwardParams& params);
+// Forward of short and of other rows (forward_rows.cu, forward_slices.cu). The first returns whether it can.
+bool forward_rows(const ForwardParams& params);
 void forward_slices(const ForwardParams& params);
 
 // Forward and backward for Params::channels_first (channels_first.cu).
@@ -34,32 +34,31 @@ void backward_with_gate(const BackwardParams& params);
 
 // The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
 enum Flag : unsigned {
-  kAligned = 1 << 0,            // all rows, or channels of images, start at multiples of 16 bytes and are whole vectors
-  kAlignedParameters = 1 << 1,  // weight, bias and gate start at multiples of 16 bytes
-  kHasGroups = 1 << 2,
-  kRms = 1 << 3,
-  kWeight = 1 << 4,
-  kBias = 1 << 5,
-  kZeroCentered = 1 << 6,
-  kInCluster = 1 << 7,        // a cluster shares a row
-  kSendsSums = 1 << 8,        // resident blocks share a row; alone, the first of two launches
-  kReceivesSums = 1 << 9,     // also resident blocks; alone, the second launch
-  kWideParameters = 1 << 10,  // weight, bias and gate have the type of sums, not that of the input
-  kResidual = 1 << 11,        // of forward only
-  kGradInput = 1 << 12,       // this and the following flags: of backward only
-  kGradWeight = 1 << 13,
-  kGradBias = 1 << 14,
-  kGradSum = 1 << 15,
-  kFromOutput = 1 << 16,
-  kWeightPerGroup = 1 << 17,  // each group has a gradient of its own
-  kBiasPerGroup = 1 << 18,
-  kGate = 1 << 19,  // of forward only: the gate beside a residual
-  kGatedNorm = 1 << 20,
-  kGateFirst = 1 << 21,
-  kSigmoid = 1 << 22,  // the activation of a gated norm, or else silu
+  kHasGroups = 1 << 0,
+  kRms = 1 << 1,
+  kWeight = 1 << 2,
+  kBias = 1 << 3,
+  kZeroCentered = 1 << 4,
+  kWideParameters = 1 << 5,  // weight, bias and gate are float beside 16-bit input
+  kInCluster = 1 << 6,       // a cluster shares a row
+  kStoresSums = 1 << 7,      // the first of two launches whose blocks share a row
+  kLoadsSums = 1 << 8,       // the second of them
+  kResidual = 1 << 9,        // of forward only
+  kGradInput = 1 << 10,      // this and the following flags: of backward only
+  kGradWeight = 1 << 11,
+  kGradBias = 1 << 12,
+  kGradSum = 1 << 13,
+  kFromOutput = 1 << 14,
+  kWeightPerGroup = 1 << 15,  // each group has a gradient of its own
+  kBiasPerGroup = 1 << 16,
+  kGate = 1 << 17,  // of forward only: the gate beside a residual
+  kGatedNorm = 1 << 18,
+  kGateFirst = 1 << 19,
+  kSigmoid = 1 << 20,          // the activation of a gated norm, or else silu
+  kAlignedChannels = 1 << 21,  // of images: staged channels of whole vectors that start at multiples of 16 bytes
 };
 
-constexpr unsigned kHasParts = kInCluster | kSendsSums | kReceivesSums;  // several blocks share a row
+constexpr unsigned kHasParts = kInCluster | kStoresSums | kLoadsSums;  // several blocks share a row
 
 // The flags of launches that code without clusters does not run.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -75,26 +74,12 @@ struct Flags {
   void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
 };
 
-// Whether every row, or every channel of an image, starts at a multiple of 16 bytes. An absent array is aligned.
-template <class... Views>
-bool is_aligned(const Params& p, Dtype dtype, const Views&... views) {
-  const auto check = [&](const View& view) {
-    const int64_t stride = p.channels_first ? view.col_stride : view.row_stride, vector = 16 / bytes_of(dtype);
-    const auto address = reinterpret_cast<uintptr_t>(view.data);
-    return !view.data || (address % 16 == 0 && view.group_stride % vector == 0 && stride % vector == 0);
-  };
-  return (check(views) && ...);
-}
-
 // Also for a gradient that is not wanted, so that the other gradient does not depend on that.
 inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
 
 // The flags of both passes.
-inline Flags common_flags(const Params& p, bool is_aligned_data) {
+inline Flags common_flags(const Params& p) {
   Flags flags;
-  const int64_t row_bytes = (p.channels_first ? p.rows : p.cols) * bytes_of(p.dtype);
-  flags.set(kAligned, is_aligned_data && row_bytes % 16 == 0);
-  flags.set(kAlignedParameters, is_aligned(p, p.param_dtype, p.weight, p.bias));
   flags.set(kHasGroups, p.groups > 1);
   flags.set(kRms, p.rms);
   flags.set(kWeight, p.weight.data);
@@ -108,17 +93,14 @@ inline Flags common_flags(const Params& p, bool is_aligned_data) {
 }
 
 inline Flags make_flags(const ForwardParams& p) {
-  Flags flags =
-      common_flags(p, is_aligned(p, p.dtype, p.input, p.output) && is_aligned(p, p.sum_dtype, p.residual, p.sum));
+  Flags flags = common_flags(p);
   flags.set(kResidual, p.residual.data);
   flags.set(kGate, p.gate.data && !flags.has(kGatedNorm));
-  if (flags.has(kGate) && !is_aligned(p, p.param_dtype, p.gate)) flags.set(kAlignedParameters, false);
   return flags;
 }
 
 inline Flags make_flags(const BackwardParams& p) {
-  Flags flags = common_flags(
-      p, is_aligned(p, p.dtype, p.grad_output) && is_aligned(p, p.sum_dtype, p.input, p.grad_input, p.grad_sum));
+  Flags flags = common_flags(p);
   flags.set(kGradInput, p.grad_input.data);
   flags.set(kGradWeight, p.grad_weight.data);
   flags.set(kGradBias, p.grad_bias.data);
@@ -172,6 +154,26 @@ __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
   return static_cast<E*>(view.data) + index.group * view.group_stride + index.row * view.row_stride;
 }
 
+// The distance of the rows of an array in bytes, if the product with the number of a row fits: one instruction then
+// computes an address. Rows of groups are found by address().
+class ByteStride {
+ public:
+  // Returns whether the stride fits.
+  bool set(const View& view, size_t element_size) {
+    const int64_t bytes = view.row_stride * static_cast<int64_t>(element_size);
+    bytes_ = static_cast<unsigned>(bytes);
+    return bytes <= std::numeric_limits<int>::max();
+  }
+  template <class E>
+  __device__ __forceinline__ E* address(const View& view, unsigned row) const {
+    return reinterpret_cast<E*>(static_cast<char*>(view.data) + uint64_t{row} * bytes_);
+  }
+
+ private:
+  unsigned bytes_;
+};
+constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;  // also of rows that do not exist
+
 // The division of rows among blocks for the sums of dweight and dbias. All groups that share their gradients form one
 // gradient group, whose rows are numbered by group. Its rows are divided into segments, and a block sums the gradients
 // over a segment, taking some rows in each round.
@@ -216,9 +218,9 @@ struct GradientPlan {
   }
 };
 
-// Adds the partial sums, of `sum_type`, of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials, pitch]
-// in the workspace (partials.cu). `config` launched the kernel that computes them.
-void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, Dtype sum_type, int64_t pitch,
+// Adds the partial sums, of float or double, of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials,
+// pitch] in the workspace (partials.cu). `config` launched the kernel that computes them.
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, bool is_double, int64_t pitch,
                          LaunchConfig config);
 
 }  // namespace layernorm::cuda

@@ -8,7 +8,7 @@ namespace layernorm::cuda {
 constexpr int64_t kMaxGridY = 65535;  // blocks of a grid along y
 
 // Vectors of a row that forward keeps in registers, and of a row or part that a warp or a block stages.
-constexpr int64_t kMaxRegisterVectors = 2560;
+constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxPartVectors = 2048;
 

@@ -6,32 +6,26 @@
 
 namespace layernorm::cuda {
 
-// The moments of `count` numbers x * scale. Their mean is pivot + correction; for RMSNorm it is 0. m2 is the sum of the
-// squares of their differences from the mean.
-template <class Acc>
+// The moments of numbers x * scale. Their mean is pivot + correction; for RMSNorm it is 0. m2 is the sum of the squares
+// of their differences from the mean.
 struct Moments {
-  Acc pivot, correction, m2, count, scale;
+  Acc pivot, correction, m2, scale;
 
-  // d = x * scale - mean. The correction is subtracted before any multiplication, so that d is exactly 0 for a constant
-  // row.
-  __device__ __forceinline__ Acc difference(Acc x) const { return fma(x, scale, -pivot) - correction; }
-  // The mean of x.
-  __device__ __forceinline__ Acc mean() const { return (pivot + correction) * (scale == 1 ? 1 : 1 / kScale<Acc>); }
-
-  // Completes the moments from the sums of x * scale - pivot and of its square. Returns whether the sums must be
-  // computed again, with another pivot or scale: a pivot that is too far from the mean is replaced by the mean, and if
-  // the sums overflow, the numbers are scaled. Numbers that include NaN or infinity still give NaN.
-  __device__ __forceinline__ bool complete(const Acc (&sums)[2], const Divisor<Acc>& divisor, bool rms,
+  // Completes the moments from the sums of x * scale - pivot and of its square, over as many numbers as `divisor` says.
+  // Returns whether the sums must be computed again, with another pivot or scale: a pivot that is too far from the mean
+  // is replaced by the mean, and if the sums overflow, the numbers are scaled. Numbers that include NaN or infinity
+  // still give NaN.
+  __device__ __forceinline__ bool complete(Acc sum, Acc sum_of_squares, const Divisor<Acc>& divisor, bool rms,
                                            bool& is_estimate) {
-    correction = rms ? 0 : divisor.divide(sums[0]);
-    const Acc correction_squared = count * correction * correction;
-    m2 = sums[1] - correction_squared;
+    correction = rms ? 0 : divisor.divide(sum);
+    const Acc correction_squared = divisor.value * correction * correction;
+    m2 = sum_of_squares - correction_squared;
     if (m2 < 0) m2 = 0;  // this comparison keeps NaN
-    const bool overflows = !(m2 < kInfinity<Acc>) && scale == 1;
+    const bool overflows = !(m2 < kInfinity) && scale == 1;
     const bool is_far = is_estimate && correction_squared > m2;
     if (overflows) {
-      scale = kScale<Acc>;
-      pivot *= kScale<Acc>;
+      scale = kScale;
+      pivot *= kScale;
     } else if (is_far) {
       pivot += correction;
       is_estimate = false;
@@ -40,10 +34,33 @@ struct Moments {
   }
 };
 
+// The numbers that normalize a row.
+struct alignas(16) Normalizer {
+  Acc pivot, correction, scale, rstd;  // of x * scale
+
+  Normalizer() = default;
+  __device__ __forceinline__ Normalizer(const Moments& m, const Divisor<Acc>& cols, Acc eps)
+      : pivot(m.pivot),
+        correction(m.correction),
+        scale(m.scale),
+        rstd(scaled_rstd(m.m2 * cols.reciprocal, eps, m.scale)) {}
+
+  // The correction is subtracted before any multiplication, so that xhat is exactly 0 for a constant row.
+  __device__ __forceinline__ Acc xhat(Acc x) const { return (fma(x, scale, -pivot) - correction) * rstd; }
+
+  // Stores the mean and the rstd of x.
+  __device__ __forceinline__ void store_statistics(const ForwardParams& p, const RowIndex& row, Acc eps,
+                                                   bool rms) const {
+    if (!rms) *address<Acc>(p.mean, row) = (pivot + correction) * (scale == 1 ? 1 : 1 / kScale);
+    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, eps, scale);
+  }
+};
+
 // Returns to all threads of a row the sums over them: over some lanes of a warp, a power of two, or over the block.
-// Successive calls for rows of blocks alternate `buffer` between 0 and 1, so that one barrier per call suffices.
-template <int kCount, class Acc>
-__device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, int buffer) {
+// Successive calls for rows of blocks alternate `buffer` between 0 and 1, so that one barrier per call suffices. Each
+// warp of a block calls before_barrier().
+template <int kCount, class F>
+__device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, int buffer, const F& before_barrier) {
   sum_row_lanes(sums, row_threads);
   if (row_threads != static_cast<int>(blockDim.x)) return;
   constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
@@ -53,6 +70,7 @@ __device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, in
 #pragma unroll
     for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][threadIdx.x / kWarpSize] = sums[k];
   }
+  before_barrier();
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
@@ -60,71 +78,70 @@ __device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, in
   }
 }
 
-// The moments of a row, or of a block's part of one. add_to_sums(sums, moments) adds the thread's part of the sums. If
-// a row of the warp must be summed again, so are the others, with the same result. `buffer` is that of sum_row().
-template <class Acc, class F>
-__device__ __forceinline__ Moments<Acc> reduce_moments(Acc pivot, int row_threads, const Divisor<Acc>& cols, bool rms,
-                                                       int& buffer, const F& add_to_sums) {
-  Moments<Acc> moments = {pivot, 0, 0, cols.value, 1};
-  bool is_estimate = !rms;
+// Computes the moments of kRows rows, or of a block's part of a row, from estimates of their means. add_to_sums(sums)
+// adds the thread's part of the sums of each row: 2 * kRows numbers. If one row of the warp must be summed again, so
+// are the others, with the same result. `buffer` and before_barrier() are those of sum_row().
+template <int kRows, class F, class G = DoNothing>
+__device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const Acc (&pivots)[kRows], int row_threads,
+                                               const Divisor<Acc>& cols, bool rms, int& buffer, const F& add_to_sums,
+                                               const G& before_barrier = {}) {
+  bool is_estimate[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    moments[r] = {pivots[r], 0, 0, 1};
+    is_estimate[r] = !rms;
+  }
 #pragma unroll 1
   for (bool again = true; again; buffer ^= 1) {
-    Acc sums[2] = {};
-    add_to_sums(sums, moments);
-    sum_row(sums, row_threads, buffer);
-    again = __any_sync(kAllLanes, moments.complete(sums, cols, rms, is_estimate));
+    Acc sums[2 * kRows] = {};
+    add_to_sums(sums);
+    sum_row(sums, row_threads, buffer, before_barrier);
+    again = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      again |= moments[r].complete(sums[2 * r], sums[2 * r + 1], cols, rms, is_estimate[r]);
+    }
+    again = __any_sync(kAllLanes, again);
   }
-  return moments;
 }
 
-// The moments multiplied by `scale`. Moments that are scaled already are not finite without their scale.
-template <class Acc>
-__device__ __forceinline__ Moments<Acc> rescale(Moments<Acc> m, Acc scale) {
-  if (m.scale == scale) return m;
-  if (scale == 1) return {0, 0, kInfinity<Acc>, m.count, 1};
-  return {m.pivot * scale, m.correction * scale, m.m2 * scale * scale, m.count, scale};
-}
+// ---- the parts of a row ---------------------------------------------------------------------------------------------
 
-// Merges the moments of two disjoint sets of numbers of the same scale. Either set may be empty.
-template <class Acc>
-__device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& a, const Moments<Acc>& b) {
-  if (a.count == 0) return b;
-  if (b.count == 0) return a;
-  const Acc count = a.count + b.count, weight = b.count / count;
-  const Acc mean_diff = ((b.pivot - a.pivot) + b.correction) - a.correction;
-  return {a.pivot, fma(mean_diff, weight, a.correction), fma(mean_diff * mean_diff, a.count * weight, a.m2 + b.m2),
-          count, a.scale};
-}
-
-// The moments of a part as three numbers, besides their count. m2 is negative, or -0, if the numbers are scaled.
-template <class Acc>
-__device__ __forceinline__ void pack(Acc (&packed)[3], const Moments<Acc>& m) {
+// The moments of a part of a row as three numbers. m2 is negative, or -0, if the numbers are scaled.
+__device__ __forceinline__ void pack(Acc (&packed)[3], const Moments& m) {
   packed[0] = m.pivot;
   packed[1] = m.correction;
   packed[2] = copysign(m.m2, m.scale == 1 ? Acc(1) : Acc(-1));
 }
-template <class Acc>
-__device__ __forceinline__ Moments<Acc> unpack(const Acc (&packed)[3], Acc count) {
-  return {packed[0], packed[1], abs(packed[2]), count, signbit(packed[2]) ? kScale<Acc> : Acc(1)};
+// Unpacks and multiplies by `scale`. Moments that are scaled already are not finite without their scale.
+__device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc scale) {
+  const bool is_scaled = signbit(packed[2]);
+  const Acc m2 = abs(packed[2]);
+  if (scale == 1) return {packed[0], packed[1], is_scaled ? kInfinity : m2, 1};
+  const Acc factor = is_scaled ? 1 : scale;
+  return {packed[0] * factor, packed[1] * factor, m2 * factor * factor, scale};
 }
 
-// Merges the moments of a row's parts, in an order that depends only on their number. The parts are packed; each has
-// `count` numbers, and the last one `last_count`. All lanes get the result.
-template <class Acc>
-__device__ __forceinline__ Moments<Acc> merge_parts(const Acc (*parts)[3], int num_parts, Acc count, Acc last_count) {
-  for (Acc scale = 1;; scale = kScale<Acc>) {
-    Moments<Acc> own = {0, 0, 0, 0, scale};
-    for (int i = threadIdx.x % kWarpSize; i < num_parts; i += kWarpSize) {
-      own = merge(own, rescale(unpack(parts[i], i + 1 == num_parts ? last_count : count), scale));
-    }
-    for (int offset = 1; offset < kWarpSize; offset *= 2) {  // only lane 0 gets the sum of all lanes
-      const int other = threadIdx.x % kWarpSize + offset;
-      const auto get = [&](Acc value) { return __shfl_sync(kAllLanes, value, other % kWarpSize); };
-      own = merge(own, Moments<Acc>{get(own.pivot), get(own.correction), get(own.m2), get(own.count), scale});
-    }
-    const auto first = [](Acc value) { return __shfl_sync(kAllLanes, value, 0); };
-    own = {first(own.pivot), first(own.correction), first(own.m2), first(own.count), scale};
-    if (own.m2 < kInfinity<Acc> || scale != 1) return own;
+// Merges the moments of a row's parts, which are packed, in an order that depends only on their number. Each part has
+// `part_cols` columns, and the last one `last_part_cols`. One warp calls this.
+__device__ __forceinline__ Moments merge_parts(const Acc (*parts)[3], int num_parts, Acc part_cols, Acc last_part_cols,
+                                               const Divisor<Acc>& cols) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (Acc scale = 1;; scale = kScale) {
+    const Acc pivot = unpack(parts[0], scale).pivot;
+    const auto add_parts = [&](const auto& term) {  // the sum of term(count, mean - pivot, m2) over the parts
+      Acc sum = 0;
+#pragma unroll 1
+      for (int i = lane; i < num_parts; i += kWarpSize) {
+        const Moments m = unpack(parts[i], scale);
+        sum += term(i + 1 == num_parts ? last_part_cols : part_cols, (m.pivot - pivot) + m.correction, m.m2);
+      }
+      return sum_lanes<kWarpSize>(sum);
+    };
+    const Acc correction = cols.divide(add_parts([](Acc count, Acc d, Acc) { return count * d; }));
+    const Acc m2 =
+        add_parts([&](Acc count, Acc d, Acc m2) { return fma(count * (d - correction), d - correction, m2); });
+    if (m2 < kInfinity || scale != 1) return {pivot, correction, m2, scale};
   }
 }
 

@@ -30,10 +30,8 @@ __device__ __forceinline__ void store_rounded(void* to, int64_t i, double value,
     static_cast<__half*>(to)[i] = static_cast<__half>(value);
   } else if (dtype == Dtype::kBFloat16) {
     static_cast<__nv_bfloat16*>(to)[i] = static_cast<__nv_bfloat16>(value);
-  } else if (dtype == Dtype::kFloat32) {
-    static_cast<float*>(to)[i] = static_cast<float>(value);
   } else {
-    static_cast<double*>(to)[i] = value;
+    static_cast<float*>(to)[i] = static_cast<float>(value);
   }
 }
 
@@ -69,7 +67,7 @@ __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
 
 }  // namespace
 
-void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, Dtype sum_type, int64_t pitch,
+void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, bool is_double, int64_t pitch,
                          LaunchConfig config) {
   const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
     const int64_t groups = std::min(is_per_group ? p.groups : 1, rows);  // 0 without partial sums
@@ -87,8 +85,8 @@ void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, Dtyp
   config.shared_bytes = 0;
   config.cluster = 1;
   config.overlaps_previous = true;
-  launch(config, add_partials, plan.workspace, sum_type == Dtype::kFloat64, weight.groups > 0 ? weight : bias, bias,
-         pitch, p.cols, p.param_dtype);
+  launch(config, add_partials, plan.workspace, is_double, weight.groups > 0 ? weight : bias, bias, pitch, p.cols,
+         p.param_dtype);
 }
 
 }  // namespace layernorm::cuda

@@ -9,16 +9,20 @@ namespace layernorm::cuda {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxBlockThreads = 512;
 
+struct DoNothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
-template <int kLanes, class Acc>
-__device__ __forceinline__ Acc sum_lanes(Acc value) {
+template <int kLanes, class Number>
+__device__ __forceinline__ Number sum_lanes(Number value) {
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
 }
 
 // Returns to all lanes of a row the sums over them, for a power of two of lanes.
-template <int kCount, class Acc>
+template <int kCount>
 __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
@@ -28,20 +32,18 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
   }
 }
 
-// Calls f(E()) with the type of the weight, the bias and the gate beside a residual: T, or that of sums.
+// Calls f(E()) with the type of the weight, the bias and the gate beside a residual: T or float.
 template <class T, class F>
 __device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
-  if (std::is_same_v<T, AccOf<T>> || !flags.has(kWideParameters)) return f(T());
-  return f(AccOf<T>());
+  if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return f(T());
+  return f(Acc());
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
 // As on the CPU, a row whose sums of squares or differences overflow is first scaled by a power of two, which rounds
 // nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
-template <class Acc>
-constexpr Acc kScale = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
-template <class Acc>
+constexpr Acc kScale = 0x1p-96f;
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
 __device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
@@ -49,33 +51,32 @@ __device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x
 
 // 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not. In
 // constant rows of large numbers, whose differences are zero, the largest number replaces an overflow.
-template <class Acc>
-__device__ __forceinline__ Acc scaled_rstd(Acc variance, Acc eps, Acc scale) {
+template <class Number>
+__device__ __forceinline__ Number scaled_rstd(Number variance, Number eps, Number scale) {
   if (scale == 1) return reciprocal_sqrt(variance + eps);
-  const Acc rstd = 1 / hypot(sqrt(variance), sqrt(eps) * scale);
-  return eps > 0 && rstd == kInfinity<Acc> ? std::numeric_limits<Acc>::max() : rstd;
+  const Number rstd = 1 / hypot(sqrt(variance), sqrt(eps) * scale);
+  return eps > 0 && rstd == std::numeric_limits<Number>::infinity() ? std::numeric_limits<Number>::max() : rstd;
 }
 
 // The rstd of x, from the result of scaled_rstd().
-template <class Acc, class Eps>
+template <class Eps>
 __device__ __forceinline__ Acc unscaled_rstd(Acc rstd, Eps eps, Acc scale) {
   return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * scale;
 }
 
 // A number of columns, and its reciprocal rounded to nearest.
-template <class Acc>
+template <class Number>
 struct Divisor {
-  Acc value, reciprocal;
+  Number value, reciprocal;
 
   Divisor() = default;
-  explicit Divisor(int64_t count) : Divisor(static_cast<Acc>(count), 1 / static_cast<Acc>(count)) {}
-  __host__ __device__ __forceinline__ Divisor(Acc value, Acc reciprocal) : value(value), reciprocal(reciprocal) {}
+  explicit Divisor(int64_t count) : value(static_cast<Number>(count)), reciprocal(1 / static_cast<Number>(count)) {}
 
   // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite (Markstein,
   // Computation of elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a function
   // call that needs more registers.
-  __device__ __forceinline__ Acc divide(Acc x) const {
-    const Acc quotient = x * reciprocal;
+  __device__ __forceinline__ Number divide(Number x) const {
+    const Number quotient = x * reciprocal;
     return fma(fma(-quotient, value, x), reciprocal, quotient);
   }
 };
@@ -85,17 +86,9 @@ struct Divisor {
 // The largest power of two up to x, for positive normal x, and the reciprocal of a power of two.
 __device__ __forceinline__ float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
 __device__ __forceinline__ float invert(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
-__device__ __forceinline__ double power_of_two(double x) {
-  return __longlong_as_double(__double_as_longlong(x) & 0x7ff0000000000000);
-}
-__device__ __forceinline__ double invert(double power) {
-  return __longlong_as_double(0x7fe0000000000000 - __double_as_longlong(power));
-}
-
 // The statistics that forward saved, for x * scale: d = x * scale - mean and xhat = d * rstd - correction. The scale is
 // a power of two, which rounds nothing, and brings the deviation of the row near 1, so that products with d neither
 // overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
-template <class Acc>
 struct Statistics {
   Acc scale = 0, mean = 0, rstd = 0;
 
@@ -115,7 +108,6 @@ struct Statistics {
 };
 
 // The means over a row from which dx is computed.
-template <class Acc>
 struct RowMeans {
   Acc xhat;  // of xhat as computed from the saved mean: the correction
   Acc g;
@@ -123,13 +115,12 @@ struct RowMeans {
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
   // as for a row of one column or the gradient of the sum of the outputs.
-  __device__ __forceinline__ Acc grad_input(Acc g_minus_mean, Acc xhat_, const Statistics<Acc>& row) const {
+  __device__ __forceinline__ Acc grad_input(Acc g_minus_mean, Acc xhat_, const Statistics& row) const {
     return fma(xhat_, -g_xhat, g_minus_mean) * (row.rstd * row.scale);
   }
 };
 
 // xhat from the output. A weight that is too small to divide by gives NaN.
-template <class Acc>
 __device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
   return abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : fast_divide(y - bias, weight);
 }

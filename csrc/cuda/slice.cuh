@@ -1,6 +1,6 @@
 // Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
-// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps
-// and blocks.
+// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
+// parts.cuh has those over blocks.
 #pragma once
 
 #include "row.cuh"
@@ -12,17 +12,16 @@ namespace layernorm::cuda {
 //              rows are aligned and whole vectors.
 //   kElements  neighbouring lanes own neighbouring elements, which they read without bank conflicts at any alignment.
 //              The lanes of a row copy the aligned 16 bytes ("granules") that cover it, and need __syncwarp().
-//   kAny       the columns of either, chosen at run time; rows are copied and read as with kElements.
+//   kGeneral   the columns of either, chosen at run time; rows are copied and read as with kElements.
 // The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
-enum class Mapping { kVectors, kElements, kAny };
+enum class Mapping { kVectors, kElements, kGeneral };
 
 // The columns of a row of X, or of a block's part of one, that a thread owns. A row has `kLanes` lanes of a warp, or as
 // many as run time says if that is 0; or several whole warps, each with successive columns.
 template <class X, Mapping kMapping, int kLanes>
 struct Slice {
-  using Acc = AccOf<X>;
   static constexpr int kVec = kVectorSize<X>;
-  static constexpr int kElements = sizeof(Acc) == 8 ? 8 : 16;  // of a thread
+  static constexpr int kElements = 16;  // of a thread
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
@@ -46,20 +45,20 @@ struct Slice {
         lanes_of_row(lanes),
         step_of_elements(vectors ? 1 : lanes) {}
 
-  // The same slice, whose offsets do not wait in registers.
-  __device__ __forceinline__ Slice again() const {
+  // The same slice for another phase of a row: see compute_again().
+  __device__ __forceinline__ Slice rebuilt() const {
     Slice slice = *this;
     if (kLanes == 0) slice.lanes_of_row = compute_again(lanes_of_row);
-    if (kMapping == Mapping::kAny) slice.step_of_elements = compute_again(step_of_elements);
+    if (kMapping == Mapping::kGeneral) slice.step_of_elements = compute_again(step_of_elements);
     return slice;
   }
 
   __device__ __forceinline__ int lanes() const { return kLanes == 0 ? lanes_of_row : kLanes; }
   __device__ __forceinline__ int element_step() const {
-    return kMapping == Mapping::kAny ? step_of_elements : kMapping == Mapping::kVectors ? 1 : lanes();
+    return kMapping == Mapping::kGeneral ? step_of_elements : kMapping == Mapping::kVectors ? 1 : lanes();
   }
   __device__ __forceinline__ int first() const {
-    const bool vectors = kMapping == Mapping::kVectors || (kMapping == Mapping::kAny && step_of_elements == 1);
+    const bool vectors = kMapping == Mapping::kVectors || (kMapping == Mapping::kGeneral && step_of_elements == 1);
     return vectors ? lane * kVec : lane;
   }
   // The column of element j, relative to `begin`, apart from that of element 0.
@@ -136,20 +135,17 @@ struct Slice {
   }
   // Loads the elements from global memory, and zeros after the end.
   template <int kCount, class E>
-  __device__ __forceinline__ Vector<E, kCount> load(const E* array, int j, int cols, bool aligned = true) const {
+  __device__ __forceinline__ Vector<E, kCount> load(const E* array, int j, int cols) const {
     Vector<E, kCount> v;
-    const Slice s = again();
+    const Slice s = rebuilt();
     const E* const from = compute_once(array + column(0));
     const auto exists = [&](int step) { return column(0) + step < cols; };
     if constexpr (kMapping == Mapping::kVectors) {
       const int step = s.step_to(j);
       if (!exists(step)) {
         fill(v, E(0.0f));
-      } else if (aligned) {
-        v = *reinterpret_cast<const Vector<E, kCount>*>(from + step);
       } else {
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) v.values[e] = from[step + e];
+        v = *reinterpret_cast<const Vector<E, kCount>*>(from + step);
       }
     } else {
 #pragma unroll
@@ -167,7 +163,7 @@ struct Slice {
       const Vector<E, kCount> rounded = round_to<E>(v);  // ahead of the test, which then takes no branch
       if (column(j) < cols) *reinterpret_cast<Vector<E, kCount>*>(array + column(j)) = rounded;
     } else {
-      const Slice s = again();
+      const Slice s = rebuilt();
       E* const to = compute_once(array + column(0));
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
@@ -176,7 +172,7 @@ struct Slice {
       }
     }
   }
-  // Loads the elements of the weight or the bias of a group, from the block's first column on: of T or of Acc.
+  // Loads the elements of the weight or the bias of a group, from the block's first column on: of T or float.
   template <class T>
   __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& group,
                                                  int64_t first_column, int cols, Flags flags, Flag exists,
@@ -189,7 +185,7 @@ struct Slice {
 #pragma unroll
       for (int j = 0; j < kElements; j += kVec) {
         Acc wide[kVec];
-        widen(wide, load<kVec>(from, j, cols, flags.has(kAlignedParameters)));
+        widen(wide, load<kVec>(from, j, cols));
 #pragma unroll
         for (int e = 0; e < kVec; ++e) v[j + e] = exists == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
       }
@@ -208,24 +204,20 @@ template <Mapping kMapping_, int kLanes_>
 struct Path {
   static constexpr Mapping kMapping = kMapping_;
   static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
-  static constexpr bool kIsAny = kMapping == Mapping::kAny, kIsBlock = kLanes > 0, kIsWarp = !kIsAny && !kIsBlock;
-  static constexpr bool kIsGated = false;
-  using Index = std::conditional_t<kIsAny, int64_t, int>;  // of rows, segments and columns
+  static constexpr bool kIsGeneral = kMapping == Mapping::kGeneral, kIsBlock = kLanes > 0;
+  static constexpr bool kIsWarp = !kIsGeneral && !kIsBlock, kIsGated = false;
+  using Index = std::conditional_t<kIsGeneral, int64_t, int>;  // of rows, segments and columns
 };
-struct WarpVectors : Path<Mapping::kVectors, 0> {};             // aligned rows of whole vectors that a warp holds
+struct WarpVectors : Path<Mapping::kVectors, 0> {};             // rows of whole vectors that a warp holds
 struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
-struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors, of any alignment
+struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors
 struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
-struct AnyRows : Path<Mapping::kAny, 0> {};                     // all rows and options, except float64
-struct GatedRows : Path<Mapping::kAny, 0> {                     // all rows of gated norms, and of float64
+struct GeneralRows : Path<Mapping::kGeneral, 0> {};             // all rows and options
+struct GatedRows : Path<Mapping::kGeneral, 0> {                 // all rows of gated norms
   static constexpr bool kIsGated = true;
 };
 
 constexpr int kMinLanes = 2;  // of a row
-
-// The most threads of a row. Those of float64 need more than 128 registers.
-template <class X>
-constexpr int kMaxRowThreads = sizeof(AccOf<X>) == 8 ? 256 : kMaxBlockThreads;
 
 // The lanes, warps and blocks of a row. They depend only on the dtype and the number of columns, and so does the order
 // of summation.
@@ -234,26 +226,29 @@ struct RowDivision {
   bool deals_vectors;  // see Mapping
   int row_threads;
   int part_cols, num_parts;  // the parts of a row, of a block each
-  Message* messages;         // of all blocks and rounds, if blocks share rows without a cluster
 
-  // A block holds at most `max_vectors` of a part.
+  // A part has at most `max_part` vectors.
   template <class X>
-  void divide(int64_t cols, int64_t max_vectors = kMaxPartVectors) {
-    using SliceOf = Slice<X, Mapping::kAny, 0>;
+  void divide(int64_t cols, int64_t max_part = kMaxPartVectors) {
+    using SliceOf = Slice<X, Mapping::kGeneral, 0>;
     constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
     const int64_t vectors = ceil_div(cols, kVec);
     deals_vectors = cols % kVec == 0;
     is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-    constexpr int64_t kMaxWarps = kMaxRowThreads<X> / kWarpSize;  // also those that are resident on a multiprocessor
-    const int64_t max_part = std::min({kMaxPartVectors, max_vectors, kWarpVectors * kMaxWarps});
+    constexpr int64_t kMaxWarps = kMaxBlockThreads / kWarpSize;  // also those that are resident on a multiprocessor
+    max_part = std::min({max_part, kMaxPartVectors, kWarpVectors * kMaxWarps});
     const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
-    int64_t parts = is_warp ? 1 : ceil_div(vectors, max_part);
-    // As few blocks as keep nearly all warps resident: a cluster of two would have 12 of 16 for 12288 columns.
-    const auto resident_warps = [&] {
-      const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
-      return kMaxWarps / warps * warps;
-    };
-    while (parts > 1 && parts < kMaxClusterSize && 8 * resident_warps() < 7 * kMaxWarps) ++parts;
+    int64_t parts = 1;
+    if (!is_warp) {
+      // Clusters of 2, 4 or 8, because others leave multiprocessors idle, and as few blocks as keep most warps
+      // resident.
+      const auto resident_warps = [&] {
+        const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
+        return kMaxWarps / warps * warps;
+      };
+      while (ceil_div(vectors, parts) > max_part) parts *= 2;
+      while (parts > 1 && parts < kMaxClusterSize && 4 * resident_warps() < 3 * kMaxWarps) parts *= 2;
+    }
     if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // more blocks keep the GPU busy
     const int64_t part = parts == 1 ? vectors : part_for(parts);
     part_cols = static_cast<int>(std::min(part * kVec, cols));
@@ -268,20 +263,17 @@ struct RowDivision {
 // The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
 // put() and get() for the same row, and so between get() and the put() that overwrites what it reads.
 constexpr int kMaxRowWarps = kMaxBlockThreads / kWarpSize;
-template <class Acc>
 using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 0
 
-template <class Acc>
 class WarpSums {
  public:
   // The row of this warp has `count` warps from `first` on; from 0 if they are more than kLanesPerSum. All threads call
   // this, and then synchronize.
-  __device__ __forceinline__ WarpSums(WarpSumsMemory<Acc>& memory, int first, int count) {
+  __device__ __forceinline__ WarpSums(WarpSumsMemory& memory, int first, int count) {
     const int lane = threadIdx.x % kWarpSize, other = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
     const int get_warp = other < count ? first + other : kMaxRowWarps;
-    // Without compute_once(), the terms of the sum would take a register each.
     get_ = &memory[0][0][0] + compute_once(min(lane / kLanesPerSum, 2) * (kMaxRowWarps + 1) + get_warp);
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
@@ -312,132 +304,5 @@ class WarpSums {
   Acc *put_, *get_;
   int buffer_ = 0;  // of the next put(), in elements
 };
-
-// ---- the exchange of the parts of a row -----------------------------------------------------------------------------
-
-// The exchange of three numbers of each part of a row between the row's blocks.
-//
-// The blocks of a cluster send them to each other's shared memory, where four buffers take turns. A block sends the
-// numbers of row r after it has received those of row r - 2 from all blocks. Each of these had sent them after a
-// barrier before which all its threads had read the numbers of row r - 4, which are now overwritten.
-//
-// The blocks of a grid publish them in global memory. Each part of each row has messages of its own, which are zero
-// before the launch and stored once, so that no block reads older numbers. The tag and the words of a message are
-// loaded at once, and blocks read nothing else that another block writes, so that no fence is needed. No block waits
-// forever: all blocks are resident, those of a row take the rows in the same order, and they publish their numbers of a
-// row before they wait for it. So the blocks of the first unfinished row have published theirs.
-//
-// If the blocks of a row are not resident at once, one launch stores the numbers, and the next one loads them.
-template <class Acc, bool kAny>
-class PartExchange {
- public:
-  using Value = Acc[3];
-  static constexpr int kBuffers = 4;
-  struct Memory {
-    Value values[kBuffers][kMaxClusterSize];
-    TransactionBarrier barriers[kBuffers];
-  };
-
-  // One thread calls this before its cluster_arrive().
-  __device__ __forceinline__ static void init(Memory& memory) {
-    for (auto& barrier : memory.barriers) barrier.init();
-  }
-
-  // `staged` is shared memory of staged_bytes().
-  __device__ __forceinline__ PartExchange(Memory& memory, void* staged, const RowDivision& plan, Flags flags)
-      : memory_(memory), staged_(static_cast<Value*>(staged)), plan_(plan), flags_(flags) {}
-
-  // The block sends the value of its part of a row. `round` counts the rows of the block. The comparisons of
-  // threadIdx.x would wait in registers without compute_again().
-  __device__ __forceinline__ void send(const Value& value, int round) const {
-    const int buffer = round % kBuffers, part = blockIdx.x, thread = compute_again(static_cast<int>(threadIdx.x));
-    if (flags_.has(kInCluster)) {
-      if (thread == 0) memory_.barriers[buffer].expect(plan_.num_parts * sizeof(Value));
-      if (thread < plan_.num_parts) memory_.barriers[buffer].store(memory_.values[buffer][part], value, thread);
-    } else if (kAny && thread == 0 && !flags_.has(kReceivesSums)) {
-#pragma unroll
-      for (int k = 0; k < 3; ++k) stored(round)[part][k] = value[k];
-    } else if (thread == 0 && flags_.has(kSendsSums)) {
-#pragma unroll
-      for (int m = 0; m < kMessages; ++m) {
-        const unsigned* const words = reinterpret_cast<const unsigned*>(&value) + 3 * m;
-        Message{1, {words[0], words[1], words[2]}}.publish(messages(round, part) + m);
-      }
-    }
-  }
-  // Returns to all threads the values of the row's parts. Each thread of a grid's block waits for one of them.
-  __device__ __forceinline__ const Value* receive(int round) const {
-    if (flags_.has(kInCluster)) {
-      memory_.barriers[round % kBuffers].wait(round / kBuffers);
-      return memory_.values[round % kBuffers];
-    }
-    if (kAny && !flags_.has(kSendsSums)) return stored(round);
-    const int thread = compute_again(static_cast<int>(threadIdx.x));
-    __syncthreads();  // all threads have read the last values
-    if (thread < plan_.num_parts) {
-#pragma unroll
-      for (int m = 0; m < kMessages; ++m) {
-        const Message message = Message::wait_for(messages(round, thread) + m);
-#pragma unroll
-        for (int w = 0; w < 3; ++w) reinterpret_cast<unsigned*>(&staged_[thread])[3 * m + w] = message.words[w];
-      }
-    }
-    __syncthreads();
-    return staged_;
-  }
-
-  // ---- for host code ----
-
-  // The bytes of shared memory that a block of a grid needs. A grid has no more parts than threads.
-  static size_t staged_bytes(const RowDivision& plan, int64_t threads) {
-    return plan.num_parts > threads ? 0 : static_cast<size_t>(plan.num_parts) * sizeof(Value);
-  }
-  static int64_t message_bytes(dim3 grid, int64_t rounds) {
-    return rounds * grid.y * grid.x * kMessages * static_cast<int64_t>(sizeof(Message));
-  }
-
- private:
-  static constexpr int kMessages = sizeof(Value) / sizeof(Message::words);
-
-  // The blocks of a row have the same blockIdx.y and round.
-  __device__ __forceinline__ static int64_t first_part(int round) {
-    return (int64_t{compute_again(round)} * gridDim.y + blockIdx.y) * gridDim.x;
-  }
-  __device__ __forceinline__ Message* messages(int round, int part) const {
-    return plan_.messages + (first_part(round) + part) * kMessages;
-  }
-  __device__ __forceinline__ Value* stored(int round) const {
-    return reinterpret_cast<Value*>(plan_.messages) + first_part(round);
-  }
-
-  Memory& memory_;
-  Value* const staged_;
-  const RowDivision& plan_;
-  const Flags flags_;
-};
-
-// Returns how many rows the resident blocks of a kernel hold, if they can exchange the values of the rows' parts. If it
-// is 0, a row takes two launches of an instance for any rows.
-template <class Params, class Plan>
-int resident_rows(const LaunchConfig& config, void (*kernel)(Params, Plan), const Plan& plan) {
-  const bool in_grid = plan.num_parts > static_cast<int>(config.cluster);
-  const bool fits = plan.num_parts <= static_cast<int>(config.block.x) && has_cooperative_launches(config);
-  return in_grid && !fits ? 0 : resident_blocks(config, kernel) / plan.num_parts;
-}
-
-// Launches a kernel whose blocks exchange the values of a row's parts through plan.messages, of `bytes`.
-template <class Params, class Plan>
-void launch_grid(LaunchConfig config, void (*kernel)(Params, Plan), const Params& p, Plan plan, int64_t bytes) {
-  config.cooperative = resident_rows(config, kernel, plan) > 0;
-  plan.flags.set(kSendsSums, true);
-  if (config.cooperative) {
-    clear(config, plan.messages, static_cast<size_t>(bytes));
-  } else {
-    launch(config, kernel, p, plan);
-    plan.flags.set(kSendsSums, false);
-  }
-  plan.flags.set(kReceivesSums, true);
-  launch(config, kernel, p, plan);
-}
 
 }  // namespace layernorm::cuda

@@ -8,16 +8,15 @@
 
 namespace layernorm::cuda {
 
-// The element types of the CUDA kernels for dtypes.h.
+// The element types of the CUDA kernels for dtypes.h. float64 is computed by aten's operations (host.cpp).
 struct Elements {
-  using Float64 = double;
+  using Float64 = void;
   using Float32 = float;
   using Float16 = __half;
   using BFloat16 = __nv_bfloat16;
 };
 
-template <class T>
-using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+using Acc = float;  // the type of statistics and sums
 
 template <class T>
 constexpr int kVectorSize = 16 / sizeof(T);
@@ -45,7 +44,7 @@ __device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
 }
 
 // Rounds to nearest, ties to even. Subnormal numbers are kept.
-template <class E, class Acc, int kSize>
+template <class E, int kSize>
 __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   Vector<E, kSize> result;
   if constexpr (sizeof(E) == 2) {  // one instruction converts two elements
@@ -66,7 +65,7 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
 
 // Converts `v` from element `begin` on to Acc, with one instruction per element. The bits of a bfloat16 are the upper
 // half of a float's.
-template <class E, class Acc, int kCount, int kSize>
+template <class E, int kCount, int kSize>
 __device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSize>& v, int begin = 0) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
 #pragma unroll

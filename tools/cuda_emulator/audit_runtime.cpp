@@ -1,6 +1,6 @@
 // A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run
 // without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse. It
-// has only functions that a CUDA graph can capture: launches, memsets, and queries that neither synchronize nor
+// has only functions that a CUDA graph can capture: launches, and queries that neither synchronize nor
 // allocate memory.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -49,13 +49,11 @@ gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
                                uint64_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z,
                                config.dynamicSmemBytes,
                                1,
-                               false,
                                false};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     if (attribute.id == cudaLaunchAttributeClusterDimension) launch.cluster = attribute.val.clusterDim.x;
     launch.overlaps_previous |= attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization;
-    launch.cooperative |= attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative != 0;
   }
   return launch;
 }
@@ -125,7 +123,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   ++queries;
   if (attribute == cudaDevAttrMultiProcessorCount) return *value = gpu->multiprocessors, cudaSuccess;
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) return *value = gpu->shared_bytes_of_block, cudaSuccess;
-  if (attribute == cudaDevAttrCooperativeLaunch) return *value = 1, cudaSuccess;
   record_fault("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(attribute));
   return cudaErrorInvalidValue;
 }
@@ -197,15 +194,10 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
     std::ostringstream line;
     line << kernel.function << " grid " << x << "x" << y << "x" << z << ", " << launch.threads << " threads, cluster "
          << launch.cluster << ", " << launch.dynamic_shared << " bytes, " << per_multiprocessor << " resident"
-         << (launch.cooperative ? ", cooperative\n" : "\n");
+         << "\n";
     launches += line.str();
     return cudaSuccess;
   });
-}
-
-cudaError_t cudaMemsetAsync(void*, int value, size_t bytes, cudaStream_t) {
-  launches += "set " + std::to_string(bytes) + " bytes to " + std::to_string(value) + "\n";
-  return cudaSuccess;
 }
 
 }  // extern "C"

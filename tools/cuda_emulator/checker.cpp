@@ -20,8 +20,7 @@ namespace {
 
 constexpr size_t kUnit = 2;
 enum class Access { kRead, kWrite };
-// A message is a store to another block. Published words are stored and loaded at once, by any thread at any time.
-enum class Kind { kPlain, kAsyncCopy, kMessage, kPublished };
+enum class Kind { kPlain, kAsyncCopy, kMessage };  // a message is a store to another block
 
 struct Record {  // of an access
   ThreadId id;
@@ -134,14 +133,13 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
       if (why) fail(describe() + " before the wait for the previous grid, which " + why + " " + place(region, a));
     }
     const bool written = unit.write.serial == region.serial;
-    const auto published = [&](const Record& other) { return kind == Kind::kPublished && other.kind == kind; };
-    if (written && !ordered(unit.write, thread) && !published(unit.write)) {
+    if (written && !ordered(unit.write, thread)) {
       race(write ? "write after write" : "read after write", unit.write);
     }
     if (!unit.reads.empty() && unit.reads[0].serial != region.serial) unit.reads.clear();
     if (write) {
       for (const Record& read : unit.reads) {
-        if (!ordered(read, thread) && !published(read)) race("write after read", read);
+        if (!ordered(read, thread)) race("write after read", read);
       }
       unit.write = mine;
       unit.reads.clear();
@@ -191,22 +189,6 @@ void checker_begin_launch(bool overlaps_previous, const void* call, size_t bytes
 void checker_end_launch() {
   last_region = nullptr;
   std::erase_if(regions, [](const auto& entry) { return entry.second->arena != nullptr; });
-}
-
-void checker_clear(const void* memory, size_t bytes) {
-  const auto a = reinterpret_cast<uintptr_t>(memory);
-  Region* const region = find_region(a);
-  if (region == nullptr) return;  // nothing is checked
-  for (size_t u = (a - region->begin) / kUnit; u < (a + bytes - region->begin) / kUnit; ++u) {
-    region->units[u] = {};
-    region->units[u].write.serial = region->serial;
-  }
-}
-void check_message(const void* address, size_t bytes, bool is_published, const void* pc) {
-  require(reinterpret_cast<uintptr_t>(address) % bytes == 0, "a misaligned message", pc);
-  if (!checking) return;
-  check(address, bytes, Access::kRead, false, pc, Kind::kPublished);
-  if (is_published) check(address, bytes, Access::kWrite, false, pc, Kind::kPublished);
 }
 
 void register_buffer(const void* base, size_t bytes, const char* name, Contents contents) {

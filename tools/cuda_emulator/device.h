@@ -68,8 +68,6 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
 }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
-inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
-inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
 template <class T>
   requires std::is_arithmetic_v<T>
 constexpr T min(T a, T b) {
@@ -100,8 +98,6 @@ template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
   return emulator::options().resident * static_cast<int>(config.cluster);
 }
-inline bool has_cooperative_launches(const LaunchConfig&) { return true; }
-inline void clear(const LaunchConfig&, void* memory, size_t bytes) { emulator::clear(memory, bytes); }
 
 // ---- instructions ---------------------------------------------------------------------------------------------------
 
@@ -157,17 +153,6 @@ class TransactionBarrier {
 
  private:
   uint64_t state_;
-};
-
-struct alignas(16) Message {
-  unsigned tag, words[3];
-
-  EMULATOR_INLINE void publish(Message* to) const { emulator::publish(to, this); }
-  EMULATOR_INLINE static Message wait_for(const Message* from, emulator::Place place = emulator::Place::current()) {
-    Message message;
-    emulator::receive(&message, from, place);
-    return message;
-  }
 };
 
 }  // namespace layernorm

@@ -77,10 +77,6 @@ void barrier_expect(const void* barrier, size_t bytes);
 void barrier_send(const void* barrier, const void* to, const void* from, size_t bytes, unsigned rank);
 void barrier_wait(const void* barrier, unsigned phase, const Place& place);
 
-// A Message in global memory. It orders no other accesses. Memory holds one message between two calls of clear().
-void publish(void* to, const void* message);
-void receive(void* message, const void* from, const Place& place);
-
 // Copies arrive as late as CUDA allows, and their target holds NaN until then. Bytes after the first `copied` become
 // zeros; `unused` bytes at the beginning may be outside a buffer, and stay NaN.
 void async_copy(void* to, const void* from, size_t bytes, size_t copied, size_t unused);
@@ -97,13 +93,9 @@ struct Launch {  // the LaunchConfig of device.h
   void* stream = nullptr;
   unsigned cluster = 1;
   bool overlaps_previous = false;
-  bool cooperative = false;
   int device = 0;
   Place place = Place::current();
 };
-
-// Sets memory to zero, for the next launch.
-void clear(void* memory, size_t bytes);
 
 // Every thread calls body(call). The call, of so many bytes, holds the arguments, which threads may only read.
 void run(const Launch& launch, const void* kernel, void (*body)(const void*), const void* call, size_t bytes);

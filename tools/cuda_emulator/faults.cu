@@ -16,7 +16,6 @@ constexpr unsigned kAllLanes = 0xffffffffu, kRowBytes = kN * sizeof(float);
 
 // The faults that a kernel can have.
 enum class Fault { kNone, kNoWait, kNoBarrier, kWrongPhase, kMisaligned, kTooEarly, kReadByOthers };
-enum class Mail { kNone, kNoTag, kTwice, kLost, kMisaligned, kPlainLoad };
 enum class Misuse { kNone, kNoArrival, kTwoArrivals, kLateInit, kTwoExpects, kNextPhase, kMisaligned, kLocal, kGlobal };
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -180,21 +179,6 @@ __global__ void meet(const float* in, float* out) {
 }
 __global__ void return_between(const float*, float*) { cluster_arrive(); }
 
-// ---- messages in global memory --------------------------------------------------------------------------------------
-
-// Each block sends its number to all blocks.
-template <Mail kMail>
-__global__ void send_to_all(const float*, float* to) {
-  Message* const messages = reinterpret_cast<Message*>(to + (kMail == Mail::kMisaligned));
-  const Message number{kMail != Mail::kNoTag, {blockIdx.x}};
-  if (threadIdx.x == 0 && (kMail != Mail::kLost || blockIdx.x > 0)) number.publish(messages + blockIdx.x);  // fault
-  if (kMail == Mail::kTwice && threadIdx.x == 0) number.publish(messages + blockIdx.x);                     // fault
-  if (threadIdx.x >= gridDim.x) return;
-  const Message received = Message::wait_for(messages + threadIdx.x);                  // fault
-  if (received.words[0] != threadIdx.x) to[kN] = 0;                                    // fault
-  if (kMail == Mail::kPlainLoad && messages[threadIdx.x].words[0] != 0) to[kN] = 0.f;  // fault
-}
-
 // ---- overlapping launches -------------------------------------------------------------------------------------------
 
 __global__ void one_waits(const float* workspace, float* out) {  // correct: the barrier comes after its wait
@@ -212,7 +196,6 @@ struct Step {
   LaunchConfig config;
   void (*kernel)(const float* from, float* to);
   Array from = kIn, to = kOut;
-  bool clears = false;  // the array `to`, before the launch
 };
 
 struct Case {
@@ -222,10 +205,8 @@ struct Case {
 };
 
 const LaunchConfig kOne{1, kN}, kPair{2, kN, 0, nullptr, 2}, kOverlapping{1, kN, 0, nullptr, 1, true},
-    kWithRow{1, kN, kRowBytes}, kGrid{2, kN, 0, nullptr, 1, false, true};
+    kWithRow{1, kN, kRowBytes};
 const Step kFill{kOne, copy, kIn, kWorkspace};
-template <Mail kMail>
-const Step kMailed{kGrid, send_to_all<kMail>, kIn, kWorkspace, true};
 
 const std::vector<Case> kCases = {
     {"read_past_end", "0 bytes after the end of 'in'", {{{1, kN + 1}, copy}}},
@@ -283,24 +264,6 @@ const std::vector<Case> kCases = {
     {"message_to_local", "the peer of an address outside", {{kPair, meet<Misuse::kLocal>}}},
     {"copy_to_global", "outside the block's shared memory", {{kPair, meet<Misuse::kGlobal>}}},
     {"return_between", "returned between cluster_arrive and cluster_wait", {{kPair, return_between}}},
-    {"mail", "", {kMailed<Mail::kNone>, kMailed<Mail::kNone>}},
-    {"mail_in_uninitialized_memory",
-     "uninitialized global memory 'workspace'",
-     {{kGrid, send_to_all<Mail::kNone>, kIn, kWorkspace}}},
-    {"mail_in_used_memory",
-     "a second message in one place without a clear() between",
-     {kMailed<Mail::kNone>, {kGrid, send_to_all<Mail::kNone>, kIn, kWorkspace}}},
-    {"mail_without_tag", "a message without a tag", {kMailed<Mail::kNoTag>}},
-    {"mail_twice", "a second message in one place without a clear() between", {kMailed<Mail::kTwice>}},
-    {"mail_lost", "deadlock", {kMailed<Mail::kLost>}},
-    {"mail_misaligned", "a misaligned message", {kMailed<Mail::kMisaligned>}},
-    {"mail_read_by_plain_load", "data race", {kMailed<Mail::kPlainLoad>}},
-    {"mail_to_blocks_that_wait",
-     "a wait for a block that may not have started",
-     {{{2, kN}, send_to_all<Mail::kNone>, kIn, kWorkspace, true}}},
-    {"mail_to_too_many_blocks",
-     "a cooperative grid of 4 blocks, of which 3 are resident",
-     {{{4, kN, 0, nullptr, 1, false, true}, send_to_all<Mail::kNone>, kIn, kWorkspace, true}}},
     {"overlap", "", {kFill, {kOverlapping, one_waits, kWorkspace}}},
     {"overlap_read_before_wait",
      "before the wait for the previous grid, which writes",
@@ -325,7 +288,6 @@ std::string outcome(const Case& c) {
   emulator::register_buffer(workspace.get(), kRowBytes, "workspace", Contents::kOutput);
   try {
     for (const Step& step : c.steps) {
-      if (step.clears) clear(step.config, arrays[step.to], kRowBytes);
       launch(step.config, step.kernel, arrays[step.from], arrays[step.to]);
     }
   } catch (const emulator::Fault& fault) {

@@ -51,7 +51,6 @@ struct Launch {
   uint64_t dynamic_shared;
   unsigned cluster;        // blocks
   bool overlaps_previous;  // programmatic stream serialization
-  bool cooperative;        // all blocks must be resident at once
 };
 
 // Returns how many blocks of a kernel are resident on a multiprocessor; 0 if the launch is invalid.
@@ -92,13 +91,8 @@ inline std::string refusal(const Gpu& gpu, const Kernel& kernel, const Launch& l
            (shared > most_shared ? text(most_shared) + " that the GPU has"
                                  : text(most_allowed) + " that cudaFuncSetAttribute has allowed");
   }
-  const int blocks = resident_blocks(gpu, kernel, launch.threads, launch.dynamic_shared);
-  if (blocks == 0) {
+  if (resident_blocks(gpu, kernel, launch.threads, launch.dynamic_shared) == 0) {
     return text(launch.threads) + " threads of " + text(kernel.registers) + " registers do not fit on a multiprocessor";
-  }
-  const uint64_t resident = static_cast<uint64_t>(blocks) * static_cast<uint64_t>(gpu.multiprocessors);
-  if (launch.cooperative && x * y * z > resident) {
-    return "a cooperative grid of " + text(x * y * z) + " blocks, of which " + text(resident) + " are resident";
   }
   return {};
 }

@@ -98,7 +98,6 @@ struct Running {
   std::vector<size_t> order{};                           // warps, by falling priority
   std::map<const void*, size_t> static_offsets{};        // by declaration
   std::map<const void*, TransactionBarrier> barriers{};  // by address
-  std::map<const void*, Group> messages{};               // for which threads wait, by address
   size_t static_end = 0, static_bytes = 0;
   std::string fault{};
 };
@@ -132,8 +131,6 @@ std::string at(const void* pc);
 void checker_begin_launch(bool overlaps_previous, const void* arguments, size_t bytes);
 void checker_end_launch();
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name);
-void checker_clear(const void* memory, size_t bytes);
-void check_message(const void* address, size_t bytes, bool is_published, const void* pc);
 void checker_end_block(Block& block);  // its last thread returns
 
 }  // namespace emulator

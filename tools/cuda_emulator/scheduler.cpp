@@ -207,14 +207,6 @@ void arrive(Group& group) {
   try_finish(group);
 }
 
-constexpr size_t kMessageBytes = 16;
-
-unsigned tag_of(const void* message) {
-  unsigned tag = 0;
-  std::memcpy(&tag, message, sizeof tag);
-  return tag;
-}
-
 TransactionBarrier& find_barrier(const void* barrier, const void* pc) {
   const auto found = running->barriers.find(barrier);
   require(found != running->barriers.end(), "an mbarrier that is not initialized", pc);
@@ -355,14 +347,9 @@ std::string refusal(const Launch& l, size_t static_bytes) {
                                      static_cast<uint64_t>(l.block.x) * l.block.y * l.block.z,
                                      l.shared_bytes,
                                      l.cluster,
-                                     l.overlaps_previous && current_options.architecture >= 90,
-                                     l.cooperative};
+                                     l.overlaps_previous && current_options.architecture >= 90};
   // csrc/cuda/device.h opts in to all of the device's shared memory.
-  const std::string why = gpu_models::refusal(gpu(), kernel, launch, max_shared_memory() - static_bytes);
-  const uint64_t blocks = launch.grid[0] * launch.grid[1] * launch.grid[2];
-  if (!why.empty() || !l.cooperative || blocks <= static_cast<uint64_t>(current_options.resident)) return why;
-  return "a cooperative grid of " + std::to_string(blocks) + " blocks, of which " +
-         std::to_string(current_options.resident) + " are resident";
+  return gpu_models::refusal(gpu(), kernel, launch, max_shared_memory() - static_bytes);
 }
 
 // Another block of the cluster may access the memory before its own block reaches the declaration.
@@ -387,7 +374,7 @@ void run_grid(const Launch& launch, void (*body)(const void*), const void* call,
 
   const size_t clusters = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster;
   const std::vector<size_t> order = draw_order(clusters, r.random);
-  const size_t at_once = launch.cooperative ? clusters : std::min<size_t>(1 + current_options.seed % 4, order.size());
+  const size_t at_once = std::min<size_t>(1 + current_options.seed % 4, order.size());
   need_threads(at_once * launch.cluster * r.threads_per_block);
   while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
@@ -543,42 +530,6 @@ void barrier_wait(const void* barrier, unsigned phase, const Place& place) {
   }
   require(b.completed_barriers == phase + 1, "a wait for a phase of an mbarrier that is neither this nor the last", pc);
   for (const auto& [block, epoch] : b.last_messages) current->known_messages[block] = epoch;
-}
-
-void publish(void* to, const void* message) {
-  const void* pc = __builtin_return_address(0);
-  check_message(to, kMessageBytes, true, pc);
-  require(tag_of(message) != 0, "a message without a tag", pc);
-  require(tag_of(to) == 0, "a second message in one place without a clear() between", pc);
-  std::memcpy(to, message, kMessageBytes);
-  const auto waiting = running->messages.find(to);
-  if (waiting == running->messages.end()) return;
-  for (const Block& block : running->blocks) {
-    for (Thread* t = block.threads; t < block.threads + block.size; ++t) {
-      if (t->waits_for == &waiting->second) make_runnable(*t);
-    }
-  }
-}
-
-void receive(void* message, const void* from, const Place& place) {
-  const void* pc = __builtin_return_address(0);
-  check_message(from, kMessageBytes, false, pc);
-  require(running->launch.cooperative, "a wait for a block that may not have started, without a cooperative launch",
-          pc);
-  if (tag_of(from) == 0) {
-    Group& group = running->messages[from];
-    group.barrier = "message";
-    group.place = place;
-    current->waits_for = &group;
-    switch_away();
-    check_message(from, kMessageBytes, false, pc);
-  }
-  std::memcpy(message, from, kMessageBytes);
-}
-
-void clear(void* memory, size_t bytes) {
-  std::memset(memory, 0, bytes);
-  checker_clear(memory, bytes);
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {

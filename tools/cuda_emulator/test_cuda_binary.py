@@ -6,6 +6,7 @@ import re
 import cuda_binary
 import emulated_build
 import pytest
+import torch
 from support.backends import run, run_pixels
 from support.inputs import amid_nans, random_args
 from support.reference import RESIDUALS
@@ -30,7 +31,7 @@ def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
         if kernel.function.startswith("channels_first"):
             assert kernel.count("LDGSTS", "128") > 0 and kernel.count("STG", "128") > 0, kernel.name
         elif kernel.function == "forward_rows":
-            t, x, vectors = re.search(r"Types<(\w+), (\w+), \w+>, (\d)", kernel.name).groups()
+            t, x, vectors = re.search(r"<(\w+), (\w+), (\d), \d>", kernel.name).groups()
             # The output has 16 bits, and so 8 bytes per vector, if only x is float32.
             narrow = kernel.count("STG", "64") if t != x else 0
             assert kernel.count("LDG", "128") >= int(vectors), kernel.name
@@ -42,14 +43,16 @@ def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
 
 
 def test_emulated_calls_reach_every_kernel(kernels):
-    """The compiled package has no other kernels than those that run in the emulator, and at most 70.
+    """The compiled package has no other kernels than those that run in the emulator, and at most 62.
 
     Rows are whole vectors, or one element less; and then without parameters and at any address. Long rows are few.
     """
     library = emulated_build.library(emulated_build.PLAIN)
     library.launched()
-    lengths = [(40, 64), (40, 130), (2, 1030), (2, 2570)]
+    lengths = [(40, 16), (40, 64), (40, 130), (2, 1030), (2, 2570)]
     for dtypes, (rows, vectors), missing in itertools.product(RESIDUALS, lengths, (0, 1)):
+        if torch.float64 in dtypes:
+            continue  # computed by aten's operations
         x, dy, w, b = random_args(library, dtypes[:2], rows, vectors * 16 // dtypes[2].itemsize - missing)
         with library.schedule(architecture=kernels[0].architecture):
             run(library, x, dy, w, b, residual=x.to(dtypes[2]))
@@ -62,5 +65,8 @@ def test_emulated_calls_reach_every_kernel(kernels):
                 library.ops.backward.fused(*arguments, x, w, x)
                 library.ops.forward.fused(x, x.shape[1:], w, b, 1e-5, None, dy, activation="silu")
                 library.ops.backward.fused(*arguments, None, dy, activation="silu")
-    assert {name for name, _ in library.launched()} == {kernel.name for kernel in kernels}
-    assert len(kernels) <= 70
+    names = {kernel.name for kernel in kernels}
+    if kernels[0].architecture < 90:  # without clusters, forward has no rows of whole vectors that blocks stage
+        names = {name for name in names if not ("forward_slices" in name and "BlockVectors" in name)}
+    assert {name for name, _ in library.launched()} == names
+    assert len(kernels) <= 62

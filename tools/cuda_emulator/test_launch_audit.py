@@ -64,10 +64,10 @@ class Host(launch_audit.Runtime):
     def next_device(self):
         self.library.audit_next_call(False)
 
-    def launch(self, kernel, x=1, y=1, threads=128, shared=0, cluster=1, overlaps=False, cooperative=False):
-        # cudaLaunchAttributeClusterDimension, ...Cooperative and ...ProgrammaticStreamSerialization
-        attributes = (Attribute * 3)((4, (cluster, 1, 1)), (2, (cooperative,)), (6, (1,)))
-        config = Config((x, y, 1), (threads, 1, 1), shared, None, attributes, 2 + overlaps)
+    def launch(self, kernel, x=1, y=1, threads=128, shared=0, cluster=1, overlaps=False):
+        # cudaLaunchAttributeClusterDimension and ...ProgrammaticStreamSerialization
+        attributes = (Attribute * 2)((4, (cluster, 1, 1)), (6, (1,)))
+        config = Config((x, y, 1), (threads, 1, 1), shared, None, attributes, 1 + overlaps)
         self.library.cudaLaunchKernelExC(ctypes.byref(config), kernel, None)
 
     def opt_in(self, kernel, size, attribute=8):  # cudaFuncAttributeMaxDynamicSharedMemorySize
@@ -102,8 +102,6 @@ ON_H200 = [
     (lambda host: host.launch(BACKWARD, y=132, threads=1024), None),
     (lambda host: host.launch(BACKWARD, y=133, threads=1024), "more persistent blocks than are resident: 133 of 132"),
     (lambda host: host.launch(LARGE, y=133), None),  # which is not persistent
-    (lambda host: host.launch(LARGE, x=33, y=8, cooperative=True), None),
-    (lambda host: host.launch(LARGE, x=89, y=3, cooperative=True), "a cooperative grid of 267 blocks, of which 264"),
     (lambda host: host.launch(UNLISTED), "not among the kernels for this GPU"),
     (lambda host: host.library.cudaDeviceGetAttribute(None, 13, 0), "unknown attribute 13"),
 ]

@@ -1,0 +1,9 @@
+// Backward for rows of float16 and of its sums with a float32 residual.
+#include "backward_kernel.cuh"
+
+namespace layernorm::cuda {
+
+template void launch_backward<__half, __half>(const BackwardParams&);
+template void launch_backward<__half, float>(const BackwardParams&);
+
+}  // namespace layernorm::cuda
