@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from support.family import MEMBERS, with_gradients
-from support.models import Continuous
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -472,51 +471,6 @@ def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
         in report.skipped["2"]
     )
     assert_output_and_gradients(parallel, lambda: [p.grad.full_tensor() for p in parallel.parameters()])
-
-
-@in_four_processes
-def converted_blocks_are_sharded(mesh):
-    """FSDP2 shards a block, its linear layer or its norm; FSDP1 wraps the norm; DTensors are sharded over the batch."""
-    register_conversion(Continuous)
-    torch.manual_seed(1)
-    original = Continuous()
-    for parameter in original.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    inputs = torch.randn(PROCESSES, 2, 8, 8), torch.randn(PROCESSES, 2, 4)
-    for tensor in inputs:
-        tensor.requires_grad_()
-    expected = torch.stack([original(*tensors) for tensors in zip(*inputs, strict=True)])
-    gradients = torch.autograd.grad(expected.sin().sum(), [*inputs, *original.parameters()])
-    mine = [tensor[dist.get_rank()] for tensor in inputs]
-
-    def converted_block():
-        block = copy.deepcopy(original)
-        assert len(convert(block).replaced) == 2
-        return block
-
-    for parts in (["linear"], ["norm"], ["linear", "norm"], []):
-        block = converted_block()
-        for module in (*(getattr(block, part) for part in parts), block):
-            fully_shard(module, mesh=mesh)
-        y = block(*mine)
-        torch.testing.assert_close(y, expected[dist.get_rank()], **ANOTHER_ORDER)
-        y.sin().sum().backward()
-        for parameter, gradient in zip(block.parameters(), gradients[2:], strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor() * PROCESSES, gradient, **ANOTHER_ORDER)
-
-    for policy in (None, ModuleWrapPolicy({LayerNorm}), ModuleWrapPolicy({nn.Linear})):
-        options = {"use_orig_params": True, "auto_wrap_policy": policy, "device_id": torch.device("cpu")}
-        block = FullyShardedDataParallel(converted_block(), **options)
-        torch.testing.assert_close(block(*mine), expected[dist.get_rank()], **ANOTHER_ORDER)
-
-    block = distribute_module(converted_block(), mesh)  # replicates the parameters
-    tensors = [distribute_tensor(t.detach().flatten(0, 1), mesh, [Shard(0)]).requires_grad_() for t in inputs]
-    y = block(*tensors)
-    assert y.placements == (Shard(0),)
-    torch.testing.assert_close(y.full_tensor(), expected.flatten(0, 1), **ANOTHER_ORDER)
-    actual = torch.autograd.grad(y.sin().sum(), [*tensors, *block.parameters()])
-    for gradient, e in zip(actual, gradients, strict=True):
-        torch.testing.assert_close(gradient.full_tensor().view_as(e), e, **ANOTHER_ORDER)
 
 
 # Checkpoints: one process saves, four load and save, one loads

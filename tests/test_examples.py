@@ -71,7 +71,7 @@ def test_adaptive_block_equals_the_block_before_it(one_thread):
     width, outputs = 8, []
     mlp, x, condition = torch.nn.Linear(width, width), torch.randn(2, 3, width), torch.randn(2, width)
     for document, _, code in (block.values for block in blocks("python")):
-        if document == "docs/adaln.md":
+        if document == "docs/adaln.md" and "class Block" in code:
             namespace = {}
             exec(compile(code, document, "exec"), namespace)
             torch.manual_seed(0)
