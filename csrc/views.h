@@ -141,7 +141,7 @@ class Views {
 
  private:
   bool is_aligned(const Tensor& t, const View& view) const {
-    if (!aligns_ || channels_first) return true;
+    if (!aligns_ || channels_first || cols == 0) return true;
     const int64_t size = t.element_size(), row_bytes = cols * size;
     const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
     const int64_t starts = address | view.group_stride * size | view.row_stride * size;
