@@ -110,9 +110,9 @@ def _from(node: Node) -> Iterator[Node]:
 
 
 def is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:
-    """Return whether a later node changes one of these tensors, which the call saves for backward, or a view of it."""
+    """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
     storages = set(map(_storage, tensors)) - {None}
-    writes = filter(_writes, _from(last.next))
+    writes = filter(_may_write, _from(last.next))
     return any(not storages.isdisjoint(map(_storage, node.all_input_nodes)) for node in writes)
 
 

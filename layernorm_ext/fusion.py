@@ -264,8 +264,10 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     """Return whether a node reshapes batch dimensions only."""
     if not (is_call(node) and node.target in ("reshape", "view")):
         return False
-    shapes = [value.shape[-dims:] for value in map(fake_tensor, (node, node.args[0])) if value is not None]
-    return len(shapes) == 2 and _are_equal(*shapes)
+    new, old = map(fake_tensor, (node, node.args[0]))
+    if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
+        return False
+    return _are_equal(new.shape[-dims:], old.shape[-dims:])
 
 
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
