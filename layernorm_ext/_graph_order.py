@@ -64,6 +64,8 @@ def _writes(node: Node) -> bool:
     """Return whether a known function changes an argument or a mode."""
     if not is_call(node):
         return False
+    if str(node.target).startswith("streams."):  # torch.ops.streams, such as the wait for another stream
+        return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     name = _name(node)
@@ -107,6 +109,11 @@ def _from(node: Node) -> Iterator[Node]:
     while node.op != "root":
         yield node
         node = node.next
+
+
+def are_on_one_stream(nodes: Iterable[Node]) -> bool:
+    """Return whether the nodes are in one region of ``torch.cuda.stream``, or in none."""
+    return len({node.meta.get("custom", {}).get("stream") for node in nodes}) == 1
 
 
 def is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:

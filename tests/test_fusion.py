@@ -308,6 +308,34 @@ def test_others_stay_as_they_are(name):
     assert compare(function, fullgraph=name != "retain_grad") == expected
 
 
+def waits(x, r):
+    total = x + r
+    torch.ops.streams.wait_stream(0, 1)
+    return norm(total)
+
+
+def on_another_stream(x, r):
+    total = x + r
+    with torch.fx.traceback.annotate({"stream": 1}):  # as Dynamo records torch.cuda.stream
+        return norm(total)
+
+
+@needs_lists
+@pytest.mark.parametrize("function", [waits, on_another_stream])
+def test_calls_stay_on_their_streams(function):
+    """Without a GPU, the graphs are traced, but do not run."""
+    pytest.importorskip("torch._dynamo.variables.streams")
+    graphs = []
+
+    def joined(module, example_inputs):
+        graphs.append(module.graph)
+        fuse_neighbors(module.graph)
+        return lambda *inputs: inputs[:1]
+
+    torch.compile(function, backend=joined, fullgraph=True)(*tensors()[:2])
+    assert len(graphs) == 1 and not fuse_neighbors.counts
+
+
 # Random programs. FUSION_PROGRAMS=20000 takes some minutes.
 
 PROGRAMS = range(int(os.environ.get("FUSION_PROGRAMS", "300")))
