@@ -64,6 +64,8 @@ def _writes(node: Node) -> bool:
     """Return whether a known function changes an argument or a mode."""
     if not is_call(node):
         return False
+    if str(node.target).startswith("streams."):  # torch.ops.streams, such as the wait for another stream
+        return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     name = _name(node)
@@ -109,10 +111,15 @@ def _from(node: Node) -> Iterator[Node]:
         node = node.next
 
 
+def are_on_one_stream(nodes: Iterable[Node]) -> bool:
+    """Return whether the nodes are in one region of ``torch.cuda.stream``, or in none."""
+    return len({node.meta.get("custom", {}).get("stream") for node in nodes}) == 1
+
+
 def is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:
-    """Return whether a later node changes one of these tensors, which the call saves for backward, or a view of it."""
+    """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
     storages = set(map(_storage, tensors)) - {None}
-    writes = filter(_writes, _from(last.next))
+    writes = filter(_may_write, _from(last.next))
     return any(not storages.isdisjoint(map(_storage, node.all_input_nodes)) for node in writes)
 
 

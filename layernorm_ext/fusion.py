@@ -46,7 +46,15 @@ from torch.utils._pytree import tree_leaves
 import layernorm_ext
 
 from . import _graph_order
-from ._graph_order import fake_tensor, is_call, is_written_behind, may_write_between, misleads, recorded
+from ._graph_order import (
+    are_on_one_stream,
+    fake_tensor,
+    is_call,
+    is_written_behind,
+    may_write_between,
+    misleads,
+    recorded,
+)
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
@@ -264,8 +272,10 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     """Return whether a node reshapes batch dimensions only."""
     if not (is_call(node) and node.target in ("reshape", "view")):
         return False
-    shapes = [value.shape[-dims:] for value in map(fake_tensor, (node, node.args[0])) if value is not None]
-    return len(shapes) == 2 and _are_equal(*shapes)
+    new, old = map(fake_tensor, (node, node.args[0]))
+    if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
+        return False
+    return _are_equal(new.shape[-dims:], old.shape[-dims:])
 
 
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
@@ -390,7 +400,8 @@ class _Match:
         """Return the node before which the call belongs, or None if there is no such node.
 
         The call comes after all that it reads and before all that reads what it replaces. No node between the first
-        and the last one that it replaces writes, so that its arguments have the same values everywhere there.
+        and the last one that it replaces writes, so that its arguments have the same values everywhere there. Streams
+        and waits for them do not change either.
         """
         first, last = min(self.replaced), max(self.replaced)
         views = [view.args[1:] for view in self.modulation.views] if self.modulation else []
@@ -402,7 +413,7 @@ class _Match:
         saved = [self.total.total] if self.total else []
         saved += inputs if self.modulation or (self.total and self.total.gate) else []
         is_changed = may_write_between(min([first, *self.read]), last) or is_written_behind(last, saved)
-        return None if is_changed else place
+        return place if are_on_one_stream([*self.replaced, *self.read]) and not is_changed else None
 
     def join(self) -> bool:
         """Insert the call, and let the nodes of the result and of the sum take its results; return whether they fit."""

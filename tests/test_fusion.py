@@ -218,6 +218,13 @@ def saved_scale_changes(x, r, w, b, s, h, g):
     return y
 
 
+def saved_scale_changes_by_numpy(x, r, w, b, s, h, g):
+    y = norm(x) * (1 + s) + h
+    array = s.detach().numpy()
+    array += 1
+    return y
+
+
 def later_argument(x, r, w, b, s, h, g):
     """An early write must not get behind the call, whose last argument comes before it."""
     r = r.sin()
@@ -260,12 +267,14 @@ REFUSED = {
     "relu in place": writes(lambda t: F.relu(t, True)),
     "out=": writes(lambda t: torch.mul(t.detach(), 2, out=t.detach())),
     "iadd": writes(lambda t: operator.iadd(t, 1)),
+    "bits as another dtype": lambda x, r, *_: norm((x.half() + r.half()).view(BF16)),
     "norm of another index": lambda x, r, *_: torch.ops.layernorm.forward.default(x + r, (8,))[2],
     "memory_efficient": lambda x, r, *_: two(x + r, partial(norm, memory_efficient=True)),
     "autocast": autocast_changes,
     "scale that changes": scale_changes,
     "factor that changes": factor_changes,
     "a scale that changes behind": saved_scale_changes,
+    "a scale that an unknown function changes behind": saved_scale_changes_by_numpy,
     "norm with a weight": lambda x, r, w, b, s, h, g: norm(x, weight=w) * (1 + s) + h,
     "scale of another dtype": lambda x, r, w, b, s, h, g: norm(x) * (1 + s.float()) + h,
     "rounded factor": lambda x, r, w, b, s, h, g: norm(x) * (1 + s).float().double() + h,
@@ -297,6 +306,34 @@ LEFT = {name: (function, {}) for name, function in REFUSED.items()} | PARTS
 def test_others_stay_as_they_are(name):
     function, expected = LEFT[name]
     assert compare(function, fullgraph=name != "retain_grad") == expected
+
+
+def waits(x, r):
+    total = x + r
+    torch.ops.streams.wait_stream(0, 1)
+    return norm(total)
+
+
+def on_another_stream(x, r):
+    total = x + r
+    with torch.fx.traceback.annotate({"stream": 1}):  # as Dynamo records torch.cuda.stream
+        return norm(total)
+
+
+@needs_lists
+@pytest.mark.parametrize("function", [waits, on_another_stream])
+def test_calls_stay_on_their_streams(function):
+    """Without a GPU, the graphs are traced, but do not run."""
+    pytest.importorskip("torch._dynamo.variables.streams")
+    graphs = []
+
+    def joined(module, example_inputs):
+        graphs.append(module.graph)
+        fuse_neighbors(module.graph)
+        return lambda *inputs: inputs[:1]
+
+    torch.compile(function, backend=joined, fullgraph=True)(*tensors()[:2])
+    assert len(graphs) == 1 and not fuse_neighbors.counts
 
 
 # Random programs. FUSION_PROGRAMS=20000 takes some minutes.
