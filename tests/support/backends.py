@@ -127,9 +127,14 @@ def run_images(backend, x, dy, *args, **options):
 
 def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
     """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
-    images = [t if t is None else t.mT.contiguous().mT for t in (x, dy, residual, grad_sum)]
+    is_one_image = x.dim() == 2
+    images = [t if t is None else t[None] if is_one_image else t for t in (x, dy, residual, grad_sum)]
+    images = [t if t is None else t.mT.contiguous().mT for t in images]
     options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
-    return run(backend, *images[:2], *args, **options).map(torch.Tensor.contiguous)
+    results = run(backend, *images[:2], *args, **options)
+    if is_one_image:
+        results = results.map_rows(lambda t: t.squeeze(0))
+    return results.map(torch.Tensor.contiguous)
 
 
 # A test with the argument `run` tests the kernels for rows and those for channels-first images.

@@ -58,6 +58,7 @@ def test_emulated_calls_reach_every_kernel(kernels):
             run(library, x, dy, w, b, residual=x.to(dtypes[2]))
             run(library, x, amid_nans(dy), residual=x.to(dtypes[2]))
             if dtypes[0] == dtypes[2]:
+                run(library, x, dy, w, b, memory_efficient=True)
                 run_pixels(library, x, dy, w, b)
                 run_pixels(library, x, amid_nans(dy))
                 statistics = library.ops.forward.fused(x, x.shape[1:], w, b, 1e-5, x, w)[2:]
