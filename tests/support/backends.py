@@ -127,7 +127,8 @@ def run_images(backend, x, dy, *args, **options):
 
 def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
     """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
-    is_one_image = x.dim() == 2
+    has_own_parameters = any(t is not None and t.dim() == x.dim() for t in args[:2])
+    is_one_image = x.dim() == 2 and not has_own_parameters
     images = [t if t is None else t[None] if is_one_image else t for t in (x, dy, residual, grad_sum)]
     images = [t if t is None else t.mT.contiguous().mT for t in images]
     options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
