@@ -127,6 +127,8 @@ class BuildExtension(cpp_extension.BuildExtension):
             library.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(last_build, library)
             return
+        if not cpp_extension.is_ninja_available():  # without it, torch would ignore the flags of single sources
+            raise BuildError("ninja is not on PATH", "pip install ninja")
         flags = _write_kernel_sources(Path(self.build_temp))
         ext.sources += flags
         with _flags_of_sources(flags):
@@ -253,8 +255,6 @@ def _check_host_tools():
     for program in _host_compiler():
         if not program.startswith("-") and shutil.which(program) is None:
             raise BuildError(f"the C++ compiler {program!r} is not on PATH", "install g++, or set CXX")
-    if not cpp_extension.is_ninja_available():  # without it, torch would ignore the flags of single sources
-        raise BuildError("ninja is not on PATH", "pip install ninja")
     include = sysconfig.get_path("include")
     if not os.path.exists(os.path.join(include, "Python.h")):
         raise BuildError(f"Python.h is not in {include}", "install Python's headers (python3-dev on Debian)")

@@ -54,10 +54,11 @@ def test_missing_compiler_is_an_error(monkeypatch):
         extension.setup_arguments()
 
 
-def test_missing_ninja_is_an_error(monkeypatch):
+def test_missing_ninja_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(extension.cpp_extension, "is_ninja_available", lambda: False)
+    command = SimpleNamespace(build_temp=str(tmp_path), get_ext_fullpath=lambda name: str(tmp_path / "_C.so"))
     with pytest.raises(BuildError, match="ninja is not on PATH; pip install ninja"):
-        extension.setup_arguments()
+        extension.BuildExtension.build_extension(command, SimpleNamespace(name="_C", plan=cuda.Plan("FORCE_CUDA=0")))
 
 
 # CUDA or not
