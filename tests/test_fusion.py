@@ -66,7 +66,7 @@ def compare(function, arguments=None, backend=fusion.eager, **options):
     return dict(fuse_neighbors.counts)
 
 
-# What is joined. The arguments are x, residual, weight, bias, scale, shift and gate.
+# Functions that are joined, of the arguments x, residual, weight, bias, scale, shift and gate.
 
 ADD, GATE = {"add": 1}, {"gate and add": 1}
 MODULATE, ADD_MODULATE, ALL = {"modulate": 1}, {"add and modulate": 1}, {"gate, add and modulate": 1}
@@ -175,7 +175,7 @@ def test_any_batch_takes_one_graph_without_new_guards(name):
     assert counter.frame_count == unjoined.frame_count
 
 
-# What is refused: the graph stays as it is, or is joined in part.
+# Functions whose graph stays as it is, or is joined in part
 
 
 def writes(change):

@@ -194,7 +194,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// What keeps values in registers, and what does not. A kernel holds a row in registers, so that addresses, columns and
+// The rule about registers. A kernel holds a row in registers, so that addresses, columns and
 // comparisons that the compiler would also keep from one phase of a row to the next do not fit. compute_again(value)
 // returns the value, but makes the compiler compute everything that depends on it again. Each phase calls it for the
 // lane, the row or the vectors from which it starts. compute_once(value) is the opposite: a value that the compiler

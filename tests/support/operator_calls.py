@@ -98,7 +98,7 @@ def right_check(name, rng):
     return {key: args.get(key) for key in names}
 
 
-# What makes a call wrong, or unusual
+# Changes that make a call wrong or unusual
 
 
 def other_shape(t, rng):
