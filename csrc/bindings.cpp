@@ -172,9 +172,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return py::reinterpret_steal<py::object>(result);
   });
   const py::call_guard<py::gil_scoped_release> no_gil;
-  m.def("check_forward", &layernorm::check_arguments, no_gil);
-  m.def("check_images", &layernorm::check_images, no_gil);
-  m.def("check_modulation", &layernorm::check_modulation, no_gil);
+  m.def("check", &layernorm::CheckOperator<>::call, no_gil);
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

@@ -20,6 +20,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "geometry.h"
 #include "types.h"
 
 namespace layernorm {
@@ -89,6 +90,52 @@ Tensor derivative(const Tensor& gate, const Options& options) {
   return static_cast<Activation>(options.activation) == Activation::kSilu ? s * (gate * rest + 1) : s * rest;
 }
 
+// A call's tensors as rows: the normalized dimensions are the last ones, as geometry.h describes.
+struct Rows {
+  template <class Args>
+  explicit Rows(const Args& args)
+      : dims(args.input->dim()),
+        normalized_dims(static_cast<int64_t>(args.normalized_shape.size())),
+        options(args.options) {}
+
+  // The input, a tensor with its dimensions, a statistic or a parameter.
+  Tensor operator()(const Tensor& t) const {
+    if (t.dim() == normalized_dims && options.num_groups == 1) return t;
+    Tensor rows = t.dim() == normalized_dims ? t : with_all_dims(t, dims, normalized_dims, options);
+    if (options.images) rows = rows.movedim(1, -1);
+    if (options.num_groups == 1) return rows;
+    return rows.unflatten_symint(-1, {options.num_groups, rows.sym_size(-1) / options.num_groups});
+  }
+  optional<Tensor> operator()(const OptionalTensorRef& t) const {
+    return t ? optional<Tensor>((*this)(*t)) : std::nullopt;
+  }
+  // The inverse for tensors with the dimensions of the input, and for statistics.
+  Tensor undo(Tensor rows) const {
+    if (rows.defined() && options.num_groups > 1) rows = rows.flatten(-2);
+    return rows.defined() && options.images ? rows.movedim(-1, 1) : rows;
+  }
+  // The gradient of a parameter from the gradients of its values in each row.
+  Tensor sum(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
+    c10::SymDimVector sizes(normalized_shape.begin(), normalized_shape.end());
+    if (present(type.model)) {
+      const Tensor rows = (*this)(*type.model);
+      sizes.assign(rows.sym_sizes().begin(), rows.sym_sizes().end());
+    } else if (options.num_groups > 1) {
+      sizes = {options.num_groups, sizes[0] / options.num_groups};
+    }
+    Tensor result = at::sum_to(gradient, sizes);
+    // Flattened before it gets its shape, because a reshape to the same sizes keeps the strides of dimensions of
+    // size 1.
+    if (options.images && result.dim() > 1) result = result.movedim(-1, 1).reshape(-1);
+    const auto shape = type.sizes(normalized_shape);
+    if (result.dim() != static_cast<int64_t>(shape.size())) result = result.reshape_symint(shape);
+    return result.to(type.dtype);
+  }
+
+  int64_t dims, normalized_dims;
+  const Options& options;
+};
+
 // The terms of the derivatives of one call, in the accumulation type.
 struct Terms {
   // `saved_rstd` is a constant for autograd. To differentiate rstd, it is multiplied by a factor of value one that has
@@ -120,24 +167,27 @@ struct Terms {
 }  // namespace
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, in_place] = args;
   check_layouts(args);
   check_forward(args);
   check_allocated(args);
-  if (in_place) check_in_place(args);
-  const auto count = static_cast<int64_t>(normalized_shape.size());
+  if (args.in_place) check_in_place(args);
+  const Options& options = args.options;
+  const Rows rows(args);
+  const Tensor input = rows(*args.input);
+  const auto weight = rows(args.weight), bias = rows(args.bias), residual = rows(args.residual);
+  const auto count = rows.normalized_dims;
   const auto acc = accumulate_type(input);
   Tensor sum, activated;
-  if (options.is_gated_norm()) activated = activate(gate->to(acc), options);
-  if (present(gate) && present(residual)) {
-    sum = (residual->to(acc) + gate->to(acc) * input.to(acc)).to(residual->scalar_type());
-  } else if (present(residual)) {
+  if (args.gate) activated = activate(rows(*args.gate).to(acc), options);
+  if (args.input_scale) {
+    sum = (residual->to(acc) + rows(*args.input_scale).to(acc) * input.to(acc)).to(residual->scalar_type());
+  } else if (residual) {
     sum = input + *residual;
   }
   Tensor x = (sum.defined() ? sum : input).to(acc);
   if (activated.defined() && options.gate_first) x = x * activated;
   // A root that acc rounds to zero would make constant rows NaN.
-  const double least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
+  const double eps = args.eps, least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
   const double root = std::max(std::sqrt(std::fabs(eps)), least);
   const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
     return at::maximum(largest, first_scale * root);
@@ -146,12 +196,13 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   const Tensor variance = mean_of(d.values * d.values, count);
   const Tensor rstd = at::rsqrt(eps < 0 ? variance - scaled_eps : variance + scaled_eps);
   Tensor y = d.values * rstd;
-  if (present(weight)) y = y * factor(*weight, acc, options);
-  if (present(bias)) y = y + bias->to(acc);
+  if (weight) y = y * factor(*weight, acc, options);
+  if (bias) y = y + bias->to(acc);
   if (activated.defined() && !options.gate_first) y = y * activated;
+  sum = rows.undo(sum);
   // The residual changes last, because other arguments may share its memory.
-  if (in_place) sum = residual->copy_(sum);
-  return {y.to(input.scalar_type()), sum, d.mean, rstd.detach() * d.scale};
+  if (args.in_place) sum = args.residual->copy_(sum);
+  return {rows.undo(y.to(input.scalar_type())), sum, rows.undo(d.mean), rows.undo(rstd.detach() * d.scale)};
 }
 
 BackwardOutputs backward_composite(const BackwardArgs& args) {
@@ -160,64 +211,73 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_allocated(args);
   const Options& options = args.options;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
-  const auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
-  const auto acc = args.rstd.scalar_type();
-  Tensor x = args.input, dy = args.grad_output, gate, activated;
-  if (present(args.gate)) gate = args.gate->to(acc);
-  if (options.is_gated_norm()) {
+  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_scale] = args.output_mask;
+  const Rows rows(args);
+  const auto acc = args.rstd->scalar_type();
+  const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
+  Tensor x = input, dy = grad_output, gate, activated;
+  if (args.gate) {
+    gate = rows(*args.gate).to(acc);
     activated = activate(gate, options);
     (options.gate_first ? x : dy) = (options.gate_first ? x : dy).to(acc) * activated;
   }
-  const Terms t(dy, x, args.rstd, args.weight, static_cast<int64_t>(args.normalized_shape.size()), options);
-  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, options);
+  const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
+  const ParameterTypes types(args.input, args);
   BackwardOutputs grads;
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
-    return at::sum_to(gradient, type.sizes(args.normalized_shape)).to(type.dtype);
+    return rows.sum(gradient, type, args.normalized_shape);
   };
   if (wants_weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
   if (wants_bias) grads.grad_bias = sum_rows(t.dy, types.bias);
-  if (!(wants_input || wants_gated_input || wants_gate)) return grads;
+  if (!(wants_input || wants_gate || wants_scaled_input || wants_scale)) return grads;
 
   Tensor dx = t.rstd * t.project(t.g);
-  if (present(args.grad_sum)) dx = dx + args.grad_sum->to(acc);
-  if (options.is_gated_norm()) {
+  if (args.grad_sum) dx = dx + rows(*args.grad_sum).to(acc);
+  if (args.gate) {
     if (wants_gate) {
-      Tensor upstream = args.input.to(acc) * dx;  // of the activation
+      Tensor upstream = input.to(acc) * dx;  // of the activation
       if (!options.gate_first) {
         upstream = t.times_weight(t.xhat);
-        if (present(args.bias)) upstream = upstream + args.bias->to(acc);
-        upstream = upstream * args.grad_output.to(acc);
+        if (args.bias) upstream = upstream + rows(*args.bias).to(acc);
+        upstream = upstream * grad_output.to(acc);
       }
-      grads.grad_gate = (upstream * derivative(gate, options)).to(types.gate.dtype);
+      grads.grad_gate = rows.undo((upstream * derivative(gate, options)).to(args.gate->scalar_type()));
     }
     if (options.gate_first) dx = dx * activated;
-  } else if (gate.defined()) {
-    if (wants_gated_input) grads.grad_gated_input = (gate * dx).to(args.grad_output.scalar_type());
-    if (wants_gate) grads.grad_gate = sum_rows(dx * args.gated_input->to(acc), types.gate);
+  } else if (args.input_scale) {
+    if (wants_scaled_input) {
+      grads.grad_scaled_input = rows.undo((rows(*args.input_scale).to(acc) * dx).to(grad_output.scalar_type()));
+    }
+    if (wants_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
   }
-  if (wants_input) grads.grad_input = dx.to(args.input.scalar_type());
+  if (wants_input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
   return grads;
 }
 
 BackwardOutputs backward_from_output(const BackwardArgs& args) {
-  const auto acc = args.rstd.scalar_type();
-  Tensor xhat = args.input.to(acc);
-  if (present(args.bias)) xhat = xhat - args.bias->to(acc);
-  if (present(args.weight)) {
-    const Tensor w = factor(*args.weight, acc, args.options);
+  const Rows rows(args);
+  const auto acc = args.rstd->scalar_type();
+  Tensor xhat = rows(*args.input).to(acc);
+  if (args.bias) xhat = xhat - rows(*args.bias).to(acc);
+  if (args.weight) {
+    const Tensor w = factor(rows(*args.weight), acc, args.options);
     xhat = at::where(w.abs() < kSmallestDivisor, std::numeric_limits<double>::quiet_NaN(), xhat / w);
   }
   // A norm of xhat whose rstd is 1 has the same gradients, except that dx lacks the factor rstd.
-  Options options = args.options;
-  options.memory_efficient = false;
-  const auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
-  BackwardOutputs grads =
-      backward_composite({args.grad_output, xhat, args.normalized_shape, args.rstd, at::ones_like(args.rstd),
-                          args.weight, args.bias, args.output_mask, kAbsent, options});
-  if (!wants_input) return grads;
-  Tensor dx = grads.grad_input * args.rstd;
-  if (present(args.grad_sum)) dx = dx + args.grad_sum->to(acc);
-  grads.grad_input = dx.to(args.input.scalar_type());
+  xhat = rows.undo(xhat);
+  const Tensor ones = at::ones_like(args.rstd);
+  const optional<Tensor> mean = *args.rstd;
+  BackwardArgs plain = args;
+  plain.input = xhat;
+  plain.mean = mean;
+  plain.rstd = ones;
+  plain.grad_sum = kAbsent;
+  plain.options.memory_efficient = false;
+  BackwardOutputs grads = backward_composite(plain);
+  if (!args.output_mask[0]) return grads;
+  Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
+  if (args.grad_sum) dx = dx + args.grad_sum->to(acc);
+  grads.grad_input = dx.to(args.input->scalar_type());
   return grads;
 }
 

@@ -80,10 +80,10 @@ class Workspace final : public Allocator {
 
 // ---- forward and backward for any backend ---------------------------------------------------------------------------
 
-// A new tensor for an output in the layout of the call, see Options::preserve_layout.
-Tensor allocate_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
+// A new tensor for an output: contiguous or, for images, with the strides of at::empty_like().
+Tensor allocate_like(const Tensor& input, at::ScalarType type, bool images) {
   const auto options = input.options().dtype(type);
-  if (!preserve_layout) return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+  if (!images) return allocate(input.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
   if (!input.is_non_overlapping_and_dense()) return at::empty_like(input, options);
   return input.is_cpu() ? at::cpu::empty_strided(input.sizes(), input.strides(), options)
                         : at::empty_strided(input.sizes(), input.strides(), options);
@@ -91,88 +91,122 @@ Tensor allocate_like(const Tensor& input, at::ScalarType type, bool preserve_lay
 
 // RMSNorm keeps the memory format channels_last, as in torch.
 Tensor with_format(Tensor output, const ForwardArgs& args) {
-  if (!args.options.rms || present(args.residual) || args.options.preserve_layout) return output;
-  const auto format = args.input.suggest_memory_format();
+  if (!args.options.rms || args.residual || args.options.images) return output;
+  const auto format = args.input->suggest_memory_format();
   return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
 }
 
-Tensor copy_to_layout(const Tensor& result, const Tensor& input) {
-  return result.defined() ? at::empty_like(input, result.options()).copy_(result) : result;
-}
-// Expands a parameter with batch dimensions to the input's shape.
-Tensor expand_groups(const Tensor& t, const Tensor& input) {
-  return t.dim() == input.dim() && t.numel() != input.numel() ? t.expand(input.sizes()) : t;
+void copy_to_layout(Tensor& result, const Tensor& input) {
+  if (result.defined()) result = at::empty_like(input, result.options()).copy_(result);
 }
 
-// Forward and backward for tensors that the kernels cannot use in place, see Views. Layouts that they do not have
-// are made by a copy, and parameters whose groups are not adjacent dimensions are expanded.
+// Images whose channels are not the last dimension in memory.
+bool are_channels_first(const Tensor& input, const Options& options) {
+  return options.images && !input.movedim(1, -1).is_contiguous();
+}
+Tensor channels_last(const Tensor& input) { return input.movedim(1, -1).contiguous().movedim(-1, 1); }
+
+// A parameter with a value of its own for each row.
+Tensor expand_to_rows(const Tensor& t, const Tensor& input, int64_t normalized_dims, const Options& options) {
+  if (t.dim() == normalized_dims && options.num_groups == 1) return t;
+  return with_all_dims(t, input.dim(), normalized_dims, options).expand(input.sizes());
+}
+
+// Forward and backward for tensors that the kernels cannot use in place, see Views. Images are copied to channels_last,
+// and parameters whose groups are not adjacent dimensions are expanded.
 template <ForwardFunction kForward>
 ForwardOutputs forward_by_copies(ForwardArgs args) {
-  if (args.options.preserve_layout) {
-    args.options.preserve_layout = false;
-    auto [output, sum, mean, rstd] = kForward(args);
-    if (!args.in_place) sum = copy_to_layout(sum, args.input);
-    return {copy_to_layout(output, args.input), sum, mean, rstd};
+  const Tensor& input = args.input;
+  if (are_channels_first(input, args.options)) {
+    const Tensor rows = channels_last(input);
+    ForwardArgs below = args;
+    below.input = rows;
+    ForwardOutputs outputs = kForward(below);
+    if (!args.in_place) copy_to_layout(outputs.sum, input);
+    copy_to_layout(outputs.output, input);
+    return outputs;
   }
-  return call_with(kForward, args, [&](const Tensor& t) { return expand_groups(t, args.input); });
+  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  std::array<optional<Tensor>, 3> expanded;
+  size_t count = 0;
+  for (OptionalTensorRef* const parameter : {&args.weight, &args.bias, &args.input_scale}) {
+    if (!*parameter) continue;
+    expanded[count] = expand_to_rows(**parameter, input, normalized_dims, args.options);
+    *parameter = expanded[count++];
+  }
+  return kForward(args);
 }
 
 template <BackwardFunction kBackward>
 BackwardOutputs backward_by_copies(BackwardArgs args) {
-  if (args.options.preserve_layout) {
-    args.options.preserve_layout = false;
-    BackwardOutputs grads = kBackward(args);
-    grads.grad_input = copy_to_layout(grads.grad_input, args.input);
-    grads.grad_gated_input = copy_to_layout(grads.grad_gated_input, args.input);
-    if (args.options.is_gated_norm()) grads.grad_gate = copy_to_layout(grads.grad_gate, args.input);
+  const Tensor& input = args.input;
+  if (are_channels_first(input, args.options)) {
+    const Tensor rows = channels_last(input);
+    BackwardArgs below = args;
+    below.input = rows;
+    BackwardOutputs grads = kBackward(below);
+    for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) copy_to_layout(*t, input);
     return grads;
   }
   // The kernel then computes a gradient for each row. They are not rounded before they are summed.
-  const auto acc = accumulate_type(args.input);
-  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
-  const auto in_acc = [&](const optional<Tensor>& parameter) {
-    return present(parameter) ? expand_groups(*parameter, args.input).to(acc) : parameter;
-  };
-  const auto weight = in_acc(args.weight), bias = in_acc(args.bias);
-  const auto gate = args.options.is_gated_norm() ? args.gate : in_acc(args.gate);
-  BackwardOutputs grads = kBackward({args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, weight,
-                                     bias, args.output_mask, args.grad_sum, args.options, gate, args.gated_input});
+  const auto acc = accumulate_type(input);
+  const ParameterTypes types(input, args);
+  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  std::array<optional<Tensor>, 3> expanded;
+  size_t count = 0;
+  for (OptionalTensorRef* const parameter : {&args.weight, &args.bias, &args.input_scale}) {
+    if (!*parameter) continue;
+    expanded[count] = expand_to_rows(**parameter, input, normalized_dims, args.options).to(acc);
+    *parameter = expanded[count++];
+  }
+  BackwardOutputs grads = kBackward(args);
   const auto sum_rows = [&](Tensor& gradient, const GradientType& type) {
-    if (gradient.defined()) gradient = at::sum_to(gradient, type.sizes(args.normalized_shape)).to(type.dtype);
+    if (!gradient.defined()) return;
+    if (present(type.model) && gradient.dim() != normalized_dims) {
+      gradient = at::sum_to(gradient, with_all_dims(*type.model, input.dim(), normalized_dims, args.options).sizes())
+                     .reshape(type.model->sizes());
+    }
+    gradient = gradient.to(type.dtype);
   };
   sum_rows(grads.grad_weight, types.weight);
   sum_rows(grads.grad_bias, types.bias);
-  if (!args.options.is_gated_norm()) sum_rows(grads.grad_gate, types.gate);
+  sum_rows(grads.grad_input_scale, types.input_scale);
   return grads;
 }
 
 // Forward and backward of a gated norm whose gate has another dtype than the input, in the accumulation type.
 template <ForwardFunction kForward>
 ForwardOutputs forward_in_acc(const ForwardArgs& args) {
-  const auto type = args.input.scalar_type(), acc = accumulate_type(args.input);
+  const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
+  const Tensor input = args.input->to(acc);
   const optional<Tensor> gate = args.gate->to(acc);
-  ForwardOutputs outputs = kForward({args.input.to(acc), args.normalized_shape, args.weight, args.bias, args.eps,
-                                     args.options, /*residual=*/kAbsent, gate});
+  ForwardArgs below = args;
+  below.input = input;
+  below.gate = gate;
+  ForwardOutputs outputs = kForward(below);
   outputs.output = outputs.output.to(type);
   return outputs;
 }
 
 template <BackwardFunction kBackward>
 BackwardOutputs backward_in_acc(const BackwardArgs& args) {
-  const auto type = args.input.scalar_type(), acc = accumulate_type(args.input);
+  const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
+  const Tensor input = args.input->to(acc), grad_output = args.grad_output->to(acc);
   const optional<Tensor> gate = args.gate->to(acc);
+  BackwardArgs below = args;
+  below.input = input;
+  below.grad_output = grad_output;
+  below.gate = gate;
   // Without parameters, their gradients have the dtype of the input.
-  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
-  BackwardOutputs grads =
-      kBackward({args.grad_output.to(acc), args.input.to(acc), args.normalized_shape, args.mean, args.rstd, args.weight,
-                 args.bias, args.output_mask, /*grad_sum=*/kAbsent, args.options, gate});
+  const ParameterTypes types(args.input, args);
+  BackwardOutputs grads = kBackward(below);
   const auto cast = [](Tensor& gradient, at::ScalarType to) {
     if (gradient.defined()) gradient = gradient.to(to);
   };
   cast(grads.grad_input, type);
   cast(grads.grad_weight, types.weight.dtype);
   cast(grads.grad_bias, types.bias.dtype);
-  cast(grads.grad_gate, types.gate.dtype);
+  cast(grads.grad_gate, args.gate->scalar_type());
   return grads;
 }
 
@@ -182,29 +216,34 @@ Tensor contiguous(const Tensor& t) { return t.contiguous(); }
 ForwardOutputs forward_float64(ForwardArgs args) {
   const bool in_place = std::exchange(args.in_place, false);
   ForwardOutputs outputs = call_with(forward_composite, args, contiguous);
+  const auto finish = [&](Tensor& t) {
+    if (t.defined()) t = t.contiguous();
+    if (args.options.images) copy_to_layout(t, args.input);
+  };
+  finish(outputs.output);
+  finish(outputs.sum);
   if (in_place) outputs.sum = args.residual->copy_(outputs.sum);
-  outputs.output = outputs.output.contiguous();
+  for (Tensor* const t : {&outputs.mean, &outputs.rstd}) {
+    if (t->defined()) *t = t->contiguous();
+  }
   return outputs;
 }
 
 BackwardOutputs backward_float64(const BackwardArgs& args) {
-  const auto dense = [](const optional<Tensor>& t) { return present(t) ? optional<Tensor>(t->contiguous()) : t; };
-  const Tensor dy = args.grad_output.contiguous(), x = args.input.contiguous(), rstd = args.rstd.contiguous();
-  const auto mean = dense(args.mean), weight = dense(args.weight), bias = dense(args.bias);
-  const auto grad_sum = dense(args.grad_sum), gate = dense(args.gate), gated_input = dense(args.gated_input);
-  const BackwardArgs copies = {dy,     x,          args.normalized_shape, mean,     rstd,
-                               weight, bias,       args.output_mask,      grad_sum, args.options,
-                               gate,   gated_input};
-  BackwardOutputs grads = args.options.memory_efficient ? backward_from_output(copies) : backward_composite(copies);
-  for (Tensor* t :
-       {&grads.grad_input, &grads.grad_weight, &grads.grad_bias, &grads.grad_gated_input, &grads.grad_gate}) {
+  BackwardOutputs grads =
+      call_with(args.options.memory_efficient ? backward_from_output : backward_composite, args, contiguous);
+  for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) {
+    if (t->defined()) *t = t->contiguous();
+    if (args.options.images) copy_to_layout(*t, args.input);
+  }
+  for (Tensor* const t : {&grads.grad_weight, &grads.grad_bias, &grads.grad_input_scale}) {
     if (t->defined()) *t = t->contiguous();
   }
   return grads;
 }
 
-bool has_other_dtype(const Tensor& input, const optional<Tensor>& gate, const Options& options) {
-  return options.is_gated_norm() && gate->scalar_type() != input.scalar_type();
+bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
+  return gate && gate->scalar_type() != input.scalar_type();
 }
 
 // Whether a tensor may share elements with a residual that is overwritten, where torch's check cannot tell.
@@ -212,8 +251,9 @@ bool may_overlap(const Tensor& residual, const Tensor& t) {
   return t.is_alias_of(residual) && at::get_overlap_status(residual, t) == at::MemOverlapStatus::TooHard;
 }
 bool may_overlap(const ForwardArgs& args) {
-  const auto overlaps = [&](const optional<Tensor>& t) { return present(t) && may_overlap(*args.residual, *t); };
-  return may_overlap(*args.residual, args.input) || overlaps(args.weight) || overlaps(args.bias) || overlaps(args.gate);
+  bool result = false;
+  for_each_tensor(args, [&](const char*, const Tensor& t) { result |= may_overlap(*args.residual, t); });
+  return result;
 }
 
 // Forward with copies of the tensors that may share elements with a residual that is overwritten.
@@ -231,32 +271,18 @@ MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, cons
   return MaybeOwned::owned(std::move(converted));
 }
 
-// The gate as a parameter, or as the array of a gated norm; the other one is absent.
-struct Gate {
-  Gate(const optional<Tensor>& gate, const Options& options)
-      : parameter(options.is_gated_norm() ? kAbsent : gate), elementwise(options.is_gated_norm() ? gate : kAbsent) {}
-
-  MaybeOwned for_kernel(at::ScalarType parameter_type, const Views& views) const {
-    return present(elementwise) ? views.fit(*elementwise) : kernel_parameter(parameter, parameter_type, views);
-  }
-
-  const optional<Tensor>&parameter, &elementwise;
-};
-
 void set_common(Params& params, const Views& views, const Options& options, const Tensor& weight, const Tensor& bias,
-                const Tensor& gate, const LaunchScope& on, Allocator& allocator) {
+                const Tensor& gate, const Tensor& input_scale, const LaunchScope& on, Allocator& allocator) {
   params.groups = views.groups;
   params.rows = views.rows;
   params.cols = views.cols;
   params.channels_first = views.channels_first;
   params.weight = views.parameter_view(weight, on.input(weight, "weight"));
   params.bias = views.parameter_view(bias, on.input(bias, "bias"));
-  if (gate.defined()) {
-    const void* const data = on.input(gate, "gate");
-    params.gate = options.is_gated_norm() ? views.view(gate, data) : views.parameter_view(gate, data);
-  }
+  params.gate = gate.defined() ? views.view(gate, on.input(gate, "gate"))
+                               : views.parameter_view(input_scale, on.input(input_scale, "input_scale"));
   params.activation = static_cast<Activation>(options.activation);
-  params.gate_first = options.is_gated_norm() && options.gate_first;
+  params.gate_first = options.gate_first;
   params.rms = options.rms;
   params.zero_centered_weight = weight.defined() && options.zero_centered_weight;
   params.allocator = &allocator;
@@ -273,50 +299,46 @@ ForwardOutputs forward(const ForwardArgs& args) {
     check_in_place(args);
     if (may_overlap(args)) return forward_apart<forward<Backend>>(args);
   }
-  if (has_other_dtype(input, args.gate, args.options)) return forward_in_acc<forward<Backend>>(args);
+  if (has_other_dtype(input, args.gate)) return forward_in_acc<forward<Backend>>(args);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) {
-    if (args.options.preserve_layout) return forward_by_copies<forward<Backend>>(args);
     ForwardOutputs outputs = forward_float64(args);
     outputs.output = with_format(std::move(outputs.output), args);
     return outputs;
   }
   const LaunchScope on(input);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-  Tensor output = allocate_like(input, input.scalar_type(), args.options.preserve_layout), sum, mean;
-  at::DimVector shape(input.sizes().slice(0, input.dim() - normalized_dims));
-  shape.resize(input.dim(), 1);
+  Tensor output = allocate_like(input, input.scalar_type(), args.options.images), sum, mean;
+  const auto shape = statistics_shape<at::DimVector>(input.sizes(), normalized_dims, args.options);
   const auto statistics_options =
       input.options().dtype(accumulate_type(input)).memory_format(at::MemoryFormat::Contiguous);
   if (!args.options.rms) mean = allocate(shape, statistics_options);
   Tensor rstd = allocate(shape, statistics_options);
-  const Gate gate_as(args.gate, args.options);
-  const Views views(output, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise,
-                    Backend::needs_alignment);
+  const Views views(output, args, Backend::needs_alignment);
   const bool empty = input.numel() == 0;  // its strides mean nothing
-  const bool lacks_kernel = views.channels_first && (present(residual) || present(args.gate));
+  const bool lacks_kernel = views.channels_first && (residual || args.gate);
   if (!empty && (lacks_kernel || !(views.fits(output) && views.fits(rstd)))) {
     return forward_by_copies<forward<Backend>>(args);
   }
-  if (present(residual)) {
+  if (residual) {
     const bool reuse = args.in_place && residual->strides() == output.strides() && views.is_aligned(*residual);
-    sum = reuse ? *residual : allocate_like(input, residual->scalar_type(), args.options.preserve_layout);
+    sum = reuse ? *residual : allocate_like(input, residual->scalar_type(), args.options.images);
   }
   if (empty) {
     if (mean.defined()) mean.zero_();
     return {with_format(output, args), sum, mean, rstd.zero_()};
   }
 
-  const auto parameter_type =
-      ParameterTypes(present(residual) ? *residual : input, args.weight, args.bias, args.gate, args.options).kernel;
+  const auto parameter_type = ParameterTypes(residual ? *residual : input, args).kernel;
   const auto x = views.fit(input), weight = kernel_parameter(args.weight, parameter_type, views);
   const auto bias = kernel_parameter(args.bias, parameter_type, views);
-  const auto gate = gate_as.for_kernel(parameter_type, views);
+  const auto input_scale = kernel_parameter(args.input_scale, parameter_type, views);
+  const auto gate = args.gate ? views.fit(*args.gate) : MaybeOwned();
   Workspace workspace(input, on);
   ForwardParams params;
-  set_common(params, views, args.options, *weight, *bias, *gate, on, workspace);
+  set_common(params, views, args.options, *weight, *bias, *gate, *input_scale, on, workspace);
   params.input = views.view(*x, on.input(*x, "input"));
   MaybeOwned added;
-  if (present(residual)) {
+  if (residual) {
     added = views.fit(*residual);
     params.sum = views.view(sum, sum.is_same(*added) ? on.in_out(sum, "residual") : on.output(sum, "sum"));
     params.residual = sum.is_same(*added) ? params.sum : views.view(*added, on.input(*added, "residual"));
@@ -326,7 +348,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.mean = views.statistic_view(mean, on.output(mean, "mean"));
   params.rstd = views.statistic_view(rstd, on.output(rstd, "rstd"));
   params.dtype = dtype_of(input.scalar_type());
-  params.sum_dtype = present(residual) ? dtype_of(residual->scalar_type()) : params.dtype;
+  params.sum_dtype = residual ? dtype_of(residual->scalar_type()) : params.dtype;
   params.param_dtype = dtype_of(parameter_type);
   Backend::forward(params);
   if (args.in_place && !sum.is_same(*residual)) sum = residual->copy_(sum);
@@ -338,50 +360,43 @@ BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   check_allocated(args);
   const Tensor& input = args.input;
-  if (has_other_dtype(input, args.gate, args.options)) return backward_in_acc<backward<Backend>>(args);
-  if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) {
-    return args.options.preserve_layout ? backward_by_copies<backward<Backend>>(args) : backward_float64(args);
-  }
+  if (has_other_dtype(input, args.gate)) return backward_in_acc<backward<Backend>>(args);
+  if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) return backward_float64(args);
   const LaunchScope on(input);
-  auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
-  wants_gate &= present(args.gate);
-  wants_gated_input &= present(args.gate) && !args.options.is_gated_norm();
-  // The gradients of a gate beside a residual and of what it multiplies are computed from grad_input.
+  auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_scale] = args.output_mask;
+  wants_gate &= static_cast<bool>(args.gate);
+  wants_scaled_input &= static_cast<bool>(args.input_scale);
+  wants_scale &= static_cast<bool>(args.input_scale);
+  // The gradients of the scale of the input and of what it multiplies are computed from grad_input.
   const bool returns_input = wants_input;
-  wants_input |= wants_gated_input || (wants_gate && !args.options.is_gated_norm());
-  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  wants_input |= wants_scaled_input || wants_scale;
   const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
+  const ParameterTypes types(input, args);
   // A tensor with the layout of grad_input. If grad_input is not wanted, the input can take its place, unless its
   // elements share memory: copies of other tensors get this layout, and are written.
-  const bool allocates =
-      wants_input || !(args.options.preserve_layout ? input.is_non_overlapping_and_dense() : input.is_contiguous());
-  const Tensor grad = allocates ? allocate_like(input, input.scalar_type(), args.options.preserve_layout) : input;
-  const Gate gate_as(args.gate, args.options);
-  const Views views(grad, input, normalized_dims, args.weight, args.bias, gate_as.parameter, gate_as.elementwise,
-                    Backend::needs_alignment);
+  const bool images = args.options.images;
+  const bool allocates = wants_input || !(images ? input.is_non_overlapping_and_dense() : input.is_contiguous());
+  const auto like_input = [&](at::ScalarType type) { return allocate_like(input, type, images); };
+  const Tensor grad = allocates ? like_input(input.scalar_type()) : input;
+  const Views views(grad, args, Backend::needs_alignment);
   const bool empty = input.numel() == 0;
-  const bool lacks_kernel = views.channels_first && (present(args.grad_sum) || present(args.gate) ||
-                                                     input.scalar_type() != args.grad_output.scalar_type());
-  if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd.contiguous())))) {
+  const bool lacks_kernel = views.channels_first && (args.grad_sum || args.gate || args.input_scale ||
+                                                     input.scalar_type() != args.grad_output->scalar_type());
+  if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd->contiguous())))) {
     return backward_by_copies<backward<Backend>>(args);
   }
   const auto parameter_gradient = [&](const GradientType& type) {
-    const auto sizes = present(type.model) ? type.model->sizes() : input.sizes().slice(input.dim() - normalized_dims);
+    const auto sizes = present(type.model) ? type.model->sizes() : C10_AS_INTARRAYREF_SLOW(args.normalized_shape);
     return empty ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
   };
   BackwardOutputs grads;
-  auto& [grad_input, grad_weight, grad_bias, grad_gated_input, grad_gate] = grads;
+  auto& [grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_scale] = grads;
   if (wants_input) grad_input = grad;
   if (wants_weight) grad_weight = parameter_gradient(types.weight);
   if (wants_bias) grad_bias = parameter_gradient(types.bias);
-  if (wants_gated_input) {
-    grad_gated_input = allocate_like(input, args.grad_output.scalar_type(), args.options.preserve_layout);
-  }
-  if (wants_gate) {
-    grad_gate = present(gate_as.elementwise) ? allocate_like(input, input.scalar_type(), args.options.preserve_layout)
-                                             : parameter_gradient(types.gate);
-  }
+  if (wants_gate) grad_gate = like_input(input.scalar_type());
+  if (wants_scaled_input) grad_scaled_input = like_input(args.grad_output->scalar_type());
+  if (wants_scale) grad_scale = parameter_gradient(types.input_scale);
   const auto result = [&] {
     if (!returns_input) grads.grad_input = Tensor();
     return grads;
@@ -392,30 +407,30 @@ BackwardOutputs backward(const BackwardArgs& args) {
     return views.fits(t) ? MaybeOwned::borrowed(t) : MaybeOwned::owned(t.contiguous());
   };
   const auto dy = views.fit(args.grad_output), x = views.fit(input);
-  const auto dsum = wants_input && present(args.grad_sum) ? views.fit(*args.grad_sum) : MaybeOwned();
+  const auto dsum = wants_input && args.grad_sum ? views.fit(*args.grad_sum) : MaybeOwned();
   const auto weight = kernel_parameter(args.weight, types.kernel, views);
   const auto bias = needs_bias(args.options) ? kernel_parameter(args.bias, types.kernel, views) : MaybeOwned();
-  const auto gate = gate_as.for_kernel(types.kernel, views);
-  const auto gated_input = wants_gate && present(gate_as.parameter) ? views.fit(*args.gated_input) : MaybeOwned();
+  const auto gate = args.gate ? views.fit(*args.gate) : MaybeOwned();
+  const auto input_scale = kernel_parameter(args.input_scale, types.kernel, views);
+  const auto scaled_input = wants_scale ? views.fit(*args.scaled_input) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
   Workspace workspace(input, on);
   BackwardParams params;
-  set_common(params, views, args.options, *weight, *bias, *gate, on, workspace);
+  set_common(params, views, args.options, *weight, *bias, *gate, *input_scale, on, workspace);
   params.grad_output = views.view(*dy, on.input(*dy, "grad_output"));
   params.input = views.view(*x, on.input(*x, "input"));
   params.grad_sum = views.view(*dsum, on.input(*dsum, "grad_sum"));
   params.mean = views.statistic_view(*mean, on.input(*mean, "mean"));
   params.rstd = views.statistic_view(*rstd, on.input(*rstd, "rstd"));
   params.grad_input = views.view(grad_input, on.output(grad_input, "grad_input"));
-  params.grad_weight = views.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
-  params.grad_bias = views.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
-  params.gated_input = views.view(*gated_input, on.input(*gated_input, "gated_input"));
-  params.grad_gated_input = views.view(grad_gated_input, on.output(grad_gated_input, "grad_gated_input"));
-  void* const grad_gate_data = on.output(grad_gate, "grad_gate");
-  params.grad_gate = present(gate_as.elementwise) ? views.view(grad_gate, grad_gate_data)
-                                                  : views.gradient_view(types.gate.model, grad_gate_data);
+  params.grad_weight = views.gradient_view(grad_weight, on.output(grad_weight, "grad_weight"));
+  params.grad_bias = views.gradient_view(grad_bias, on.output(grad_bias, "grad_bias"));
+  params.gated_input = views.view(*scaled_input, on.input(*scaled_input, "scaled_input"));
+  params.grad_gated_input = views.view(grad_scaled_input, on.output(grad_scaled_input, "grad_scaled_input"));
+  params.grad_gate = args.gate ? views.view(grad_gate, on.output(grad_gate, "grad_gate"))
+                               : views.gradient_view(grad_scale, on.output(grad_scale, "grad_input_scale"));
   params.from_output = args.options.memory_efficient;
-  params.dtype = dtype_of(args.grad_output.scalar_type());
+  params.dtype = dtype_of(args.grad_output->scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
   Backend::backward(params);
@@ -424,15 +439,15 @@ BackwardOutputs backward(const BackwardArgs& args) {
   };
   cast(grad_weight, types.weight);
   cast(grad_bias, types.bias);
-  cast(grad_gate, types.gate);
+  cast(grad_scale, types.input_scale);
   return result();
 }
 
 // ---- meta functions -------------------------------------------------------------------------------------------------
 
-Tensor empty_like(const Tensor& input, at::ScalarType type, bool preserve_layout) {
+Tensor meta_like(const Tensor& input, at::ScalarType type, bool images) {
   const auto options = input.options().dtype(type);
-  return preserve_layout ? at::empty_like(input, options) : at::empty_symint(input.sym_sizes(), options);
+  return images ? at::empty_like(input, options) : at::empty_symint(input.sym_sizes(), options);
 }
 
 ForwardOutputs forward_meta(const ForwardArgs& args) {
@@ -440,12 +455,13 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
   if (args.in_place) check_in_place(args);
   const Tensor& input = args.input;
   const auto options = input.options().dtype(accumulate_type(input));
-  const auto shape = statistics_shape(input, args.normalized_shape);
-  const bool preserve_layout = args.options.preserve_layout;
+  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  const auto shape = statistics_shape<c10::SymDimVector>(input.sym_sizes(), normalized_dims, args.options);
+  const bool images = args.options.images;
   ForwardOutputs outputs;
-  outputs.output = with_format(empty_like(input, input.scalar_type(), preserve_layout), args);
-  if (present(args.residual)) {
-    outputs.sum = args.in_place ? *args.residual : empty_like(input, args.residual->scalar_type(), preserve_layout);
+  outputs.output = with_format(meta_like(input, input.scalar_type(), images), args);
+  if (args.residual) {
+    outputs.sum = args.in_place ? *args.residual : meta_like(input, args.residual->scalar_type(), images);
   }
   if (!args.options.rms) outputs.mean = at::empty_symint(shape, options);
   outputs.rstd = at::empty_symint(shape, options);
@@ -455,23 +471,19 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
 BackwardOutputs backward_meta(const BackwardArgs& args) {
   check_backward(args);
   const Tensor& input = args.input;
-  const ParameterTypes types(args.input, args.weight, args.bias, args.gate, args.options);
+  const ParameterTypes types(input, args);
   const auto gradient = [&](const GradientType& type) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
-  const auto like_input = [&](at::ScalarType type) { return empty_like(input, type, args.options.preserve_layout); };
-  const auto [wants_input, wants_weight, wants_bias, wants_gated_input, wants_gate] = args.output_mask;
-  const bool is_gated_norm = args.options.is_gated_norm();
+  const auto like_input = [&](at::ScalarType type) { return meta_like(input, type, args.options.images); };
+  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_scale] = args.output_mask;
   BackwardOutputs grads;
   if (wants_input) grads.grad_input = like_input(input.scalar_type());
   if (wants_weight) grads.grad_weight = gradient(types.weight);
   if (wants_bias) grads.grad_bias = gradient(types.bias);
-  if (wants_gated_input && present(args.gate) && !is_gated_norm) {
-    grads.grad_gated_input = like_input(args.grad_output.scalar_type());
-  }
-  if (wants_gate && present(args.gate)) {
-    grads.grad_gate = is_gated_norm ? like_input(types.gate.dtype) : gradient(types.gate);
-  }
+  if (wants_gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
+  if (wants_scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
+  if (wants_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
   return grads;
 }
 

@@ -1,15 +1,15 @@
 // The schemas of the operators, their calls through the dispatcher, and the registrations that no backend owns.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/functorch/BatchedTensorImpl.h>
 
 #include "checks.h"
 #include "ops.h"
 
 namespace layernorm {
 
-#define OPTIONS \
-  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool preserve_layout=False"
-#define GATED_NORM "str? activation=None, bool gate_first=False"
+// See Options.
+#define OPTIONS                                                                                       \
+  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False, " \
+  "int num_groups=1, str? activation=None, bool gate_first=False"
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 void Operators::define(torch::Library& m) {
@@ -23,30 +23,26 @@ void Operators::define(torch::Library& m) {
       "*, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual=None, Tensor? gate=None, *, " OPTIONS ", " GATED_NORM
+      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None, *, " OPTIONS
       ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   define(
       "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor(a!) residual, Tensor? gate=None, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+      "Tensor(a!) residual, Tensor? input_scale=None, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
       ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   define(
       "backward.fused(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool[5] output_mask, Tensor? grad_sum, Tensor? gate, Tensor? gated_input=None, "
-      "*, " OPTIONS ", " GATED_NORM
-      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_gated_input, Tensor grad_gate)");
-  // The checks of forward, for graphs of aten operators. Compilers remove them from a graph, because they return
-  // nothing.
+      "Tensor? weight, Tensor? bias, bool[6] output_mask, Tensor? grad_sum, Tensor? gate, Tensor? input_scale=None, "
+      "Tensor? scaled_input=None, *, " OPTIONS
+      ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_gate, Tensor grad_scaled_input, "
+      "Tensor grad_input_scale)");
+  // The checks of the public functions, for graphs that call forward with other names, or aten's operators. Compilers
+  // remove them from a graph, because they return nothing.
   define(
-      "check_forward(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
-      "Tensor? gate=None, str? activation=None) -> ()");
-  define("check_allocated(Tensor tensor, str name) -> ()");
-  define("check_images(Tensor input, Tensor? weight, Tensor? bias) -> ()");
-  define(
-      "check_modulation(Tensor input, SymInt[] normalized_shape, Tensor? scale, Tensor? shift, Tensor? gate=None) "
-      "-> ()");
+      "check(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? gate, "
+      "Tensor? input_scale, bool adaptive, *, " OPTIONS ") -> ()");
 }
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
@@ -60,47 +56,49 @@ auto find(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload).typed<decltype(Operator::call)>();
 }
 
+// Calls an operator with the values of the options after other arguments.
+template <class Operator, class... Args>
+auto call(const Operator& op, const Options& options, const Args&... args) {
+  return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images,
+                 options.num_groups, activation_name(options.activation), options.gate_first);
+}
+
 }  // namespace
 
 ForwardOutputs call_forward(const ForwardArgs& args) {
-  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout, activation, gate_first] = args.options;
-  if (args.in_place) {
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, in_place] = args;
+  if (in_place) {
     static const auto op = find<InPlaceForwardOperator<nullptr>>("forward_", "fused");
-    auto [output, mean, rstd] =
-        op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, *args.residual, args.gate, rms,
-                zero_centered_weight, memory_efficient, preserve_layout);
-    return {std::move(output), *args.residual, std::move(mean), std::move(rstd)};
+    auto [output, mean, rstd] = call(op, options, input, normalized_shape, weight, bias, eps, *residual, input_scale);
+    return {std::move(output), *residual, std::move(mean), std::move(rstd)};
   }
-  if (present(args.residual) || present(args.gate) || args.options.is_gated_norm() || gate_first) {
+  if (residual || gate || input_scale) {
     static const auto op = find<FusedForwardOperator<nullptr>>("forward", "fused");
     auto [output, sum, mean, rstd] =
-        op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, args.residual, args.gate, rms,
-                zero_centered_weight, memory_efficient, preserve_layout, activation_name(activation), gate_first);
+        call(op, options, input, normalized_shape, weight, bias, eps, residual, gate, input_scale);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
   static const auto op = find<ForwardOperator<nullptr>>("forward", "");
-  auto [output, mean, rstd] = op.call(args.input, args.normalized_shape, args.weight, args.bias, args.eps, rms,
-                                      zero_centered_weight, memory_efficient, preserve_layout);
+  auto [output, mean, rstd] = call(op, options, input, normalized_shape, weight, bias, eps);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  const auto& [rms, zero_centered_weight, memory_efficient, preserve_layout, activation, gate_first] = args.options;
-  if (present(args.gate) || present(args.gated_input) || args.options.is_gated_norm() || gate_first) {
+  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, options, gate,
+               input_scale, scaled_input] = args;
+  if (gate || input_scale || scaled_input) {
     static const auto op = find<FusedBackwardOperator<nullptr>>("backward", "fused");
-    auto [grad_input, grad_weight, grad_bias, grad_gated_input, grad_gate] =
-        op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
-                args.output_mask, args.grad_sum, args.gate, args.gated_input, rms, zero_centered_weight,
-                memory_efficient, preserve_layout, activation_name(activation), gate_first);
-    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), std::move(grad_gated_input),
-            std::move(grad_gate)};
+    auto [grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale] =
+        call(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, gate,
+             input_scale, scaled_input);
+    return {std::move(grad_input), std::move(grad_weight),       std::move(grad_bias),
+            std::move(grad_gate),  std::move(grad_scaled_input), std::move(grad_input_scale)};
   }
   static const auto op = find<BackwardOperator<nullptr>>("backward", "");
   auto [grad_input, grad_weight, grad_bias] =
-      op.call(args.grad_output, args.input, args.normalized_shape, args.mean, args.rstd, args.weight, args.bias,
-              {args.output_mask[0], args.output_mask[1], args.output_mask[2]}, args.grad_sum, rms, zero_centered_weight,
-              memory_efficient, preserve_layout);
-  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), Tensor(), Tensor()};
+      call(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias,
+           std::array<bool, 3>{mask[0], mask[1], mask[2]}, grad_sum);
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), {}, {}, {}};
 }
 
 ActivationName activation_name(int64_t activation) {
@@ -121,13 +119,6 @@ int64_t parse_activation(const ActivationName& name, const Tensor& input) {
   }
   TORCH_CHECK(false, "Expected activation to be \"silu\" or \"sigmoid\", but got activation = \"", *name,
               "\" and input of shape ", input.sym_sizes());
-}
-
-void call_check_allocated(const Tensor& tensor, std::string_view name) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow((std::string(kOperatorNamespace) + "::check_allocated").c_str(), "")
-                             .typed<void(const Tensor&, std::string_view)>();
-  op.call(tensor, name);
 }
 
 // ---- registrations --------------------------------------------------------------------------------------------------
@@ -163,21 +154,6 @@ void Operators::implement_functionalize(torch::Library& m) {
   m.impl("forward_.fused", TORCH_FN(InPlaceForwardOperator<forward_functional>::call));
 }
 
-void Operators::implement_any_backend(torch::Library& m) {
-  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) { check_allocated(tensor, name); });
-}
-
-void Operators::implement_batched(torch::Library& m) {
-  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) {
-    const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
-    check_allocated(at::functorch::maybeGetBatchedImpl(tensor)->value(), name);
-  });
-}
-
-void Operators::implement_composite(torch::Library& m) {
-  m.impl("check_forward", TORCH_FN(check_arguments));
-  m.impl("check_images", TORCH_FN(check_images));
-  m.impl("check_modulation", TORCH_FN(check_modulation));
-}
+void Operators::implement_composite(torch::Library& m) { m.impl("check", TORCH_FN(CheckOperator<>::call)); }
 
 }  // namespace layernorm

@@ -29,30 +29,18 @@ struct GradientType {
 // parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
 // converted to the accumulation type, and their gradients back to their own dtype. So are all of a gated norm.
 struct ParameterTypes {
-  ParameterTypes(const Tensor& input, const optional<Tensor>& weight_, const optional<Tensor>& bias_,
-                 const optional<Tensor>& gate_, const Options& options)
-      : weight(input, weight_, bias_),
-        bias(input, bias_, weight_),
-        gate(input, gate_, gate_),
-        kernel(!options.is_gated_norm() && weight.dtype == bias.dtype && weight.dtype == input.scalar_type() &&
-                       (!present(gate_) || weight.dtype == gate.dtype)
+  template <class Args>
+  ParameterTypes(const Tensor& input, const Args& args)
+      : weight(input, args.weight, args.bias),
+        bias(input, args.bias, args.weight),
+        input_scale(input, args.input_scale, args.input_scale),
+        kernel(!args.gate && weight.dtype == bias.dtype && weight.dtype == input.scalar_type() &&
+                       (!args.input_scale || weight.dtype == input_scale.dtype)
                    ? weight.dtype
                    : accumulate_type(input)) {}
 
-  GradientType weight, bias, gate;
+  GradientType weight, bias, input_scale;
   at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
 };
-
-inline c10::SymDimVector statistics_shape(const Tensor& input, SymIntArrayRef normalized_shape) {
-  const auto sizes = input.sym_sizes();
-  c10::SymDimVector shape(sizes.begin(), sizes.end() - normalized_shape.size());
-  shape.resize(sizes.size(), 1);
-  return shape;
-}
-
-// Whether a parameter has the dimensions of the input, so that it may differ between rows.
-inline bool has_all_dims(const optional<Tensor>& parameter, const Tensor& input) {
-  return present(parameter) && parameter->dim() == input.dim();
-}
 
 }  // namespace layernorm

@@ -6,81 +6,65 @@
 
 #include <algorithm>
 
+#include "geometry.h"
 #include "layer_norm.h"
 #include "types.h"
 
 namespace layernorm {
-
-// Inserts the batch dimensions that a scale or shift lacks after those that it has: [B, N] becomes [B, 1, N] for an
-// input [B, S, N]. One that all rows share stays as it is.
-inline optional<Tensor> insert_batch_dims(const optional<Tensor>& parameter, const Tensor& input,
-                                          SymIntArrayRef normalized_shape) {
-  const auto count = static_cast<int64_t>(normalized_shape.size());
-  if (!present(parameter) || parameter->dim() == count) return parameter;
-  Tensor result = *parameter;
-  while (result.dim() < input.dim()) result = result.unsqueeze(-1 - count);
-  return result;
-}
-
-// The stride of the dimension into which the selected dimensions of [begin, end) can be merged without a copy, or
-// nullopt if they cannot. Dimensions of size 1 do not matter; if there is no other, returns `otherwise`.
-template <class F>
-optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int64_t otherwise, const F& selected) {
-  int64_t stride = otherwise, expected = -1;
-  for (int64_t d = end - 1; d >= begin; --d) {
-    if (!selected(d) || t.size(d) == 1) continue;
-    if (expected < 0) {
-      stride = t.stride(d);
-    } else if (t.stride(d) != expected) {
-      return std::nullopt;
-    }
-    expected = t.stride(d) * t.size(d);
-  }
-  return stride;
-}
 
 // A tensor of the caller or a copy. Borrowing takes a small call less time than counting a reference.
 using MaybeOwned = c10::MaybeOwned<Tensor>;
 
 // The views [groups, rows, cols] of the tensors of a call.
 //
-// The batch dimensions in which a parameter has the input's size are groups, the others are rows. If all rows share the
-// parameters, groups and rows are outer and inner batch dimensions, divided so that the input need not be copied.
-// With channels_first, only the first dimension, the images, may be a group. Otherwise the kernel for one image, and
-// therefore its bits, would differ from that for several, whose pixels are not adjacent in memory.
+// The batch dimensions in which a parameter has the input's size are groups, and so are the groups of num_groups; the
+// others are rows. If all rows share the parameters, groups and rows are outer and inner batch dimensions, divided so
+// that the input need not be copied. With channels_first, only the first dimension, the images, may be a group.
+// Otherwise the kernel for one image, and therefore its bits, would differ from that for several, whose pixels are not
+// adjacent in memory.
 class Views {
  public:
-  // `output` has the layout of all outputs. `elementwise_gate` is that of a gated norm. With `aligns`, rows and
-  // parameters that is_aligned() refuses are copied.
-  Views(const Tensor& output, const Tensor& input, int64_t normalized_dims, const optional<Tensor>& weight,
-        const optional<Tensor>& bias, const optional<Tensor>& gate, const optional<Tensor>& elementwise_gate,
-        bool aligns)
-      : output_(output), batch_dims_(input.dim() - normalized_dims), aligns_(aligns), is_group_(batch_dims_, false) {
-    const auto sizes = input.sizes();
-    for (int64_t d = batch_dims_; d < input.dim(); ++d) cols *= sizes[d];
-    const bool has_groups = has_all_dims(weight, input) || has_all_dims(bias, input) || has_all_dims(gate, input);
-    is_plain_ = !has_groups && input.is_contiguous() && output.is_contiguous() &&
-                (!present(elementwise_gate) || elementwise_gate->is_contiguous());
+  // `output` has the layout of all outputs. With `aligns`, rows and parameters that is_aligned() refuses are copied.
+  template <class Args>
+  Views(const Tensor& output, const Args& args, bool aligns)
+      : output_(output),
+        normalized_dims_(static_cast<int64_t>(args.normalized_shape.size())),
+        geometry_(args.input, normalized_dims_, args.options),
+        batch_dims_(geometry_.batch_dims),
+        aligns_(aligns),
+        has_own_groups_(args.options.num_groups > 1),
+        is_group_(batch_dims_, false) {
+    const Tensor& input = args.input;
+    const OptionalTensorRef* const parameters[] = {&args.weight, &args.bias, &args.input_scale};
+    for (int64_t d = batch_dims_; d < geometry_.dims; ++d) cols *= geometry_.extent(input, d).size;
+    const bool has_groups =
+        has_own_groups_ || std::any_of(std::begin(parameters), std::end(parameters), [&](const auto* parameter) {
+          return *parameter && (*parameter)->dim() > normalized_dims_;
+        });
+    is_plain_ = !has_groups && !args.options.images && input.is_contiguous() && output.is_contiguous() &&
+                (!args.gate || args.gate->is_contiguous());
     if (is_plain_) {
-      for (int64_t d = 0; d < batch_dims_; ++d) rows *= sizes[d];
+      for (int64_t d = 0; d < batch_dims_; ++d) rows *= input.size(d);
       return;
     }
-    for (const auto* parameter : {&weight, &bias, &gate}) {
-      if (!has_all_dims(*parameter, input)) continue;
-      for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] = is_group_[d] || (*parameter)->size(d) != 1;
+    if (has_own_groups_) is_group_[batch_dims_ - 1] = true;
+    for (const auto* parameter : parameters) {
+      if (!*parameter) continue;
+      for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] |= geometry_.extent(**parameter, d).size != 1;
     }
     const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
-    channels_first = joint_stride(output, batch_dims_, output.dim(), 1, [](int64_t) { return true; }) != 1;
+    channels_first = joint_stride(output, batch_dims_, geometry_.dims, 1, all_) != 1;
     if (channels_first) {
-      const auto pixels = joint_stride(output, 1, batch_dims_, 0, [](int64_t) { return true; });
+      const auto pixels = joint_stride(output, 1, batch_dims_, 0, all_);
       has_kernel_ = pixels == 1 && std::find(is_group_.begin() + 1, is_group_.end(), true) == is_group_.end();
     }
-    const auto gate_fits = [&] { return !present(elementwise_gate) || fits(*elementwise_gate); };
+    for (const auto* parameter : parameters) has_kernel_ &= !*parameter || has_all_groups_or_none(**parameter);
+    const auto gate_fits = [&] { return !args.gate || fits(*args.gate); };
     if (!grouped && !divide([&] { return fits(output) && fits(input) && gate_fits(); }) &&
         !divide([&] { return fits(output) && fits(input); })) {
       divide([&] { return fits(output); });
     }
-    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= sizes[d];
+    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= geometry_.extent(input, d).size;
   }
 
   // Whether the kernels can use the strides of a tensor.
@@ -111,7 +95,7 @@ class Views {
     const auto is_row = [&](int64_t d) { return !is_group_[d]; };
     return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_group).value_or(-1),
             joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
-            joint_stride(t, batch_dims_, t.dim(), 1, [](int64_t) { return true; }).value_or(-1)};
+            joint_stride(t, batch_dims_, geometry_.dims, 1, all_).value_or(-1)};
   }
 
   // The view [groups, rows, 1] of a statistic.
@@ -122,18 +106,17 @@ class Views {
 
   // The view [groups, 1, cols] of a parameter.
   View parameter_view(const Tensor& t, const void* data) const {
-    if (!t.defined() || t.dim() != output_.dim()) return {const_cast<void*>(data), 0, 0, 1};
+    if (!t.defined() || is_shared(t)) return {const_cast<void*>(data), 0, 0, 1};
     return view(t, data);
   }
   bool fits_parameter(const Tensor& t) const {
     const View own = parameter_view(t, t.const_data_ptr());
     if (!is_aligned(t, own)) return false;
-    return t.is_contiguous() || (t.dim() == output_.dim() && own.group_stride >= 0 && own.col_stride == 1);
+    return t.is_contiguous() || (!is_shared(t) && own.group_stride >= 0 && own.col_stride == 1);
   }
   // The view of a contiguous gradient of a parameter.
-  View gradient_view(const optional<Tensor>& parameter, void* data) const {
-    const bool own = present(parameter) && parameter->dim() == output_.dim() && parameter->numel() > cols;
-    return {data, own ? cols : 0, 0, 1};
+  View gradient_view(const Tensor& gradient, void* data) const {
+    return {data, gradient.defined() && gradient.numel() > cols ? cols : 0, 0, 1};
   }
 
   int64_t groups = 1, rows = 1, cols = 1;
@@ -157,11 +140,47 @@ class Views {
     return done();
   }
 
+  // The stride of the dimension into which the selected dimensions of [begin, end) can be merged without a copy, or
+  // nullopt if they cannot. Dimensions of size 1 do not matter; if there is no other, returns `otherwise`.
+  template <class F>
+  optional<int64_t> joint_stride(const Tensor& t, int64_t begin, int64_t end, int64_t otherwise,
+                                 const F& selected) const {
+    int64_t stride = otherwise, expected = -1;
+    for (int64_t d = end - 1; d >= begin; --d) {
+      if (!selected(d)) continue;
+      const Extent extent = geometry_.extent(t, d);
+      if (extent.size == 1) continue;
+      if (expected < 0) {
+        stride = extent.stride;
+      } else if (extent.stride != expected) {
+        return std::nullopt;
+      }
+      expected = extent.stride * extent.size;
+    }
+    return stride;
+  }
+  static constexpr auto all_ = [](int64_t) { return true; };
+
+  // Whether all groups share a parameter.
+  bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && !has_own_groups_; }
+
+  // Whether a parameter has a value for each group or is shared by all of them. The kernels know nothing between.
+  bool has_all_groups_or_none(const Tensor& parameter) const {
+    bool all = true, none = true;
+    for (int64_t d = 0; d < batch_dims_; ++d) {
+      if (is_group_[d]) (geometry_.extent(parameter, d).size == 1 ? all : none) = false;
+    }
+    return all || none;
+  }
+
   const Tensor& output_;
-  int64_t batch_dims_;
-  const bool aligns_;
-  bool is_plain_;           // one group of contiguous rows, as in nearly every call
-  bool has_kernel_ = true;  // false for images whose pixels are apart, or have parameters of their own
+  const int64_t normalized_dims_;
+  const Geometry geometry_;
+  const int64_t batch_dims_;
+  const bool aligns_, has_own_groups_;
+  bool is_plain_;  // one group of contiguous rows, as in nearly every call
+  // False for images whose pixels are apart or have parameters of their own, and for parameters of some groups only.
+  bool has_kernel_ = true;
   c10::SmallVector<bool, 5> is_group_;
 };
 

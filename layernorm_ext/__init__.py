@@ -21,9 +21,8 @@ from ._compatibility import check_torch
 
 check_torch()
 
-from . import channels_first, conversion, functional, modules, modules_2d, modules_adaptive, tracing
+from . import conversion, functional, modules, modules_2d, modules_adaptive, tracing
 from ._ops import register_with_torch
-from .channels_first import *
 from .conversion import *
 from .functional import *
 from .modules import *
@@ -32,7 +31,6 @@ from .modules_adaptive import *
 from .tracing import *
 
 __all__ = []
-__all__ += channels_first.__all__
 __all__ += conversion.__all__
 __all__ += functional.__all__
 __all__ += modules.__all__

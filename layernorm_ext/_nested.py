@@ -15,27 +15,33 @@ from . import tracing
 
 
 def norm_nested(
-    norm: Callable[..., tracing.Results],
+    norm: Callable[..., Any],
     input: Any,  # torch's class of jagged tensors is private
-    residual: Any,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    parameters: dict[str, Tensor | None],
+    alike: dict[str, Any],
     *,
-    gate: Any = None,
-    **options: Any,
-) -> tracing.Results:
-    """Call ``norm`` for all values of a jagged tensor, or for each component of other nested tensors."""
-    jagged, dims, inplace = input.layout == torch.jagged, len(normalized_shape), options["inplace"]
+    eps: float,
+    rms: bool,
+    num_groups: int,
+    inplace: bool | None,
+) -> Any:
+    """Call ``norm`` for all values of a jagged tensor, or for each component of other nested tensors.
+
+    The tensors in ``alike`` have the components of ``input``. ``norm`` takes them and the parameters by name.
+    """
+    jagged, dims, residual = input.layout == torch.jagged, len(normalized_shape), alike["residual"]
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.dim() != dims:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape for a nested input, but got {name} of "
+                f"shape {list(parameter.shape)} and normalized_shape = {list(normalized_shape)}"
+            )
     if jagged and tuple(normalized_shape) != tuple(input.shape[1:][-dims:]):
         raise RuntimeError(
             f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with shape [B, *, "
             f"{str(list(normalized_shape))[1:-1]}], but got input of size{list(input.shape)}"
         )
-    parameters = {"weight": weight, "bias": bias}
-    alike = {"residual": residual}  # tensors with the components of the input
-    (alike if "activation" in options else parameters)["gate"] = gate
     for name, tensor in alike.items():
         if tensor is not None and not (
             tensor.is_nested and tensor.layout == input.layout and _sizes(tensor) == _sizes(input)
@@ -44,9 +50,15 @@ def norm_nested(
                 f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
                 f"size{_sizes(tensor)} and input of size{_sizes(input)}"
             )
-    over_ragged = normalizes_ragged(input, dims)
+    over_ragged = jagged and input._ragged_idx >= input.dim() - dims
     if over_ragged:
-        if "activation" in options:
+        if num_groups != 1:
+            raise RuntimeError(
+                "Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = "
+                f"{num_groups}, normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
+            )
+        gate = alike.get("gate")
+        if gate is not None:
             raise RuntimeError(
                 f"Expected gate to be None for normalized_shape = {list(normalized_shape)}, which includes the ragged "
                 f"dimension, but got gate of shape {list(gate.shape)}"
@@ -68,35 +80,35 @@ def norm_nested(
         return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)
 
     if jagged and (not over_ragged or torch.compiler.is_compiling()):
-        values, added = input.values(), None if residual is None else residual.values()
+        values = input.values()
+        others = {name: None if tensor is None else tensor.values() for name, tensor in alike.items()}
         if over_ragged:  # torch.compile does not know the number of components
-            offsets, ragged_dim, rms = input.offsets(), input._ragged_idx - 1, options["rms"]
-            output, total = _norm_over_ragged(
-                values, added, normalized_shape, eps, offsets, ragged_dim, rms=rms, inplace=inplace
+            offsets, ragged_dim = input.offsets(), input._ragged_idx - 1
+            results = _norm_over_ragged(
+                values, others["residual"], normalized_shape, eps, offsets, ragged_dim, rms=rms, inplace=inplace
             )
         else:
-            factor = gate.values() if gate is not None and gate.is_nested else gate
-            output, total = norm(values, added, normalized_shape, weight, bias, eps, gate=factor, **options)
-        return join(output), residual if inplace or residual is None else join(total)
+            results = norm(values, normalized_shape, **parameters, **others)
+        if residual is None:
+            return join(results)
+        return join(results[0]), residual if inplace else join(results[1])
 
     components = input.unbind()
-    residuals = [None] * len(components) if residual is None else residual.unbind()
-    gates = gate.unbind() if gate is not None and gate.is_nested else [gate] * len(components)
-    results = []
-    for x, added, factor in zip(components, residuals, gates, strict=True):
+    others = {name: [None] * len(components) if tensor is None else tensor.unbind() for name, tensor in alike.items()}
+    outputs, sums = [], []
+    for i, x in enumerate(components):
         shape = x.shape[-dims:] if jagged else normalized_shape
-        results.append(norm(x, added, shape, weight, bias, eps, gate=factor, **options))
+        results = norm(x, shape, **parameters, **{name: tensors[i] for name, tensors in others.items()})
+        output, total = (results, None) if residual is None else results
+        outputs.append(output)
+        sums.append(total)
 
-    def gather(parts: list[Tensor]) -> Tensor:
+    def gather(parts: list[Any]) -> Any:
         return join(torch.cat(parts, input._ragged_idx - 1)) if jagged else torch.nested.as_nested_tensor(parts)
 
-    output = gather([output for output, _ in results])
-    return output, residual if inplace or residual is None else gather([total for _, total in results])
-
-
-def normalizes_ragged(input: Any, normalized_dims: int) -> bool:
-    """Return whether the ragged dimension of a nested tensor is one of the last dimensions."""
-    return bool(input.layout == torch.jagged and input._ragged_idx >= input.dim() - normalized_dims)
+    if residual is None:
+        return gather(outputs)
+    return gather(outputs), residual if inplace else gather(sums)
 
 
 def _norm_over_ragged(
@@ -109,7 +121,7 @@ def _norm_over_ragged(
     *,
     rms: bool,
     inplace: bool | None,
-) -> tracing.Results:
+) -> Any:
     """Normalize the values of a jagged tensor over dimensions that include the ragged one, with torch's precision."""
     x, total = values, None
     if residual is not None:
@@ -131,7 +143,8 @@ def _norm_over_ragged(
 
     if not rms:
         x = x - mean(x)
-    return tracing.cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype), total
+    output = tracing.cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype)
+    return output if residual is None else (output, total)
 
 
 def _sizes(tensor: Tensor) -> list[Any]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .channels_first import rms_norm_2d
-from .functional import rms_norm
+from .functional import rms_norm, rms_norm_2d
 from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm
 from .modules_2d import LayerNorm2d, RMSNorm2d
 

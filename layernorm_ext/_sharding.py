@@ -37,15 +37,17 @@ def _register(op: torch._ops.OpOverload) -> Callable[[RuleFunction], RuleFunctio
     return register
 
 
-def _batch_placements(normalized_shape: Sequence[int], *tensors: DTensorSpec | None) -> list[Placement]:
+def _batch_dims(normalized_shape: Sequence[int], input: DTensorSpec, images: bool) -> list[int]:
+    return [0, *range(2, input.ndim)] if images else list(range(input.ndim - len(normalized_shape)))
+
+
+def _batch_placements(batch_dims: Sequence[int], *tensors: DTensorSpec | None) -> list[Placement]:
     """Return the placements for one mesh dimension: replicated, or a tensor's existing shard of a batch dimension.
 
     With new shards in the list, DTensor would scatter replicated tensors. The shards are copied from the tensors
     because reshaped tensors may have strided shards.
     """
-    present = [tensor for tensor in tensors if tensor is not None]
-    batch_dims = range(present[0].ndim - len(normalized_shape))
-    existing = [placement for tensor in present for placement in tensor.placements]
+    existing = [placement for tensor in tensors if tensor is not None for placement in tensor.placements]
     shards = [placement for placement in existing if getattr(placement, "dim", None) in batch_dims]
     return [Replicate(), *dict.fromkeys(shards)]
 
@@ -54,17 +56,13 @@ def _like(tensor: DTensorSpec | None, batch: Placement) -> Placement | None:
     return None if tensor is None else batch
 
 
-def _parameter(parameter: DTensorSpec | None, input: DTensorSpec, batch: Placement) -> Placement | None:
+def _parameter(parameter: DTensorSpec | None, normalized_dims: int, images: bool, batch: Placement) -> Placement | None:
     """Return the placement of a parameter of inputs with the placement ``batch``."""
     if parameter is None:
         return None
-    has_own = parameter.ndim == input.ndim and parameter.shape[getattr(batch, "dim", 0)] != 1
+    dim, own_dims = getattr(batch, "dim", 0), parameter.ndim - normalized_dims
+    has_own = own_dims > 0 and dim < own_dims + images and parameter.shape[dim] != 1
     return batch if has_own else Replicate()
-
-
-def _gate(gate: DTensorSpec | None, input: DTensorSpec, batch: Placement, activation: str | None) -> Placement | None:
-    """Return the placement of a gate: like the input in a gated norm, and beside a residual a parameter."""
-    return _like(gate, batch) if activation else _parameter(gate, input, batch)
 
 
 @_register(_ops.forward.fused)
@@ -76,24 +74,26 @@ def _forward_fused(
     eps: float = 1e-5,
     residual: DTensorSpec | None = None,
     gate: DTensorSpec | None = None,
+    input_scale: DTensorSpec | None = None,
     *,
     rms: bool = False,
-    activation: str | None = None,
-    **options: bool,
+    images: bool = False,
+    **options: object,
 ) -> list[Rule]:
     rules: list[Rule] = []
-    for batch in _batch_placements(normalized_shape, input, residual):
-        parameters = [_parameter(parameter, input, batch) for parameter in (weight, bias)]
+    for batch in _batch_placements(_batch_dims(normalized_shape, input, images), input, residual, gate):
+        dims = len(normalized_shape)
+        parameters = [_parameter(parameter, dims, images, batch) for parameter in (weight, bias, input_scale)]
         outputs = [batch, _like(residual, batch), None if rms else batch, batch]  # output, sum, mean, rstd
-        gates = [_like(residual, batch), _gate(gate, input, batch, activation)]
-        rules.append((outputs, [batch, None, *parameters, None, *gates]))
+        others = [_like(residual, batch), _like(gate, batch), parameters[2]]
+        rules.append((outputs, [batch, None, *parameters[:2], None, *others]))
     return rules
 
 
 @_register(_ops.forward.default)
-def _forward(input: DTensorSpec, *arguments: object, **options: bool) -> list[Rule]:
-    rules = _forward_fused(input, *arguments, **options)
-    return [([output, mean, rstd], placements[:-2]) for (output, _, mean, rstd), placements in rules]
+def _forward(*arguments: Any, **options: Any) -> list[Rule]:
+    rules = _forward_fused(*arguments, **options)
+    return [([output, mean, rstd], placements[:-3]) for (output, _, mean, rstd), placements in rules]
 
 
 @_register(_ops.backward.fused)
@@ -108,26 +108,32 @@ def _backward_fused(
     output_mask: Sequence[bool],
     grad_sum: DTensorSpec | None = None,
     gate: DTensorSpec | None = None,
-    gated_input: DTensorSpec | None = None,
+    input_scale: DTensorSpec | None = None,
+    scaled_input: DTensorSpec | None = None,
     *,
-    activation: str | None = None,
-    **options: bool,
+    images: bool = False,
+    **options: object,
 ) -> list[Rule]:
     rules: list[Rule] = []
-    for batch in _batch_placements(normalized_shape, grad_output, input, grad_sum, gated_input):
-        weight_placement, bias_placement = (_parameter(parameter, input, batch) for parameter in (weight, bias))
-        gate_placement = _gate(gate, input, batch, activation)
-        tensors = [batch, batch, None, _like(mean, batch), batch, weight_placement, bias_placement, None]
-        # The gradient of an absent parameter has the shape of the other parameter, if any.
-        models = (weight_placement or bias_placement, bias_placement or weight_placement, batch, gate_placement)
+    batch_dims = _batch_dims(normalized_shape, input, images)
+    for batch in _batch_placements(batch_dims, grad_output, input, grad_sum, gate, scaled_input):
+        dims = len(normalized_shape)
+        w, b, scale = (_parameter(parameter, dims, images, batch) for parameter in (weight, bias, input_scale))
         summed = Replicate() if batch.is_replicate() else Partial()
-        gradients = [batch, *(batch if model == batch else summed for model in models)]
+
+        def gradient(model: Placement | None, batch: Placement = batch, summed: Placement = summed) -> Placement:
+            return batch if model == batch else summed
+
+        # The gradient of an absent parameter has the shape of the other parameter, if any.
+        gradients = [batch, gradient(w or b), gradient(b or w), batch, batch, gradient(scale)]
         wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=False)]
-        rules.append((wanted, [*tensors, _like(grad_sum, batch), gate_placement, _like(gated_input, batch)]))
+        tensors = [batch, batch, None, _like(mean, batch), batch, w, b, None]
+        others = [_like(grad_sum, batch), _like(gate, batch), scale, _like(scaled_input, batch)]
+        rules.append((wanted, [*tensors, *others]))
     return rules
 
 
 @_register(_ops.backward.default)
-def _backward(*arguments: Any, **options: bool) -> list[Rule]:
+def _backward(*arguments: Any, **options: Any) -> list[Rule]:
     """Return the rules of ``backward.fused`` for the first three gradients, whose mask is shorter, without a gate."""
-    return [(gradients, placements[:-2]) for gradients, placements in _backward_fused(*arguments, **options)]
+    return [(gradients, placements[:-3]) for gradients, placements in _backward_fused(*arguments, **options)]

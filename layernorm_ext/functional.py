@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
-from ._calls import gated_norm, is_overridden, modulated_norm, norm, override, rms_eps
-from ._ops import _C
+from ._calls import call
 
 __all__ = ["ada_layer_norm", "ada_rms_norm", "add_ada_layer_norm", "add_ada_rms_norm", "add_layer_norm"]
-__all__ += ["add_rms_norm", "gated_layer_norm", "gated_rms_norm", "layer_norm", "rms_norm"]
+__all__ += ["add_rms_norm", "gated_layer_norm", "gated_rms_norm", "layer_norm", "layer_norm_2d", "rms_norm"]
+__all__ += ["rms_norm_2d"]
 
 
 def layer_norm(
@@ -87,18 +85,10 @@ def layer_norm(
         >>> layer_norm(x, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
-    # Empty by default: parsing options takes time, and overrides may know torch's arguments only.
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # empty by default, because overrides may know torch's arguments only
     if zero_centered_weight or memory_efficient:
         options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
-    # The compiled function is fast, but torch.compile cannot trace it and __torch_function__ cannot override it.
-    if has_torch_function_variadic(input, weight, bias) and is_overridden(input, weight, bias):
-        return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.layer_norm(input, normalized_shape, weight, bias, eps, **options)
-        if output is not None:
-            return output
-    return norm(input, None, normalized_shape, weight, bias, eps, **options)[0]
+    return call(layer_norm, input, normalized_shape, weight, bias, eps, **options)
 
 
 def rms_norm(
@@ -123,14 +113,8 @@ def rms_norm(
         A tensor of the shape and dtype of ``input``. As in torch, it is ``channels_last`` (``channels_last_3d``) if
         ``input`` is, else contiguous.
     """
-    options: dict[str, Any] = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
-    if is_overridden(input, weight):
-        return override(rms_norm, input, normalized_shape, weight=weight, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.rms_norm(input, normalized_shape, weight, eps, **options)
-        if output is not None:
-            return output
-    return norm(input, None, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)[0]
+    options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
+    return call(rms_norm, input, normalized_shape, weight, eps, **options)
 
 
 def add_layer_norm(
@@ -191,14 +175,8 @@ def add_layer_norm(
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-    options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if is_overridden(input, residual, weight, bias, gate):
-        return override(add_layer_norm, input, residual, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
-        if results is not None:
-            return results
-    return modulated_norm(input, residual, normalized_shape, weight, bias, eps, **options)
+    options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
+    return call(add_layer_norm, input, residual, normalized_shape, weight, bias, eps, **options)
 
 
 def add_rms_norm(
@@ -221,14 +199,8 @@ def add_rms_norm(
     default of ``eps`` is that of :func:`rms_norm`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    options: dict[str, Any] = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    if is_overridden(input, residual, weight, gate):
-        return override(add_rms_norm, input, residual, normalized_shape, weight=weight, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
-        if results is not None:
-            return results
-    return modulated_norm(input, residual, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
+    options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
+    return call(add_rms_norm, input, residual, normalized_shape, weight, eps, **options)
 
 
 def ada_layer_norm(
@@ -273,13 +245,7 @@ def ada_layer_norm(
         >>> ada_layer_norm(x, (8,), scale, shift).shape
         torch.Size([2, 3, 8])
     """
-    if is_overridden(input, scale, shift):
-        return override(ada_layer_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.ada_layer_norm(input, normalized_shape, scale, shift, eps)
-        if output is not None:
-            return output
-    return modulated_norm(input, None, normalized_shape, scale, shift, eps, adaptive=True)[0]
+    return call(ada_layer_norm, input, normalized_shape, scale, shift, eps)
 
 
 def ada_rms_norm(
@@ -299,13 +265,7 @@ def ada_rms_norm(
     <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    if is_overridden(input, scale, shift):
-        return override(ada_rms_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.ada_rms_norm(input, normalized_shape, scale, shift, eps)
-        if output is not None:
-            return output
-    return modulated_norm(input, None, normalized_shape, scale, shift, eps, adaptive=True, rms=True)[0]
+    return call(ada_rms_norm, input, normalized_shape, scale, shift, eps)
 
 
 def add_ada_layer_norm(
@@ -337,16 +297,7 @@ def add_ada_layer_norm(
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-    options: dict[str, Any] = {"gate": gate, "inplace": inplace}
-    if is_overridden(input, residual, scale, shift, gate):
-        return override(
-            add_ada_layer_norm, input, residual, normalized_shape, scale=scale, shift=shift, eps=eps, **options
-        )
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_ada_layer_norm(input, residual, normalized_shape, scale, shift, eps, **options)
-        if results is not None:
-            return results
-    return modulated_norm(input, residual, normalized_shape, scale, shift, eps, adaptive=True, **options)
+    return call(add_ada_layer_norm, input, residual, normalized_shape, scale, shift, eps, gate=gate, inplace=inplace)
 
 
 def add_ada_rms_norm(
@@ -370,16 +321,7 @@ def add_ada_rms_norm(
     Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer
     Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    options: dict[str, Any] = {"gate": gate, "inplace": inplace}
-    if is_overridden(input, residual, scale, shift, gate):
-        return override(
-            add_ada_rms_norm, input, residual, normalized_shape, scale=scale, shift=shift, eps=eps, **options
-        )
-    if not torch.compiler.is_dynamo_compiling():
-        results = _C.add_ada_rms_norm(input, residual, normalized_shape, scale, shift, eps, **options)
-        if results is not None:
-            return results
-    return modulated_norm(input, residual, normalized_shape, scale, shift, eps, adaptive=True, rms=True, **options)
+    return call(add_ada_rms_norm, input, residual, normalized_shape, scale, shift, eps, gate=gate, inplace=inplace)
 
 
 def gated_layer_norm(
@@ -444,15 +386,9 @@ def gated_layer_norm(
         >>> gated_layer_norm(x, gate, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
-    options: dict[str, Any] = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
+    options = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
     options["zero_centered_weight"] = zero_centered_weight
-    if is_overridden(input, gate, weight, bias):
-        return override(gated_layer_norm, input, gate, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.gated_layer_norm(input, gate, normalized_shape, weight, bias, eps, **options)
-        if output is not None:
-            return output
-    return gated_norm(input, gate, normalized_shape, weight, bias, eps, **options)
+    return call(gated_layer_norm, input, gate, normalized_shape, weight, bias, eps, **options)
 
 
 def gated_rms_norm(
@@ -487,12 +423,65 @@ def gated_rms_norm(
         >>> gated_rms_norm(x, gate, (8,), torch.ones(8), gate_first=True, num_groups=2).shape
         torch.Size([2, 3, 8])
     """
-    options: dict[str, Any] = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
+    options = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
     options["zero_centered_weight"] = zero_centered_weight
-    if is_overridden(input, gate, weight):
-        return override(gated_rms_norm, input, gate, normalized_shape, weight=weight, eps=eps, **options)
-    if not torch.compiler.is_dynamo_compiling():
-        output = _C.gated_rms_norm(input, gate, normalized_shape, weight, eps, **options)
-        if output is not None:
-            return output
-    return gated_norm(input, gate, normalized_shape, weight, None, rms_eps(input, eps), rms=True, **options)
+    return call(gated_rms_norm, input, gate, normalized_shape, weight, eps, **options)
+
+
+def layer_norm_2d(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_weight: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
+    r"""Normalize each pixel of images over its channels, as ConvNeXt does.
+
+    .. math::
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \mathrm{weight} + \mathrm{bias}
+
+    Mean and (biased) variance are taken over the dimension ``C``. The result equals :func:`layernorm_ext.layer_norm`
+    of ``input.movedim(1, -1)``, moved back. Errors, precision, determinism, derivatives and dtypes of gradients are
+    those of that function. The last bits also depend on the memory format. Sources: Ba, Kiros and Hinton, `Layer
+    Normalization <https://arxiv.org/abs/1607.06450>`_, 2016; Liu et al., `A ConvNet for the 2020s
+    <https://arxiv.org/abs/2201.03545>`_, 2022.
+
+    Args:
+        input: Tensor of shape ``[N, C, *]``, with any number of further dimensions, and dtype float64, float32, float16
+            or bfloat16. Channels may have any stride if the pixels of a channel are contiguous; ``channels_last`` is
+            read in place, and other layouts are copied.
+        weight: Tensor of any of these dtypes. Its shape is ``[C]``; or ``[N, C]``, for a weight per image; or has as
+            many dimensions as ``input``, where each size except ``C`` is the input's or 1. Ones if ``None``.
+        bias: Like ``weight``. If both vary between pixels, they vary in the same dimensions. Zeros if ``None``.
+        eps: Added to the variance.
+        zero_centered_weight: Whether to multiply by ``weight + 1``.
+        memory_efficient: Whether to save the output for backward instead of the input. See :class:`LayerNorm`.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``input``: it has the strides of :func:`torch.empty_like`,
+        also for a slice of a ``channels_last`` tensor. So has the gradient of ``input``.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4)
+        >>> layer_norm_2d(x, torch.ones(8), torch.zeros(8)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+    options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+    return call(layer_norm_2d, input, weight, bias, eps, **options)
+
+
+def rms_norm_2d(
+    input: Tensor, weight: Tensor | None = None, eps: float | None = None, *, zero_centered_weight: bool = False
+) -> Tensor:
+    r"""Divide each pixel of images by the root mean square of its channels.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} * \mathrm{weight}
+
+    Shapes, dtypes, results and errors are those of :func:`layer_norm_2d`. The default of ``eps`` is that of
+    :func:`layernorm_ext.rms_norm`, so that rows and images give the same results. Source: Zhang and Sennrich, `Root
+    Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+    """
+    return call(rms_norm_2d, input, weight, eps, zero_centered_weight=zero_centered_weight)

@@ -337,7 +337,9 @@ def _join_neighbors(norm: Node) -> str | None:
     for unused in [user for user in norm.users if user.target is operator.getitem and not user.users]:
         norm.graph.erase_node(unused)  # in the bodies of checkpoints, Dynamo takes all results
     y = _only(norm.users)
-    if y is None or y.target is not operator.getitem or y.args[1] != 0 or given["memory_efficient"]:
+    if y is None or y.target is not operator.getitem or y.args[1] != 0:
+        return None
+    if given["memory_efficient"] or given["images"] or given["num_groups"] != 1:
         return None
     dims = len(given["normalized_shape"])
     is_plain = given["weight"] is None and given["bias"] is None
@@ -383,7 +385,9 @@ class _Match:
     def arguments(self) -> dict[str, Any]:
         arguments = dict(self.given)
         if self.total:
-            arguments |= {"residual": self.total.residual, "gate": self.total.gate, "input": self.total.x}
+            arguments |= {"residual": self.total.residual, "input": self.total.x}
+            if self.total.gate:
+                arguments |= {"gate": None, "input_scale": self.total.gate}
         if self.modulation:
             arguments |= {"weight": self.modulation.scale, "bias": self.modulation.shift, "zero_centered_weight": True}
         return arguments

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.jit import is_scripting
 
-from .channels_first import layer_norm_2d, rms_norm_2d
+from .functional import layer_norm_2d, rms_norm_2d
 from .modules import LayerNorm, RMSNorm, factor_of
 
 __all__ = ["LayerNorm2d", "RMSNorm2d"]

@@ -18,9 +18,6 @@ __all__ = ["trace_as"]
 _operators: Literal["kernel", "aten"] | None = None
 _last: trace_as | None = None  # the object that has set the choice, until a with statement begins or ends
 
-# The output, and the sum or None; Any spares callers that pass a residual the check for None.
-Results = tuple[Tensor, Any]
-
 
 class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_enabled
     """Choose the operators that tracers record for this package's functions and modules.
@@ -113,50 +110,62 @@ def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
         return [int(size) for size in sizes]
 
 
-def check(name: str, *arguments: object) -> None:
-    """Raise the errors that the kernels raise, by the check of this name, without adding a node to the graph."""
+def check(*arguments: Any, **options: Any) -> None:
+    """Raise the errors that the kernels raise, with the names of the public functions, without a node in the graph."""
     if not torch.compiler.is_dynamo_compiling():
-        getattr(_C, name)(*arguments)
+        schema = torch.ops.layernorm.check.default._schema.arguments
+        _C.check(*arguments, *(options.get(a.name, a.default_value) for a in schema if a.kwarg_only))
     elif not _is_exporting():  # an exported program would keep the operator, and torch's functions check as well
-        getattr(torch.ops.layernorm, name)(*arguments)
+        torch.ops.layernorm.check(*arguments, **options)
 
 
 def norm(
     input: Tensor,
-    residual: Tensor | None,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    input_scale: Tensor | None,
     *,
-    gate: Tensor | None = None,
-    activation: str | None = None,
-    gate_first: bool = False,
-    rms: bool = False,
-    zero_centered_weight: bool = False,
-    inplace: bool = False,
-) -> Results:
+    rms: bool,
+    zero_centered_weight: bool,
+    images: bool,
+    num_groups: int,
+    activation: str | None,
+    gate_first: bool,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
-    check("check_forward", input, residual, normalized_shape, weight, bias, gate, activation)
     accumulate_dtype = accumulation_dtype(input)
-    x, total, output_factor = input, None, None
+    dims = len(normalized_shape)
+
+    def rows(tensor: Tensor | None) -> Any:
+        return tensor if tensor is None else _rows(tensor, input.dim(), dims, images, num_groups)
+
+    x, weight, bias, gate, input_scale, added = map(rows, (input, weight, bias, gate, input_scale, residual))
+    if num_groups != 1:
+        normalized_shape = [normalized_shape[0] // num_groups]
+    total = output_factor = None
     if gate is not None:
         factor = cast(gate, accumulate_dtype)
-        if activation is not None:
-            factor = F.silu(factor) if activation == "silu" else torch.sigmoid(factor)
-        if activation is None or gate_first:
-            x = cast(input, accumulate_dtype) * factor
+        factor = F.silu(factor) if activation == "silu" else torch.sigmoid(factor)
+        if gate_first:
+            x = cast(x, accumulate_dtype) * factor
         else:
             output_factor = factor
+    if input_scale is not None:
+        x = cast(x, accumulate_dtype) * cast(input_scale, accumulate_dtype)
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = cast(cast(x, accumulate_dtype) + cast(residual, accumulate_dtype), residual.dtype)
+        x = cast(cast(x, accumulate_dtype) + cast(added, accumulate_dtype), residual.dtype)
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = cast(weight, accumulate_dtype) + 1
     # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
-    apart = (rms and bias is not None) or any(parameter.dim() > len(normalized_shape) for parameter in parameters)
+    apart = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
     mixed = apart or output_factor is not None or any(parameter.dtype != x.dtype for parameter in parameters)
     dtype = accumulate_dtype if mixed else x.dtype
@@ -164,9 +173,9 @@ def norm(
     weight, bias = (None if parameter is None else cast(parameter, dtype) for parameter in (weight, bias))
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         apart = True
-        dims = [-1 - d for d in range(len(normalized_shape))]
+        last = [-1 - d for d in range(dims)]
         wide = cast(x, accumulate_dtype)
-        output = wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)
+        output = wide * torch.rsqrt((wide * wide).mean(last, keepdim=True) + eps)
     elif rms:
         output = F.rms_norm(x, normalized_shape, None if apart else weight, eps)
     else:
@@ -175,10 +184,37 @@ def norm(
         output = output if weight is None else output * weight
         output = output if bias is None else output + bias
     output = output if output_factor is None else output * output_factor
-    return cast(output, input.dtype), total  # under autocast, torch's functions may return float32
+    output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
+    if num_groups != 1:
+        output = output.reshape_as(input)  # the older exporter to ONNX would fix the batch size in flatten()
+    if images:
+        output = _with_format_of(input, output.movedim(input.dim() - 1, 1))
+    return output, total
 
 
-def with_format_of(input: Tensor, output: Tensor) -> Tensor:
+def _rows(tensor: Tensor, dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:
+    """Return a tensor or a parameter of a call with the normalized dimensions last, as csrc/geometry.h describes."""
+    if tensor.dim() > normalized_dims:
+        if images:
+            tensor = _without_pixels(tensor)
+        while tensor.dim() < dims:
+            tensor = tensor.unsqueeze(-1 if images else -1 - normalized_dims)
+        if images:
+            tensor = tensor.movedim(1, dims - 1)  # torch's older ONNX exporter does not support -1
+    return tensor if num_groups == 1 else tensor.unflatten(-1, (num_groups, tensor.shape[-1] // num_groups))
+
+
+def _without_pixels(parameter: Tensor) -> Tensor:
+    """Return a parameter ``[N, C, 1, 1]`` as ``[N, C]``, so that autograd gives its gradient contiguous strides."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    if parameter.dim() <= 2:
+        return parameter
+    sizes = constant_sizes(parameter.shape[2:])
+    return parameter.flatten(1) if all(statically_known_true(size == 1) for size in sizes) else parameter
+
+
+def _with_format_of(input: Tensor, output: Tensor) -> Tensor:
     """Return the images that torch's functions have computed from ``input``, channels last, in its memory format."""
     batch, channels, *pixels = input.stride()
     strides = batch, *pixels, channels
