@@ -18,7 +18,10 @@ import torch
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _build_info
+from .. import _build_info
+from ..modules import LayerNorm, RMSNorm
+from ..modules_2d import LayerNorm2d, RMSNorm2d
+from ..modules_fused import GatedLayerNorm, GatedRMSNorm, is_of_parallel_style
 from ._comparison import (
     TORCH_LAYERS,
     SkippedError,
@@ -30,8 +33,6 @@ from ._comparison import (
     tensor_attribute,
 )
 from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
-from .modules import GatedLayerNorm, GatedRMSNorm, LayerNorm, RMSNorm, is_of_parallel_style
-from .modules_2d import LayerNorm2d, RMSNorm2d
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
 
@@ -298,7 +299,7 @@ def _choose(module: Module, known: dict[Hashable, Module | SkippedError]) -> Mod
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
                 choice = _replacement(module)
-            if not type(choice).__module__.startswith(f"{__package__}."):
+            if not type(choice).__module__.startswith("layernorm_ext."):
                 return choice  # it may have attributes that layers must not share
             known[kind] = choice
         return known[kind]

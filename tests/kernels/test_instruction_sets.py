@@ -3,7 +3,7 @@
 torch chooses the instruction set when it is loaded, so that each needs a process of its own.
 
 bits.json has a hash of the results of each function. A change that alters results on purpose writes it again:
-`for set in default avx2 avx512; do ATEN_CPU_CAPABILITY=$set python tests/test_instruction_sets.py; done`.
+`for set in default avx2 avx512; do ATEN_CPU_CAPABILITY=$set python tests/kernels/test_instruction_sets.py; done`.
 """
 
 import functools
@@ -47,7 +47,7 @@ def test_lesser_set(capability):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability.lower()}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, "-m", "pytest", *options, *FILES]
-    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=TESTS.parents[1], env=environment, capture_output=True, text=True)
     assert f"CPU kernels {capability}," in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100 and " skipped" not in done.stdout
