@@ -15,7 +15,7 @@ install:
 cuda-build:
 	FORCE_CUDA=1 pip install '.[test]'
 	python -m layernorm_ext
-	python -m pytest --backends cpu tests/test_build.py tests/test_errors.py tests/test_autograd.py
+	python -m pytest --backends cpu tests/test_build.py tests/kernels/test_errors.py tests/torch/test_autograd.py
 
 test:
 	python -m pytest -n auto
@@ -66,7 +66,7 @@ gpu-sanitize: | $(OUT)
 	for tool in "memcheck --kernel-name kns=layernorm" "racecheck --kernel-name kns=layernorm --racecheck-report all" \
 		initcheck "synccheck --kernel-name kns=layernorm"; do \
 		compute-sanitizer --error-exitcode 3 --report-api-errors no --tool $$tool \
-			$(GPU_TESTS) -k every_path tests/test_cuda_on_gpu.py 2>&1 | tee $(OUT)/$${tool%% *}.log; \
+			$(GPU_TESTS) -k every_path tests/kernels/test_cuda_on_gpu.py 2>&1 | tee $(OUT)/$${tool%% *}.log; \
 	done
 
 gpu-bench: | $(OUT)

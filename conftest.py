@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.backends import BACKENDS
 
-from layernorm_ext import _C, _build_info, conversion
+from layernorm_ext import _C, _build_info
+from layernorm_ext.conversion import _candidates
 
 
 def pytest_addoption(parser):
@@ -100,7 +101,7 @@ def one_thread(use_threads):
 @pytest.fixture
 def restore_registry(monkeypatch):
     """Forget the classes that the test registers for convert()."""
-    monkeypatch.setattr(conversion, "_REGISTRY", dict(conversion._REGISTRY))
+    monkeypatch.setattr(_candidates, "REGISTRY", dict(_candidates.REGISTRY))
 
 
 def pytest_report_header():

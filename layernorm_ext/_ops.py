@@ -14,9 +14,9 @@ __all__ = ["_C", "register_with_torch"]
 
 # Modules of torch, and this package's modules that register with them.
 _REGISTRATIONS = {
-    "torch.ao.quantization.quantization_mappings": f"{__package__}._quantization",
-    "torch.distributed.tensor": f"{__package__}._sharding",
-    "torch.nn.utils._expanded_weights": f"{__package__}._per_sample_gradients",
+    "torch.ao.quantization.quantization_mappings": f"{__package__}.registrations.quantization",
+    "torch.distributed.tensor": f"{__package__}.registrations.dtensor",
+    "torch.nn.utils._expanded_weights": f"{__package__}.registrations.per_sample_gradients",
 }
 
 

@@ -283,7 +283,14 @@ def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_pat
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / name.removesuffix(".tar.gz")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "conftest.py", "docs/pytorch.md", "tests/bits.json"}
+    assert files >= {
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        "conftest.py",
+        "docs/pytorch.md",
+        "tests/kernels/bits.json",
+    }
     assert files >= {"tools/cuda_emulator/emulator.h", "tools/cuda_emulator/launch_audit.py"}
     for document in (folder / file for file in files if file.endswith(".md")):
         for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", document.read_text()):
@@ -331,7 +338,7 @@ def test_checkout_without_compiled_module_uses_the_installed_package(checkout):
     )
     files = {Path(file) for file in run(sys.executable, "-c", code, cwd=checkout).split()}
     files.remove(checkout / "layernorm_ext" / "__init__.py")
-    assert {file.parent for file in files} == {Path(_C.__file__).parent}
+    assert files and all(file.is_relative_to(Path(_C.__file__).parent) for file in files)
 
 
 def failed_import(folder, *options):

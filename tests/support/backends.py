@@ -119,10 +119,8 @@ def run(
 
 
 def run_images(backend, x, dy, *args, **options):
-    """Return the results of `run` for images [N, C, *], as images."""
-    x, dy = (t.movedim(1, -1) for t in (x, dy))
-    results = run(backend, x, dy, *args, preserve_layout=True, **options)
-    return results.map_rows(lambda t: t.movedim(-1, 1))
+    """Return the results of `run` for images [N, C, *]."""
+    return run(backend, x, dy, *args, normalized_shape=x.shape[1:2], images=True, **options)
 
 
 def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
@@ -130,9 +128,12 @@ def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
     has_own_parameters = any(t is not None and t.dim() == x.dim() for t in args[:2])
     is_one_image = x.dim() == 2 and not has_own_parameters
     images = [t if t is None else t[None] if is_one_image else t for t in (x, dy, residual, grad_sum)]
-    images = [t if t is None else t.mT.contiguous().mT for t in images]
-    options |= {"residual": images[2], "grad_sum": images[3], "preserve_layout": True}
-    results = run(backend, *images[:2], *args, **options)
+    images = [t if t is None else t.movedim(-1, 1).contiguous() for t in images]
+    weight, bias, *others = [*args, None, None][: max(2, len(args))]
+    weight, bias = (t if t is None or t.dim() == 1 else t.movedim(-1, 1) for t in (weight, bias))
+    options |= {"residual": images[2], "grad_sum": images[3]}
+    results = run_images(backend, *images[:2], weight, bias, *others, **options)
+    results = results.map_rows(lambda t: t.movedim(1, -1))
     if is_one_image:
         results = results.map_rows(lambda t: t.squeeze(0))
     return results.map(torch.Tensor.contiguous)

@@ -84,8 +84,8 @@ class Member:
 
 
 def channels_second(t):
-    """Return rows or parameters [N, *, C] as images [N, C, *]; a parameter [C] stays."""
-    return t.movedim(t.dim() - 1, 1) if t.dim() > 1 else t
+    """Return rows or parameters [N, *, C] as images [N, C, *]; a parameter [C] or None stays."""
+    return t if t is None or t.dim() == 1 else t.movedim(t.dim() - 1, 1)
 
 
 def formula(x, weight=None, bias=None, rms=False, groups=1):

@@ -1,4 +1,4 @@
-"""layernorm_ext.torchtitan overrides the norms in torchtitan's configs."""
+"""integrations.torchtitan overrides the norms in torchtitan's configs."""
 
 import copy
 import importlib
@@ -12,14 +12,14 @@ import layernorm_ext
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.integration]
 
-TARGETS = ["layernorm_ext.torchtitan.rms_norm", "layernorm_ext.torchtitan.layer_norm"]
+TARGETS = ["layernorm_ext.integrations.torchtitan.rms_norm", "layernorm_ext.integrations.torchtitan.layer_norm"]
 
 
 @pytest.fixture(scope="module")
 def hook():
-    """Return layernorm_ext.torchtitan; torchtitan imports triton."""
+    """Return layernorm_ext.integrations.torchtitan; torchtitan imports triton."""
     pytest.importorskip("torchtitan.models.common.nn_modules", exc_type=ImportError)
-    return importlib.import_module("layernorm_ext.torchtitan")
+    return importlib.import_module("layernorm_ext.integrations.torchtitan")
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from support.models import LikeLlama, MyNorm, build_ours, randomize
 from support.reference import BF16, F16, F32, F64
 from torch.nn.functional import layer_norm, rms_norm
 
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, _comparison, convert, register_conversion, revert
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, register_conversion, revert
+from layernorm_ext.conversion import _comparison
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 

@@ -139,7 +139,7 @@ def test_a_layer_of_each_class_is_replaced(path):
 
 
 def test_the_document_lists_these_classes():
-    text = (Path(__file__).resolve().parents[1] / "docs/convert.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs/convert.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]*`) \|$", text, re.MULTILINE))
     for package, classes in PACKAGES.items():
         assert sorted({path.rpartition(".")[2] for path in classes}) == sorted(re.findall("`(\\w+)`", rows[package]))

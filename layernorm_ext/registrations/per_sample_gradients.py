@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils._expanded_weights.expanded_weights_impl import HANDLED_FUNCTIONS, implements_per_sample_grads
 
-from .functional import layer_norm
+from ..functional import layer_norm
 
 _TorchLayerNorm = HANDLED_FUNCTIONS[torch.nn.functional.layer_norm]
 

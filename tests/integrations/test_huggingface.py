@@ -1,4 +1,4 @@
-"""layernorm_ext.hub gives Hugging Face's kernels this package's layers, which compute what the originals compute."""
+"""integrations.huggingface gives Hugging Face's kernels layers that compute what the originals compute."""
 
 import copy
 import importlib
@@ -22,6 +22,7 @@ from support.packages import (
 )
 from support.reference import BF16, F16, F32, F64
 
+HOOK = "layernorm_ext.integrations.huggingface"
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
 
 
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.
 def kernels(torchvision):
     """Return the package kernels, to which this package is registered."""
     package = pytest.importorskip("kernels")
-    importlib.import_module("layernorm_ext.hub").register()
+    importlib.import_module(HOOK).register()
     return package
 
 
@@ -39,7 +40,7 @@ def modes(kernels):
 
 
 def is_ours(module):
-    return module.forward.__func__.__module__ == "layernorm_ext.hub"
+    return module.forward.__func__.__module__ == HOOK
 
 
 def norms(model):
@@ -101,7 +102,7 @@ def test_transformers_own_mapping_has_this_package_only_where_it_has_kernels(ker
     from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
     mapping = get_kernel_mapping_transformers()
-    ours = {device for device, repository in mapping["RMSNorm"].items() if "layernorm_ext.hub" in repr(repository)}
+    ours = {device for device, repository in mapping["RMSNorm"].items() if HOOK in repr(repository)}
     assert ours == {"cpu", "cuda"} if torch.version.cuda else ours == {"cpu"}
     assert set(mapping["RMSNorm"]) > ours and len(mapping) > 3
 
@@ -253,7 +254,7 @@ def test_users_mappings_of_other_layers_stay_in_force(kernels):
             return Doubles
 
     kernels.register_kernel_mapping({"Other": {"cpu": Repository()}})
-    importlib.import_module("layernorm_ext.hub").register()
+    importlib.import_module(HOOK).register()
     assert kernels.kernelize(Other(), mode=kernels.Mode.INFERENCE, device="cpu")(3) == 6
 
 
@@ -265,4 +266,4 @@ def test_a_transformers_for_other_kernels_is_an_import_error(kernels, monkeypatc
 
     monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
     with pytest.raises(ImportError, match=r"transformers needs kernels [\d.]+ or newer, before [\d.]+, but kernels "):
-        importlib.import_module("layernorm_ext.hub").register()
+        importlib.import_module(HOOK).register()

@@ -2,8 +2,8 @@
 
 Name them on the command line, optionally with options::
 
-    --override.imports layernorm_ext.torchtitan.rms_norm,layernorm_ext.torchtitan.layer_norm
-    --override.imports 'layernorm_ext.torchtitan.layer_norm={"memory_efficient": true}'
+    --override.imports layernorm_ext.integrations.torchtitan.rms_norm,layernorm_ext.integrations.torchtitan.layer_norm
+    --override.imports 'layernorm_ext.integrations.torchtitan.layer_norm={"memory_efficient": true}'
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from . import modules
-from ._compatibility import require
+from .. import modules
+from .._compatibility import require
 
 __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 

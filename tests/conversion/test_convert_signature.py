@@ -14,11 +14,11 @@ from layernorm_ext import (
     LayerNorm2d,
     RMSNorm,
     RMSNorm2d,
-    _replacements,
     convert,
     register_conversion,
     revert,
 )
+from layernorm_ext.conversion import _replacements
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "restore_registry"),

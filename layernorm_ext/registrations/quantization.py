@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.ao.quantization.quantization_mappings import DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
 
-from .modules import LayerNorm
+from ..modules import LayerNorm
 
 
 class _QuantizedLayerNorm(torch.ao.nn.quantized.LayerNorm):

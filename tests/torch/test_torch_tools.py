@@ -203,7 +203,7 @@ name = "torch.distributed.tensor"
 assert name not in sys.modules
 for _ in range(2):
     loader = pickle.loads(pickle.dumps(importlib.util.find_spec(name).loader))
-    print(loader.name, "layernorm_ext._sharding" in sys.modules, *sorted(vars(loader)))
+    print(loader.name, "layernorm_ext.registrations.dtensor" in sys.modules, *sorted(vars(loader)))
     importlib.import_module(name)
 """
     name = "torch.distributed.tensor"

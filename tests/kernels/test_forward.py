@@ -207,7 +207,7 @@ def test_nothing_is_written_outside_the_results(backend):
     if backend.name != "cpu":
         pytest.skip("glibc allocates only CPU memory, and the emulator checks every access")
     environment = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     code = "import test_forward; test_forward.run_all_tails()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     if "cannot be preloaded" in done.stderr:

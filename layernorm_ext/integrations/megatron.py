@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._compatibility import require
-from .modules import LayerNorm, RMSNorm
+from .._compatibility import require
+from ..modules import LayerNorm, RMSNorm
 
 __all__ = ["Norm"]
 

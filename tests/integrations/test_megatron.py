@@ -1,4 +1,4 @@
-"""layernorm_ext.megatron builds norms for Megatron-Core's layer specs, with the options that its torch norms refuse."""
+"""integrations.megatron builds norms for Megatron-Core's layer specs, with the options that its torch norms refuse."""
 
 import contextlib
 import copy
@@ -20,12 +20,12 @@ WIDTH, PLACES = 16, 9  # in two layers: input, pre-MLP, queries, keys; and the f
 
 @pytest.fixture(scope="module")
 def hook():
-    """Return layernorm_ext.megatron, with one process as every group of Megatron."""
+    """Return layernorm_ext.integrations.megatron, with one process as every group of Megatron."""
     with warnings.catch_warnings(action="ignore"), pytest.MonkeyPatch.context() as patch:  # it misses Apex
         pytest.importorskip("megatron.core")
         from megatron.core import parallel_state, tensor_parallel
 
-        module = importlib.import_module("layernorm_ext.megatron")
+        module = importlib.import_module("layernorm_ext.integrations.megatron")
         # It allocates buffers and draws random numbers on the current GPU.
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         tracker = types.SimpleNamespace(fork=contextlib.nullcontext)

@@ -20,7 +20,8 @@ from torch.nn.functional import layer_norm
 from torch.nn.utils import parametrize
 
 import layernorm_ext
-from layernorm_ext import LayerNorm, RMSNorm, conversion, convert, converted, register_conversion, revert
+from layernorm_ext import LayerNorm, RMSNorm, convert, converted, register_conversion, revert
+from layernorm_ext.conversion import _candidates
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 
@@ -266,7 +267,7 @@ def test_patched_torch_layers_are_skipped(monkeypatch):
 
 
 def test_layers_on_devices_without_kernels_are_skipped(monkeypatch):
-    monkeypatch.setattr(conversion, "_DEVICES", {"meta"})
+    monkeypatch.setattr(_candidates, "_DEVICES", {"meta"})
     model = torch.nn.Sequential(torch.nn.LayerNorm(5), torch.nn.LayerNorm(5, device="meta"))
     report = convert(model)
     assert list(report.replaced) == ["1"]

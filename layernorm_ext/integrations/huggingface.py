@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _build_info
-from ._compatibility import require
-from .functional import gated_rms_norm, layer_norm, rms_norm
+from .. import _build_info
+from .._compatibility import require
+from ..functional import gated_rms_norm, layer_norm, rms_norm
 
 __all__ = ["register"]
 

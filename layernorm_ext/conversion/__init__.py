@@ -1,0 +1,261 @@
+"""Replaces the normalization layers of a model with this package's, and undoes that."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
+
+from ..modules import LayerNorm, RMSNorm
+from . import _candidates
+from ._candidates import MODULE_ATTRIBUTES, choose, class_name
+from ._comparison import SkippedError, shortened, tensor_attribute
+
+__all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of :func:`convert`, for ``print``.
+
+    Attributes:
+        replaced: Each replaced module's name, with its old class and its replacement. A module with several names has
+            the first.
+        skipped: The name of each skipped normalization layer, with its class and the reason, which may be the error
+            that it raised.
+        fast_paths: The name of each transformer module whose fast path was disabled, with the attribute that disables
+            it.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    fast_paths: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = {"replaced": self.replaced, "skipped": self.skipped, "fast path off": self.fast_paths}
+        lines = [f"{what}: {name or '(model)'}: {how}" for what, part in parts.items() for name, how in part.items()]
+        return "\n".join([*lines, ", ".join(f"{len(part)} {what}" for what, part in parts.items())])
+
+
+def convert(model: Module) -> ConversionReport:
+    r"""Replace the normalization layers of a model with layernorm_ext's, in place.
+
+    A module is replaced if its class is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, and if it
+    computes the same as its replacement. The layers of Hugging Face, also in remote code, diffusers, timm and many
+    other packages are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
+    random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
+    gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
+    accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
+    layers are compared once. Other normalization layers, and layers that raise errors, are skipped and reported
+    with the reason.
+
+    The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
+    device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
+
+    The fast path of :class:`torch.nn.TransformerEncoderLayer` in inference never calls its normalization layers. It is
+    disabled if one was replaced, and so is the conversion of padded input to nested tensors in
+    :class:`torch.nn.TransformerEncoder`, so that outputs at padding are no longer zeros.
+
+    Args:
+        model: Any module; it may itself be a normalization layer.
+
+    Returns:
+        The replaced and skipped layers, and the disabled fast paths.
+
+    Raises:
+        TypeError: ``model`` is no module.
+
+    Note:
+        The replacement rounds its output once. Hugging Face's ``LlamaRMSNorm`` and similar layers also round a 16-bit
+        normalized input before they multiply by the weight. Under autocast, torch's layers may return float32 for
+        16-bit input; the output dtype of a replacement does not depend on autocast.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> print(convert(model))  # doctest: +ELLIPSIS
+        replaced: 1: torch.nn.modules.normalization.LayerNorm by LayerNorm((8,), eps=1e-05, ...)
+        1 replaced, 0 skipped, 0 fast path off
+        >>> revert(model)
+        >>> type(model[1])
+        <class 'torch.nn.modules.normalization.LayerNorm'>
+    """
+    report = ConversionReport()
+    modules = _named_modules(model)
+    known: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
+    choices = [choose(module, known) for _, module in modules]
+    for (name, module), choice in zip(modules, choices, strict=True):  # afterwards, so that an error changes nothing
+        if choice is not None:
+            cls = type(module)
+            reason = choice if isinstance(choice, SkippedError) else _become(module, choice)
+            if reason is None:
+                report.replaced[name] = f"{class_name(cls)} by {choice!r}"
+            else:
+                report.skipped[name] = f"{class_name(cls)}: {reason}"
+    for name, module in modules:
+        _disable_fast_path(report, name, module)
+    return report
+
+
+def revert(model: Module) -> None:
+    """Undo :func:`convert`: restore the classes and attributes of all modules.
+
+    Args:
+        model: A converted model, a part of one, or a copy.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        RuntimeError: The class of a module was changed again after its conversion, as parametrizations and FSDP do.
+            In this case nothing is undone.
+    """
+    _restore((name, module) for name, module in _named_modules(model) if _is_changed(module))
+
+
+@contextmanager
+def converted(model: Module) -> Iterator[ConversionReport]:
+    """Convert a model within a ``with`` statement, and undo that at its end.
+
+    Args:
+        model: See :func:`convert`. Modules that were already converted stay converted.
+
+    Yields:
+        The report of :func:`convert`.
+
+    Example:
+        >>> model, x = torch.nn.LayerNorm(8), torch.randn(2, 8)
+        >>> with converted(model):
+        ...     y = model(x)
+        >>> torch.testing.assert_close(y, model(x))
+    """
+    before = {module for _, module in _named_modules(model) if _is_changed(module)}
+    report = convert(model)
+    changed = [(name, module) for name, module in model.named_modules() if _is_changed(module) and module not in before]
+    try:
+        yield report
+    finally:
+        _restore(changed)
+
+
+def register_conversion(cls: type[Module] | str, build: _candidates.Build | None = None) -> None:
+    """Let :func:`convert` replace the modules of another class, if they compute the same as their replacements.
+
+    Args:
+        cls: A class whose ``forward`` takes only the input, or also a ``gate``. Or a class name
+            ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
+        build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
+            or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
+            parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
+            all layers are tried, also with a zero-centered weight. The attributes that they need may have the names
+            that ``docs/convert.md`` lists.
+
+    Raises:
+        TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
+            from :func:`convert`, ``build`` returned another type.
+
+    Example:
+        >>> class MyNorm(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(width))
+        ...
+        ...     def forward(self, x):
+        ...         return self.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        >>> register_conversion(MyNorm, lambda norm: RMSNorm(norm.weight.shape, eps=1e-6, device="meta"))
+        >>> model = MyNorm(8)
+        >>> len(convert(model).replaced), model
+        (1, RMSNorm((8,), eps=1e-06, elementwise_affine=True))
+    """
+    is_name = isinstance(cls, str) and ("." in cls or "*" in cls)
+    if not is_name and not (isinstance(cls, type) and issubclass(cls, Module)):
+        expected = "a subclass of torch.nn.Module or a name such as 'package.module.Class'"
+        raise TypeError(f"Expected cls to be {expected}, but got cls={cls!r}")
+    if build is not None and (isinstance(build, Module) or not callable(build)):
+        raise TypeError(f"Expected build to be a function or None, but got build={build!r}")
+    _candidates.REGISTRY[cls] = build
+
+
+def _named_modules(model: Module) -> list[tuple[str, Module]]:
+    if not isinstance(model, Module):
+        raise TypeError(f"Expected model to be a torch.nn.Module, but got model of type {type(model).__name__}")
+    return list(model.named_modules())
+
+
+# Changes to a module
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The state that revert() restores."""
+
+    old_cls: type[Module]
+    new_cls: type[Module]
+    old_attributes: dict[str, object]
+    added: list[str]  # attributes and parameters
+
+
+_CHANGE = "_before_conversion"  # an attribute of the changed module, so that copies of the module have it
+
+
+def _is_changed(module: Module) -> bool:
+    return _CHANGE in vars(module)
+
+
+def _become(module: Module, ours: Module) -> SkippedError | None:
+    """Give a module the class of ``ours``, and the attributes that not every module has, or return why not."""
+    attributes = {name: value for name, value in vars(ours).items() if name not in MODULE_ATTRIBUTES}
+    try:
+        missing = [name for name in ours._parameters if tensor_attribute(module, name) is None]
+        attributes |= {name: None for name in missing if name in vars(module)}  # such as a flag called bias
+        _change(module, type(ours), attributes, [name for name in missing if not hasattr(module, name)])
+    except Exception as error:  # a class may have __slots__ or refuse to change
+        return SkippedError(f"its class cannot change: {shortened(error)}")
+    return None
+
+
+def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None:
+    """Set the attribute of an encoder or its layer that enables the fast path, if that would leave out our norms."""
+    cls, attribute, value = type(module), "", None
+    try:
+        if issubclass(cls, TransformerEncoderLayer) and _calls_ours(module):
+            attribute, value = "activation_relu_or_gelu", 0
+        if issubclass(cls, TransformerEncoder) and any(map(_calls_ours, module.layers)):
+            attribute, value = "use_nested_tensor", False
+        if attribute and getattr(module, attribute):
+            _change(module, cls, {attribute: value}, [])
+            report.fast_paths[name] = f"{class_name(cls)}.{attribute} = {value}"
+    except Exception as error:  # from a subclass
+        report.skipped[name] = f"{class_name(cls)}: {shortened(error)}"
+
+
+def _change(module: Module, cls: type[Module], attributes: dict[str, object], parameters: list[str]) -> None:
+    state, old_cls = vars(module), module.__class__
+    old = {name: state[name] for name in attributes if name in state}
+    added = [name for name in attributes if name not in state]
+    module.__class__ = cls  # which may fail, and then nothing has changed
+    state.update(attributes)
+    state[_CHANGE] = _Change(old_cls, cls, old, [*added, *parameters])
+    module._parameters.update(dict.fromkeys(parameters))
+
+
+def _restore(modules: Iterable[tuple[str, Module]]) -> None:
+    modules = list(modules)
+    for name, module in modules:
+        expected = vars(module)[_CHANGE].new_cls
+        if type(module) is not expected:
+            raise RuntimeError(
+                f"Expected {name or 'the model'} to be a {class_name(expected)}, as convert has left it, but got a "
+                f"{class_name(type(module))}; undo that change first"
+            )
+    for _, module in modules:
+        change = vars(module).pop(_CHANGE)
+        module.__class__ = change.old_cls
+        for name in change.added:
+            owner = vars(module) if name in vars(module) else module._parameters
+            del owner[name]
+        vars(module).update(change.old_attributes)
+
+
+def _calls_ours(layer: Any) -> bool:
+    return any(issubclass(type(child), (LayerNorm, RMSNorm)) for child in layer._modules.values())

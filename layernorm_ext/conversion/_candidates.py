@@ -1,0 +1,273 @@
+"""Chooses the replacement of a module: the candidates are the layers that its attributes describe."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import _build_info
+from ..modules import LayerNorm, RMSNorm
+from ..modules_2d import LayerNorm2d, RMSNorm2d
+from ..modules_fused import GatedLayerNorm, GatedRMSNorm, is_of_parallel_style
+from ._comparison import (
+    TORCH_LAYERS,
+    SkippedError,
+    difference,
+    full_shape,
+    has_activation,
+    shortened,
+    takes_gate,
+    tensor_attribute,
+)
+from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
+
+Build = Callable[[Any], LayerNorm | RMSNorm]
+
+REGISTRY: dict[type[Module] | str, Build | None] = {torch.nn.LayerNorm: None, torch.nn.RMSNorm: None}
+
+# Further candidates are the classes of these packages whose names match _NAME; a comparison of results decides. Remote
+# code of transformers is in transformers_modules.
+_PACKAGES = re.compile(
+    "chronos|clip|diffusers|esm|k_diffusion|kokoro|kornia|lavis|litgpt|open_clip|rfdetr|sam2|segment_anything|"
+    "segmentation_models_pytorch|tabpfn|timm|torchao|torchtune|torchvision|transformers|transformers_modules|"
+    "ultralytics|vit_pytorch|whisper|x_transformers"
+)
+_NAME = re.compile("(layer|rms)_?norm", re.IGNORECASE)
+
+# Names of the attributes of candidates. A class that has none for eps may be based on torch.nn.functional.normalize.
+_WEIGHTS = ("weight", "gamma", "scale", "g")
+_BIASES = ("bias", "beta", "b")
+_EPS = ("eps", "variance_epsilon")
+_GROUPS = ("group_size", "n_groups", "num_groups")  # the width of a group, or the number of groups
+
+_DEVICES = {"cpu", "meta", "cuda"} if _build_info.with_cuda else {"cpu", "meta"}
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _builds(cls: type) -> list[Build | None]:
+    """Return the functions registered for a class, or an empty list; the last one applies."""
+    if cls in REGISTRY:
+        return [REGISTRY[cls]]
+    name = class_name(cls)
+    builds = [None] if _PACKAGES.fullmatch(name.partition(".")[0]) and _NAME.search(cls.__name__) else []
+    return [*builds, *(build for key, build in REGISTRY.items() if isinstance(key, str) and fnmatchcase(name, key))]
+
+
+def _is_normalization(module: Module) -> bool:
+    """Return whether to replace or report a module: its class or a base is registered, or its name says so."""
+    cls = type(module)
+    if issubclass(cls, (LayerNorm, RMSNorm)):
+        return False
+    if issubclass(cls, tuple(key for key in REGISTRY if isinstance(key, type))):
+        return True
+    if not has_activation(module):  # a block that is named after the layer in it
+        return False
+    return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
+
+
+MODULE_ATTRIBUTES = frozenset(vars(Module()))
+_REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replacement has torch's
+
+
+def _kind(module: Module) -> Hashable:
+    """Return a key that modules share if they compute the same for all values of their parameters.
+
+    Only numbers, strings and the like are compared, because other objects may compare as they like.
+    """
+    attributes = [(name, _key(value)) for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
+    parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
+    buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
+    children: Iterable[Hashable] = module._modules
+    if not has_activation(module):
+        children = [(name, id(child)) for name, child in module._modules.items()]
+    kind: tuple[Any, ...] = (type(module), module.training, *module._parameters)
+    return *kind, *buffers, *children, *attributes, *parameters
+
+
+def _key(value: object) -> Hashable:
+    if isinstance(value, tuple):
+        return type(value), *map(_key, value)
+    return (type(value), value) if type(value) in _COMPARABLE else id(value)
+
+
+_COMPARABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def choose(module: Module, known: dict[Hashable, Module | SkippedError]) -> Module | SkippedError | None:
+    """Return a layer of this package that computes the same as a module, or the reason why there is none.
+
+    ``known`` has the choices for kinds of modules. For modules that are no normalization layers, the result is None.
+    """
+    try:
+        if not _is_normalization(module):
+            return None
+        kind = _kind(module)
+        if kind not in known:
+            with (
+                _disable_current_modes(),  # of fake tensors, for example
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast("cpu", enabled=False),
+                warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
+            ):
+                choice = _replacement(module)
+            if not type(choice).__module__.startswith("layernorm_ext."):
+                return choice  # it may have attributes that layers must not share
+            known[kind] = choice
+        return known[kind]
+    except _BuildError:
+        raise
+    except SkippedError as reason:
+        known[kind] = reason
+        return reason
+    except Exception as error:  # foreign code may raise anything
+        return SkippedError(shortened(error))
+
+
+class _BuildError(TypeError):
+    """The error of a function given to register_conversion, which convert() passes on."""
+
+
+def _checked_builds(module: Module) -> list[Build | None]:
+    """Return the functions registered for a module, after a check that its class decides what it computes."""
+    cls = type(module)
+    if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+        raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
+    builds = _builds(cls)
+    if not builds:
+        raise SkippedError("not registered by layernorm_ext.register_conversion")
+    overridden = [name for name in _REPLACED_METHODS if getattr(cls, name) is not getattr(Module, name)]
+    if overridden:
+        raise SkippedError(f"its class overrides {overridden[0]}")
+    if "forward" in vars(module):
+        raise SkippedError("its forward was replaced by another")
+    return builds
+
+
+def _replacement(module: Module) -> Module:
+    cls, builds = type(module), _checked_builds(module)
+    parameters = list(inspect.signature(cls.forward).parameters.values())
+    if len(parameters) != 2 and not takes_gate(module):
+        raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
+    if takes_gate(module) and any(map(is_of_parallel_style, module._forward_pre_hooks.values())):
+        raise SkippedError("a parallel style may leave out its gate; convert the model before it is parallelized")
+    devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
+    if devices:
+        raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
+    if cls not in TORCH_LAYERS:  # whose shapes are attributes
+        for parameter in module.parameters():
+            full_shape(parameter)  # raises an error if it is unknown
+    build = builds[-1]
+    reasons = []
+    for ours in _candidates(module) if build is None else [build(module)]:
+        if not isinstance(ours, (LayerNorm, RMSNorm)):
+            raise _BuildError(
+                f"Expected build to return a LayerNorm, LayerNorm2d, RMSNorm or RMSNorm2d of layernorm_ext for a "
+                f"{class_name(cls)}, but got {ours!r}"
+            )
+        reason = difference(module, ours)
+        if reason is None:
+            if parameters[1].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                take_argument(ours, parameters[1].name)
+            return ours
+        reasons.append(f"not {ours!r}: {reason}")
+    raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
+
+
+def _candidates(module: Any) -> Iterator[Module]:
+    """Yield all layers that a module with the common attributes may be."""
+    weight_name, weight = _first_tensor(module, _WEIGHTS)
+    bias_name, bias = _first_tensor(module, _BIASES)
+    shape = _shape(module, weight_name, weight)
+    rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
+    has_gate = takes_gate(module)
+    kinds: list[tuple[Any, Any, Any, dict[str, Any]]] = []
+    if has_gate:
+        kinds += [(shape, GatedRMSNorm, GatedLayerNorm, options) for options in _gate_options(module, shape)]
+    elif shape:
+        kinds.append((shape, RMSNorm, LayerNorm, {}))
+        if len(shape) == 1:
+            kinds.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
+    all_rms_eps = [rms_eps]
+    if rms_eps is None and type(module) not in TORCH_LAYERS:  # some compute in float32 for all inputs
+        all_rms_eps.append(torch.finfo(torch.float32).eps)
+    layers: list[Module] = []
+    for size, rms_norm, layer_norm, others in kinds:
+        for zero_centered in (False,) if weight is None else (False, True):
+            options = others | {"elementwise_affine": weight is not None, "zero_centered_weight": zero_centered}
+            if bias is None:
+                layers += [rms_norm(size, each, device="meta", **options) for each in all_rms_eps]
+            if eps is not None:
+                layers.append(layer_norm(size, eps, bias=bias is not None, device="meta", **options))
+    if bias is None and not module._modules and not has_gate:  # one class has a weight that it never uses
+        layers += [of_any_width(cls, each) for cls in (RMSNorm, RMSNorm2d) for each in all_rms_eps]
+    for ours in layers:
+        if "act" in module._modules:
+            apply_activation(ours)
+        if (weight_name, bias_name) != ("weight", "bias"):
+            rename_parameters(ours, weight_name, bias_name)
+        yield ours
+
+
+def _gate_options(module: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return all options that a gated norm with the common attributes may have."""
+    if not shape:
+        raise SkippedError("it takes a gate, but has neither a weight nor a normalized_shape")
+    if module._modules:
+        raise SkippedError(f"it takes a gate and has a child {next(iter(module._modules))}")
+    num_groups = 1
+    for name in _GROUPS:
+        groups = getattr(module, name, None)
+        if isinstance(groups, int) and len(shape) == 1 and groups > 0 and shape[0] % groups == 0:
+            num_groups = shape[0] // groups if name == "group_size" else groups
+            break
+    return [
+        {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
+        for activation, gate_first in itertools.product(("silu", "sigmoid"), (True, False))
+    ]
+
+
+def _first_tensor(module: Module, names: Sequence[str]) -> tuple[str, torch.Tensor | None]:
+    """Return the first of these names that is a tensor's, and the tensor."""
+    tensors = ((name, tensor_attribute(module, name)) for name in names)
+    return next(((name, tensor) for name, tensor in tensors if tensor is not None), (names[0], None))
+
+
+def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the sizes over which a module may normalize, or no sizes if it may take rows of any width."""
+    shape = getattr(module, "normalized_shape", None)
+    if shape is not None:
+        return (shape,) if isinstance(shape, int) else tuple(shape)
+    if weight is None:
+        return ()
+    shape = full_shape(weight)
+    if weight_name != "weight":  # its shape may be [C, 1, 1]
+        shape = tuple(size for size in shape if size != 1) or (1,)
+    return shape
+
+
+def _rms_and_layer_norm_eps(module: Any, shape: tuple[int, ...]) -> tuple[float | None, float | None]:
+    """Return eps, or what it may be if no attribute says so: as an RMSNorm, and as a LayerNorm."""
+    for name in _EPS:
+        if hasattr(module, name):
+            eps = getattr(module, name)
+            if not isinstance(eps, (Real, type(None))):
+                raise SkippedError(f"its {name} is of type {type(eps).__name__}")
+            return eps, eps  # type: ignore[return-value]
+    # torch.nn.functional.normalize divides by max(norm, 1e-12). Division by sqrt(norm^2 + 1e-24) gives the same output
+    # and gradient for zero rows, and for rows with a norm of at least 1e-9.
+    return 1e-24 / math.prod(shape) if shape else None, 1e-5

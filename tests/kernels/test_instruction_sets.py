@@ -1,0 +1,44 @@
+"""The CPU kernels for each lesser instruction set of this machine pass the tests of results, and give the same bits.
+
+torch chooses the instruction set when it is loaded, so that each needs a process of its own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from layernorm_ext import _C
+
+TESTS = Path(__file__).parent
+FILES = [str(TESTS / f"test_{name}.py") for name in ("bits", "forward", "backward", "family", "channels_first")]
+
+# The instruction set changes the width of vectors, and so all tails; conversions; and the order of summation. These
+# dtypes cover each conversion. Tests of NaN, of rounding, of promised errors and of writes outside run with all dtypes.
+SELECTED = (
+    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded or outside or weights_of_any_size or equal_terms)"
+    " and not (numbers_of_rows or large_means or mask)"
+)
+
+SETS = ["DEFAULT", "AVX2", "AVX512"]
+own = torch.backends.cpu.get_cpu_capability()
+
+
+def test_best_set_is_used():
+    assert _C.cpu_capability() == (own if own in SETS else "DEFAULT")
+
+
+@pytest.mark.parametrize("capability", SETS[: SETS.index(own)] if own in SETS else [])
+def test_lesser_set(capability):
+    options = ["-k", SELECTED, "-m", "not large and not integration", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability.lower()}
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    command = [sys.executable, "-m", "pytest", *options, *FILES]
+    done = subprocess.run(command, cwd=TESTS.parents[1], env=environment, capture_output=True, text=True)
+    assert f"CPU kernels {capability}," in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100 and " skipped" not in done.stdout
