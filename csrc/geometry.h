@@ -33,6 +33,11 @@ inline Tensor with_all_dims(Tensor parameter, int64_t dims, int64_t normalized_d
   return parameter;
 }
 
+// Whether a parameter of images varies between pixels, so that its channels are not adjacent in a contiguous tensor.
+inline bool has_pixels(const Tensor& parameter, const Options& options) {
+  return options.images && parameter.dim() > 2 && parameter.numel() != parameter.size(0) * parameter.size(1);
+}
+
 // The size and the stride of a dimension.
 struct Extent {
   int64_t size, stride;

@@ -7,7 +7,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/empty_strided_cpu_dispatch.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "checks.h"
 #include "composite.h"
@@ -242,6 +245,22 @@ BackwardOutputs backward_float64(const BackwardArgs& args) {
   return grads;
 }
 
+// The gradients of absent parameters have a value for each group of num_groups, also if an input_scale has others. As
+// the kernels have one division into groups, a weight of ones stands for the parameters then.
+bool lacks_groups(const BackwardArgs& args) {
+  const bool wants_parameters = args.output_mask[1] || args.output_mask[2];
+  return args.options.num_groups > 1 && args.input_scale && wants_parameters && !args.weight && !args.bias;
+}
+
+template <BackwardFunction kBackward>
+BackwardOutputs backward_with_weight(BackwardArgs args) {
+  const auto options = args.input->options();
+  const optional<Tensor> weight = at::ones(C10_AS_INTARRAYREF_SLOW(args.normalized_shape), options);
+  args.weight = weight;
+  args.options.zero_centered_weight = false;
+  return kBackward(args);
+}
+
 bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
   return gate && gate->scalar_type() != input.scalar_type();
 }
@@ -263,10 +282,12 @@ ForwardOutputs forward_apart(const ForwardArgs& args) {
 }
 
 // A parameter as the kernels read it; undefined if absent.
-MaybeOwned kernel_parameter(const optional<Tensor>& t, at::ScalarType type, const Views& views) {
-  if (!present(t)) return MaybeOwned();
+MaybeOwned kernel_parameter(const OptionalTensorRef& t, at::ScalarType type, const Views& views,
+                            const Options& options) {
+  if (!t) return MaybeOwned();
   if (t->scalar_type() == type && views.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
-  Tensor converted = t->to(type).contiguous();
+  Tensor converted = t->to(type);
+  converted = has_pixels(*t, options) ? channels_last(converted) : converted.contiguous();
   if (!views.fits_parameter(converted)) converted = converted.clone();
   return MaybeOwned::owned(std::move(converted));
 }
@@ -329,9 +350,9 @@ ForwardOutputs forward(const ForwardArgs& args) {
   }
 
   const auto parameter_type = ParameterTypes(residual ? *residual : input, args).kernel;
-  const auto x = views.fit(input), weight = kernel_parameter(args.weight, parameter_type, views);
-  const auto bias = kernel_parameter(args.bias, parameter_type, views);
-  const auto input_scale = kernel_parameter(args.input_scale, parameter_type, views);
+  const auto x = views.fit(input), weight = kernel_parameter(args.weight, parameter_type, views, args.options);
+  const auto bias = kernel_parameter(args.bias, parameter_type, views, args.options);
+  const auto input_scale = kernel_parameter(args.input_scale, parameter_type, views, args.options);
   const auto gate = args.gate ? views.fit(*args.gate) : MaybeOwned();
   Workspace workspace(input, on);
   ForwardParams params;
@@ -361,6 +382,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   check_allocated(args);
   const Tensor& input = args.input;
   if (has_other_dtype(input, args.gate)) return backward_in_acc<backward<Backend>>(args);
+  if (lacks_groups(args)) return backward_with_weight<backward<Backend>>(args);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) return backward_float64(args);
   const LaunchScope on(input);
   auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_scale] = args.output_mask;
@@ -385,9 +407,14 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd->contiguous())))) {
     return backward_by_copies<backward<Backend>>(args);
   }
+  // The kernels write the gradient of a parameter with pixels as [N, *, C].
   const auto parameter_gradient = [&](const GradientType& type) {
-    const auto sizes = present(type.model) ? type.model->sizes() : C10_AS_INTARRAYREF_SLOW(args.normalized_shape);
-    return empty ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
+    at::DimVector sizes(present(type.model) ? type.model->sizes() : C10_AS_INTARRAYREF_SLOW(args.normalized_shape));
+    if (empty) return at::zeros(sizes, options.dtype(type.dtype));
+    if (present(type.model) && has_pixels(*type.model, args.options)) {
+      std::rotate(sizes.begin() + 1, sizes.begin() + 2, sizes.end());
+    }
+    return allocate(sizes, options.dtype(types.kernel));
   };
   BackwardOutputs grads;
   auto& [grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_scale] = grads;
@@ -408,10 +435,10 @@ BackwardOutputs backward(const BackwardArgs& args) {
   };
   const auto dy = views.fit(args.grad_output), x = views.fit(input);
   const auto dsum = wants_input && args.grad_sum ? views.fit(*args.grad_sum) : MaybeOwned();
-  const auto weight = kernel_parameter(args.weight, types.kernel, views);
-  const auto bias = needs_bias(args.options) ? kernel_parameter(args.bias, types.kernel, views) : MaybeOwned();
+  const auto weight = kernel_parameter(args.weight, types.kernel, views, args.options);
+  const auto bias = needs_bias(args.options) ? kernel_parameter(args.bias, types.kernel, views, args.options) : MaybeOwned();
   const auto gate = args.gate ? views.fit(*args.gate) : MaybeOwned();
-  const auto input_scale = kernel_parameter(args.input_scale, types.kernel, views);
+  const auto input_scale = kernel_parameter(args.input_scale, types.kernel, views, args.options);
   const auto scaled_input = wants_scale ? views.fit(*args.scaled_input) : MaybeOwned();
   const auto mean = needs_mean(args.options) ? statistic(*args.mean) : MaybeOwned(), rstd = statistic(args.rstd);
   Workspace workspace(input, on);
@@ -423,23 +450,27 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.mean = views.statistic_view(*mean, on.input(*mean, "mean"));
   params.rstd = views.statistic_view(*rstd, on.input(*rstd, "rstd"));
   params.grad_input = views.view(grad_input, on.output(grad_input, "grad_input"));
-  params.grad_weight = views.gradient_view(grad_weight, on.output(grad_weight, "grad_weight"));
-  params.grad_bias = views.gradient_view(grad_bias, on.output(grad_bias, "grad_bias"));
+  params.grad_weight = views.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
+  params.grad_bias = views.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
   params.gated_input = views.view(*scaled_input, on.input(*scaled_input, "scaled_input"));
   params.grad_gated_input = views.view(grad_scaled_input, on.output(grad_scaled_input, "grad_scaled_input"));
   params.grad_gate = args.gate ? views.view(grad_gate, on.output(grad_gate, "grad_gate"))
-                               : views.gradient_view(grad_scale, on.output(grad_scale, "grad_input_scale"));
+                               : views.gradient_view(types.input_scale.model, on.output(grad_scale, "grad_input_scale"));
   params.from_output = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output->scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
   Backend::backward(params);
-  const auto cast = [](Tensor& t, const GradientType& type) {
-    if (t.defined() && t.scalar_type() != type.dtype) t = t.to(type.dtype);  // to() costs a small call 0.2 us
+  const auto finish = [&](Tensor& t, const GradientType& type) {
+    if (!t.defined()) return;
+    if (present(type.model) && has_pixels(*type.model, args.options)) {
+      t = t.movedim(-1, 1).reshape(-1).reshape(type.model->sizes());
+    }
+    if (t.scalar_type() != type.dtype) t = t.to(type.dtype);  // to() costs a small call 0.2 us
   };
-  cast(grad_weight, types.weight);
-  cast(grad_bias, types.bias);
-  cast(grad_scale, types.input_scale);
+  finish(grad_weight, types.weight);
+  finish(grad_bias, types.bias);
+  finish(grad_scale, types.input_scale);
   return result();
 }
 

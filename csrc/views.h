@@ -112,11 +112,13 @@ class Views {
   bool fits_parameter(const Tensor& t) const {
     const View own = parameter_view(t, t.const_data_ptr());
     if (!is_aligned(t, own)) return false;
-    return t.is_contiguous() || (!is_shared(t) && own.group_stride >= 0 && own.col_stride == 1);
+    return is_shared(t) ? t.is_contiguous() : own.group_stride >= 0 && own.col_stride == 1;
   }
-  // The view of a contiguous gradient of a parameter.
-  View gradient_view(const Tensor& gradient, void* data) const {
-    return {data, gradient.defined() && gradient.numel() > cols ? cols : 0, 0, 1};
+  // The view of a contiguous gradient like a parameter. Without data as well, it says whether each group has its own,
+  // because the order of other sums depends on it.
+  View gradient_view(const optional<Tensor>& model, void* data) const {
+    const bool is_own = present(model) ? model->numel() > cols : has_own_groups_;
+    return {data, is_own ? cols : 0, 0, 1};
   }
 
   int64_t groups = 1, rows = 1, cols = 1;

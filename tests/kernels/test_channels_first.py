@@ -90,10 +90,9 @@ def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
         assert results.output.stride() == results.grad_input.stride() == torch.empty_like(views[0]).stride()
     for images in (x, x.to(memory_format=CHANNELS_LAST)):
         results = run_images(backend, images, dy, w, b)
-        rows = (t.movedim(1, -1) for t in (dy, images, layout(results.mean), layout(results.rstd)))
-        dy_rows, x_rows, *statistics = rows
-        grad_input, *others = backend.backward(dy_rows, x_rows, (6,), *statistics, w, b, ALL, preserve_layout=True)
-        assert_same_bits([grad_input.movedim(-1, 1), *others], results.gradients)
+        statistics = layout(results.mean), layout(results.rstd)
+        gradients = backend.backward(dy, images, (6,), *statistics, w, b, ALL, images=True)
+        assert_same_bits(gradients, results.gradients)
 
 
 @data_dtypes
@@ -127,7 +126,8 @@ def test_bits_of_a_pixel_depend_on_the_pixel_alone(backend, dtypes):
 def test_bits_of_an_image_depend_on_the_image_alone(backend, dtype, batch):
     """Also where parameters vary between the pixels. In layouts that keep the pixels apart, rows are normalized."""
     x, dy = (randn((3, 37, 5, 6), dtype, backend.device, offset=10) for _ in range(2))
-    w, b = (randn((*batch, 37), dtype, backend.device) for _ in range(2))
+    n, *pixels = batch
+    w, b = (randn((n, 37, *pixels), dtype, backend.device) for _ in range(2))
     for layout in (torch.clone, transposed_batch, transposed_pixels, transposed_rows):
         expected = run_images(backend, layout(x), layout(dy), w, b)
         for n in range(3):

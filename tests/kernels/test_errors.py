@@ -151,27 +151,47 @@ def test_errors_of_gates(backend, context):
     x, statistics = X.to(backend.device), STATISTICS.to(backend.device)
     forward, arguments = backend.ops.forward.fused, (x, [3], None, None, 1e-5)
     with raises(
-        "Expected residual to be a tensor beside a gate, but got None with gate of shape [3] and input of shape"
+        "Expected residual to be a tensor with input_scale, but got None with input_scale of shape [3] and inpu"
     ):
-        forward(*arguments, None, x[0])
-    with raises(
-        "Expected residual to be None with an activation, but got a tensor with gate of shape [2, 3] and input"
-    ):
+        forward(*arguments, None, None, x[0])
+    with raises("Expected residual to be None with a gate, but got residual of shape [2, 3] with gate of shape [2, 3]"):
         forward(*arguments, x, x, activation="silu")
+    with raises("Expected gate to be None without an activation, but got gate of shape [2, 3] with activation = None"):
+        forward(*arguments, None, x)
     with raises('Expected gate to be a tensor with activation = "silu", but got None for input of shape [2, 3]'):
         forward(*arguments, activation="silu")
+    wanted, scale = ([True] * 6, None, None), x[0]
     with raises(
-        "Expected gated_input to be a tensor where the gradient of a gate is wanted, but got None with gate of sha"
+        "Expected scaled_input to be a tensor where the gradient of input_scale is wanted, but got None with inp"
     ):
-        backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0])
+        backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, *wanted, scale)
     with raises(
-        "Expected gated_input to be of the shape of input, but got gated_input of shape [1, 3] and input of sh"
+        "Expected scaled_input to be of the shape of input, but got scaled_input of shape [1, 3] and input of sh"
     ):
-        backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, [True] * 5, None, x[0], x[:1])
+        backend.ops.backward.fused(x, x, [3], statistics, statistics, None, None, *wanted, scale, x[:1])
     with raises("Expected gate_first to be False without an activation, but got True with activation = None and inp"):
-        forward(*arguments, x, x[0], gate_first=True)
+        forward(*arguments, x, None, x[0], gate_first=True)
     with raises("Expected gate_first to be False without an activation, but got True with activation = None and inp"):
         forward(*arguments, gate_first=True)
+
+
+def test_errors_of_geometry(backend, context):
+    x, images = torch.ones(2, 6, device=backend.device), torch.ones(2, 3, 4, device=backend.device)
+    with raises(
+        "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = 4, normali"
+    ):
+        backend.forward(x, [6], num_groups=4)
+    with raises("Expected num_groups to be 1 for images, but got num_groups = 3 and input of shape [2, 3, 4]"):
+        backend.forward(images, [3], num_groups=3, images=True)
+    with raises("Given normalized_shape=[4], expected input with shape [N, 4, *], but got input of size[2, 3, 4]"):
+        backend.forward(images, [4], images=True)
+    with raises(
+        "Expected weight of shape [C], [N, C] or [N, C, *], with C = 3 and each other size equal to the input's"
+    ):
+        backend.forward(images, [3], x[:, :4], images=True)
+    statistics = torch.ones(2, 2, device=backend.device)
+    with raises("Expected rstd of shape [2, 3], but got rstd of shape [2, 2]"):
+        backend.backward(x, x, [6], None, statistics, None, None, ALL, rms=True, num_groups=3)
 
 
 WRONG_BACKWARD = {  # of a gated norm unless the activation is None
@@ -179,16 +199,17 @@ WRONG_BACKWARD = {  # of a gated norm unless the activation is None
     "Expected grad_output to be of the dtype of input, but got grad_output of dtype Half and input of dtype Float": {
         "grad_output": X.half()
     },
-    'Expected grad_sum to be None with an activation, but got grad_sum of shape [2, 3] with activation = "silu" and': {
+    "Expected grad_sum to be None with a gate, but got grad_sum of shape [2, 3] with gate of shape [2, 3] and input": {
         "grad_sum": X
     },
-    "Expected gated_input to be None with an activation, but got gated_input of shape [1, 3] with activation = ": {
-        "gated_input": X[:1]
+    "Expected input_scale to be None with a gate, but got input_scale of shape [3] with gate of shape [2, 3] and in": {
+        "input_scale": W
     },
-    "Expected gated_input to be None without a gate, but got gated_input of shape [2, 3] with gate = None and input": {
-        "gated_input": X,
-        "gate": None,
-        "activation": None,
+    "Expected scaled_input to be None without an input_scale, but got scaled_input of shape [2, 3] with input_scale": {
+        "scaled_input": X
+    },
+    "Expected gate to be None without an activation, but got gate of shape [2, 3] with activation = None and input ": {
+        "activation": None
     },
     "Expected gate_first to be False without an activation, but got True with activation = None and input of shape": {
         "gate_first": True,
@@ -203,7 +224,7 @@ WRONG_BACKWARD = {  # of a gated norm unless the activation is None
 def test_errors_of_backward_of_a_gated_norm(backend, context, message, changes, gate_dtype):
     """A gate of another dtype than the input takes another way."""
     arguments = {"grad_output": X, "input": X, "mean": STATISTICS, "rstd": STATISTICS, "weight": None, "bias": None}
-    arguments |= {"normalized_shape": [3], "output_mask": [True] * 5, "grad_sum": None, "activation": "silu"}
+    arguments |= {"normalized_shape": [3], "output_mask": [True] * 6, "grad_sum": None, "activation": "silu"}
     arguments |= {"gate": X.to(gate_dtype)} | changes
     with raises(message):
         backend.ops.backward.fused(**to_device(arguments, backend.device))
@@ -354,8 +375,8 @@ OF_GROUPS = (
     "= {1} and input of shape [3, 5, 8]"
 )
 OF_BATCH = (
-    "Expected {0} to be of the shape of input, with each batch size equal to the input's or 1, but got {0} of shape "
-    "{1}, input of shape [3, 5, 8] and normalized_shape = [8]"
+    "Expected {0} to be of same shape as normalized_shape, but got {0} of shape {1} and normalized_shape = [8]; or of "
+    "shape [*batch, 8], where batch are the first batch sizes or 1 of input of shape [3, 5, 8]"
 )
 FUNCTION_ERRORS = {
     "Given normalized_shape=[7], expected input with shape [*, 7], but got input of size[3, 5, 8": (
@@ -369,8 +390,7 @@ FUNCTION_ERRORS = {
     ),
     OF_BATCH.format("weight", "[2, 5, 8]"): lambda: layer_norm(ROWS, (8,), torch.ones(2, 5, 8)),
     OF_BATCH.format("bias", "[3, 5, 7]"): lambda: layer_norm(ROWS, (8,), None, torch.ones(3, 5, 7)),
-    "Expected weight to be of same shape as normalized_shape, but got weight of shape [5, 8] and normalized_shape = "
-    "[8]; or to have the dimensions of input of shape [3, 5, 8]": lambda: layer_norm(ROWS, (8,), torch.ones(5, 8)),
+    OF_BATCH.format("weight", "[5, 8]"): lambda: layer_norm(ROWS, (8,), torch.ones(5, 8)),
     "Expected weight and bias to have the same batch sizes, but got weight of shape [3, 1, 8], bias of shape [1, 5": (
         lambda: layer_norm(ROWS, (8,), torch.ones(3, 1, 8), torch.ones(1, 5, 8))
     ),
@@ -507,15 +527,14 @@ def test_operators_refuse_tensors_of_other_layouts_by_name(layout):
     """The dispatcher's error names no argument."""
     ops, x, w = torch.ops.layernorm, torch.ones(4, 4), torch.ones(4)
     wrong = LAYOUTS.get(layout, lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8))(w)
-    backward = (x, x, [4], w, w, None, None)
+    backward, absent = (x, x, [4], w, w, None, None), (*[None] * 5, False)
     calls = {
-        "input": [lambda: ops.forward(wrong, [4]), lambda: ops.check_forward(wrong, None, [4], None, None)],
-        "weight": [lambda: ops.forward(x, [4], wrong), lambda: ops.check_images(x, wrong, None)],
+        "input": [lambda: ops.forward(wrong, [4]), lambda: ops.check(wrong, [4], *absent)],
+        "weight": [lambda: ops.forward(x, [4], wrong), lambda: ops.check(x, [4], wrong, *absent[1:])],
         "residual": [lambda: ops.forward_(x, [4], None, None, 1e-5, wrong)],
         "gate": [lambda: ops.forward.fused(x, [4], None, None, 1e-5, None, wrong, activation="silu")],
         "rstd": [lambda: ops.backward(x, x, [4], None, wrong, None, None, ALL)],
-        "gated_input": [lambda: ops.backward.fused(*backward, [True] * 5, None, None, wrong)],
-        "shift": [lambda: ops.check_modulation(x, [4], None, wrong)],
+        "scaled_input": [lambda: ops.backward.fused(*backward, [True] * 6, None, None, None, wrong)],
     }
     for name, functions in calls.items():
         message = f"Expected {name} to be a strided tensor, but got {layout.strip().replace('gate', name)}"
@@ -575,7 +594,7 @@ CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     [
         (torch.ops.layernorm.forward.default, (X, [3])),
         (torch.ops.layernorm.forward.fused, (X, [3], None, None, 1e-5, X)),
-        (torch.ops.layernorm.backward.fused, (X, X, [3], None, STATISTICS, None, None, [True] * 5, None, None)),
+        (torch.ops.layernorm.backward.fused, (X, X, [3], None, STATISTICS, None, None, [True] * 6, None, None)),
     ],
     ids=["forward", "fused", "backward"],
 )

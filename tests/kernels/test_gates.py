@@ -44,7 +44,7 @@ from layernorm_ext import (
 )
 
 EPS = 1e-5
-ALL = [True] * 5  # output_mask of backward.fused
+ALL = [True] * 6  # output_mask of backward.fused
 
 
 def unit(dtype):
@@ -82,17 +82,23 @@ def check_gated_residual(backend, x, residual, weight, bias, gate, dy, ds, *, im
     The product and the sum are rounded to float32, and before them a float64 gate. The other results start from the sum
     that is rounded to its dtype.
     """
-    tensors = [x, residual, dy, ds]
+    tensors, parameters = [x, residual, dy, ds], [weight, bias, gate]
     if images:  # the channels of a row are not adjacent
-        tensors, variant = [t.mT.contiguous().mT for t in tensors], variant | {"preserve_layout": True}
+
+        def to_images(t):
+            return t if t is None or t.dim() == 1 else t.movedim(-1, 1).contiguous()
+
+        tensors, parameters = ([to_images(t) for t in group] for group in (tensors, parameters))
     batch, shape, eps = x.shape[:-1], x.shape[-1:], unit(x.dtype)
     forward, backward = backend.ops.forward.fused, backend.ops.backward.fused
-    y, total, mean, rstd = forward(tensors[0], shape, weight, bias, EPS, tensors[1], gate, **variant)
-    arguments = (shape, mean, rstd, weight, bias, ALL, tensors[3], gate, tensors[0])
-    *gradients, dx, dgate = backward(tensors[2], total, *arguments, **variant)
-    variant.pop("preserve_layout", None)
-    y, total, mean, rstd, dx, ds_total, *parameters = (
-        t if t is None else t.contiguous() for t in (y, total, mean, rstd, dx, *gradients)
+    w, b, scale = parameters
+    y, total, mean, rstd = forward(tensors[0], shape, w, b, EPS, tensors[1], None, scale, images=images, **variant)
+    arguments = (shape, mean, rstd, w, b, ALL, tensors[3], None, scale, tensors[0])
+    ds_total, dw, db, other, dx, dgate = backward(tensors[2], total, *arguments, images=images, **variant)
+    assert other is None
+    y, total, mean, rstd, dx, dgate, ds_total, *parameters = (
+        t if t is None else (t.movedim(1, -1) if images and t.dim() > 1 else t).contiguous()
+        for t in (y, total, mean, rstd, dx, dgate, ds_total, dw, db)
     )
 
     wide_x, wide_residual, factor = (exact(broadcast_rows(t, batch)) for t in (x, residual, gate))
@@ -114,12 +120,12 @@ def check_gated_residual(backend, x, residual, weight, bias, gate, dy, ds, *, im
     assert dx.dtype == x.dtype and dgate.dtype == gate.dtype and dgate.shape == gate.shape
     expected, bound = found * factor, np.abs(factor) * (error + (eps + gate_error) * np.abs(found))
     bound = bound + rounding(x.dtype, expected, bound, statistics_dtype(x.dtype))
-    assert_within(dx, expected, bound, "grad_gated_input")
+    assert_within(dx, expected, bound, "grad_scaled_input")
     terms = found * wide_x
     bound = np.abs(wide_x) * error + PARAMETER_GRADIENT[x.dtype] * np.abs(terms)
     expected, bound = (sum_of_groups(t, batch, gate) for t in (terms, bound))
     bound = bound + rounding(gate.dtype, expected, bound, statistics_dtype(x.dtype))
-    assert_within(dgate, expected, bound, "grad_gate")
+    assert_within(dgate, expected, bound, "grad_input_scale")
     return y, total, mean, rstd, ds_total, *parameters, dx, dgate
 
 
@@ -161,21 +167,21 @@ def test_gates_of_other_dtypes_match_float64(backend, dtypes, gate_dtype):
 def test_a_gate_of_ones_changes_no_bit(backend):
     x, residual, w, b, _, dy, ds = gated_residual_arguments(backend, GATES["shared"], 100, (F32, F32, F32))
     gate, forward = torch.ones(100, device=backend.device), backend.ops.forward.fused
-    expected, results = (forward(x, (100,), w, b, EPS, residual, factor) for factor in (None, gate))
+    expected, results = (forward(x, (100,), w, b, EPS, residual, None, scale) for scale in (None, gate))
     assert_same_bits(results, expected)
     arguments = (dy, expected[1], (100,), *expected[2:], w, b)
     plain = backend.ops.backward(*arguments, [True] * 3, ds)
-    gradients = backend.ops.backward.fused(*arguments, ALL, ds, gate, x)
-    assert_same_bits(gradients[:4], [*plain, plain[0]])
-    for index in range(5):  # each alone
-        mask = [i == index for i in range(5)]
-        some = backend.ops.backward.fused(*arguments, mask, ds, gate, x)
+    gradients = backend.ops.backward.fused(*arguments, ALL, ds, None, gate, x)
+    assert_same_bits(gradients[:5], [*plain, None, plain[0]])
+    for index in range(6):  # each alone
+        mask = [i == index for i in range(6)]
+        some = backend.ops.backward.fused(*arguments, mask, ds, None, gate, x)
         assert_same_bits(some, [g if m else None for g, m in zip(gradients, mask, strict=True)], mask)
 
 
 def test_gated_residual_in_place(backend):
     x, residual, w, b, gate, *_ = gated_residual_arguments(backend, GATES["per sample"], 40, (BF16, F32, F32))
-    expected = backend.ops.forward.fused(x, (40,), w, b, EPS, residual, gate)
+    expected = backend.ops.forward.fused(x, (40,), w, b, EPS, residual, None, gate)
     in_place = residual.clone()
     output, mean, rstd = backend.ops.forward_.fused(x, (40,), w, b, EPS, in_place, gate)
     assert_same_bits((output, in_place, mean, rstd), expected)
@@ -217,9 +223,9 @@ def check_gated_norm(backend, x, gate, weight, bias, dy, *, activation, gate_fir
     options |= {"activation": activation, "gate_first": gate_first}
     shape = x.shape[-1:]
     y, total, mean, rstd = backend.ops.forward.fused(x, shape, weight, bias, EPS, None, gate, **options)
-    arguments = (shape, mean, rstd, weight, bias, [True, True, True, False, True], None, gate)
-    dx, dw, db, other, dz = backend.ops.backward.fused(dy, x, *arguments, **options)
-    assert total is None and other is None
+    arguments = (shape, mean, rstd, weight, bias, ALL, None, gate)
+    dx, dw, db, dz, *others = backend.ops.backward.fused(dy, x, *arguments, **options)
+    assert total is None and others == [None, None]
 
     u, arithmetic = unit(x.dtype), statistics_dtype(x.dtype)
     delta = ACTIVATION_ERROR * u  # of the activation and its derivative, relative to their terms

@@ -32,11 +32,11 @@ def evaluate(activation, z):
     x, bias, ones = torch.zeros_like(z), torch.ones(z.shape[1]), torch.ones_like(z)
     options = {"rms": True, "activation": activation}
     y, _, _, rstd = ops.forward.fused(x, bias.shape, None, bias.to(rstd_dtype(z)), 1.0, None, z, **options)
-    wanted = [False, False, False, False, True]
+    wanted = [False, False, False, True, False, False]
     gradients = ops.backward.fused(
-        ones, x, bias.shape, None, rstd, None, bias.to(rstd_dtype(z)), wanted, None, z, None, **options
+        ones, x, bias.shape, None, rstd, None, bias.to(rstd_dtype(z)), wanted, None, z, **options
     )
-    return y[0], gradients[4][0]
+    return y[0], gradients[3][0]
 
 
 def rstd_dtype(z):
@@ -84,16 +84,16 @@ def gated_norm(x, z, dy, w, b, activation, gate_first, rms):
     """Return what has one row for each row of x, and the gradients of weight and bias."""
     options = {"rms": rms, "activation": activation, "gate_first": gate_first}
     y, _, mean, rstd = ops.forward.fused(x, w.shape, w, b, 1e-5, None, z, **options)
-    wanted = [True, True, True, False, True]
-    dx, dw, db, _, dz = ops.backward.fused(
-        dy, x, w.shape, None if rms else mean, rstd, w, b, wanted, None, z, None, **options
+    wanted = [True, True, True, True, False, False]
+    dx, dw, db, dz, *_ = ops.backward.fused(
+        dy, x, w.shape, None if rms else mean, rstd, w, b, wanted, None, z, **options
     )
     return [y, rstd, dx, dz], [dw, db]
 
 
 def gated_residual(x, residual, dy, w, b, gate, wanted):
-    y, total, mean, rstd = ops.forward.fused(x, w.shape, w, b, 1e-5, residual, gate)
-    return [y, total], ops.backward.fused(dy, total, w.shape, mean, rstd, w, b, wanted, None, gate, x)
+    y, total, mean, rstd = ops.forward.fused(x, w.shape, w, b, 1e-5, residual, None, gate)
+    return [y, total], ops.backward.fused(dy, total, w.shape, mean, rstd, w, b, wanted, None, None, gate, x)
 
 
 def assert_same(actual, expected):
@@ -139,9 +139,9 @@ def test_bits_of_gated_residual(case, threads):
     x, residual, dy = torch.randn(3, rows, cols, dtype=F64).to(dtype)
     w, b, gate = torch.randn(3, cols, dtype=F64).to(dtype)
     threads(1)
-    outputs, gradients = gated_residual(x, residual, dy, w, b, gate, [True] * 5)
+    outputs, gradients = gated_residual(x, residual, dy, w, b, gate, [True, True, True, False, True, True])
     threads(4)
-    for wanted in itertools.product([False, True], repeat=5):
+    for wanted in itertools.product([False, True], [False, True], [False, True], [False], [False, True], [False, True]):
         same_outputs, some = gated_residual(x, residual, dy, w, b, gate, list(wanted))
         assert_same(same_outputs, outputs)
         for gradient, expected, is_wanted in zip(some, gradients, wanted, strict=True):

@@ -38,9 +38,9 @@ def test_operators_refuse_freed_tensors(backend, operator, images, view):
     """A kernel would read from the null pointer of a freed input, and ignore a freed parameter as an absent one."""
     x, residual, dy, grad_sum = (randn((3, 5, 8), F32, backend.device) for _ in range(4))
     if images:
-        x, residual, dy, grad_sum = (t.mT.contiguous().mT for t in (x, residual, dy, grad_sum))
+        x, residual, dy, grad_sum = (t.mT.contiguous() for t in (x, residual, dy, grad_sum))
     w, b = (randn(8, F32, backend.device) for _ in range(2))
-    options = {"preserve_layout": images}
+    options = {"images": images}
     if operator == "backward":
         _, mean, rstd = backend.forward(x, (8,), w, b, **options)
         names = ["grad_output", "input", "mean", "rstd", "weight", "bias", "grad_sum"]
@@ -145,14 +145,13 @@ overlapping = pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPP
 
 
 @overlapping
-@pytest.mark.parametrize("preserve_layout", [False, True], ids=["contiguous", "preserve_layout"])
 @rms_or_not
-def test_overlapping_rows_with_every_mask(backend, make, preserve_layout, rms):
+def test_overlapping_rows_with_every_mask(backend, make, rms):
     """A result or copy must not have the strides of such a tensor, because its elements would share memory."""
     for shape in ((4, 8), (3, 4, 8), (2, 3, 4, 8)):
         x = make(shape, backend.device)
         w, b = (randn(8, F32, backend.device) for _ in range(2))
-        options = {"rms": rms, "preserve_layout": preserve_layout}
+        options = {"rms": rms}
         for dy in (randn(shape, F32, backend.device), randn(shape, F32, backend.device).transpose(0, 1).contiguous()):
             dy = dy if dy.shape == shape else dy.transpose(0, 1)
             results = run(backend, x, dy, w, b, **options)

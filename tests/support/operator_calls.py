@@ -19,10 +19,7 @@ OPERATORS = {
     name: getattr(getattr(torch.ops.layernorm, name.partition(".")[0]), name.partition(".")[2] or "default")
     for name in ("forward", "forward.fused", "forward_.fused", "backward", "backward.fused")
 }
-CHECKS = {
-    name: getattr(torch.ops.layernorm, name).default
-    for name in ("check_forward", "check_images", "check_modulation", "check_allocated")
-}
+CHECKS = {"check": torch.ops.layernorm.check.default}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 # Relative to the largest result. Errors of rounding are 100 times smaller, wrong formulas are off by the whole.
@@ -41,61 +38,65 @@ def right_call(name, rng):
     kinds = ["residual", "gated residual"] if name == "forward_.fused" else ["plain"]
     kinds = ["plain", "residual", "gated residual", "activation"] if name.endswith("d.fused") else kinds
     kind = rng.choice(kinds)
-    groups = [rng.choice([1, size]) for size in batch]
+    own_sizes = [rng.choice([1, size]) for size in batch]
+    images = bool(batch) and len(shape) == 1 and rng.random() < 0.3
+    num_groups = rng.choice([n for n in (1, 2, 4, 11) if len(shape) == 1 and not images and shape[0] % n == 0] or [1])
     flags = {flag: rng.random() < 0.3 for flag in ("rms", "zero_centered_weight", "memory_efficient")}
     flags["memory_efficient"] &= kind != "activation"
 
+    def place(t):
+        return t.movedim(-1, 1).contiguous() if images and t.dim() > 1 else t
+
     def draw(dtype):
-        return torch.randn((*batch, *shape), dtype=torch.float64).to(dtype)
+        return place(torch.randn((*batch, *shape), dtype=torch.float64)).to(dtype)
 
     def parameter(least=0.5):
         """Return numbers in [least, least + 1), which may be divisors."""
-        sizes = rng.choice([shape, (*groups, *shape), (*[1] * len(batch), *shape)])
-        values = torch.rand(sizes, dtype=torch.float64) + least
+        first = own_sizes[:1] if images else own_sizes[: rng.randint(0, len(own_sizes))]
+        sizes = rng.choice([shape, (*own_sizes, *shape), (*[1] * len(batch), *shape), (*first, *shape)])
+        values = place(torch.rand(sizes, dtype=torch.float64)) + least
         return values.to(rng.choice([dtype, wide, rng.choice(DTYPES)]))
 
     args = {"input": draw(dtype), "normalized_shape": list(shape)}
     args["weight"] = rng.choice([None, parameter(least=-0.5 if flags["zero_centered_weight"] else 0.5)])
     args["bias"] = rng.choice([None, parameter()])
     if "fused" in name:
-        args["gate"] = {"gated residual": parameter(), "activation": draw(rng.choice([dtype, wide]))}.get(kind)
-    args |= flags | {"preserve_layout": rng.random() < 0.3}
+        args["input_scale"] = parameter() if kind == "gated residual" else None
+    args |= flags | {"images": images, "num_groups": num_groups}
     if kind == "activation":
+        args["gate"] = draw(rng.choice([dtype, wide]))
         args |= {"activation": rng.choice(["silu", "sigmoid"]), "gate_first": rng.random() < 0.5}
     if "forward" in name:
         args["eps"] = 0.01
         if "residual" in kind:
             args["residual"] = draw(rng.choice([dtype, wide]))
         return args
+    args["gate"] = args.get("gate")
     if kind != "activation":
         args["input"] = args["input"].to(rng.choice([dtype, wide]))
         args["grad_sum"] = rng.choice([None, draw(args["input"].dtype)])
     elif "fused" in name:
         args["grad_sum"] = None
     if kind == "gated residual":
-        args["gated_input"] = draw(dtype)
+        args["scaled_input"] = draw(dtype)
     args["grad_output"] = draw(dtype)
-    args["output_mask"] = [rng.random() < 0.7 for _ in range(5 if "fused" in name else 3)]
+    args["output_mask"] = [rng.random() < 0.7 for _ in range(6 if "fused" in name else 3)]
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    x, dims = args["input"].double(), tuple(range(-len(shape), 0))
-    args["mean"] = None if flags["rms"] else x.mean(dims, keepdim=True).to(acc)
-    args["rstd"] = (x.square().mean(dims, keepdim=True) + 0.01).rsqrt().to(acc)
+    x, dims = as_rows(args["input"].double(), args), tuple(range(-len(shape), 0))
+    mean, rstd = x.mean(dims, keepdim=True), (x.square().mean(dims, keepdim=True) + 0.01).rsqrt()
+    if num_groups > 1:
+        mean, rstd = mean.squeeze(-1), rstd.squeeze(-1)
+    args["mean"] = None if flags["rms"] else place(mean).to(acc)
+    args["rstd"] = place(rstd).to(acc)
     return args
 
 
 def right_check(name, rng):
     """Return the arguments of a check of the arguments of a right call."""
     args = right_call("forward.fused", rng)
-    if name == "check_allocated":
-        return {"tensor": args["input"], "name": "input"}
-    if name == "check_images":
-        c = rng.choice([1, 5])
-        return {"input": torch.randn(2, c, 3, 3), "weight": torch.randn(c), "bias": torch.randn(2, c)}
-    if name == "check_modulation":
-        x, shape = torch.randn(2, 3, 4), rng.choice([(4,), (2, 4), (2, 1, 4)])
-        return {"input": x, "normalized_shape": [4], "scale": torch.randn(shape), "shift": torch.randn(shape)}
     names = [argument.name for argument in CHECKS[name]._schema.arguments]
-    return {key: args.get(key) for key in names}
+    args = {key: args.get(key) for key in names if key in args}
+    return {"residual": None, "gate": None, "input_scale": None, "adaptive": False} | args
 
 
 # Changes that make a call wrong or unusual
@@ -159,7 +160,8 @@ VALUES = {
     "rms": [False, True],
     "zero_centered_weight": [False, True],
     "memory_efficient": [False, True],
-    "preserve_layout": [False, True],
+    "images": [False, True],
+    "num_groups": [1, 2, 3, 0, -1],
     "gate_first": [False, True],
     "activation": [None, "silu", "relu"],
     "normalized_shape": [[], [3], [0], [-1], [4], [4, 4, 4, 4, 4]],
@@ -189,24 +191,36 @@ def change(name, args, rng):
 # Right results, in float64
 
 
+def as_rows(t, args):
+    """Return a tensor, statistic or parameter of a call with the normalized dimensions last, see csrc/geometry.h."""
+    dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args["num_groups"]
+    if t.dim() > count and args["images"]:
+        t = t.reshape(*t.shape, *[1] * (dims - t.dim())).movedim(1, -1)
+    while count < t.dim() < dims:
+        t = t.unsqueeze(-1 - count)
+    return t if groups == 1 else t.unflatten(-1, (groups, t.shape[-1] // groups))
+
+
 def activate(gate, name):
     return torch.sigmoid(gate) * (gate if name == "silu" else 1)
 
 
 def formulas(name, args):
     """Return the right results of a call."""
-    values = {key: t.double() if isinstance(t, torch.Tensor) else t for key, t in args.items()}
+    values = {key: as_rows(t.double(), args) if isinstance(t, torch.Tensor) else t for key, t in args.items()}
+    if args["num_groups"] > 1:
+        values["normalized_shape"] = [args["normalized_shape"][0] // args["num_groups"]]
     return (forward if "forward" in name else backward)(args, **values)
 
 
 def forward(
-    args, input, normalized_shape, eps, weight=None, bias=None, residual=None, gate=None, rms=False,
+    args, input, normalized_shape, eps, weight=None, bias=None, residual=None, gate=None, input_scale=None, rms=False,
     zero_centered_weight=False, activation=None, gate_first=False, **_,
 ):  # fmt: skip
     dims = tuple(range(-len(normalized_shape), 0))
     x, total, factor = input, None, 1 if activation is None else activate(gate, activation)
     if residual is not None:
-        total = x = ((1 if gate is None else gate) * input + residual).to(args["residual"].dtype).double()
+        total = x = ((1 if input_scale is None else input_scale) * input + residual).to(args["residual"].dtype).double()
     x = x * factor if gate_first else x
     mean = torch.zeros(()) if rms else x.mean(dims, keepdim=True)
     rstd = ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
@@ -217,11 +231,12 @@ def forward(
 
 def backward(
     args, grad_output, input, normalized_shape, rstd, output_mask, weight=None, bias=None, grad_sum=None, gate=None,
-    gated_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, activation=None, gate_first=False,
-    **_,
+    input_scale=None, scaled_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, activation=None,
+    gate_first=False, **_,
 ):  # fmt: skip
     dims = tuple(range(-len(normalized_shape), 0))
-    shape = next((p.shape for p in (weight, bias) if p is not None), normalized_shape)
+    default = normalized_shape if args["num_groups"] == 1 else (args["num_groups"], *normalized_shape)
+    shape = next((p.shape for p in (weight, bias) if p is not None), default)
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
 
     def average(t):
@@ -241,10 +256,10 @@ def backward(
     if activation is None:
         dx, dw, db = gradients(input, grad_output)
         dx = dx if grad_sum is None else dx + grad_sum
-        results = [dx, dw, db, None, None]
-        if gate is not None:
-            dgate = None if gated_input is None else (gated_input * dx).sum_to_size(gate.shape)
-            results[3:] = [gate * dx, dgate]
+        results = [dx, dw, db, None, None, None]
+        if input_scale is not None:
+            dscale = None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape)
+            results[4:] = [input_scale * dx, dscale]
     else:
         z = gate.clone().requires_grad_()
         with torch.enable_grad():
@@ -253,12 +268,12 @@ def backward(
         f = f.detach()
         if gate_first:
             du, dw, db = gradients(input * f, grad_output)
-            results = [du * f, dw, db, None, du * input * derivative]
+            results = [du * f, dw, db, du * input * derivative, None, None]
         else:
             dx, dw, db = gradients(input, grad_output * f)
-            results = [dx, dw, db, None, grad_output * (xhat_of(input) * w + b) * derivative]
-    names = ("grad_input", "grad_weight", "grad_bias", "grad_gated_input", "grad_gate")
-    mask = [*output_mask, False, False][:5]
+            results = [dx, dw, db, grad_output * (xhat_of(input) * w + b) * derivative, None, None]
+    names = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
+    mask = [*output_mask, False, False, False][:6]
     return {name: t if wanted else None for name, t, wanted in zip(names, results, mask, strict=True)}
 
 
@@ -313,7 +328,7 @@ def fault(name, args):
     actual = outcome(function, args)
     if isinstance(actual, str):
         if not actual.startswith(TORCH_ERRORS):
-            named = any(re.search(rf"\b{key}\b", actual) for key in (*args, "activation", "gated_input"))
+            named = any(re.search(rf"\b{key}\b", actual) for key in (*args, "activation", "scaled_input"))
             if not named or any(word in actual for word in INTERNAL):
                 return f"the error names no argument: {actual}"
         if not plain or actual.startswith(TORCH_ERRORS) or "ot allocated" in actual:
@@ -348,7 +363,7 @@ def compare(name, args, actual):
     if args.get("activation") and args.get("gate") is None:
         return "accepts an activation without a gate"
     dtype = max((t.dtype for t in args.values() if isinstance(t, torch.Tensor)), key=lambda d: TOLERANCES.get(d, 0))
-    for (key, right), result in zip(formulas(name, args).items(), [*actual, None, None], strict=False):
+    for (key, right), result in zip(formulas(name, args).items(), [*actual, None, None, None], strict=False):
         if (result is None) != (right is None):
             return f"{key} is {result}, not {right}"
         if result is None:
@@ -357,7 +372,8 @@ def compare(name, args, actual):
             if result.any():
                 return f"{key} of empty input is {result}"
             continue
-        error = (result.double() - right.expand(result.shape)).abs().max().item()
+        result = as_rows(result.double(), args)
+        error = (result - right.expand(result.shape)).abs().max().item()
         if not error <= TOLERANCES[dtype] * (1 + right.abs().max().item()):
             return f"{key} is off by {error}"
     return None

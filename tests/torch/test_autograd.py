@@ -22,7 +22,7 @@ def layer_norm(request, backend):
 
     def of_images(x, weight=None, bias=None):
         images = x.movedim(-1, 1).contiguous()
-        return backend.forward(images.movedim(1, -1), x.shape[-1:], weight, bias, EPS, preserve_layout=True)[0]
+        return backend.forward(images, x.shape[-1:], weight, bias, EPS, images=True)[0].movedim(1, -1)
 
     return of_rows if request.param == "rows" else of_images
 

@@ -54,13 +54,13 @@ def test_gated_residuals(backend, batch, dtypes):
     w, gate, forward = w.to(parameter_dtype), gate.to(parameter_dtype), backend.ops.forward.fused
     checks = {} if dtype == F32 else SHAPE_FUNCTIONS
     inputs = [t.requires_grad_() for t in (x, w, residual, gate)]
-    torch.library.opcheck(forward, (x, (5,), w, None, 1e-5, residual, gate), **checks)
+    torch.library.opcheck(forward, (x, (5,), w, None, 1e-5, residual, None, gate), **checks)
     in_place = x.detach(), (5,), w.detach(), None, 1e-5, residual.detach(), gate.detach()
     torch.library.opcheck(backend.ops.forward_.fused, in_place, **SHAPE_FUNCTIONS)
     x, w, residual, gate = (t.detach() for t in inputs)
-    _, total, mean, rstd = forward(x, (5,), w, None, 1e-5, residual, gate)
-    for mask in ([True] * 5, [False] * 4 + [True]):
-        arguments = (dy, total, (5,), mean, rstd, w, None, mask, residual, gate, x)
+    _, total, mean, rstd = forward(x, (5,), w, None, 1e-5, residual, None, gate)
+    for mask in ([True] * 6, [False] * 5 + [True]):
+        arguments = (dy, total, (5,), mean, rstd, w, None, mask, residual, None, gate, x)
         torch.library.opcheck(backend.ops.backward.fused, arguments, **SHAPE_FUNCTIONS)
 
 
@@ -76,7 +76,7 @@ def test_gated_norms(backend, gate_first, dtypes):
         backend.ops.forward.fused, (leaves[0], (5,), leaves[1], None, 1e-5, None, leaves[2]), options, **checks
     )
     _, _, mean, rstd = backend.ops.forward.fused(x, (5,), w, None, 1e-5, None, gate, **options)
-    arguments = (dy, x, (5,), mean, rstd, w, None, [True, True, True, False, True], None, gate)
+    arguments = (dy, x, (5,), mean, rstd, w, None, [True] * 6, None, gate)
     torch.library.opcheck(backend.ops.backward.fused, arguments, options, **SHAPE_FUNCTIONS)
 
 
@@ -101,14 +101,14 @@ LAYOUTS = IMAGE_LAYOUTS | {
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [*itertools.product(LAYOUTS, ({}, {"preserve_layout": True})), ("channels_last", {"rms": True})],
+    [*itertools.product(LAYOUTS, ({}, {"images": True})), ("channels_last", {"rms": True})],
     ids=str,
 )
 def test_layouts(backend, layout, options):
     """The strides of the results are those that the shape functions promise."""
     x = LAYOUTS[layout]().to(backend.device)
-    x = x.movedim(1, -1) if "preserve_layout" in options else x
-    opcheck(backend, x, torch.randn(x.shape[-1], device=backend.device), None, SHAPE_FUNCTIONS, **options)
+    shape = x.shape[1:2] if "images" in options else x.shape[-1:]
+    opcheck(backend, x, torch.randn(shape, device=backend.device), None, SHAPE_FUNCTIONS, shape, **options)
 
 
 def test_fake_cuda_tensors():
