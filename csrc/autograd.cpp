@@ -217,7 +217,10 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
 
 }  // namespace
 
-void Operators::implement_autograd(torch::Library& m) { implement<forward_autograd, backward_autograd>(m); }
+void Operators::implement_autograd(torch::Library& m) {
+  implement<forward_autograd, backward_autograd>(m);
+  m.impl("check_allocated", torch::CppFunction::makeFallthrough());
+}
 
 // vmap uses the batching rules of the composite's aten operations.
 void Operators::implement_vmap(torch::Library& m) { implement<forward_composite, backward_composite>(m); }

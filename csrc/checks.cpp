@@ -200,6 +200,7 @@ void check_norm(const Args& args, const ParameterNames& names) {
   const Options& options = args.options;
   const auto sizes = input.sym_sizes();
   const size_t count = normalized_shape.size();
+  TORCH_CHECK(!options.images || sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
   TORCH_CHECK(!normalized_shape.empty(),
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
               "normalized_shape = ",
@@ -214,7 +215,6 @@ void check_norm(const Args& args, const ParameterNames& names) {
                 " and normalized_shape = ", normalized_shape);
   }
   if (options.images) {
-    TORCH_CHECK(sizes.size() >= 2, "Expected input of shape [N, C, *], but got input of size", sizes);
     TORCH_CHECK(count == 1 && are_equal(sizes[1], normalized_shape[0]), "Given normalized_shape=", normalized_shape,
                 ", expected input with shape [N, ", c10::Join(", ", normalized_shape), ", *], but got input of size",
                 sizes);
@@ -257,8 +257,15 @@ void check_forward(const ForwardArgs& args, const ParameterNames& names) {
 }
 
 void check_call(const ForwardArgs& args, bool adaptive) {
-  check_layouts(args);
-  check_forward(args, adaptive ? ParameterNames{"scale", "shift", "gate"} : ParameterNames{"weight", "bias", "gate"});
+  const ParameterNames names = {adaptive ? "scale" : "weight", adaptive ? "shift" : "bias", "gate"};
+  for_each_tensor(args, [&](const std::string_view name, const Tensor& t) {
+    const char* const public_name = name == "weight"        ? names.weight
+                                    : name == "bias"        ? names.bias
+                                    : name == "input_scale" ? names.input_scale
+                                                            : name.data();
+    check_layout(public_name, t);
+  });
+  check_forward(args, names);
 }
 
 void check_backward(const BackwardArgs& args) {
@@ -296,9 +303,14 @@ bool has_memory(const Tensor& t) {
              c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched}));
 }
 
-void check_allocated(const Tensor& tensor, const char* name) {
+}  // namespace
+
+void check_allocated(const Tensor& tensor, std::string_view name) {
   using c10::DispatchKey;
   const auto keys = tensor.key_set();
+  if (keys.has(DispatchKey::FuncTorchGradWrapper) || keys.has(DispatchKey::FuncTorchBatched)) {
+    return call_check_allocated(tensor, name);
+  }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize) || keys.has(DispatchKey::ZeroTensor)) {
     return;  // it has no data
@@ -307,8 +319,6 @@ void check_allocated(const Tensor& tensor, const char* name) {
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
               tensor.sizes(), " has a freed storage");
 }
-
-}  // namespace
 
 void check_in_place(const ForwardArgs& args) {
   const Tensor& residual = *args.residual;

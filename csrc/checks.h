@@ -1,6 +1,8 @@
 // The checks of the arguments. Each names the argument and both values.
 #pragma once
 
+#include <string_view>
+
 #include "ops.h"
 
 namespace layernorm {
@@ -23,5 +25,8 @@ void check_in_place(const ForwardArgs& args);
 // pointer for an absent tensor.
 void check_allocated(const ForwardArgs& args);
 void check_allocated(const BackwardArgs& args);
+void check_allocated(const Tensor& tensor, std::string_view name);
+// The same by an operator, because only the dispatcher removes the wrappers of torch.func and vmap.
+void call_check_allocated(const Tensor& tensor, std::string_view name);
 
 }  // namespace layernorm

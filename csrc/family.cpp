@@ -1,5 +1,7 @@
 #include "family.h"
 
+#include <algorithm>
+
 #include "checks.h"
 
 namespace layernorm {
@@ -12,13 +14,6 @@ ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
   options.images = m.images;
   options.num_groups = args.num_groups;
   ForwardArgs call = {args.input, args.normalized_shape, args.weight, args.bias, args.eps, options, args.residual};
-  c10::SymDimVector channels;
-  if (m.images) {
-    TORCH_CHECK(args.input.dim() >= 2, "Expected input of shape [N, C, *], but got input of size",
-                args.input.sym_sizes());
-    channels = {args.input.sym_size(1)};
-    call.normalized_shape = channels;
-  }
   if (m.gated) {
     const int64_t activation = parse_activation(args.activation, args.input);
     if (present(args.gate)) {
@@ -30,11 +25,14 @@ ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
     call.input_scale = args.gate;
     call.in_place = args.in_place;
   }
-  const bool has_other_names = m.adaptive || call.input_scale;
-  if (has_other_names) {
+  if (m.adaptive || call.input_scale) {  // whose names differ from those of the operator
     check_call(call, m.adaptive);
   } else {
     check_layouts(call);
+  }
+  if (m.images) {
+    const auto sizes = args.input.sym_sizes();
+    call.normalized_shape = sizes.slice(std::min<size_t>(sizes.size(), 1), sizes.size() > 1 ? 1 : 0);
   }
   return call_forward(call);
 }

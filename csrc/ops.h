@@ -292,6 +292,8 @@ struct Operators {
   static void implement_meta(torch::Library& m);
   static void implement_negative(torch::Library& m);
   static void implement_functionalize(torch::Library& m);
+  static void implement_any_backend(torch::Library& m);
+  static void implement_batched(torch::Library& m);
   static void implement_autograd(torch::Library& m);
   static void implement_vmap(torch::Library& m);
   static void implement_composite(torch::Library& m);

@@ -46,6 +46,7 @@ TORCH_LIBRARY(layernorm, m) {
       m.impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse_layout>()));
     };
     for (const char* name : kOperators) refuse(name);
+    refuse("check_allocated");
   }
 }
 
@@ -70,6 +71,10 @@ TORCH_LIBRARY_IMPL(layernorm, Functionalize, m) { Operators::implement_functiona
 TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { Operators::implement_autograd(m); }
 
 TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { Operators::implement_vmap(m); }
+
+TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatched, m) { Operators::implement_batched(m); }
+
+TORCH_LIBRARY_IMPL(layernorm, CompositeExplicitAutograd, m) { Operators::implement_any_backend(m); }
 
 TORCH_LIBRARY_IMPL(layernorm, CompositeImplicitAutograd, m) { Operators::implement_composite(m); }
 

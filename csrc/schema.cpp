@@ -1,5 +1,6 @@
 // The schemas of the operators, their calls through the dispatcher, and the registrations that no backend owns.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
 
 #include "checks.h"
 #include "ops.h"
@@ -43,6 +44,7 @@ void Operators::define(torch::Library& m) {
   define(
       "check(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? gate, "
       "Tensor? input_scale, bool adaptive, *, " OPTIONS ") -> ()");
+  define("check_allocated(Tensor tensor, str name) -> ()");  // see call_check_allocated()
 }
 
 // ---- the dispatcher -------------------------------------------------------------------------------------------------
@@ -121,6 +123,13 @@ int64_t parse_activation(const ActivationName& name, const Tensor& input) {
               "\" and input of shape ", input.sym_sizes());
 }
 
+void call_check_allocated(const Tensor& tensor, std::string_view name) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow((std::string(kOperatorNamespace) + "::check_allocated").c_str(), "")
+                             .typed<void(const Tensor&, std::string_view)>();
+  op.call(tensor, name);
+}
+
 // ---- registrations --------------------------------------------------------------------------------------------------
 
 namespace {
@@ -152,6 +161,17 @@ void Operators::implement_negative(torch::Library& m) {
 
 void Operators::implement_functionalize(torch::Library& m) {
   m.impl("forward_.fused", TORCH_FN(InPlaceForwardOperator<forward_functional>::call));
+}
+
+void Operators::implement_any_backend(torch::Library& m) {
+  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) { check_allocated(tensor, name); });
+}
+
+void Operators::implement_batched(torch::Library& m) {
+  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) {
+    const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
+    check_allocated(at::functorch::maybeGetBatchedImpl(tensor)->value(), name);
+  });
 }
 
 void Operators::implement_composite(torch::Library& m) { m.impl("check", TORCH_FN(CheckOperator<>::call)); }

@@ -95,6 +95,8 @@ def norm(
         eps = 0.0
     if activation is not None:
         check_gate_options(activation, num_groups, normalized_shape, input, rms)
+    if images and not input.is_nested:  # the check refuses nested images
+        normalized_shape = input.shape[1:2]
     if input.is_nested and not images:
         parameters = {"scale": scale, "shift": shift} if adaptive else {"weight": weight, "bias": bias}
         alike = {"residual": residual}
@@ -110,7 +112,7 @@ def norm(
         input_scale, gate = gate, None
     elif gate is None:
         activation, gate_first = None, False
-    normalized_shape = tracing.constant_sizes(input.shape[1:2] if images else normalized_shape)
+    normalized_shape = tracing.constant_sizes(normalized_shape)
     options = {
         "rms": rms, "zero_centered_weight": zero_centered_weight or adaptive, "images": images,
         "num_groups": num_groups, "activation": activation, "gate_first": gate_first,

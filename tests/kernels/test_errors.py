@@ -421,7 +421,7 @@ FUNCTION_ERRORS = {
     "Expected scale and gate to have the same batch sizes, but got scale of shape [3, 8], gate of shape [1, 5, 8] ": (
         lambda: add_ada_layer_norm(ROWS, ROWS, (8,), torch.ones(3, 8), gate=torch.ones(1, 5, 8))
     ),
-    "Expected weight and gate to have the same batch sizes, but got weight of shape [1, 5, 8], gate of shape [3, 1, ": (
+    "Expected weight and gate to have the same batch sizes, but got weight of shape [1, 5, 8], gate of shape [3, ": (
         lambda: add_layer_norm(ROWS, ROWS, (8,), torch.ones(1, 5, 8), gate=torch.ones(3, 8))
     ),
     "Expected gate of dtype Double, Float, Half or BFloat16, but got gate of dtype Int": (
