@@ -74,12 +74,14 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     } else if (grad_sum) {  // the gradients of the sum alone
       const auto acc = rstd.unpack(*this).scalar_type();
       g.grad_input = *grad_sum;
-      if (scales_input && wants_input) g.grad_scaled_input = factor->to(acc) * grad_sum->to(acc);
-      if (scales_input && wants_gate) {
-        const auto type = factor->scalar_type();
-        const Tensor rows = with_all_dims(*factor, grad_sum->dim(), normalized_dims(), options);
-        g.grad_input_scale = at::sum_to(grad_sum->to(acc) * scaled->to(acc), rows.sym_sizes()).to(type);
-        g.grad_input_scale = g.grad_input_scale.reshape_symint(factor->sym_sizes());
+      if (scales_input) {
+        const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
+        const Tensor scale = with_all_dims(*factor, grad_sum->dim(), normalized_dims, options);
+        if (wants_input) g.grad_scaled_input = scale.to(acc) * grad_sum->to(acc);
+        if (wants_gate) {
+          const Tensor sum = at::sum_to(grad_sum->to(acc) * scaled->to(acc), scale.sym_sizes());
+          g.grad_input_scale = sum.to(scale.scalar_type()).reshape_symint(factor->sym_sizes());
+        }
       }
     }
     variable_list result = {scales_input ? g.grad_scaled_input : g.grad_input, g.grad_weight, g.grad_bias, g.grad_input,
@@ -95,7 +97,6 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, scaled_input); }
   auto values() { return std::tuple_cat(std::tie(normalized_shape, has_residual, input_type), options.fields()); }
-  int64_t normalized_dims() const { return static_cast<int64_t>(normalized_shape.size()); }
 
   std::string name() const override { return "LayerNormBackward"; }
 

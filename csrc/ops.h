@@ -46,12 +46,12 @@ struct Options {
 // A list of types. The operators take these values for the fields of Options.
 template <class... Ts>
 struct TypeList {};
-using OptionValues = TypeList<bool, bool, bool, bool, int64_t, const ActivationName&, bool>;
+using OptionValues = TypeList<bool, bool, bool, bool, optional<int64_t>, const ActivationName&, bool>;
 
-inline Options make_options(const Tensor& input, bool rms, bool zero_centered_weight, bool memory_efficient,
-                            bool images, int64_t num_groups, const ActivationName& activation, bool gate_first) {
-  return {rms,       zero_centered_weight, memory_efficient, images, num_groups, parse_activation(activation, input),
-          gate_first};
+inline Options make_options(const Tensor& input, bool rms, bool zero_centered_weight, bool memory_efficient, bool images,
+                            optional<int64_t> num_groups, const ActivationName& activation, bool gate_first) {
+  const int64_t kind = parse_activation(activation, input);
+  return {rms, zero_centered_weight, memory_efficient, images, num_groups.value_or(1), kind, gate_first};
 }
 
 inline const optional<Tensor> kAbsent;

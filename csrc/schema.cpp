@@ -7,10 +7,10 @@
 
 namespace layernorm {
 
-// See Options.
+// See Options. AOTInductor (torch 2.13) miscounts integers that are not given, but not options of None.
 #define OPTIONS                                                                                       \
   "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False, " \
-  "int num_groups=1, str? activation=None, bool gate_first=False"
+  "int? num_groups=None, str? activation=None, bool gate_first=False"
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 void Operators::define(torch::Library& m) {
@@ -61,8 +61,9 @@ auto find(const char* name, const char* overload) {
 // Calls an operator with the values of the options after other arguments.
 template <class Operator, class... Args>
 auto call(const Operator& op, const Options& options, const Args&... args) {
+  const auto num_groups = options.num_groups == 1 ? std::nullopt : optional<int64_t>(options.num_groups);
   return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images,
-                 options.num_groups, activation_name(options.activation), options.gate_first);
+                 num_groups, activation_name(options.activation), options.gate_first);
 }
 
 }  // namespace

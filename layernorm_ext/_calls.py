@@ -16,7 +16,6 @@ from ._nested import norm_nested
 from ._ops import _C
 
 _AFFINE, _ADAPTIVE, _SHAPE = ("weight", "bias", "eps"), ("scale", "shift", "eps"), "normalized_shape"
-_ONE = ("num_groups", 1)
 # name -> the positional parameters, and what distinguishes the function from layer_norm
 _FAMILY: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
     "layer_norm": (("input", _SHAPE, *_AFFINE), {}),
@@ -93,7 +92,7 @@ def norm(
     # with the item of a tensor, as torch's functions do.
     if eps == 0:
         eps = 0.0
-    if activation is not None:
+    if activation is not None and not input.is_nested:
         check_gate_options(activation, num_groups, normalized_shape, input, rms)
     if images and not input.is_nested:  # the check refuses nested images
         normalized_shape = input.shape[1:2]
@@ -113,10 +112,11 @@ def norm(
     elif gate is None:
         activation, gate_first = None, False
     normalized_shape = tracing.constant_sizes(normalized_shape)
-    options = {
-        "rms": rms, "zero_centered_weight": zero_centered_weight or adaptive, "images": images,
-        "num_groups": num_groups, "activation": activation, "gate_first": gate_first,
-    }  # fmt: skip
+    # Defaults are left out, because they take time in each call of a graph.
+    flags = {"rms": rms, "zero_centered_weight": zero_centered_weight or adaptive, "images": images}
+    options = {name: True for name, value in (flags | {"gate_first": gate_first}).items() if value}
+    options |= {} if num_groups == 1 else {"num_groups": num_groups}
+    options |= {} if activation is None else {"activation": activation}
     aten = tracing.records_aten()
     if aten or adaptive or images or input_scale is not None:  # the operators have other names
         tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, adaptive, **options)
@@ -124,9 +124,7 @@ def norm(
     if aten:
         output, total = tracing.norm(*arguments, residual, gate, input_scale, inplace=bool(inplace), **options)
         return output if residual is None else (output, total)
-    options["memory_efficient"] = memory_efficient
-    # Defaults take time in each call of a graph.
-    options = {name: value for name, value in options.items() if value not in (None, False) and (name, value) != _ONE}
+    options |= {"memory_efficient": True} if memory_efficient else {}
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual

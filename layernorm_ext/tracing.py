@@ -129,13 +129,13 @@ def norm(
     gate: Tensor | None,
     input_scale: Tensor | None,
     *,
-    rms: bool,
-    zero_centered_weight: bool,
-    images: bool,
-    num_groups: int,
-    activation: str | None,
-    gate_first: bool,
-    inplace: bool,
+    rms: bool = False,
+    zero_centered_weight: bool = False,
+    images: bool = False,
+    num_groups: int = 1,
+    activation: str | None = None,
+    gate_first: bool = False,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
     accumulate_dtype = accumulation_dtype(input)

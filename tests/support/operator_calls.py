@@ -161,7 +161,7 @@ VALUES = {
     "zero_centered_weight": [False, True],
     "memory_efficient": [False, True],
     "images": [False, True],
-    "num_groups": [1, 2, 3, 0, -1],
+    "num_groups": [None, 1, 2, 3, 0, -1],
     "gate_first": [False, True],
     "activation": [None, "silu", "relu"],
     "normalized_shape": [[], [3], [0], [-1], [4], [4, 4, 4, 4, 4]],
@@ -193,7 +193,7 @@ def change(name, args, rng):
 
 def as_rows(t, args):
     """Return a tensor, statistic or parameter of a call with the normalized dimensions last, see csrc/geometry.h."""
-    dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args["num_groups"]
+    dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args["num_groups"] or 1
     if t.dim() > count and args["images"]:
         t = t.reshape(*t.shape, *[1] * (dims - t.dim())).movedim(1, -1)
     while count < t.dim() < dims:
@@ -208,7 +208,7 @@ def activate(gate, name):
 def formulas(name, args):
     """Return the right results of a call."""
     values = {key: as_rows(t.double(), args) if isinstance(t, torch.Tensor) else t for key, t in args.items()}
-    if args["num_groups"] > 1:
+    if (args["num_groups"] or 1) > 1:
         values["normalized_shape"] = [args["normalized_shape"][0] // args["num_groups"]]
     return (forward if "forward" in name else backward)(args, **values)
 
@@ -235,7 +235,7 @@ def backward(
     gate_first=False, **_,
 ):  # fmt: skip
     dims = tuple(range(-len(normalized_shape), 0))
-    default = normalized_shape if args["num_groups"] == 1 else (args["num_groups"], *normalized_shape)
+    default = normalized_shape if args["num_groups"] in (None, 1) else (args["num_groups"], *normalized_shape)
     shape = next((p.shape for p in (weight, bias) if p is not None), default)
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
 

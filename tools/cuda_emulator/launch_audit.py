@@ -83,23 +83,25 @@ backward_fused = on_cuda(torch.ops.layernorm.backward.fused)
 def calls_on(x, parameters, masks=MASKS[:1], **layout):
     """Yield (description, function) for calls on a tensor with each (name, weight, bias).
 
-    The weight is also a gate beside a residual. With several masks of gradients, the last parameters get all options.
+    The weight is also the scale of an input beside a residual. With several masks of gradients, the last parameters get
+    all options.
     """
-    n, dtype = [x.shape[-1]], torch.float32
-    mean = rstd = torch.empty((*x.shape[:-1], 1), dtype=dtype)
+    dim, dtype = 1 if layout else x.dim() - 1, torch.float32
+    n = [x.shape[dim]]
+    mean = rstd = torch.empty((*x.shape[:dim], 1, *x.shape[dim + 1 :]), dtype=dtype)
     for name, w, b in parameters:
         yield f"forward{name}", forward(x, n, w, b, **layout)
         for mask in masks:
             yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
         if layout:  # there are no kernels for residuals and gates of images
             continue
-        yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, w)
-        yield f"backward, gate{name}", backward_fused(x, x, n, mean, rstd, w, b, [True] * 5, x, w, x)
+        yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, None, w)
+        yield f"backward, gate{name}", backward_fused(x, x, n, mean, rstd, w, b, [True] * 6, x, None, w, x)
         if w.dtype == dtype:  # parameters of 16 bits would be converted, in memory that is written
             gated = {"activation": "silu", "gate_first": True}
             yield f"forward, gated norm{name}", forward_fused(x, n, w, b, 1e-5, None, x, **gated)
-            for mask in ([True, True, True, False, True], [False] * 4 + [True])[: len(masks)]:
-                call = backward_fused(x, x, n, mean, rstd, w, b, mask, None, x, None, **gated)
+            for mask in ([True] * 6, [False] * 3 + [True, False, False])[: len(masks)]:
+                call = backward_fused(x, x, n, mean, rstd, w, b, mask, None, x, **gated)
                 yield f"backward, gated norm{name} {mask}", call
     if len(masks) == 1:
         return
@@ -112,12 +114,13 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
     yield "forward, residual", forward_fused(x, n, w, b, 1e-5, x)
     for mask in masks[:3]:
         yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x)
-    yield "backward, gated input", backward_fused(x, x, n, mean, rstd, w, b, [False] * 3 + [True, False], x, w, x)
+    mask = [False] * 4 + [True, False]
+    yield "backward, scaled input", backward_fused(x, x, n, mean, rstd, w, b, mask, x, None, w, x)
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
         yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total)
-        yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, w)
-        options = (mean, rstd, w, b, [True] * 5, total, w, x)
+        yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, None, w)
+        options = (mean, rstd, w, b, [True] * 6, total, None, w, x)
         yield "backward, gate, float32 residual", backward_fused(x, total, n, *options)
         for mask in masks[:2]:
             call = backward(x, total, n, mean, rstd, w, b, mask, grad_sum=total)
@@ -139,10 +142,9 @@ def calls_on_groups(dtypes, groups, rows, cols):
 
 def calls_on_images(dtypes, *shape):
     """Yield calls for images [N, C, H, W]."""
-    x = torch.empty(shape, dtype=dtypes[0]).movedim(1, -1)
-    own = torch.empty(shape[0], 1, 1, shape[1], dtype=dtypes[1])
-    parameters = [("", own[0, 0, 0], own[0, 0, 0]), (", own parameters", own, own)]
-    return calls_on(x, parameters, MASKS, preserve_layout=True)
+    own = torch.empty(shape[:2], dtype=dtypes[1])
+    parameters = [("", own[0], own[0]), (", own parameters", own, own)]
+    return calls_on(torch.empty(shape, dtype=dtypes[0]), parameters, MASKS, images=True)
 
 
 def all_calls():

@@ -368,7 +368,13 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
 # Gates
 
 
-GATED_MASKS = [[True] * 5, [True, False, False, True, False], [False, True, True, False, True], [False] * 4 + [True]]
+# Of input, weight, bias, gate, scaled input and its scale, of which a call has either the gate or the last two.
+GATED_MASKS = [
+    [True] * 6,
+    [True, False, False, False, True, False],
+    [False, True, True, True, False, True],
+    [False, False, False, True, False, True],
+]
 
 
 def assert_close(actual, expected, terms, arithmetic, *context):
@@ -413,12 +419,12 @@ def test_gates_beside_residuals_match_float64(library, dtypes, path):
         arguments = ((cols,), w, b, 1e-5)
         mask = draw(GATED_MASKS)
         with library.schedule(case, **path):
-            output, total, mean, rstd = library.ops.forward.fused(x, *arguments, residual, gate, **variant)
+            output, total, mean, rstd = library.ops.forward.fused(x, *arguments, residual, None, gate, **variant)
             gradients = library.ops.backward.fused(
-                dy, total, (cols,), mean, rstd, w, b, [True, *mask[1:]], grad_sum, gate, x, **variant
+                dy, total, (cols,), mean, rstd, w, b, [True, *mask[1:]], grad_sum, None, gate, x, **variant
             )
             requested = library.ops.backward.fused(
-                dy, total, (cols,), mean, rstd, w, b, mask, grad_sum, gate, x, **variant
+                dy, total, (cols,), mean, rstd, w, b, mask, grad_sum, None, gate, x, **variant
             )
             in_place = residual.clone()
             results = library.ops.forward_.fused(x, *arguments, in_place, gate, **variant)
@@ -432,12 +438,13 @@ def test_gates_beside_residuals_match_float64(library, dtypes, path):
         rows, arguments = ([broadcast_rows(t, x.shape[:-1]) for t in g] for g in ((output, mean, rstd), (total, w, b)))
         check_forward(rows, *arguments, 1e-5, (case,), dtype=dtypes[0], **variant)
         check_backward((ds, *absent), dy, total, w, b, 1e-5, (case,), grad_sum=grad_sum, **variant)
-        if mask[3]:
-            assert_close(gradients[3], gate64 * ds.double(), torch.zeros(()), acc, case, "grad_gated_input")
         if mask[4]:
+            assert_close(gradients[4], gate64 * ds.double(), torch.zeros(()), acc, case, "grad_scaled_input")
+        if mask[5]:
             product = ds.double() * x64
             expected, terms = (t.sum_to_size(gate.shape) for t in (product, product.abs()))
-            assert_close(gradients[4], expected, terms, acc, case, "grad_gate")
+            assert_close(gradients[5], expected, terms, acc, case, "grad_input_scale")
+        mask = [*mask[:3], False, *mask[4:]]
         assert_requested(requested, mask, case)
         assert_same_bits(
             [g for g in requested if g is not None], [g for g, m in zip(gradients, mask, strict=True) if m], case
@@ -471,10 +478,10 @@ def test_gated_norms_match_float64(library, dtype, path):
         with library.schedule(case, **path):
             output, _, mean, rstd = library.ops.forward.fused(x, *arguments, None, z, **variant, **gated)
             gradients = library.ops.backward.fused(
-                dy, x, (cols,), mean, rstd, w, b, mask, None, z, None, **variant, **gated
+                dy, x, (cols,), mean, rstd, w, b, mask, None, z, **variant, **gated
             )
         context = (case, groups, rows, cols, variant, gated)
-        assert_requested(gradients, [*mask[:3], False, mask[4]], *context)
+        assert_requested(gradients, [*mask[:4], False, False], *context)
 
         inputs = [t if t is None else t.double().requires_grad_() for t in (x, z, w, b)]
         x64, z64, w64, b64 = inputs
@@ -515,7 +522,7 @@ def test_gated_norms_match_float64(library, dtype, path):
         assert_close(rstd, scale.detach(), (scale * of_scale).detach(), acc, *context)
         needed = [t for t in inputs if t is not None]
         expected = dict(zip([id(t) for t in needed], torch.autograd.grad(y, needed, dy.double()), strict=True))
-        for name, gradient, tensor in zip("xwbz", (*gradients[:3], gradients[4]), (x64, w64, b64, z64), strict=True):
+        for name, gradient, tensor in zip("xwbz", (*gradients[:3], gradients[3]), (x64, w64, b64, z64), strict=True):
             if gradient is None or tensor is None:
                 continue
             assert_close(gradient, expected[id(tensor)], terms[name].sum_to_size(tensor.shape), acc, *context, name)
