@@ -1,13 +1,15 @@
 """No bit of the results depends on the memory layout, the other rows, the threads, or repetition."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from support.backends import Results, assert_same_bits, run, run_pixels
+from support.family import MEMBERS
 from support.inputs import LAYOUTS, all_dtypes, amid_nans, randn, random_args
-from support.reference import BF16, F32, F64, dtypes_id
+from support.reference import BF16, F16, F32, F64, dtypes_id, statistics_dtype
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -159,3 +161,35 @@ def test_repeated_calls_from_two_python_threads(backend):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, calls, expected))
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.takes_images], ids=lambda member: member.name)
+@pytest.mark.parametrize(
+    "dtype, rows, cols",
+    [(F32, 96, 384), (BF16, 96, 384), (F16, 300, 70), (F64, 40, 1000), (F32, 3, 20002), (BF16, 70, 2048)],
+    ids=dtypes_id,
+)
+def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_threads, member, dtype, rows, cols):
+    """Nor on which gradients are wanted. The tensors are slices of a fused projection."""
+    projection, parameters = randn((rows, 3 * cols), dtype), [randn(cols, statistics_dtype(dtype)) for _ in range(2)]
+    views = [projection[:, :cols], projection[:, 2 * cols :]]
+
+    def results(tensors, mask=(True,) * 4):
+        tensors = [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, mask, strict=True)]
+        outputs = member(*tensors)
+        wanted = [t for t in tensors if t.requires_grad]
+        grad_outputs = [y.detach().sin() for y in outputs]
+        gradients = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else []
+        return [*outputs, *gradients]
+
+    use_threads(1)
+    expected = results([t.contiguous() for t in views] + parameters)
+    last = results([t[-1:] for t in views] + parameters)
+    assert_same_bits(last[:-2], [t if t is None else t[-1:] for t in expected[:-2]])
+    use_threads(4)
+    assert_same_bits(results([*views, *parameters]), expected)
+    outputs, gradients = expected[:-4], expected[-4:]
+    for mask in itertools.product([False, True], repeat=4):
+        if mask[0]:  # else some outputs require no gradient
+            some = [g for g, wanted in zip(gradients, mask, strict=True) if wanted]
+            assert_same_bits(results([*views, *parameters], mask), [*outputs, *some], mask)
