@@ -21,13 +21,12 @@ from ._compatibility import check_torch
 
 check_torch()
 
-from . import channels_first, conversion, functional, modules, modules_2d, modules_fused, tracing
+from . import channels_first, conversion, functional, modules, modules_fused, tracing
 from ._ops import register_with_torch
 from .channels_first import *
 from .conversion import *
 from .functional import *
 from .modules import *
-from .modules_2d import *
 from .modules_fused import *
 from .tracing import *
 
@@ -36,7 +35,6 @@ __all__ += channels_first.__all__
 __all__ += conversion.__all__
 __all__ += functional.__all__
 __all__ += modules.__all__
-__all__ += modules_2d.__all__
 __all__ += modules_fused.__all__
 __all__ += tracing.__all__
 __version__ = metadata.version("layernorm-ext")
