@@ -567,30 +567,14 @@ def test_users_subclass_keeps_its_own_forward():
 # Sizes
 
 
-class ImagesOrRows(torch.nn.Module):
-    """As in ConvNeXt and SAM; with ``rms``, without mean and bias."""
-
-    def __init__(self, channels, rms):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(channels))
-        self.bias = None if rms else torch.nn.Parameter(torch.zeros(channels))
-        self.normalized_shape, self.eps, self.rms = (channels,), 1e-3, rms
-
-    def forward(self, x):
-        x = x if self.rms else x - x.mean(1, keepdim=True)
-        x = x / torch.sqrt(x.square().mean(1, keepdim=True) + self.eps)
-        x = x * self.weight[:, None, None]
-        return x if self.bias is None else x + self.bias[:, None, None]
-
-
 @pytest.mark.parametrize("channels", [2, 3, 4, 5, 7])
-@pytest.mark.parametrize("rms", [True, False])
-def test_images_of_any_number_of_channels(rms, channels):
-    register_conversion(ImagesOrRows)
-    layer, x = randomize(ImagesOrRows(channels, rms)).double(), torch.randn(2, channels, 3, 4, dtype=F64)
+@pytest.mark.parametrize("cls", [Images, ZeroCenteredImages])
+def test_images_of_any_number_of_channels(cls, channels):
+    register_conversion(cls)
+    layer, x = randomize(cls(channels)).double(), torch.randn(2, channels, 3, 4, dtype=F64)
     expected = layer(x)
     report = convert(layer)
-    assert isinstance(layer, layernorm_ext.RMSNorm2d if rms else LayerNorm2d), report
+    assert isinstance(layer, (LayerNorm2d, layernorm_ext.RMSNorm2d)), report
     torch.testing.assert_close(layer(x), expected, rtol=1e-14, atol=1e-14)
 
 

@@ -383,6 +383,9 @@ def select(parameter, rows):
 DATA_DEPENDENT = {
     "layer_norm": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), 2 * select(w, rows)),
     "weight alone": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows)),
+    "positions": lambda x, w, rows: layer_norm(
+        x.transpose(0, 1)[:, rows], (8,), select(w, rows).transpose(0, 1), 2 * select(w, rows).transpose(0, 1)
+    ),
     "shared bias": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(8)),
     "bias of one sample": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(1, 1, 8)),
     "add_layer_norm": lambda x, w, rows: layernorm_ext.add_layer_norm(x[rows], x[rows], (8,), select(w, rows))[0],
@@ -419,20 +422,6 @@ def test_numbers_of_samples_that_depend_on_data(call, shape):
                 torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR)
     with torch.no_grad(), torch._dynamo.config.patch(options):
         assert torch.equal(torch.compile(call, fullgraph=True)(*leaves, rows), call(*leaves, rows))
-
-
-def test_rows_per_sample_that_depend_on_data():
-    """A mask selects positions, each of which has its own weight and bias."""
-
-    def call(x, w, positions):
-        return layer_norm(x[:, positions], (8,), w[:, positions], w[:, positions])
-
-    x, w = torch.randn(3, 6, 8), torch.randn(1, 6, 8)
-    positions = torch.tensor([True, False, True, True, False, True])
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for weight in (w, w.expand(3, 6, 8)):
-            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-            assert torch.equal(compiled(x, weight, positions), call(x, weight, positions))
 
 
 def test_sizes_that_differ_at_run_time_are_refused():
