@@ -318,13 +318,11 @@ def test_eps_with_a_default_must_be_a_number(norm):
 @pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
 def test_a_missing_residual_is_refused_in_every_mode(name):
     function, x = getattr(layernorm_ext, name), torch.randn(2, 4, 4)
-    call = lambda x: function(x, None, *([] if name.endswith("2d") else [(4,)]))  # noqa: E731
-    with pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
-        call(x)
-    with fake_tensors(), pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
-        call(x)
-    with pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
-        torch.compile(call, backend="eager")(x)
+    call = lambda x: function(x, None, (4,))  # noqa: E731
+    for context in (contextlib.nullcontext, torch.inference_mode, fake_tensors):
+        for each in (call, torch.compile(call, backend="eager"))[: 1 if context is fake_tensors else 2]:
+            with context(), pytest.raises(TypeError, match="argument 'residual'.* must be Tensor, not NoneType"):
+                each(x)
 
 
 # The public functions and modules
