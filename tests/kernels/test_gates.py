@@ -173,14 +173,6 @@ def test_a_gate_of_ones_changes_no_bit(backend):
         assert_same_bits(some, [g if m else None for g, m in zip(gradients, mask, strict=True)], mask)
 
 
-def test_gated_residual_in_place(backend):
-    x, residual, w, b, gate, *_ = gated_residual_arguments(backend, GATES["per sample"], 40, (BF16, F32, F32))
-    expected = backend.ops.forward.fused(x, (40,), w, b, EPS, residual, gate)
-    in_place = residual.clone()
-    output, mean, rstd = backend.ops.forward_.fused(x, (40,), w, b, EPS, in_place, gate)
-    assert_same_bits((output, in_place, mean, rstd), expected)
-
-
 def test_slices_of_a_modulation_gate_in_place():
     """A block of a diffusion transformer computes its gates with its scales and shifts."""
     x, residual = (torch.randn(4, 9, 16) for _ in range(2))

@@ -4,8 +4,6 @@ import logging
 import operator
 import os
 import pickle
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -472,11 +470,6 @@ def test_graphs_of_other_operators_are_left(log):
     fuse_neighbors(traced.graph)  # without recorded values
     assert_same(traced(x), norm(x + x))
     assert log() == ["0 norms", "1 norms"]
-
-
-def test_the_package_does_not_import_the_pass():
-    code = "import sys, layernorm_ext; print('layernorm_ext.fusion' in sys.modules, 'torch._inductor' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False False\n"
 
 
 # Numbers and memory
