@@ -29,8 +29,8 @@ test-device:
 	python -m pytest -n auto --backends emulated -k emulated
 
 # It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
-VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tests/aarch64/values.cpp
-VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -DWITH_DEFAULT -Itests/aarch64
+VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tools/aarch64/values.cpp
+VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -DWITH_DEFAULT -Itools/aarch64
 
 test-aarch64:
 	rm -rf build/aarch64 && mkdir -p build/aarch64

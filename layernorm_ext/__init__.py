@@ -21,12 +21,11 @@ from ._compatibility import check_torch
 
 check_torch()
 
-from . import conversion, functional, modules, modules_2d, modules_fused, tracing
+from . import conversion, functional, modules, modules_fused, tracing
 from ._ops import register_with_torch
 from .conversion import *
 from .functional import *
 from .modules import *
-from .modules_2d import *
 from .modules_fused import *
 from .tracing import *
 
@@ -34,7 +33,6 @@ __all__ = []
 __all__ += conversion.__all__
 __all__ += functional.__all__
 __all__ += modules.__all__
-__all__ += modules_2d.__all__
 __all__ += modules_fused.__all__
 __all__ += tracing.__all__
 __version__ = metadata.version("layernorm-ext")

@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
-    const auto [group, begin, end] = plan.segment(segment);
-    for (int64_t first = begin; first < end; first += kWarpSize) process_tile(first, end, segment, first == begin);
+    const auto [gradient, begin, rows] = Segment<int64_t>(plan, segment);
+    for (int row = 0; row < rows; row += kWarpSize) process_tile(begin + row, begin + rows, segment, row == 0);
   }
 }
 

@@ -12,20 +12,14 @@
 
 namespace layernorm::cuda {
 
-struct RowsPlan {
-  Flags flags;
+struct RowsPlan : ForwardPlan {
   unsigned vectors;  // of a row
   int row_threads, log2_row_threads;
-  ByteStride x_stride, input_stride, output_stride, sum_stride;
-  FastDivisor rows;  // of a group
-  Acc eps;
-  Divisor<Acc> cols;
 };
 
 namespace {
 
-constexpr int kWholeBlock = 30;           // the log2_row_threads of a row that takes a block
-constexpr int kThreadsOfShortRows = 128;  // of a block whose rows take some lanes each
+constexpr int kWholeBlock = 30;  // the log2_row_threads of a row that takes a block
 
 // ---- the part of its rows that a thread holds -----------------------------------------------------------------------
 
@@ -201,8 +195,8 @@ struct ThreadPart {
       const unsigned row = row_number(r);
       exist[r] = exists(row);
       outputs[r] = address_of<T>(p.output, plan.output_stride, row);
-      normalizers[r] = Normalizer(moments[r], plan.cols, plan.eps);
-      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, index_of(row), plan.eps, has(kRms));
+      normalizers[r] = Normalizer(moments[r], plan);
+      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, plan, index_of(row));
       if (has(kResidual)) {
         // The sum may replace the residual, whose first vector all threads have read before the sums.
         X* const sums = address_of<X>(p.sum, plan.sum_stride, row);
@@ -266,15 +260,8 @@ template <class T, class X>
 bool launch_rows(const ForwardParams& p) {
   const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.groups * p.rows;
   RowsPlan plan;
-  const bool strides_fit = plan.x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
-                           plan.input_stride.set(p.input, sizeof(T)) && plan.output_stride.set(p.output, sizeof(T)) &&
-                           plan.sum_stride.set(p.sum, sizeof(X));
-  if (num_rows > kMaxRowNumber || !(strides_fit || p.groups > 1)) return false;
-  plan.flags = make_flags(p);
+  if (!plan.set<T, X>(p)) return false;
   plan.vectors = static_cast<unsigned>(vectors);
-  plan.rows = FastDivisor(p.rows);
-  plan.eps = static_cast<Acc>(p.eps);
-  plan.cols = Divisor<Acc>(p.cols);
   const Choice choice = choose_kernel<T, X>(vectors);
   const int64_t needed = ceil_div(vectors, choice.vectors);
   plan.row_threads = static_cast<int>(round_up(needed, kWarpSize));

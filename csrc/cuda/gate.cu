@@ -65,8 +65,6 @@ struct GatePlan : GradientPlan {
 // The segments of a launch, whose rows share a gate. X is the type of ds.
 template <class T, class X>
 struct Gradients {
-  using Segment = GradientPlan::Segment;
-
   const BackwardParams& p;
   const GatePlan& plan;
   double (&thread_sums)[kThreads][kVectorSize<T>];  // in shared memory
@@ -77,10 +75,10 @@ struct Gradients {
   }
   // Stores a result of a segment by store(array): the gradient of its gate, or partial sums in the workspace.
   template <class F>
-  __device__ __forceinline__ void store_sums(const Segment& segment, int64_t number, const F& store) const {
+  __device__ __forceinline__ void store_sums(const Segment<int64_t>& segment, int64_t number, const F& store) const {
     if (!plan.stores_gradient(kWeightPerGroup)) return store(static_cast<Acc*>(plan.workspace) + number * p.cols);
-    with_parameter_type<T>(plan.flags,
-                           [&](auto element) { store(address<decltype(element)>(p.grad_gate, {segment.group, 0})); });
+    with_parameter_type<T>(
+        plan.flags, [&](auto element) { store(address<decltype(element)>(p.grad_gate, {segment.gradient, 0})); });
   }
 
   __device__ __forceinline__ void compute() const {
@@ -91,19 +89,19 @@ struct Gradients {
     const bool sums_gate = has(kGradWeight), stores_input = has(kGradInput);
     const int step = static_cast<int>(blockDim.y);
     for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
-      const Segment segment = plan.segment(number);
+      const Segment<int64_t> segment(plan, number);
       Acc gate[kVec];
       with_parameter_type<T>(plan.flags, [&](auto element) {
-        const auto* const from = address<const decltype(element)>(p.gate, {segment.group, 0});
+        const auto* const from = address<const decltype(element)>(p.gate, {segment.gradient, 0});
         widen(gate, columns.load(stores_input, from, whole_vectors));
       });
       double sums[kVec] = {};
 #pragma unroll 1
-      for (int64_t first = segment.first + threadIdx.y; first < segment.end; first += kBatch * step) {
+      for (int row = threadIdx.y; row < segment.rows; row += kBatch * step) {
         Vector<X, kVec> ds[kBatch];
         Vector<T, kVec> x[kBatch];
-        const auto exists = [&](int i) { return first + i * step < segment.end; };
-        const auto index = [&](int i) { return index_of(exists(i) ? first + i * step : first); };
+        const auto exists = [&](int i) { return row + i * step < segment.rows; };
+        const auto index = [&](int i) { return index_of(segment.first + (exists(i) ? row + i * step : row)); };
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)), whole_vectors);

@@ -34,25 +34,47 @@ struct Moments {
   }
 };
 
+// What the kernels of forward need to know of a call besides its parameters.
+struct ForwardPlan {
+  Flags flags;
+  ByteStride x_stride, input_stride, output_stride, sum_stride;
+  FastDivisor rows;  // of a group
+  Acc eps;
+  Divisor<Acc> cols;
+
+  // Returns whether the number of a row gives its addresses: see ByteStride.
+  template <class T, class X>
+  bool set(const ForwardParams& p) {
+    flags = make_flags(p);
+    rows = FastDivisor(p.rows);
+    eps = static_cast<Acc>(p.eps);
+    cols = Divisor<Acc>(p.cols);
+    const bool strides_fit = x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
+                             input_stride.set(p.input, sizeof(T)) && output_stride.set(p.output, sizeof(T)) &&
+                             sum_stride.set(p.sum, sizeof(X));
+    return (strides_fit || p.groups > 1) && p.groups * p.rows <= kMaxRowNumber;
+  }
+};
+
 // The numbers that normalize a row.
 struct alignas(16) Normalizer {
   Acc pivot, correction, scale, rstd;  // of x * scale
 
   Normalizer() = default;
-  __device__ __forceinline__ Normalizer(const Moments& m, const Divisor<Acc>& cols, Acc eps)
+  __device__ __forceinline__ Normalizer(const Moments& m, const ForwardPlan& plan)
       : pivot(m.pivot),
         correction(m.correction),
         scale(m.scale),
-        rstd(scaled_rstd(m.m2 * cols.reciprocal, eps, m.scale)) {}
+        rstd(scaled_rstd(m.m2 * plan.cols.reciprocal, plan.eps, m.scale)) {}
 
   // The correction is subtracted before any multiplication, so that xhat is exactly 0 for a constant row.
   __device__ __forceinline__ Acc xhat(Acc x) const { return (fma(x, scale, -pivot) - correction) * rstd; }
 
   // Stores the mean and the rstd of x.
-  __device__ __forceinline__ void store_statistics(const ForwardParams& p, const RowIndex& row, Acc eps,
-                                                   bool rms) const {
-    if (!rms) *address<Acc>(p.mean, row) = (pivot + correction) * (scale == 1 ? 1 : 1 / kScale);
-    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, eps, scale);
+  __device__ __forceinline__ void store_statistics(const ForwardParams& p, const ForwardPlan& plan,
+                                                   const RowIndex& row) const {
+    if (!plan.flags.has(kRms)) *address<Acc>(p.mean, row) = (pivot + correction) * (scale == 1 ? 1 : 1 / kScale);
+    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, plan.eps, scale);
   }
 };
 

@@ -18,9 +18,13 @@ class ClusterExchange {
     TransactionBarrier barriers[kBuffers];
   };
 
-  // One thread calls this before its cluster_arrive().
-  __device__ __forceinline__ static void init(Memory& memory) {
-    for (auto& barrier : memory.barriers) barrier.init();
+  // All threads of the cluster call this.
+  __device__ __forceinline__ static void start(Memory& memory) {
+    if (threadIdx.x == 0) {
+      for (auto& barrier : memory.barriers) barrier.init();
+    }
+    cluster_arrive();
+    cluster_wait();
   }
   __device__ __forceinline__ ClusterExchange(Memory& memory, int num_parts) : memory_(memory), num_parts_(num_parts) {}
 
@@ -67,8 +71,7 @@ class WorkspaceExchange {
   PartValue* const values_;
 };
 
-// The exchange of an instance of a kernel: only those for general rows take two launches.
-template <bool kIsGeneral>
+// The exchange of a call.
 class PartExchange {
  public:
   __device__ __forceinline__ PartExchange(ClusterExchange::Memory& memory, void* workspace, int num_parts, Flags flags)
@@ -77,12 +80,12 @@ class PartExchange {
   __device__ __forceinline__ void send(const PartValue& value, int round) const {
     if (flags_.has(kInCluster)) {
       cluster_.send(value, round);
-    } else if (kIsGeneral && flags_.has(kStoresSums)) {
+    } else if (flags_.has(kStoresSums)) {
       workspace_.send(value, round);
     }
   }
   __device__ __forceinline__ const PartValue* receive(int round) const {
-    return kIsGeneral && flags_.has(kLoadsSums) ? workspace_.receive(round) : cluster_.receive(round);
+    return flags_.has(kLoadsSums) ? workspace_.receive(round) : cluster_.receive(round);
   }
 
  private:

@@ -25,10 +25,11 @@ struct Slice {
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
-  // The shared memory in which a warp stages an array of E. Each row may take one more granule.
+  // The bytes of shared memory in which a warp stages an array of E. Each of its rows may take one more granule.
   template <class E>
-  static constexpr int kBytes = kWarpCols * static_cast<int>(sizeof(E)) +
-                                (kMapping == Mapping::kVectors ? 0 : 16 * (kLanes == 0 ? kWarpSize : 1));
+  __host__ __device__ static constexpr int staged_bytes(int rows) {
+    return kWarpCols * static_cast<int>(sizeof(E)) + (kMapping == Mapping::kVectors ? 0 : 16 * rows);
+  }
 
   int begin;  // the first column of the warp
   int lane_in_warp;
@@ -45,9 +46,10 @@ struct Slice {
         lanes_of_row(lanes),
         step_of_elements(vectors ? 1 : lanes) {}
 
-  // The same slice for another phase of a row: see compute_again().
+  // The same slice for another phase of a row: see compute_again(). Vectors have registers to spare.
   __device__ __forceinline__ Slice rebuilt() const {
     Slice slice = *this;
+    if (kMapping == Mapping::kVectors) return slice;
     if (kLanes == 0) slice.lanes_of_row = compute_again(lanes_of_row);
     if (kMapping == Mapping::kGeneral) slice.step_of_elements = compute_again(step_of_elements);
     return slice;
@@ -199,23 +201,43 @@ struct Slice {
   }
 };
 
-// The instances of the kernels. The host code chooses one.
-template <Mapping kMapping_, int kLanes_>
-struct Path {
+// The paths: for which rows and options an instance of a kernel is compiled. The host code chooses one.
+template <Mapping kMapping_, int kLanes_, unsigned kAbsent_>
+struct BasicPath {
   static constexpr Mapping kMapping = kMapping_;
-  static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
+  static constexpr int kLanes = kLanes_;         // of a row in a warp; 0: known at run time
+  static constexpr unsigned kAbsent = kAbsent_;  // the flags of calls that take another path
   static constexpr bool kIsGeneral = kMapping == Mapping::kGeneral, kIsBlock = kLanes > 0;
   static constexpr bool kIsWarp = !kIsGeneral && !kIsBlock, kIsGated = false;
   using Index = std::conditional_t<kIsGeneral, int64_t, int>;  // of rows, segments and columns
 };
-struct WarpVectors : Path<Mapping::kVectors, 0> {};             // rows of whole vectors that a warp holds
-struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
-struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors
-struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
-struct GeneralRows : Path<Mapping::kGeneral, 0> {};             // all rows and options
-struct GatedRows : Path<Mapping::kGeneral, 0> {                 // all rows of gated norms
+constexpr unsigned kNotOfBlocks = kTwoLaunches | kFromOutput | kGate, kNotOfWarps = kNotOfBlocks | kHasParts;
+struct WarpVectors : BasicPath<Mapping::kVectors, 0, kNotOfWarps> {};              // rows of whole vectors, in a warp
+struct BlockVectors : BasicPath<Mapping::kVectors, kWarpSize, kNotOfBlocks> {};    // longer ones, also of clusters
+struct WarpElements : BasicPath<Mapping::kElements, 0, kNotOfWarps> {};            // rows that are not whole vectors
+struct BlockElements : BasicPath<Mapping::kElements, kWarpSize, kNotOfBlocks> {};  // longer ones
+struct GeneralRows : BasicPath<Mapping::kGeneral, 0, 0> {};                        // all rows and options
+struct GatedRows : BasicPath<Mapping::kGeneral, 0, kResidual | kGate | kGradSum | kFromOutput> {  // of gated norms
   static constexpr bool kIsGated = true;
 };
+
+// Waits until a warp's oldest of so many stages has arrived.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  if (stages == 3) {
+    async_wait<2>();
+  } else if (stages == 2) {
+    async_wait<1>();
+  } else {
+    async_wait<0>();
+  }
+  __syncwarp();
+}
+
+// Clears the flags that no call of this path has, so that the compiler drops their code.
+template <class Path>
+__device__ __forceinline__ Flags flags_of(Flags flags) {
+  return {flags.bits & ~(Path::kAbsent | kNotSupported)};
+}
 
 constexpr int kMinLanes = 2;  // of a row
 

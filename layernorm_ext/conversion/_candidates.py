@@ -17,8 +17,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _build_info
-from ..modules import LayerNorm, RMSNorm
-from ..modules_2d import LayerNorm2d, RMSNorm2d
+from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
 from ..modules_fused import GatedLayerNorm, GatedRMSNorm, is_of_parallel_style
 from ._comparison import (
     TORCH_LAYERS,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..modules import LayerNorm, RMSNorm
-from ..modules_2d import LayerNorm2d, RMSNorm2d
+from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
 from ._replacements import keep_output_dtypes
 
 

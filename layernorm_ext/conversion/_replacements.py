@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..functional import rms_norm, rms_norm_2d
-from ..modules import LayerNorm, RMSNorm
-from ..modules_2d import LayerNorm2d, RMSNorm2d
+from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
 from ..modules_fused import GatedLayerNorm, GatedRMSNorm
 
 # The output dtype for the dtypes of input, weight and, in a gated norm, gate, if it is not that of the input.

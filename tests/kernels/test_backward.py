@@ -170,23 +170,35 @@ def test_tiny_values(backend, run, dtypes, cols, rms, eps):
     assert_same_bits(results.rows(-1), ordinary.rows(0))
 
 
+CONSTANTS = [0.0, -0.0, 1.0, 0.1, -0.7, 1 / 3, 3.14159265, 1e-3, 1234.567, -54321.0, 1e-5, 65504.0]
+
+
 @rows_and_images
-@data_dtypes
+@all_dtypes
 @pytest.mark.parametrize("eps", [1e-5, 1e-20, 1e-45, 1e-300])
-def test_constant_rows_of_any_size(backend, run, dtype, eps):
-    """They give exactly the bias. The gradients are divided by the root of eps, if its reciprocal is a number."""
-    eps = max(eps, SMALLEST_EPS[backend.name][dtype == F64])
-    limits = torch.finfo(dtype)
+def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
+    """The mean must be exact, also where the sum overflows. A sum of 0.1, or a multiplication by 1 / cols, is not.
+
+    The gradients are divided by the root of eps, if its reciprocal is a number. That of the weight is exactly zero.
+    """
+    eps = max(eps, SMALLEST_EPS[backend.name][dtypes[0] == F64])
+    limits = torch.finfo(dtypes[0])
     # A mean of 3 to 37 elements of the values between 0 and 1 may be off by a rounding, whose square overflows if it is
     # divided by a tiny eps.
     values = [limits.max, -limits.max / 4, 1e4, -3, 0, limits.tiny, 0.7, -0.1, 1 / 3, 0.9999999]
-    values = torch.tensor(values, dtype=F64).to(dtype)
-    for cols in (1, 3, 7, 37, 64, 1024):
+    is_usual = eps == 1e-5
+    values = torch.tensor([*values, *CONSTANTS] if is_usual else values, dtype=F64).to(dtypes[0])
+    for cols in (
+        (1, 2, 3, 5, 7, 10, 37, 49, 64, 100, 257, 768, 1000, 1024, 1537, 4999) if is_usual else (1, 3, 37, 1024)
+    ):
         x = values[:, None].repeat(1, cols).to(backend.device)
-        dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, cols, cols))
+        dy, w, b = (
+            randn(*each, backend.device) for each in ((x.shape, dtypes[0]), (cols, dtypes[1]), (cols, dtypes[1]))
+        )
         results = run(backend, x, dy, w, b, eps)
         mean, rstd = results.mean, results.rstd
-        assert torch.equal(results.output, b.expand_as(x)) and torch.equal(mean, x[:, :1].to(mean.dtype))
+        assert torch.equal(results.output, b.to(x.dtype).expand_as(x)) and torch.equal(mean, x[:, :1].to(mean.dtype))
+        assert not run(backend, x, dy, w, eps=eps).output.any(), cols
         for first in (False, True):
             gate, options = torch.zeros_like(x), {"activation": "sigmoid", "gate_first": first}
             assert not backend.ops.forward.fused(x, [cols], None, None, eps, None, gate, **options)[0].any()

@@ -95,15 +95,6 @@ def test_other_layouts_give_the_bits_of_a_copy(backend, dtype, layout):
         assert_same_bits(gradients, results.gradients)
 
 
-@data_dtypes
-@pytest.mark.parametrize("shape", [(1, 5, 3, 4), (2, 1, 3, 4), (2, 5, 1, 1), (1, 1, 1, 1)], ids=str)
-def test_expanded_tensors(backend, dtype, shape):
-    x, dy = randn(shape, dtype, backend.device).expand(2, 5, 3, 4), randn((2, 5, 3, 4), dtype, backend.device)
-    w = randn(1, dtype, backend.device).expand(5)
-    check_images(run_images(backend, x, dy, w, w), x, dy, w, w)
-    check_images(run_images(backend, dy, x, w, w), dy, x, w, w)
-
-
 # Reproducible bits
 
 

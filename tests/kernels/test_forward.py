@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.backends import assert_same_bits, bits, check, installed, rows_and_images, run, run_images, run_pixels
+from support.backends import assert_same_bits, bits, check, installed, rows_and_images, run, run_images
 from support.inputs import all_dtypes, amid_nans, columns, data_dtypes, randn, random_args, rms_or_not, rows_for
 from support.reference import (
     BF16,
@@ -22,7 +22,6 @@ from support.reference import (
     F64,
     Forward,
     assert_within,
-    check_backward,
     check_forward,
     dtypes_id,
     exact,
@@ -117,34 +116,6 @@ def test_rows_that_begin_with_other_values(backend, dtype, first, scale):
         x[:, :first] += torch.logspace(-1, 4, 20, dtype=F64)[:, None]
         x = x.to(dtype).to(backend.device)
         check_forward(backend.forward(x, (cols,), None, None, 1e-5), x, context=(cols,))
-
-
-CONSTANTS = [0.0, -0.0, 1.0, 0.1, -0.7, 1 / 3, 3.14159265, 1e-3, 1234.567, -54321.0, 1e-5, 65504.0]
-
-
-@rows_and_images
-@all_dtypes
-def test_constant_rows_give_exactly_the_bias(backend, run, dtypes):
-    """The mean must be exact, also where the sum overflows. A sum of 0.1, or a multiplication by 1 / cols, is not.
-
-    The gradient of the weight is exactly zero.
-    """
-    dtype, parameter_dtype = dtypes
-    constants = CONSTANTS
-    if run is not run_pixels:  # the variance of huge pixels may be rounded to another number than zero
-        constants = CONSTANTS + [part * torch.finfo(dtype).max for part in (1, 0.9, -1, 0.3)]
-    for cols in (1, 2, 3, 5, 10, 49, 64, 100, 257, 768, 1000, 1537, 4999):
-        w, b = (randn(cols, parameter_dtype, backend.device) for _ in range(2))
-        x = torch.tensor(constants, dtype=F64)[:, None].repeat(1, cols).to(dtype).to(backend.device)
-        dy = randn(x.shape, dtype, backend.device)
-        results = run(backend, x, dy, w, b)
-        mean, rstd = results.mean, results.rstd
-        assert torch.equal(results.output, b.to(dtype).expand_as(x)), cols
-        assert torch.equal(mean, x[:, :1].to(mean.dtype)), cols
-        torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5**-0.5), rtol=torch.finfo(rstd.dtype).eps, atol=0)
-        assert not results.grad_weight.any(), cols
-        check_backward(results.gradients, dy, x, w, context=(cols,))
-        assert not run(backend, x, dy, w).output.any(), cols
 
 
 @data_dtypes

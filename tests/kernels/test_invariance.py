@@ -1,13 +1,15 @@
 """No bit of the results depends on the memory layout, the other rows, the threads, or repetition."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
-from support.backends import Results, assert_same_bits, run, run_pixels
+from support.backends import assert_same_bits, run, run_pixels
+from support.family import MEMBERS
 from support.inputs import LAYOUTS, all_dtypes, amid_nans, randn, random_args
-from support.reference import BF16, F32, F64, dtypes_id
+from support.reference import BF16, F16, F32, F64, dtypes_id, statistics_dtype
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -41,16 +43,6 @@ def test_layout(backend, dtypes, normalized_shape, layout):
 
 
 @all_dtypes
-@pytest.mark.parametrize("shape", [(1, 40), (6, 1), (1, 1)], ids=str)
-def test_expanded_tensors(backend, dtypes, shape):
-    """Strides of 0 over rows or columns, as `sum()` gives them to grad_output, and in the parameters."""
-    x, dy = (randn(shape, dtypes[0], backend.device).expand(6, 40) for _ in range(2))
-    w, b = (randn(1, dtypes[1], backend.device).expand(40) for _ in range(2))
-    expected = run(backend, *(t.contiguous() for t in (x, dy, w, b)))
-    assert_same_bits(run(backend, x, dy, w, b), expected)
-
-
-@all_dtypes
 @pytest.mark.parametrize("cols", [5, 64, 257, 1100, 5000])
 def test_alignment_and_row_stride(backend, dtypes, cols):
     """All four arguments are views at several offsets, with gaps between the rows and without."""
@@ -61,25 +53,6 @@ def test_alignment_and_row_stride(backend, dtypes, cols):
             views = [amid_nans(t, gap, offset) for t in arguments[:2]]
             views += [amid_nans(t[None], gap, offset + 1)[0] for t in arguments[2:]]
             assert_same_bits(run(backend, *views), expected, offset, gap)
-
-
-@all_dtypes
-@pytest.mark.parametrize(
-    "shape, normalized_shape",
-    [((2, 3, 4, 5), (4, 5)), ((2, 3, 4, 5), (2, 3, 4, 5)), ((7, 1, 1), (1, 1)), ((4,), (4,))],
-    ids=str,
-)
-def test_dimensions_are_flattened(backend, dtypes, shape, normalized_shape):
-    """Several batch or normalized dimensions give the results of [rows, cols], in their own shapes."""
-    batch, cols = shape[: -len(normalized_shape)], torch.Size(normalized_shape).numel()
-    x, dy, w, b = random_args(backend, dtypes, torch.Size(batch).numel(), cols)
-    expected = run(backend, x, dy, w, b)
-    w, b = (t.view(normalized_shape) for t in (w, b))
-    results = run(backend, x.view(shape), dy.view(shape), w, b, normalized_shape=normalized_shape)
-    statistics = batch + (1,) * len(normalized_shape)
-    shapes = Results(shape, None, statistics, statistics, shape, normalized_shape, normalized_shape)
-    assert results.map(lambda t: t.shape) == shapes
-    assert_same_bits(results, expected)
 
 
 # Other rows
@@ -159,3 +132,35 @@ def test_repeated_calls_from_two_python_threads(backend):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, calls, expected))
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.takes_images], ids=lambda member: member.name)
+@pytest.mark.parametrize(
+    "dtype, rows, cols",
+    [(F32, 96, 384), (BF16, 96, 384), (F16, 300, 70), (F64, 40, 1000), (F32, 3, 20002), (BF16, 70, 2048)],
+    ids=dtypes_id,
+)
+def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_threads, member, dtype, rows, cols):
+    """Nor on which gradients are wanted. The tensors are slices of a fused projection."""
+    projection, parameters = randn((rows, 3 * cols), dtype), [randn(cols, statistics_dtype(dtype)) for _ in range(2)]
+    views = [projection[:, :cols], projection[:, 2 * cols :]]
+
+    def results(tensors, mask=(True,) * 4):
+        tensors = [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, mask, strict=True)]
+        outputs = member(*tensors)
+        wanted = [t for t in tensors if t.requires_grad]
+        grad_outputs = [y.detach().sin() for y in outputs]
+        gradients = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else []
+        return [*outputs, *gradients]
+
+    use_threads(1)
+    expected = results([t.contiguous() for t in views] + parameters)
+    last = results([t[-1:] for t in views] + parameters)
+    assert_same_bits(last[:-2], [t if t is None else t[-1:] for t in expected[:-2]])
+    use_threads(4)
+    assert_same_bits(results([*views, *parameters]), expected)
+    outputs, gradients = expected[:-4], expected[-4:]
+    for mask in itertools.product([False, True], repeat=4):
+        if mask[0]:  # else some outputs require no gradient
+            some = [g for g, wanted in zip(gradients, mask, strict=True) if wanted]
+            assert_same_bits(results([*views, *parameters], mask), [*outputs, *some], mask)

@@ -104,7 +104,7 @@ def test_autocast_changes_no_bit(member, dtype):
     assert_same_bits(outputs, member(x, r, w, b))
 
 
-DOCUMENTED = ["functional", "modules", "modules_2d", "modules_fused", "conversion", "tracing"]
+DOCUMENTED = ["functional", "modules", "modules_fused", "conversion", "tracing"]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

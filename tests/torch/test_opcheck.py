@@ -5,14 +5,12 @@ import itertools
 import pytest
 import torch
 from support.backends import ALL, MASKS, forward
-from support.inputs import GROUPS, IMAGE_LAYOUTS, arguments, groups, variants
+from support.inputs import IMAGE_LAYOUTS, variants
 from support.reference import BF16, F16, F32, F64, dtypes_id
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Autograd and compilation, the other checks, take longest and do not depend on dtypes, layouts and parameter shapes.
 SHAPE_FUNCTIONS = {"test_utils": ("test_schema", "test_faketensor")}
-
-DTYPES = [(F64, F64, F64), (F32, F32, F32), (BF16, BF16, BF16), (F16, F32, F32), (BF16, F64, F16)]
 
 
 def opcheck(backend, x, weight, bias, checks, normalized_shape=None, masks=(ALL,), **options):
@@ -78,19 +76,6 @@ def test_gated_norms(backend, gate_first, dtypes):
     _, _, mean, rstd = backend.ops.forward.fused(x, (5,), w, None, 1e-5, None, gate, **options)
     arguments = (dy, x, (5,), mean, rstd, w, None, [True] * 6, None, gate)
     torch.library.opcheck(backend.ops.backward.fused, arguments, options, **SHAPE_FUNCTIONS)
-
-
-@groups
-def test_groups(backend, batches):
-    """Each dtype has one test below, because the shapes of the results do not depend on it."""
-    x, _, w, b = arguments(batches, 6, (BF16, F32), backend.device)
-    opcheck(backend, x, w, b, SHAPE_FUNCTIONS)
-
-
-@pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
-def test_dtypes(backend, dtypes):
-    x, _, w, b = arguments(GROUPS["per sample"], 6, dtypes, backend.device)
-    opcheck(backend, x, w, b, SHAPE_FUNCTIONS)
 
 
 LAYOUTS = IMAGE_LAYOUTS | {

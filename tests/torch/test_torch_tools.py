@@ -1,4 +1,4 @@
-"""torch's conventions and tools: channels-last strides, types of eps, quantization, per-sample gradients, imports."""
+"""torch's conventions and tools: strides, types of eps, quantization, per-sample gradients, TorchScript, imports."""
 
 import copy
 import subprocess
@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support.family import MODULES
+from support.family import IMAGES, MODULES, ROWS, module_and_inputs
 from support.inputs import IMAGE_LAYOUTS
+from support.models import save_and_load
 from support.reference import F64
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
@@ -16,6 +17,7 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils.flop_counter import FlopCounterMode
 
 import layernorm_ext
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
 
 # torch.ao.quantization is deprecated and warns in every function.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -140,6 +142,54 @@ def test_per_sample_gradients_refuse_zero_centered_weights():
     norm = layernorm_ext.LayerNorm(8, zero_centered_weight=True)
     with pytest.raises(RuntimeError, match="zero_centered_weight"):
         call_for_per_sample_grads(norm)(torch.randn(4, 8))
+
+
+# TorchScript: the layers that replace torch's compile to torch's functions; the others raise torch's errors
+
+ZERO_CENTERED, NO_PARAMETERS = {"zero_centered_weight": True}, {"elementwise_affine": False}
+# Torch and the kernels round some ten operations in float32 by 6e-8.
+ROUNDED = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.mark.parametrize("options", [{}, ZERO_CENTERED, NO_PARAMETERS, ZERO_CENTERED | NO_PARAMETERS], ids=str)
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm, LayerNorm2d, RMSNorm2d])
+def test_scripted_layers_match_eager_calls(cls, options):
+    module, (x,) = module_and_inputs(cls, options, [IMAGES if cls in (LayerNorm2d, RMSNorm2d) else ROWS])
+    scripted = torch.jit.script(module)
+    assert "layernorm::" not in str(scripted.inlined_graph)
+    for each in (scripted, save_and_load(scripted)):
+        torch.testing.assert_close(each(x), module(x), **ROUNDED)
+
+
+def test_scripted_converted_model_runs_without_this_package(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)).eval()
+    assert layernorm_ext.convert(model).replaced
+    x, scripted = torch.randn(3, 8), torch.jit.script(model)
+    assert type(model[1]) is LayerNorm  # scripting leaves the model as it was
+    scripted.save(tmp_path / "model.pt")
+    torch.save((x, model(x)), tmp_path / "results.pt")
+    code = (
+        "import sys, torch\n"
+        "x, y = torch.load('results.pt')\n"
+        f"torch.testing.assert_close(torch.jit.load('model.pt')(x), y, **{ROUNDED})\n"
+        "assert 'layernorm_ext' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        layernorm_ext.layer_norm,
+        layernorm_ext.AddLayerNorm(8),
+        layernorm_ext.AdaRMSNorm(8),
+        layernorm_ext.GatedRMSNorm(8),
+    ],
+    ids=["function", "AddLayerNorm", "AdaRMSNorm", "GatedRMSNorm"],
+)
+def test_others_raise_an_error_of_torch(function):
+    with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
+        torch.jit.script(function)
 
 
 # Counted operations

@@ -477,9 +477,7 @@ def test_gated_norms_match_float64(library, dtype, path):
         arguments = ((cols,), w, b, 1e-5)
         with library.schedule(case, **path):
             output, _, mean, rstd = library.ops.forward.fused(x, *arguments, None, z, **variant, **gated)
-            gradients = library.ops.backward.fused(
-                dy, x, (cols,), mean, rstd, w, b, mask, None, z, **variant, **gated
-            )
+            gradients = library.ops.backward.fused(dy, x, (cols,), mean, rstd, w, b, mask, None, z, **variant, **gated)
         context = (case, groups, rows, cols, variant, gated)
         assert_requested(gradients, [*mask[:4], False, False], *context)
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from support.packages import (
 )
 from support.reference import BF16, F16, F32, F64
 
-from layernorm_ext import convert, revert
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, revert
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.integration]
 
@@ -138,13 +139,104 @@ def test_16_bit_models_with_float32_parts_match_float64(name, dtype, tmp_path):
 
 # Single layers
 
-
-def make_layer(path, *arguments, **options):
-    module, _, cls = path.rpartition(".")
-    return getattr(pytest.importorskip(module), cls)(*arguments, **options)
-
-
-HF, DIFFUSERS, X_TRANSFORMERS = "transformers.models", "diffusers.models.normalization", "x_transformers.x_transformers"
+ROWS, IMAGES, VIDEOS = (2, 3, 8), (2, 8, 3, 4), (2, 8, 3, 4, 5)
+NORMALIZATION, AUTOENCODERS = "diffusers.models.normalization", "diffusers.models.autoencoders"
+TRANSFORMERS, PIPELINES = "diffusers.models.transformers", "diffusers.pipelines"
+X_TRANSFORMERS = "x_transformers.x_transformers.RMSNorm"
+# Package -> the classes that docs/convert.md lists, each with its replacement and further arguments than the width.
+PACKAGES = {
+    "chronos": {"chronos.chronos2.layers.Chronos2LayerNorm": (RMSNorm,)},
+    "clip": {"clip.model.LayerNorm": (LayerNorm,)},
+    "diffusers": {
+        f"{NORMALIZATION}.FP32LayerNorm": (LayerNorm,),
+        f"{NORMALIZATION}.RMSNorm": (RMSNorm, 1e-6),
+        f"{NORMALIZATION}.MochiRMSNorm": (RMSNorm, 1e-6),
+        f"{PIPELINES}.kolors.text_encoder.RMSNorm": (RMSNorm,),
+        f"{PIPELINES}.deprecated.wuerstchen.modeling_wuerstchen_common.WuerstchenLayerNorm": (LayerNorm2d,),
+        f"{TRANSFORMERS}.t5_film_transformer.T5LayerNorm": (RMSNorm,),
+        f"{TRANSFORMERS}.transformer_cosmos3.Cosmos3NemotronRMSNorm": (RMSNorm, 1e-6),
+        f"{TRANSFORMERS}.transformer_krea2.Krea2RMSNorm": (RMSNorm,),
+        f"{TRANSFORMERS}.transformer_qwenimage21.QwenImage21ZeroCenterRMSNorm": (RMSNorm,),
+        f"{TRANSFORMERS}.transformer_stable_audio3.StableAudio3RMSNorm": (RMSNorm,),
+        "diffusers.models.unets.unet_stable_cascade.SDCascadeLayerNorm": (LayerNorm2d,),
+        f"{AUTOENCODERS}.autoencoder_kl_hunyuanimage_refiner.HunyuanImageRefinerRMS_norm": (RMSNorm2d,),
+        f"{AUTOENCODERS}.autoencoder_kl_hunyuanvideo15.HunyuanVideo15RMS_norm": (RMSNorm2d, True, False),
+        f"{AUTOENCODERS}.autoencoder_kl_qwenimage.QwenImageRMS_norm": (RMSNorm2d,),
+        f"{AUTOENCODERS}.autoencoder_kl_qwenimage21.QwenImage21RMS_norm": (RMSNorm2d, True, False),
+        f"{AUTOENCODERS}.autoencoder_kl_wan.WanRMS_norm": (RMSNorm2d, True, False),
+    },
+    "fair-esm": {"esm.modules.ESM1LayerNorm": (LayerNorm,)},
+    "k-diffusion": {"k_diffusion.models.image_transformer_v1.RMSNorm": (RMSNorm,)},
+    "kokoro": {"kokoro.modules.LayerNorm": (LayerNorm2d,)},
+    "kornia": {
+        "kornia.models.common.LayerNorm2d": (LayerNorm2d,),
+        "kornia.models.efficient_vit.nn.norm.LayerNorm2d": (LayerNorm2d,),
+        "kornia.models.paligemma.modeling_paligemma.GemmaRMSNorm": (RMSNorm,),
+        "kornia.models.qwen25.vision.Qwen25RMSNorm": (RMSNorm,),
+        "kornia.models.sam.architecture.common.LayerNorm": (LayerNorm,),
+    },
+    "lavis (BLIP-2)": {
+        "lavis.models.blip2_models.blip2.LayerNorm": (LayerNorm,),
+        "lavis.models.blip2_models.modeling_t5.T5LayerNorm": (RMSNorm,),
+        "lavis.models.clip_vit.LayerNorm": (LayerNorm,),
+    },
+    "litgpt": {"litgpt.model.RMSNorm": (RMSNorm,)},
+    "open_clip": {
+        "open_clip.transformer.LayerNorm": (LayerNorm,),
+        "open_clip.transformer.LayerNormFp32": (LayerNorm,),
+    },
+    "rfdetr": {"rfdetr.models.backbone.projector.LayerNorm": (LayerNorm2d,)},
+    "sam2": {"sam2.modeling.sam2_utils.LayerNorm2d": (LayerNorm2d,)},
+    "segment_anything": {"segment_anything.modeling.common.LayerNorm2d": (LayerNorm2d,)},
+    "segmentation_models_pytorch": {"segmentation_models_pytorch.decoders.upernet.decoder.LayerNorm2d": (LayerNorm2d,)},
+    "tabpfn": {
+        "tabpfn.architectures.tabpfn_v2_5.LowerPrecisionLayerNorm": (LayerNorm,),
+        "tabpfn.architectures.tabpfn_v2_6.LowerPrecisionRMSNorm": (RMSNorm,),
+        "tabpfn.architectures.tabpfn_v3._DtypeMatchingRMSNorm": (RMSNorm,),
+    },
+    "timm": {
+        "timm.layers.norm.LayerNorm": (LayerNorm,),
+        "timm.layers.norm.LayerNormFp32": (LayerNorm,),
+        "timm.layers.norm.LayerNorm2d": (LayerNorm2d,),
+        "timm.layers.norm.LayerNorm2dFp32": (LayerNorm2d,),
+        "timm.layers.norm.LayerNormExp2d": (LayerNorm2d,),
+        "timm.layers.norm.RmsNorm": (RMSNorm,),
+        "timm.layers.norm.RmsNormFp32": (RMSNorm,),
+        "timm.layers.norm.RmsNorm2d": (RMSNorm2d,),
+        "timm.layers.norm.RmsNorm2dFp32": (RMSNorm2d,),
+        "timm.layers.norm_act.LayerNormAct": (LayerNorm,),
+        "timm.layers.norm_act.LayerNormActFp32": (LayerNorm,),
+        "timm.layers.norm_act.LayerNormAct2d": (LayerNorm2d,),
+        "timm.layers.norm_act.LayerNormAct2dFp32": (LayerNorm2d,),
+        "timm.layers.norm_act.RmsNormAct": (RMSNorm,),
+        "timm.layers.norm_act.RmsNormActFp32": (RMSNorm,),
+        "timm.layers.norm_act.RmsNormAct2d": (RMSNorm2d,),
+        "timm.layers.norm_act.RmsNormAct2dFp32": (RMSNorm2d,),
+        "timm.models.metaformer.LayerNormNoBias": (LayerNorm,),
+        "timm.models.metaformer.LayerNorm2dNoBias": (LayerNorm2d,),
+    },
+    "torchao": {
+        "torchao._models.sam2.modeling.sam2_utils.LayerNorm2d": (LayerNorm2d,),
+        "torchao.testing.model_architectures.RMSNorm": (RMSNorm,),
+    },
+    "torchtune": {
+        "torchtune.modules.layer_norm.Fp32LayerNorm": (LayerNorm,),
+        "torchtune.modules.rms_norm.RMSNorm": (RMSNorm,),
+        "torchtune.models.gemma.rms_norm.GemmaRMSNorm": (RMSNorm,),
+    },
+    "torchvision": {"torchvision.models.convnext.LayerNorm2d": (LayerNorm2d,)},
+    "ultralytics": {"ultralytics.nn.modules.transformer.LayerNorm2d": (LayerNorm2d,)},
+    "vit-pytorch": {
+        "vit_pytorch.cvt.LayerNorm": (LayerNorm2d,),
+        "vit_pytorch.na_vit.LayerNorm": (LayerNorm,),
+        "vit_pytorch.sep_vit.ChanLayerNorm": (LayerNorm2d,),
+        "vit_pytorch.vit_5.RMSNorm": (RMSNorm,),
+        "vit_pytorch.vivit_with_moss.ChanLayerNorm": (LayerNorm2d,),
+    },
+    "whisper": {"whisper.model.LayerNorm": (LayerNorm,)},
+    "x-transformers": {X_TRANSFORMERS: (RMSNorm,)},
+}
+HF = "transformers.models"
 RMS = "RMSNorm((8,), eps=1e-06, elementwise_affine=True"
 NORM = "LayerNorm((8,), eps={}, elementwise_affine=True, bias={}"
 # Class -> the start of the replacement's repr.
@@ -163,43 +255,55 @@ REPLACED = {
     f"{HF}.mamba2.modeling_mamba2.MambaRMSNormGated": f"Gated{RMS}, gate_first=True)",
     f"{HF}.qwen3_5.modeling_qwen3_5.Qwen3_5RMSNormGated": f"Gated{RMS})",
     f"{HF}.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated": f"Gated{RMS})",
-    "open_clip.transformer.LayerNorm": NORM.format(1e-5, True),
-    "open_clip.transformer.LayerNormFp32": NORM.format(1e-5, True),
-    "timm.layers.LayerNorm": NORM.format(1e-6, True),
-    "timm.layers.LayerNormFp32": NORM.format(1e-6, True),
-    "timm.layers.LayerNorm2d": "LayerNorm2d(",
-    "timm.layers.LayerNorm2dFp32": "LayerNorm2d(",
-    "timm.layers.RmsNorm": "RMSNorm(",
-    "timm.layers.RmsNormFp32": "RMSNorm(",
-    "timm.models.metaformer.LayerNormNoBias": NORM.format(1e-6, False),
-    "timm.models.metaformer.LayerNorm2dNoBias": "LayerNorm2d((8,), eps=1e-06, elementwise_affine=True, bias=False)",
-    "torchvision.models.convnext.LayerNorm2d": "LayerNorm2d(",
-    f"{DIFFUSERS}.FP32LayerNorm": NORM.format(1e-5, True),
-    f"{X_TRANSFORMERS}.RMSNorm": "RMSNorm(",
 }
 GROUPED = [f"{HF}.zamba2.modeling_zamba2.Zamba2RMSNormGated"]
 GROUPED += [f"{HF}.nemotron_h.modeling_nemotron_h.NemotronHRMSNormGated"]
+# The class, further arguments than the width, options, and the start of the replacement's repr.
+LAYERS = [
+    (path, arguments, {}, f"{cls.__name__}(")
+    for classes in PACKAGES.values()
+    for path, (cls, *arguments) in classes.items()
+]
+LAYERS += [(path, [], {}, text) for path, text in REPLACED.items()]
+LAYERS += [(path, [], {"group_size": 4}, f"Gated{RMS}, gate_first=True, num_groups=2)") for path in GROUPED]
+LAYERS += [
+    (path, [], {"affine": False}, f"{cls.__name__}(")
+    for path, (cls,) in PACKAGES["timm"].items()
+    if "layers.norm." in path and "Exp" not in path
+]
+LAYERS += [(f"{NORMALIZATION}.FP32LayerNorm", [], {"elementwise_affine": False}, "LayerNorm(")]
+LAYERS += [(X_TRANSFORMERS, [], {"unit_offset": True}, "RMSNorm(")]
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "ours"),
-    [(path, {}, ours) for path, ours in REPLACED.items()]
-    + [(path, {"affine": False}, ours[:8]) for path, ours in REPLACED.items() if "timm.layers" in path]
-    + [
-        (f"{DIFFUSERS}.RMSNorm", {"eps": 1e-6}, f"{RMS})"),
-        (f"{DIFFUSERS}.FP32LayerNorm", {"elementwise_affine": False}, "LayerNorm("),
-        *((path, {"group_size": 4}, f"Gated{RMS}, gate_first=True, num_groups=2)") for path in GROUPED),
-        (f"{X_TRANSFORMERS}.RMSNorm", {"unit_offset": True}, "RMSNorm("),
-    ],
-)
-def test_layers_are_replaced_and_restored(path, options, ours):
-    layer = make_layer(path, 8, **options)
-    keys, original, arguments = list(layer.state_dict()), type(layer), list(inspect.signature(layer.forward).parameters)
-    assert convert(layer).replaced and repr(layer).startswith(ours)
-    assert list(layer.state_dict()) == keys
-    assert list(inspect.signature(layer.forward).parameters) == arguments
+def make_layer(path, *arguments, **options):
+    module, _, cls = path.rpartition(".")
+    return getattr(pytest.importorskip(module, exc_type=ImportError), cls)(*arguments, **options)
+
+
+@pytest.mark.parametrize(("path", "arguments", "options", "text"), LAYERS, ids=str)
+def test_a_layer_of_each_class_is_replaced_and_restored(path, arguments, options, text):
+    layer = make_layer(path, 8, *arguments, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(1)  # one class leaves it undefined
+    randomize(layer)
+    images = VIDEOS if len(arguments) == 2 else (2, 8, 5) if "Squeeze" in path else IMAGES
+    names, cls, keys = list(inspect.signature(layer.forward).parameters), type(layer), list(layer.state_dict())
+    inputs = torch.randn(len(names), *(images if "2d(" in text else ROWS)).unbind()
+    expected = layer(*inputs)
+    report = convert(layer)
+    assert report.replaced and repr(layer).startswith(text), report
+    torch.testing.assert_close(layer(*inputs), expected, rtol=1e-5, atol=1e-5)  # ten roundings of 6e-8
+    assert list(layer.state_dict()) == keys and list(inspect.signature(layer.forward).parameters) == names
     revert(layer)
-    assert type(layer) is original
+    assert type(layer) is cls
+
+
+def test_the_document_lists_these_classes():
+    text = (Path(__file__).resolve().parents[2] / "docs/convert.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]*`) \|$", text, re.MULTILINE))
+    for package, classes in PACKAGES.items():
+        assert sorted({path.rpartition(".")[2] for path in classes}) == sorted(re.findall("`(\\w+)`", rows[package]))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +312,8 @@ def test_layers_are_replaced_and_restored(path, options, ours):
         # The weight has two dimensions, and only the last is normalized.
         (f"{HF}.chameleon.modeling_chameleon.ChameleonLayerNorm", [(2, 8)], "not LayerNorm"),
         (f"{HF}.cohere.modeling_cohere.CohereLayerNorm", [(2, 8)], "not LayerNorm"),
-        (f"{DIFFUSERS}.RMSNorm", [(2, 8), 1e-6], "not RMSNorm"),
-        (f"{DIFFUSERS}.RMSNorm", [8, 1e-6, True, True], "not LayerNorm"),
+        (f"{NORMALIZATION}.RMSNorm", [(2, 8), 1e-6], "not RMSNorm"),
+        (f"{NORMALIZATION}.RMSNorm", [8, 1e-6, True, True], "not LayerNorm"),
         # It refuses input of four dimensions, and removes a dimension of size 1.
         (f"{HF}.falcon_h1.modeling_falcon_h1.FalconH1RMSNormGated", [8], "not GatedRMSNorm"),
     ],
@@ -221,7 +325,7 @@ def test_layers_with_another_formula_are_skipped(path, arguments, reason):
 
 def test_x_transformers_rows_of_zero_or_tiny_norm_match():
     """The original divides by a norm of at least 1e-12. The replacement has an eps of the same effect on these rows."""
-    layer = randomize(make_layer(f"{X_TRANSFORMERS}.RMSNorm", 8).double())
+    layer = randomize(make_layer(X_TRANSFORMERS, 8).double())
     x, dy = torch.zeros(2, 8, dtype=F64), torch.randn(2, 8, dtype=F64)
     x[1, 3] = 1e-9
     x.requires_grad_()
