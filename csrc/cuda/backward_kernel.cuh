@@ -21,8 +21,8 @@ constexpr int64_t kMaxJoined = 8;
 constexpr int64_t kMaxGatedPartVectors = 1024;
 
 // Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
-template <class Traits>
-constexpr int kLagOf = Traits::kIsBlock ? 1 : 0;
+template <class Path>
+constexpr int kLagOf = Path::kIsBlock ? 1 : 0;
 
 // ---- sums of the parts of a row -------------------------------------------------------------------------------------
 
@@ -49,8 +49,8 @@ __device__ __forceinline__ void add_parts(RowSums& sums, const RowSums* parts, i
 
 // Adds up a gradient's sums over the rows of the block, and calls store(j, sums) for the elements from j on, a vector
 // at a time.
-template <class T, class X, class Traits, int kElements, class F>
-__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, Traits>& rows,
+template <class T, class X, class Path, int kElements, class F>
+__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, Path>& rows,
                                                   const F& store) {
   constexpr int kVec = kVectorSize<X>;
   // First over the rows of a warp.
@@ -118,17 +118,17 @@ struct JoinedSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <class T, class X, class Traits>
-__global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxBlockThreads, Traits::kIsWarp ? 2 : 1)
+template <class T, class X, class Path>
+__global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, Path::kIsWarp ? 2 : 1)
     backward_rows(const BackwardParams p, const BackwardPlan plan) {
-  using RowsOf = Rows<T, X, Traits>;
-  using Index = typename Traits::Index;
-  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Traits>;
+  using RowsOf = Rows<T, X, Path>;
+  using Index = typename Path::Index;
+  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Path>;
   constexpr int stage_bytes = RowsOf::kStageBytes;
-  const Flags flags = RowsOf::flags_of(plan.flags);
-  const bool is_warp = Traits::kIsWarp || (Traits::kIsGeneral && plan.is_warp), in_cluster = flags.has(kInCluster);
+  const Flags flags = flags_of<Path>(plan.flags);
+  const bool is_warp = Path::kIsWarp || (Path::kIsGeneral && plan.is_warp), in_cluster = flags.has(kInCluster);
   const bool has_parts = flags.has(kHasParts), joins = !has_parts && plan.joined > 1;
-  const bool finishes = !Traits::kIsGeneral || !flags.has(kStoresSums);
+  const bool finishes = !flags.has(kStoresSums);
 
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
@@ -148,19 +148,19 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxBlockThreads,
 
   __shared__ WarpSumsMemory warp_sums_memory;
   WarpSums warp_sums(warp_sums_memory, first_warp, row_warps);
-  __shared__ ClusterExchange::Memory exchange_memory;
-  const PartExchange<Traits::kIsGeneral> exchange(exchange_memory, plan.part_values, plan.num_parts, flags);
+  __shared__ PartExchange::Memory exchange_memory;
+  const PartExchange exchange(exchange_memory, plan.part_values, plan.num_parts, flags);
   const JoinedSums joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0], plan};
   // Joined blocks have one segment each.
   const Index first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = joins ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
-  const int rounds = static_cast<int>(plan.rounds.divisor());
+  const int rounds = plan.rounds;
 
   Index fetched_segment = first_segment;
   int fetched_round = 0;
   const auto fetch_next = [&](int stage) {
     if (fetched_segment < num_segments) {
-      const Segment<Index> fetched(plan, flags, compute_again(fetched_segment));
+      const Segment<Index> fetched(plan, compute_again(fetched_segment));
       rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
       if (++fetched_round == rounds) {
         fetched_round = 0;
@@ -171,20 +171,16 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxBlockThreads,
   };
 #pragma unroll 1
   for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
-  if (in_cluster || joins) {
-    if (threadIdx.x == 0) ClusterExchange::init(exchange_memory);
-    cluster_arrive();
-    cluster_wait();
-  }
+  if (in_cluster || joins) PartExchange::start(exchange_memory);
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];
   int finished = 0, stage = 0;  // rows; the stage of the next row to be summed, in bytes
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
-    const Segment<Index> segment(plan, flags, s);
-    slice.template load_parameter<T>(weight, p.weight, {segment.group, 0}, compute_again(begin), rows.part_cols, flags,
-                                     kWeight, 1);
+    const Segment<Index> segment(plan, s);
+    slice.template load_parameter<T>(weight, p.weight, {segment.gradient, 0}, compute_again(begin), rows.part_cols,
+                                     flags, kWeight, 1);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
     Statistics statistics, last_statistics;
@@ -199,16 +195,11 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxBlockThreads,
       last_statistics = statistics;
       if (kLag > 0 && round > 0) get_totals();
       if (round < rounds) {
-        if (plan.stages == RowsOf::kMaxStages) {
-          async_wait<RowsOf::kMaxStages - 1 - kLag>();
-        } else {
-          async_wait<RowsOf::kMaxStages - 2 - kLag>();
-        }
-        __syncwarp();
+        wait_for_stage<RowsOf::kMaxStages - kLag>(plan.stages - kLag);
         const auto& header = rows.header(stage);
         statistics = Statistics(header.mean, header.rstd, flags.has(kFromOutput));
         RowSums sums = {};
-        rows.add_to_sums(sums, stage, statistics, weight, segment.group);
+        rows.add_to_sums(sums, stage, statistics, weight, segment.gradient);
         if (is_warp) {
           sum_row_lanes(sums, slice.lanes());
 #pragma unroll
@@ -229,14 +220,12 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxBlockThreads,
         if (has_parts) add_parts(totals, exchange.receive(finished), plan.num_parts);
         const auto means = rows.compute_means(totals, last_statistics.rstd);
         const auto finish = [&](auto has_grad_sum) {
-          rows.store_grad_input(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.group);
+          rows.store_gradients(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.gradient);
         };
-        if constexpr (Traits::kIsGated) {
-          rows.store_gated(dw, db, last_stage, last_statistics, means, weight, segment.group);
-        } else if constexpr (Traits::kIsGeneral) {
-          finish(flags.has(kGradSum));
-        } else {  // loads all of grad_sum first
+        if constexpr (RowsOf::kLoadsAhead) {
           flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
+        } else {
+          finish(flags.has(kGradSum));
         }
       }
       __syncwarp();
@@ -291,117 +280,116 @@ __global__ void __launch_bounds__(Traits::kIsWarp ? kThreads : kMaxBlockThreads,
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// The launch of a call: the instance of the kernel, and what depends on its resources.
-struct Choice {
+// An instance of the kernel, and how its blocks use shared memory.
+struct Instance {
   void (*kernel)(BackwardParams, BackwardPlan) = nullptr;
   int stages = 0;
-  int64_t resident = 0;  // rows
-  size_t shared_bytes = 0;
+  size_t ring_bytes = 0, joined_bytes = 0;
+  int64_t resident = 0;  // blocks, or clusters that share a row
 };
 
-// Chooses as many stages as fit into shared memory beside `other_bytes`, or one less if that leaves more blocks
-// resident: on an A100, two blocks of float32 rows instead of one that fetches a row further ahead.
+// Chooses as many stages as fit into shared memory, or one less if that leaves more blocks resident: on an A100, two
+// blocks of float32 rows instead of one that fetches a row further ahead. If none fits, `kernel` is null.
 template <class T, class X, class Path>
-Choice choose_stages(const BackwardPlan& plan, LaunchConfig config, size_t other_bytes) {
+Instance choose_stages(const BackwardPlan& plan, LaunchConfig config, size_t joined_bytes) {
   using RowsOf = Rows<T, X, Path>;
+  const auto kernel = backward_rows<T, X, Path>;
   constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<Acc, kVectorSize<X>>) + 1792;
-  Choice choice;
+  Instance chosen;
   for (int stages = RowsOf::kMaxStages; stages >= RowsOf::kMaxStages - 1; --stages) {
     const size_t ring_bytes = config.block.x / kWarpSize * stages * RowsOf::kStageBytes;
-    config.shared_bytes = ring_bytes + other_bytes;
+    config.shared_bytes = ring_bytes + joined_bytes;
     if (config.shared_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
-    const int64_t resident = std::max(resident_blocks(config, backward_rows<T, X, Path>) / plan.num_parts, 1);
-    if (resident > choice.resident) {
-      choice = {backward_rows<T, X, Path>, stages, resident, config.shared_bytes};
-    }
+    const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
+    if (resident > chosen.resident) chosen = {kernel, stages, ring_bytes, joined_bytes, resident};
   }
-  return choice;
+  // Without room for the sums of the other blocks, the blocks do not join.
+  return chosen.kernel || joined_bytes == 0 ? chosen : choose_stages<T, X, Path>(plan, config, 0);
 }
 
-// Chooses the instance for the rows of a plan, or the one for all rows and options. Rows of a float32 residual that are
-// not whole vectors have no other. `kernel` is null if the instance needs too much shared memory.
+// Chooses the instance for the rows of a plan. Rows of a float32 residual that are not whole vectors have only the one
+// for all rows and options, and so have rows whose own instance needs too much shared memory.
 template <class T, class X>
-Choice choose(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t other_bytes) {
-  const auto with = [&](auto path) { return choose_stages<T, X, decltype(path)>(plan, config, other_bytes); };
+Instance choose_instance(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t joined_bytes) {
+  const auto with = [&](auto path) { return choose_stages<T, X, decltype(path)>(plan, config, joined_bytes); };
+  Instance chosen;
   if constexpr (std::is_same_v<T, X>) {
     if (plan.flags.has(kGatedNorm)) return with(GatedRows());
-    if (!general && !plan.deals_vectors) return plan.is_warp ? with(WarpElements()) : with(BlockElements());
+    if (!general && !plan.deals_vectors) chosen = plan.is_warp ? with(WarpElements()) : with(BlockElements());
   }
-  if (!general && plan.deals_vectors) return plan.is_warp ? with(WarpVectors()) : with(BlockVectors());
-  return with(GeneralRows());
+  if (!general && plan.deals_vectors) chosen = plan.is_warp ? with(WarpVectors()) : with(BlockVectors());
+  return chosen.kernel ? chosen : with(GeneralRows());
+}
+
+// The launch of a call.
+struct Choice {
+  void (*kernel)(BackwardParams, BackwardPlan);
+  LaunchConfig config;
+  BackwardPlan plan;
+};
+
+template <class T, class X>
+Choice choose(const BackwardParams& p) {
+  BackwardPlan plan = {};
+  const bool has_addresses = plan.set<T, X>(p);
+  plan.divide<X>(p.cols, plan.flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
+  LaunchConfig config;
+  config.stream = static_cast<Stream>(p.stream);
+  const bool clusters = has_clusters(config, backward_rows<T, X, GeneralRows>);
+  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
+  const bool two_launches = plan.num_parts > 1 && !in_cluster;
+  plan.flags.set(kInCluster, in_cluster);
+
+  // Rows of groups with few rows and gradients of their own have blocks of few threads.
+  const bool per_group = plan.has_gradients_per_group();
+  int64_t threads = plan.row_threads;
+  if (plan.num_parts == 1) threads *= std::max(kThreads / plan.row_threads, 1);
+  if (per_group) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
+  plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
+  config.block = static_cast<unsigned>(threads);
+  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
+
+  // The number of segments determines the order of summation of dweight and dbias. It depends not on the options, but
+  // on the instance for the usual ones. Few rows take one launch: of a block, or of a cluster whose blocks join.
+  int64_t segments = choose_instance<T, X>(plan, config, two_launches, 0).resident;
+  const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  const bool can_join = clusters && plan.num_parts == 1;
+  const bool joins = can_join && !per_group && rounds > 1 && rounds <= kMaxJoined * kFewRounds;
+  if (joins) segments = kMaxJoined;
+  if (!can_join && !per_group && rounds <= kFewRounds) segments = 1;
+  plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
+  while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
+  const int64_t joined_sums = joins ? 2 * plan.num_segments << plan.log2_joined_cols : 0;
+
+  const bool general = two_launches || plan.flags.has(kFromOutput) || !has_addresses;
+  const Instance chosen = choose_instance<T, X>(plan, config, general, static_cast<size_t>(joined_sums) * sizeof(Acc));
+  plan.stages = chosen.stages;
+  plan.ring_bytes = static_cast<int>(chosen.ring_bytes);
+  config.shared_bytes = chosen.ring_bytes + chosen.joined_bytes;
+  const int64_t blocks = std::min({plan.num_segments, chosen.resident, kMaxGridY});
+  config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
+  plan.joined = 1;
+  if (chosen.joined_bytes > 0) {
+    plan.joined = static_cast<int>(plan.num_segments);
+    config.grid = dim3(config.cluster = static_cast<unsigned>(plan.joined));
+    plan.weight_partials = plan.bias_partials = 0;
+  }
+  return {chosen.kernel, config, plan};
 }
 
 }  // namespace
 
 template <class T, class X>
 void launch_backward(const BackwardParams& p) {
-  BackwardPlan plan = {};
-  plan.flags = make_flags(p);
-  plan.pitch = round_up(p.cols, kVectorSize<X>);
-  plan.cols = Divisor<Acc>(p.cols);
-  plan.joined = 1;
-  const Flags flags = plan.flags;
-  LaunchConfig config;
-  config.stream = static_cast<Stream>(p.stream);
-  plan.divide<X>(p.cols, flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
-  const bool clusters = has_clusters(config, backward_rows<T, X, GeneralRows>);
-  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
-  plan.flags.set(kInCluster, in_cluster);
-  bool strides_fit = plan.x_stride.set(p.input, sizeof(X)) && plan.dy_stride.set(p.grad_output, sizeof(T)) &&
-                     plan.dx_stride.set(p.grad_input, sizeof(X)) && plan.grad_sum_stride.set(p.grad_sum, sizeof(X)) &&
-                     plan.statistics_stride.set(p.rstd, sizeof(Acc));
-  strides_fit = strides_fit && (!p.mean.data || p.mean.row_stride == p.rstd.row_stride);
-
-  // Rows of groups with few rows and gradients of their own have blocks of few threads.
-  const bool per_group = flags.has(kWeightPerGroup | kBiasPerGroup);
-  int64_t threads = std::max<int64_t>(kThreads / plan.row_threads, 1) * plan.row_threads;
-  if (plan.num_parts > 1) threads = plan.row_threads;
-  if (per_group) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
-  plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
-  config.block = static_cast<unsigned>(threads);
-  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
-
-  // The number of blocks determines the order of summation of dweight and dbias. It depends not on the options, but on
-  // the instance for the usual ones.
-  bool general = plan.num_parts > 1 && !in_cluster;
-  Choice choice = choose<T, X>(plan, config, general, 0);
-  if (!choice.kernel) choice = choose<T, X>(plan, config, general = true, 0);
-  int64_t segments = choice.resident;
-  // Few rows take one launch: of a block, or of a cluster whose blocks add their sums.
-  const int64_t total_rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
-  const bool can_join = clusters && plan.num_parts == 1;
-  const bool joins = can_join && !per_group && total_rounds > 1 && total_rounds <= kMaxJoined * kFewRounds;
-  if (joins) segments = kMaxJoined;
-  if (!can_join && !per_group && total_rounds <= kFewRounds) segments = 1;
-  plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
-
-  general = general || flags.has(kFromOutput) || !strides_fit || p.groups * p.rows > kMaxRowNumber;
-  size_t joined_bytes = 0;
-  if (joins) {
-    while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
-    joined_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_joined_cols) * sizeof(Acc);
-  }
-  choice = choose<T, X>(plan, config, general, joined_bytes);
-  if (!choice.kernel) choice = choose<T, X>(plan, config, general, joined_bytes = 0);
-  plan.stages = choice.stages;
-  plan.ring_bytes = static_cast<int>(choice.shared_bytes - joined_bytes);
-  config.shared_bytes = choice.shared_bytes;
-  const int64_t blocks = std::min({plan.num_segments, choice.resident, kMaxGridY});
-  config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
-  if (joined_bytes > 0) {
-    plan.joined = static_cast<int>(plan.num_segments);
-    config.cluster = static_cast<unsigned>(plan.joined);
-    config.grid = dim3(config.cluster);
-    plan.weight_partials = plan.bias_partials = 0;
-  }
-
+  auto [kernel, config, plan] = choose<T, X>(p);
   const int64_t partial_bytes = (plan.weight_partials + plan.bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
-  const int64_t rounds = ceil_div(plan.num_segments, blocks) * plan.rounds.divisor();
-  const bool twice = plan.num_parts > 1 && !in_cluster;
-  const int64_t part_bytes = twice ? WorkspaceExchange::bytes(config.grid, rounds) : 0;
+  int64_t part_bytes = 0;
+  if (plan.num_parts > static_cast<int>(config.cluster)) {
+    part_bytes = PartExchange::workspace_bytes(config.grid, ceil_div(plan.num_segments, config.grid.y) * plan.rounds);
+  }
   if (partial_bytes + part_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + part_bytes);
   plan.part_values = static_cast<char*>(plan.workspace) + partial_bytes;
-  launch_parts(config, choice.kernel, p, plan);
+  launch_parts(config, kernel, p, plan);
   launch_add_partials(p, plan, /*is_double=*/false, plan.pitch, config);
 }
 

@@ -263,20 +263,11 @@ __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const 
   }
 }
 
-// cp.async: copies 8 or 16 bytes from global to shared memory. All copies of a thread up to a commit form a group.
-// The second function copies the first `bytes` of them and sets the others to zero. The first `unused` bytes may
-// precede an array; they are in the same aligned 16 bytes as its first element, and the kernel does not read the copy.
+// cp.async: copies the first `bytes` of kBytes, 4, 8 or 16, from global to shared memory, and sets the others to zero.
+// The first `unused` bytes may precede an array; they are in the same aligned 16 bytes as its first element, and the
+// kernel does not read the copy. The copies of a thread up to async_commit() are one batch.
 template <int kBytes>
-__device__ __forceinline__ void async_copy(void* shared, const void* global) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes)
-                 : "memory");
-  }
-}
-template <int kBytes>
-__device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes, int /*unused*/ = 0) {
+__device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes = kBytes, int /*unused*/ = 0) {
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                  : "memory");
@@ -287,11 +278,11 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global, int
   }
 }
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the newest kGroupsLeft groups are pending. The thread then sees its other copies; the other
+// Waits until at most the newest kBatchesLeft batches are pending. The thread then sees its other copies; the other
 // threads of the block see them after a barrier.
-template <int kGroupsLeft>
+template <int kBatchesLeft>
 __device__ __forceinline__ void async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroupsLeft) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kBatchesLeft) : "memory");
 }
 
 // The index of the block in its cluster.

@@ -12,20 +12,14 @@
 
 namespace layernorm::cuda {
 
-struct RowsPlan {
-  Flags flags;
+struct RowsPlan : ForwardPlan {
   unsigned vectors;  // of a row
   int row_threads, log2_row_threads;
-  ByteStride x_stride, input_stride, output_stride, sum_stride;
-  FastDivisor rows;  // of a group
-  Acc eps;
-  Divisor<Acc> cols;
 };
 
 namespace {
 
-constexpr int kWholeBlock = 30;           // the log2_row_threads of a row that takes a block
-constexpr int kThreadsOfShortRows = 128;  // of a block whose rows take some lanes each
+constexpr int kWholeBlock = 30;  // the log2_row_threads of a row that takes a block
 
 // ---- the part of its rows that a thread holds -----------------------------------------------------------------------
 
@@ -140,18 +134,15 @@ struct ThreadPart {
   // Estimates the mean of a row by the average of its first vector. If the row belongs to a warp, one lane holds that
   // vector; if it belongs to a block, all threads have loaded it.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
-    Acc v[kVec], mean = 0;
+    Acc v[kVec];
     widen(v, first_vector);
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
-    if (is_block()) return mean;
-    return __shfl_sync(kAllLanes, mean, static_cast<int>(threadIdx.x % kWarpSize - thread));
+    return is_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread);
   }
 
   // Adds up d = x * scale - pivot and their squares. It takes fewer registers to widen x again than to keep the wide
   // elements.
   __device__ __forceinline__ void sum(Acc* sums, Vec<X> (&x)[kVectors], const Moments& moments) const {
-    Acc diffs[2] = {}, squares[2] = {};
+    MomentSums own;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       x[i] = compute_again(x[i]);
@@ -159,14 +150,9 @@ struct ThreadPart {
       Acc v[kVec];
       widen(v, x[i]);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const Acc d = fma(v[e], moments.scale, -pivot);
-        diffs[e % 2] += d;
-        squares[e % 2] = fma(d, d, squares[e % 2]);
-      }
+      for (int e = 0; e < kVec; ++e) own.add(e, fma(v[e], moments.scale, -pivot));
     }
-    sums[0] = diffs[0] + diffs[1];
-    sums[1] = squares[0] + squares[1];
+    own.store(sums);
   }
 
   __device__ __forceinline__ void normalize() const {
@@ -201,8 +187,8 @@ struct ThreadPart {
       const unsigned row = row_number(r);
       exist[r] = exists(row);
       outputs[r] = address_of<T>(p.output, plan.output_stride, row);
-      normalizers[r] = Normalizer(moments[r], plan.cols, plan.eps);
-      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, index_of(row), plan.eps, has(kRms));
+      normalizers[r] = Normalizer(moments[r], plan);
+      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, plan, index_of(row));
       if (has(kResidual)) {
         // The sum may replace the residual, whose first vector all threads have read before the sums.
         X* const sums = address_of<X>(p.sum, plan.sum_stride, row);
@@ -266,15 +252,8 @@ template <class T, class X>
 bool launch_rows(const ForwardParams& p) {
   const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.groups * p.rows;
   RowsPlan plan;
-  const bool strides_fit = plan.x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
-                           plan.input_stride.set(p.input, sizeof(T)) && plan.output_stride.set(p.output, sizeof(T)) &&
-                           plan.sum_stride.set(p.sum, sizeof(X));
-  if (num_rows > kMaxRowNumber || !(strides_fit || p.groups > 1)) return false;
-  plan.flags = make_flags(p);
+  if (!plan.set<T, X>(p)) return false;
   plan.vectors = static_cast<unsigned>(vectors);
-  plan.rows = FastDivisor(p.rows);
-  plan.eps = static_cast<Acc>(p.eps);
-  plan.cols = Divisor<Acc>(p.cols);
   const Choice choice = choose_kernel<T, X>(vectors);
   const int64_t needed = ceil_div(vectors, choice.vectors);
   plan.row_threads = static_cast<int>(round_up(needed, kWarpSize));

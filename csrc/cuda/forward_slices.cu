@@ -1,48 +1,38 @@
 // Forward for the rows that forward_rows.cu does not take: long rows, rows that are not whole vectors, and gated norms.
-// forward.cu has the formulas.
+// forward.cu has the formulas and tells which threads share a row.
 //
-// A thread owns 16 columns, and keeps their weights and biases in registers. Some lanes of a warp share a short row, a
-// block a longer one, and the blocks of a cluster one of more than 8192 columns. Blocks are persistent: asynchronous
-// copies bring the next rows to shared memory, from where a row is read twice, for its sums and for the output.
+//   copies -> staged row -> sum_round(): add the input, moments -> [exchange, merge] -> finish_round(): y
+//
+// A thread owns 16 columns of all rows of its block, and keeps their weights and biases in registers. Blocks are
+// persistent: asynchronous copies bring the next rows to shared memory, from where a row is read twice.
 // 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
 // replaces it in shared memory. A gate that multiplies the input is read from the caches for each row.
 //
 // A block has one barrier per row, and a cluster one exchange of moments. A cluster finishes a row after it has summed
 // the next one (`lag`), so that the exchange does not delay it: its first warp merges the moments of the last row
-// before the barrier that the sums of this row need. Rows of more than eight parts, and long rows on GPUs without
-// clusters, take two launches, which read them twice.
+// before the barrier that the sums of this row need.
 //
-// A gated norm multiplies y, or with gate_first the input, by f(z), and z is staged like the input beside a residual:
-// 3 * groups * rows * cols * sizeof(T) bytes are moved. The elements that are normalized wait in registers for the
-// sums.
+// The gate z of a gated norm is staged like the input beside a residual: 3 * groups * rows * cols * sizeof(T) bytes are
+// moved. The elements that are normalized wait in registers for the sums.
 //
 // Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
-#include "activation.cuh"
 #include "moments.cuh"
 #include "parts.cuh"
 
 namespace layernorm::cuda {
 
-struct SlicesPlan : RowDivision {
-  Flags flags;
-  int stages, stage_bytes;                                       // of the shared memory of a warp
-  int rows_per_round, rounds;                                    // of a block
-  int lag;                                                       // rounds from a row's sums to its output
-  void* workspace;                                               // of PartExchange
-  ByteStride x_stride, input_stride, output_stride, sum_stride;  // not read for general rows
-  FastDivisor rows;                                              // of a group
-  Acc eps;
-  Divisor<Acc> cols, part, last_part;
+struct SlicesPlan : ForwardPlan, RowDivision {
+  int stages, stage_bytes;     // of the shared memory of a warp
+  int rows_per_round, rounds;  // of a block
+  int lag;                     // rounds from a row's sums to its output
+  void* workspace;             // of PartExchange
+  Divisor<Acc> part, last_part;
 };
 
 namespace {
 
-constexpr int kThreadsOfShortRows = 128;  // of a block whose warps hold rows
-constexpr int kMaxStages = 3;             // rows of a warp that are fetched or in use; a lag needs all of them
-
-// The flags of calls that the instance for gated norms does not take.
-constexpr unsigned kNotGated = kResidual | kGate;
+constexpr int kMaxStages = 3;  // rows of a warp that are fetched or in use; a lag needs all of them
 
 // The addresses of the results of a row, and the first vector of the block's part of it, from which a warp estimates
 // the mean. A vector that is not aligned is in two pieces of 16 aligned bytes.
@@ -57,8 +47,7 @@ struct alignas(16) RowHeader {
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
-// The rows of a block, as one of its threads sees them. x is the input or, with a residual, first that and then the
-// sum.
+// What a thread does with the rows of its block. x is the input or, with a residual, first that and then the sum.
 template <class T, class X, class Path>
 struct Rows {
   using SliceOf = Slice<X, Path::kMapping, Path::kLanes>;
@@ -74,36 +63,28 @@ struct Rows {
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
-  // The flags without those that the instance does not take.
-  __device__ __forceinline__ static Flags flags_of(Flags flags) {
-    if constexpr (Path::kIsGated) flags.bits = (flags.bits & ~kNotGated) | kGatedNorm;
-    return {flags.bits & ~kNotSupported};
-  }
-
   // A stage has the headers of the warp's rows, x, and the input if there is a residual, or the gate of a gated norm.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
-  template <class E>
-  __host__ __device__ static int array_bytes(int rows) {
-    return SliceOf::kWarpCols * static_cast<int>(sizeof(E)) + (Path::kMapping == Mapping::kVectors ? 0 : 16 * rows);
-  }
   __host__ static int stage_bytes(int rows, Flags flags) {
     const bool has_second_array = flags.has(kResidual | kGatedNorm);
-    return x_begin(rows) + array_bytes<X>(rows) + (has_second_array ? array_bytes<T>(rows) : 0);
+    return x_begin(rows) + SliceOf::template staged_bytes<X>(rows) +
+           (has_second_array ? SliceOf::template staged_bytes<T>(rows) : 0);
   }
-  __device__ __forceinline__ bool has_gate() const { return Path::kIsGeneral && flags.has(kGate); }
   __device__ __forceinline__ int rows_of_warp() const { return Path::kIsBlock ? 1 : kWarpSize / slice.lanes(); }
   __device__ __forceinline__ Header& header(int stage) const {
     return reinterpret_cast<Header*>(shared + stage)[Path::kIsBlock ? 0 : slice.row];
   }
   __device__ __forceinline__ unsigned char* x_at(int stage) const { return shared + stage + x_begin(rows_of_warp()); }
   __device__ __forceinline__ unsigned char* input_at(int stage) const {
-    return x_at(stage) + array_bytes<X>(rows_of_warp());
+    return x_at(stage) + SliceOf::template staged_bytes<X>(rows_of_warp());
   }
 
   // Starts to copy a row, or zeros if it does not exist, to the shared memory of a stage.
   __device__ __forceinline__ void fetch(int64_t number, bool exists, int stage) const {
     const int cols = exists ? part_cols : 0;
-    const auto fetch_from = [&](const auto& address_in) {
+    using Index = typename Path::Index;
+    const Index row = exists ? static_cast<Index>(number) : 0;
+    with_addresses_of_row<Path::kIsGeneral>(row, flags.has(kHasGroups), plan.rows, [&](const auto& address_in) {
       Header& to = header(stage);
       const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + begin;
       slice.fetch(x_at(stage), x, cols);
@@ -119,17 +100,7 @@ struct Rows {
       to.sum = address_in(p.sum, X(), plan.sum_stride) + begin;
       to.x_offset = static_cast<short>(slice.offset_of(x));
       to.input_offset = static_cast<short>(slice.offset_of(input));
-    };
-    if (Path::kIsGeneral || flags.has(kHasGroups)) {
-      const RowIndex row = exists ? find_group(number, flags.has(kHasGroups), plan.rows) : RowIndex{0, 0};
-      fetch_from(
-          [&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, row); });
-    } else {
-      const unsigned row = exists ? static_cast<unsigned>(number) : 0;
-      fetch_from([&](const View& view, auto element, const ByteStride& stride) {
-        return stride.template address<decltype(element)>(view, row);
-      });
-    }
+    });
   }
   template <class E>
   __device__ __forceinline__ void fetch_first_vector(unsigned char* to, const E* array, int cols) const {
@@ -146,17 +117,15 @@ struct Rows {
   }
   // The gate of a column of the part; zero after the end.
   __device__ __forceinline__ Acc load_gate(int64_t group, int column) const {
-    if (column >= part_cols) return 0;
-    return with_parameter_type<T>(flags, [&](auto element) {
-      return static_cast<Acc>(address<const decltype(element)>(p.gate, {group, 0})[begin + column]);
-    });
+    return column < part_cols ? load_element<T>(p.gate, group, begin + column, flags) : 0;
   }
+  __device__ __forceinline__ bool exists(int stage) const { return header(stage).number >= 0; }
   __device__ __forceinline__ RowIndex find_row(int stage) const {
     return find_group(max(header(stage).number, int64_t{0}), flags.has(kHasGroups), plan.rows);
   }
   // Adds the input, or its product with the gate of the row's group, to the residual.
   __device__ __forceinline__ void add_input(int stage) const {
-    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
+    const auto slice = this->slice.rebuilt();
     X* const x = staged_x(stage);
     const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
 #pragma unroll
@@ -164,7 +133,7 @@ struct Rows {
       Acc a[kStep], b[kStep];
       slice.read(a, x, j);
       slice.read(b, input, j);
-      if (has_gate()) {
+      if (flags.has(kGate)) {
         const int64_t group = find_row(stage).group;
 #pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
@@ -198,7 +167,7 @@ struct Rows {
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
   __device__ __forceinline__ Acc estimate_mean(int stage) const {
     const Header& from = header(stage);
-    Acc v[kVec], mean = 0;
+    Acc v[kVec];
     read_first_vector<X>(v, from.x, from.x_offset);
     if (Path::kIsGated && flags.has(kGateFirst)) {
       Acc gate[kVec];
@@ -209,7 +178,7 @@ struct Rows {
     if (flags.has(kResidual)) {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
-      if (has_gate()) {
+      if (flags.has(kGate)) {
         const int64_t group = find_row(stage).group;
 #pragma unroll
         for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
@@ -217,10 +186,8 @@ struct Rows {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
-    return Path::kMapping == Mapping::kVectors || part_cols >= kVec ? mean
-                                                                    : mean * (Acc(kVec) / static_cast<Acc>(part_cols));
+    const bool is_whole = Path::kMapping == Mapping::kVectors || part_cols >= kVec;
+    return is_whole ? average(v) : average(v) * (Acc(kVec) / static_cast<Acc>(part_cols));
   }
   template <class E>
   __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
@@ -232,8 +199,8 @@ struct Rows {
     }
   }
 
-  // Computes the moments of this block's part of a row, whose sum with the input it stages. Gated norms put what is
-  // normalized into `values`. before_barrier() is that of sum_row().
+  // Computes the moments of this block's part of a row, after it has added the input to the staged residual. Gated
+  // norms put what is normalized into `values`. before_barrier() is that of sum_row().
   template <class F>
   __device__ __forceinline__ Moments sum_round(Acc (&values)[kElements], int stage, const Divisor<Acc>& part_divisor,
                                                int& buffer, const F& before_barrier) const {
@@ -252,8 +219,8 @@ struct Rows {
   // Adds up d = x * scale - pivot and their squares.
   __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&values)[kElements],
                                       const Moments& moments) const {
-    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
-    Acc diffs[2] = {}, squares[2] = {};
+    const auto slice = this->slice.rebuilt();
+    MomentSums own;
     const auto add = [&](auto has_end) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
@@ -264,9 +231,7 @@ struct Rows {
           // Vectors end at the end of the row.
           const int column = slice.column(Path::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < part_cols;
-          const Acc d = fma(v[e], moments.scale, exists ? -moments.pivot : 0);
-          diffs[e % 2] += d;
-          squares[e % 2] = fma(d, d, squares[e % 2]);
+          own.add(e, fma(v[e], moments.scale, exists ? -moments.pivot : 0));
         }
       }
     };
@@ -275,15 +240,14 @@ struct Rows {
     } else {
       add(std::true_type());
     }
-    sums[0] = diffs[0] + diffs[1];
-    sums[1] = squares[0] + squares[1];
+    own.store(sums);
   }
   // Stores this thread's part of a row, unless it does not exist.
   __device__ __forceinline__ void finish_round(const Normalizer& normalizer, const Acc (&values)[kElements],
                                                const Acc (&weight)[kElements], const Acc (&bias)[kElements],
                                                int stage) const {
-    const auto slice = Path::kMapping == Mapping::kVectors ? this->slice : this->slice.rebuilt();
-    const int cols = header(stage).number >= 0 ? part_cols : 0;
+    const auto slice = this->slice.rebuilt();
+    const int cols = exists(stage) ? part_cols : 0;
     const X* const x = staged_x(stage);
     T* const output = compute_once(header(stage).output);
     X* const sum = compute_once(header(stage).sum);
@@ -327,21 +291,19 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
     forward_slices(const ForwardParams p, const SlicesPlan plan) {
   using RowsOf = Rows<T, X, Path>;
   constexpr int kElements = RowsOf::kElements;
-  const Flags flags = RowsOf::flags_of(plan.flags);
+  const Flags flags = flags_of<Path>(plan.flags);
   // The shuffle tells the compiler that the lanes of a warp have the same row.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const bool is_warp = Path::kIsGeneral && plan.is_warp, has_parts = flags.has(kHasParts);
-  const int part = blockIdx.x;
-  const int64_t begin = int64_t{plan.part_cols} * part;
+  const int64_t begin = int64_t{plan.part_cols} * blockIdx.x;
+  const int part_cols = static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols}));
   const typename RowsOf::SliceOf slice(is_warp ? 0 : warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const int part_cols = static_cast<int>(min(p.cols - begin, int64_t{plan.part_cols}));
   const RowsOf rows{p, plan, flags, slice, begin, part_cols, shared + warp * plan.stages * plan.stage_bytes};
-  const int row_in_round = is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : 0;
 
   const int64_t block_rows = int64_t{plan.rounds} * plan.rows_per_round, first = blockIdx.y * block_rows;
   const int64_t end = min(first + block_rows, p.groups * p.rows);
-  int64_t fetched = first + row_in_round;
+  int64_t fetched = first + (is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : 0);
   const auto fetch_next = [&](int stage) {
     rows.fetch(fetched, fetched < end, stage);
     fetched += plan.rows_per_round;
@@ -350,12 +312,10 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
   const int ring_end = plan.stages * plan.stage_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
-  __shared__ ClusterExchange::Memory exchange_memory;
-  const PartExchange<Path::kIsGeneral> exchange(exchange_memory, plan.workspace, plan.num_parts, flags);
+  __shared__ PartExchange::Memory exchange_memory;
+  const PartExchange exchange(exchange_memory, plan.workspace, plan.num_parts, flags);
   if (flags.has(kInCluster)) {
-    if (threadIdx.x == 0) ClusterExchange::init(exchange_memory);
-    cluster_arrive();
-    cluster_wait();
+    PartExchange::start(exchange_memory);
     __syncthreads();
   }
 
@@ -364,33 +324,23 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
   __shared__ Normalizer merged[2];
   const auto merge = [&](int round, int stage) {
     if (warp != 0) return;
-    const Normalizer normalizer(
-        merge_parts(exchange.receive(round), plan.num_parts, plan.part.value, plan.last_part.value, plan.cols),
-        plan.cols, plan.eps);
+    const Moments moments =
+        merge_parts(exchange.receive(round), plan.num_parts, plan.part.value, plan.last_part.value, plan.cols);
+    const Normalizer normalizer(moments, plan);
     if (slice.lane_in_warp > 0) return;
     merged[round % 2] = normalizer;
-    if (part == 0 && rows.header(stage).number >= 0) {
-      normalizer.store_statistics(p, rows.find_row(stage), plan.eps, flags.has(kRms));
-    }
+    if (blockIdx.x == 0 && rows.exists(stage)) normalizer.store_statistics(p, plan, rows.find_row(stage));
   };
 
-  const Divisor<Acc> part_divisor = part + 1 == plan.num_parts ? plan.last_part : plan.part;
+  const Divisor<Acc> part_divisor = static_cast<int>(blockIdx.x) + 1 == plan.num_parts ? plan.last_part : plan.part;
   Acc weight[kElements], bias[kElements];
   int64_t group = -1;  // of the parameters
   const int lag = Path::kIsGated ? 0 : plan.lag;
   int buffer = 0, stage = 0;
 #pragma unroll 1
   for (int round = 0; round < plan.rounds + lag; ++round) {
-    const int fetched_rows = plan.stages - lag;  // from the one that this round sums
-    if (fetched_rows == kMaxStages) {
-      async_wait<kMaxStages - 1>();
-    } else if (fetched_rows == 2) {
-      async_wait<1>();
-    } else {
-      async_wait<0>();
-    }
-    __syncwarp();
     // A round sums the row in `stage` and finishes the one in `last_stage`, except at the beginning and the end.
+    wait_for_stage<kMaxStages>(plan.stages - lag);
     const int last_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
     const bool sums = round < plan.rounds, finishes = round >= lag && !flags.has(kStoresSums);
     Acc values[kElements];
@@ -418,9 +368,9 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
         }
         rows.finish_round(merged[(round - lag) % 2], values, weight, bias, last_stage);
       } else {
-        const Normalizer normalizer(moments, plan.cols, plan.eps);
-        if (slice.lane == 0 && (is_warp || warp == 0) && rows.header(last_stage).number >= 0) {
-          normalizer.store_statistics(p, rows.find_row(last_stage), plan.eps, flags.has(kRms));
+        const Normalizer normalizer(moments, plan);
+        if (slice.lane == 0 && (is_warp || warp == 0) && rows.exists(last_stage)) {
+          normalizer.store_statistics(p, plan, rows.find_row(last_stage));
         }
         rows.finish_round(normalizer, values, weight, bias, last_stage);
       }
@@ -436,59 +386,55 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
+// The launch of a call.
+struct Choice {
+  void (*kernel)(ForwardParams, SlicesPlan);
+  LaunchConfig config;
+  SlicesPlan plan;
+};
+
+// Completes the plan with what depends on the path: stages as they fit into shared memory, and the rows of a block.
 template <class T, class X, class Path>
-void launch_slices(const ForwardParams& p, SlicesPlan plan, bool in_cluster) {
+Choice choose_stages(const ForwardParams& p, SlicesPlan plan) {
   const auto kernel = forward_slices<T, X, Path>;
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
-  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
-  const int threads = plan.is_warp ? kThreadsOfShortRows : plan.row_threads;
-  config.block = static_cast<unsigned>(threads);
-  plan.flags.set(kInCluster, in_cluster);
-  plan.rows_per_round = plan.is_warp ? threads / plan.row_threads : 1;
+  config.cluster = plan.flags.has(kInCluster) ? static_cast<unsigned>(plan.num_parts) : 1;
+  config.block = static_cast<unsigned>(plan.is_warp ? kThreadsOfShortRows : plan.row_threads);
+  plan.rows_per_round = static_cast<int>(config.block.x) / plan.row_threads;
   plan.stage_bytes = Rows<T, X, Path>::stage_bytes(plan.is_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
   constexpr size_t kMaxStaticShared = 1536;
   plan.stages = kMaxStages + 1;
   do {
-    config.shared_bytes = static_cast<size_t>(threads / kWarpSize * --plan.stages * plan.stage_bytes);
+    config.shared_bytes = static_cast<size_t>(config.block.x) / kWarpSize * --plan.stages * plan.stage_bytes;
   } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
-  plan.lag = in_cluster && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
+  plan.lag = config.cluster > 1 && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
 
   const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
   const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
   plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, resident, kMaxGridY})));
   config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
-  if (plan.num_parts > 1 && !in_cluster) {
-    plan.workspace = p.allocator->allocate(WorkspaceExchange::bytes(config.grid, plan.rounds));
-  }
-  launch_parts(config, kernel, p, plan);
+  return {kernel, config, plan};
 }
 
-// Chooses the instance of the kernel.
 template <class T, class X>
-void choose_slices(const ForwardParams& p) {
+Choice choose(const ForwardParams& p) {
   SlicesPlan plan = {};
+  const bool has_addresses = plan.set<T, X>(p);
   plan.divide<X>(p.cols);
-  plan.flags = make_flags(p);
-  plan.rows = FastDivisor(p.rows);
-  plan.eps = static_cast<Acc>(p.eps);
-  plan.cols = Divisor<Acc>(p.cols);
   plan.part = Divisor<Acc>(plan.part_cols);
   plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
-  const bool strides_fit = plan.x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
-                           plan.input_stride.set(p.input, sizeof(T)) && plan.output_stride.set(p.output, sizeof(T)) &&
-                           plan.sum_stride.set(p.sum, sizeof(X));
-  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize &&
-                          has_clusters(LaunchConfig(), forward_slices<T, X, GeneralRows>);
+  plan.flags.set(kInCluster, plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize &&
+                                 has_clusters(LaunchConfig(), forward_slices<T, X, GeneralRows>));
   if constexpr (std::is_same_v<T, X>) {
-    if (plan.flags.has(kGatedNorm)) return launch_slices<T, X, GatedRows>(p, plan, in_cluster);
-    const bool fits = (strides_fit && p.groups * p.rows <= kMaxRowNumber) || p.groups > 1;
-    if (fits && !plan.is_warp && !plan.flags.has(kGate) && (plan.num_parts == 1 || in_cluster)) {
-      return plan.deals_vectors ? launch_slices<T, X, BlockVectors>(p, plan, in_cluster)
-                                : launch_slices<T, X, BlockElements>(p, plan, in_cluster);
+    if (plan.flags.has(kGatedNorm)) return choose_stages<T, X, GatedRows>(p, plan);
+    const bool one_launch = plan.num_parts == 1 || plan.flags.has(kInCluster);
+    if (has_addresses && !plan.is_warp && !plan.flags.has(kGate) && one_launch) {
+      return plan.deals_vectors ? choose_stages<T, X, BlockVectors>(p, plan)
+                                : choose_stages<T, X, BlockElements>(p, plan);
     }
   }
-  launch_slices<T, X, GeneralRows>(p, plan, in_cluster);
+  return choose_stages<T, X, GeneralRows>(p, plan);
 }
 
 }  // namespace
@@ -496,7 +442,11 @@ void choose_slices(const ForwardParams& p) {
 void forward_slices(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
-    choose_slices<typename Types::T, typename Types::X>(p);
+    auto [kernel, config, plan] = choose<typename Types::T, typename Types::X>(p);
+    if (plan.num_parts > static_cast<int>(config.cluster)) {
+      plan.workspace = p.allocator->allocate(PartExchange::workspace_bytes(config.grid, plan.rounds));
+    }
+    launch_parts(config, kernel, p, plan);
   });
 }
 

@@ -58,7 +58,8 @@ enum Flag : unsigned {
   kAlignedChannels = 1 << 21,  // of images: staged channels of whole vectors that start at multiples of 16 bytes
 };
 
-constexpr unsigned kHasParts = kInCluster | kStoresSums | kLoadsSums;  // several blocks share a row
+constexpr unsigned kTwoLaunches = kStoresSums | kLoadsSums;
+constexpr unsigned kHasParts = kInCluster | kTwoLaunches;  // several blocks share a row
 
 // The flags of launches that code without clusters does not run.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -174,47 +175,79 @@ class ByteStride {
 };
 constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;  // also of rows that do not exist
 
-// The division of rows among blocks for the sums of dweight and dbias. All groups that share their gradients form one
-// gradient group, whose rows are numbered by group. Its rows are divided into segments, and a block sums the gradients
-// over a segment, taking some rows in each round.
+// Calls f(address_in): address_in(view, E(), stride) is the address of row `number` in an array of E. Only rows without
+// groups, and not those of kIsGeneral, have strides.
+template <bool kIsGeneral, class Index, class F>
+__device__ __forceinline__ void with_addresses_of_row(Index number, bool has_groups, const FastDivisor& rows,
+                                                      const F& f) {
+  if (kIsGeneral || has_groups) {
+    const RowIndex index = find_group(number, has_groups, rows);
+    f([&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
+  } else {
+    f([&](const View& view, auto element, const ByteStride& stride) {
+      return stride.template address<decltype(element)>(view, static_cast<unsigned>(number));
+    });
+  }
+}
+
+// ---- gradients of parameters ----------------------------------------------------------------------------------------
+
+// The division of rows among blocks for the sums of dweight and dbias. A gradient belongs to the rows of a group or, if
+// the groups share it, to all rows. Its rows are divided into segments, and a block sums the gradient over a segment,
+// taking some rows in each round.
 struct GradientPlan {
   Flags flags;
-  FastDivisor rows, rounds, segments_per_group;  // rows of a group, rounds of a segment, segments of a gradient group
-  int64_t num_segments, segment_rows, gradient_group_rows;
+  FastDivisor rows, segments_of_gradient;  // rows of a group
+  int64_t num_segments, gradient_rows, segment_rows;
+  int rounds;                              // of a segment
   int64_t weight_partials, bias_partials;  // rows of the workspace
   void* workspace;
 
-  // If all rows share their gradients, each resident block has a segment. Else 64 segments of a group keep the GPU busy
+  // If all rows share a gradient, each resident block has a segment. Else 64 segments of a gradient keep the GPU busy
   // with few groups; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
   // most 256, which limits their rounding errors.
   void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
-    const bool per_group = flags.has(kWeightPerGroup | kBiasPerGroup);
-    const int64_t gradient_groups = per_group ? p.groups : 1;
-    gradient_group_rows = p.groups * p.rows / gradient_groups;
-    const int64_t rounds_of_group = ceil_div(gradient_group_rows, rows_per_round);
-    int64_t most_rounds = ceil_div(rounds_of_group, per_group ? 64 : resident);
+    const bool per_group = has_gradients_per_group();
+    const int64_t gradients = per_group ? p.groups : 1;
+    gradient_rows = p.groups * p.rows / gradients;
+    const int64_t rounds_of_gradient = ceil_div(gradient_rows, rows_per_round);
+    int64_t most_rounds = ceil_div(rounds_of_gradient, per_group ? 64 : resident);
     if (per_group) most_rounds = std::clamp(most_rounds, min_rounds, int64_t{256});
-    const int64_t segments = ceil_div(rounds_of_group, most_rounds);
+    const int64_t segments = ceil_div(rounds_of_gradient, most_rounds);
     rows = FastDivisor(p.rows);
-    rounds = FastDivisor(ceil_div(rounds_of_group, segments));
-    segments_per_group = FastDivisor(segments);
-    segment_rows = rounds.divisor() * rows_per_round;
-    num_segments = gradient_groups * segments;
+    rounds = static_cast<int>(ceil_div(rounds_of_gradient, segments));
+    segments_of_gradient = FastDivisor(segments);
+    segment_rows = rounds * rows_per_round;
+    num_segments = gradients * segments;
     weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerGroup) ? num_segments : 0;
     bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerGroup) ? num_segments : 0;
   }
-  struct Segment {
-    int64_t group, first, end;  // the gradient group; the rows [first, end) among all rows
-  };
-  __device__ __forceinline__ Segment segment(int64_t number) const {
-    const auto [group, in_group] = segments_per_group.divide(number);
-    const int64_t group_end = (group + 1) * gradient_group_rows;
-    const int64_t first = group_end - gradient_group_rows + in_group * segment_rows;
-    return {group, first, min(first + segment_rows, group_end)};
+  __host__ __device__ __forceinline__ bool has_gradients_per_group() const {
+    return flags.has(kWeightPerGroup | kBiasPerGroup);
   }
   // Whether the sums of a segment are a gradient, and go there instead of the workspace.
   __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
-    return segments_per_group.divisor() == 1 && (flags.has(per_group) || num_segments == 1);
+    return segments_of_gradient.divisor() == 1 && (flags.has(per_group) || num_segments == 1);
+  }
+};
+
+// Successive rows of a gradient.
+template <class Index>
+struct Segment {
+  Index gradient = 0;  // the group that has the gradient; 0 if all groups share it
+  Index first;         // row among all rows
+  int rows;            // may be 0
+
+  __device__ __forceinline__ Segment(const GradientPlan& plan, Index number) {
+    if (plan.has_gradients_per_group()) {
+      const auto [quotient, remainder] = plan.segments_of_gradient.divide(number);
+      gradient = static_cast<Index>(quotient);
+      number = static_cast<Index>(remainder);
+    }
+    const Index gradient_rows = static_cast<Index>(plan.gradient_rows);
+    const Index row = number * static_cast<Index>(plan.segment_rows);
+    first = gradient * gradient_rows + row;
+    rows = static_cast<int>(max(min(static_cast<Index>(plan.segment_rows), gradient_rows - row), Index{0}));
   }
 };
 

@@ -34,27 +34,73 @@ struct Moments {
   }
 };
 
+// What the kernels of forward need to know of a call besides its parameters.
+struct ForwardPlan {
+  Flags flags;
+  ByteStride x_stride, input_stride, output_stride, sum_stride;
+  FastDivisor rows;  // of a group
+  Acc eps;
+  Divisor<Acc> cols;
+
+  // Returns whether the number of a row gives its addresses: see ByteStride.
+  template <class T, class X>
+  bool set(const ForwardParams& p) {
+    flags = make_flags(p);
+    rows = FastDivisor(p.rows);
+    eps = static_cast<Acc>(p.eps);
+    cols = Divisor<Acc>(p.cols);
+    const bool strides_fit = x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
+                             input_stride.set(p.input, sizeof(T)) && output_stride.set(p.output, sizeof(T)) &&
+                             sum_stride.set(p.sum, sizeof(X));
+    return (strides_fit || p.groups > 1) && p.groups * p.rows <= kMaxRowNumber;
+  }
+};
+
 // The numbers that normalize a row.
 struct alignas(16) Normalizer {
   Acc pivot, correction, scale, rstd;  // of x * scale
 
   Normalizer() = default;
-  __device__ __forceinline__ Normalizer(const Moments& m, const Divisor<Acc>& cols, Acc eps)
+  __device__ __forceinline__ Normalizer(const Moments& m, const ForwardPlan& plan)
       : pivot(m.pivot),
         correction(m.correction),
         scale(m.scale),
-        rstd(scaled_rstd(m.m2 * cols.reciprocal, eps, m.scale)) {}
+        rstd(scaled_rstd(m.m2 * plan.cols.reciprocal, plan.eps, m.scale)) {}
 
   // The correction is subtracted before any multiplication, so that xhat is exactly 0 for a constant row.
   __device__ __forceinline__ Acc xhat(Acc x) const { return (fma(x, scale, -pivot) - correction) * rstd; }
 
   // Stores the mean and the rstd of x.
-  __device__ __forceinline__ void store_statistics(const ForwardParams& p, const RowIndex& row, Acc eps,
-                                                   bool rms) const {
-    if (!rms) *address<Acc>(p.mean, row) = (pivot + correction) * (scale == 1 ? 1 : 1 / kScale);
-    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, eps, scale);
+  __device__ __forceinline__ void store_statistics(const ForwardParams& p, const ForwardPlan& plan,
+                                                   const RowIndex& row) const {
+    if (!plan.flags.has(kRms)) *address<Acc>(p.mean, row) = (pivot + correction) * (scale == 1 ? 1 : 1 / kScale);
+    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, plan.eps, scale);
   }
 };
+
+// The sums of a thread for its part of a row, in two halves so that additions do not wait for each other.
+struct MomentSums {
+  Acc diffs[2] = {}, squares[2] = {};
+
+  // Adds d = x * scale - pivot of the thread's element e.
+  __device__ __forceinline__ void add(int e, Acc d) {
+    diffs[e % 2] += d;
+    squares[e % 2] = fma(d, d, squares[e % 2]);
+  }
+  __device__ __forceinline__ void store(Acc* sums) const {
+    sums[0] = diffs[0] + diffs[1];
+    sums[1] = squares[0] + squares[1];
+  }
+};
+
+// The average of a vector, by which the mean of a row is estimated.
+template <int kSize>
+__device__ __forceinline__ Acc average(const Acc (&v)[kSize]) {
+  Acc mean = 0;
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) mean += v[e] * (Acc(1) / kSize);  // a sum of large numbers would overflow
+  return mean;
+}
 
 // Returns to all threads of a row the sums over them: over some lanes of a warp, a power of two, or over the block.
 // Successive calls for rows of blocks alternate `buffer` between 0 and 1, so that one barrier per call suffices. Each
@@ -63,9 +109,8 @@ template <int kCount, class F>
 __device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, int buffer, const F& before_barrier) {
   sum_row_lanes(sums, row_threads);
   if (row_threads != static_cast<int>(blockDim.x)) return;
-  constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
-  __shared__ Acc warp_sums[2][kCount][kMaxWarps];
-  const int lane = threadIdx.x % kWarpSize, other = lane % kMaxWarps;
+  __shared__ Acc warp_sums[2][kCount][kMaxBlockWarps];
+  const int lane = threadIdx.x % kWarpSize, other = lane % kMaxBlockWarps;
   if (lane == 0) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][threadIdx.x / kWarpSize] = sums[k];
@@ -74,7 +119,7 @@ __device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, in
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    sums[k] = sum_lanes<kMaxWarps>(other * kWarpSize < row_threads ? warp_sums[buffer][k][other] : 0);
+    sums[k] = sum_lanes<kMaxBlockWarps>(other * kWarpSize < row_threads ? warp_sums[buffer][k][other] : 0);
   }
 }
 

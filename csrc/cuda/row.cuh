@@ -7,13 +7,14 @@
 namespace layernorm::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxBlockThreads = 512;
+constexpr int kMaxBlockThreads = 512, kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
+constexpr int kThreadsOfShortRows = 128;  // of a block of forward whose rows take a warp or less
 
 struct DoNothing {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// Returns to all lanes the sum over each group of kLanes neighbouring lanes. All lanes of the warp must call it.
+// Returns to all lanes the sum over each kLanes neighbouring lanes. All lanes of the warp must call it.
 template <int kLanes, class Number>
 __device__ __forceinline__ Number sum_lanes(Number value) {
 #pragma unroll
@@ -37,6 +38,12 @@ template <class T, class F>
 __device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
   if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return f(T());
   return f(Acc());
+}
+template <class T>
+__device__ __forceinline__ Acc load_element(const View& parameter, int64_t group, int64_t column, Flags flags) {
+  return with_parameter_type<T>(flags, [&](auto element) {
+    return static_cast<Acc>(address<const decltype(element)>(parameter, {group, 0})[column]);
+  });
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
@@ -124,5 +131,20 @@ struct RowMeans {
 __device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
   return abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : fast_divide(y - bias, weight);
 }
+
+// ---- gated norms ----------------------------------------------------------------------------------------------------
+
+// The activation f(z) of a gate, and its derivative.
+struct Activated {
+  Acc value, derivative;
+
+  // sigmoid(z) and 1 - sigmoid(z) come from the same exponential, which does not overflow, and neither cancels.
+  __device__ __forceinline__ Activated(Acc z, Flags flags) {
+    const Acc e = exp(-abs(z)), larger = fast_divide(Acc(1), 1 + e), smaller = e * larger;
+    const Acc sigmoid = z < 0 ? smaller : larger, rest = z < 0 ? larger : smaller;
+    value = flags.has(kSigmoid) ? sigmoid : z * sigmoid;
+    derivative = sigmoid * (flags.has(kSigmoid) ? rest : fma(z, rest, Acc(1)));
+  }
+};
 
 }  // namespace layernorm::cuda

@@ -25,10 +25,11 @@ struct Slice {
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
-  // The shared memory in which a warp stages an array of E. Each row may take one more granule.
+  // The bytes of shared memory in which a warp stages an array of E. Each of its rows may take one more granule.
   template <class E>
-  static constexpr int kBytes = kWarpCols * static_cast<int>(sizeof(E)) +
-                                (kMapping == Mapping::kVectors ? 0 : 16 * (kLanes == 0 ? kWarpSize : 1));
+  __host__ __device__ static constexpr int staged_bytes(int rows) {
+    return kWarpCols * static_cast<int>(sizeof(E)) + (kMapping == Mapping::kVectors ? 0 : 16 * rows);
+  }
 
   int begin;  // the first column of the warp
   int lane_in_warp;
@@ -45,9 +46,10 @@ struct Slice {
         lanes_of_row(lanes),
         step_of_elements(vectors ? 1 : lanes) {}
 
-  // The same slice for another phase of a row: see compute_again().
+  // The same slice for another phase of a row: see compute_again(). Vectors have registers to spare.
   __device__ __forceinline__ Slice rebuilt() const {
     Slice slice = *this;
+    if (kMapping == Mapping::kVectors) return slice;
     if (kLanes == 0) slice.lanes_of_row = compute_again(lanes_of_row);
     if (kMapping == Mapping::kGeneral) slice.step_of_elements = compute_again(step_of_elements);
     return slice;
@@ -199,23 +201,41 @@ struct Slice {
   }
 };
 
-// The instances of the kernels. The host code chooses one.
-template <Mapping kMapping_, int kLanes_>
-struct Path {
+// The paths: for which rows and options an instance of a kernel is compiled. The host code chooses one.
+template <Mapping kMapping_, int kLanes_, unsigned kAbsent_>
+struct BasicPath {
   static constexpr Mapping kMapping = kMapping_;
-  static constexpr int kLanes = kLanes_;  // of a row in a warp; 0: known at run time
+  static constexpr int kLanes = kLanes_;         // of a row in a warp; 0: known at run time
+  static constexpr unsigned kAbsent = kAbsent_;  // the flags of calls that take another path
   static constexpr bool kIsGeneral = kMapping == Mapping::kGeneral, kIsBlock = kLanes > 0;
   static constexpr bool kIsWarp = !kIsGeneral && !kIsBlock, kIsGated = false;
   using Index = std::conditional_t<kIsGeneral, int64_t, int>;  // of rows, segments and columns
 };
-struct WarpVectors : Path<Mapping::kVectors, 0> {};             // rows of whole vectors that a warp holds
-struct BlockVectors : Path<Mapping::kVectors, kWarpSize> {};    // longer ones, also of clusters
-struct WarpElements : Path<Mapping::kElements, 0> {};           // rows that are not whole vectors
-struct BlockElements : Path<Mapping::kElements, kWarpSize> {};  // longer ones
-struct GeneralRows : Path<Mapping::kGeneral, 0> {};             // all rows and options
-struct GatedRows : Path<Mapping::kGeneral, 0> {                 // all rows of gated norms
+constexpr unsigned kNotOfBlocks = kTwoLaunches | kFromOutput | kGate, kNotOfWarps = kNotOfBlocks | kHasParts;
+struct WarpVectors : BasicPath<Mapping::kVectors, 0, kNotOfWarps> {};              // rows of whole vectors, in a warp
+struct BlockVectors : BasicPath<Mapping::kVectors, kWarpSize, kNotOfBlocks> {};    // longer ones, also of clusters
+struct WarpElements : BasicPath<Mapping::kElements, 0, kNotOfWarps> {};            // rows that are not whole vectors
+struct BlockElements : BasicPath<Mapping::kElements, kWarpSize, kNotOfBlocks> {};  // longer ones
+struct GeneralRows : BasicPath<Mapping::kGeneral, 0, 0> {};                        // all rows and options
+struct GatedRows : BasicPath<Mapping::kGeneral, 0, kResidual | kGate | kGradSum | kFromOutput> {  // of gated norms
   static constexpr bool kIsGated = true;
 };
+
+// Waits for the copies of the oldest of `stages` stages, which are at most kMostStages.
+template <int kMostStages>
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  if constexpr (kMostStages > 1) {
+    if (stages < kMostStages) return wait_for_stage<kMostStages - 1>(stages);
+  }
+  async_wait<kMostStages - 1>();
+  __syncwarp();
+}
+
+// Clears the flags that no call of this path has, so that the compiler drops their code.
+template <class Path>
+__device__ __forceinline__ Flags flags_of(Flags flags) {
+  return {flags.bits & ~(Path::kAbsent | kNotSupported)};
+}
 
 constexpr int kMinLanes = 2;  // of a row
 
@@ -235,7 +255,7 @@ struct RowDivision {
     const int64_t vectors = ceil_div(cols, kVec);
     deals_vectors = cols % kVec == 0;
     is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-    constexpr int64_t kMaxWarps = kMaxBlockThreads / kWarpSize;  // also those that are resident on a multiprocessor
+    constexpr int64_t kMaxWarps = kMaxBlockWarps;  // also those that are resident on a multiprocessor
     max_part = std::min({max_part, kMaxPartVectors, kWarpVectors * kMaxWarps});
     const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
     int64_t parts = 1;
@@ -262,8 +282,7 @@ struct RowDivision {
 
 // The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
 // put() and get() for the same row, and so between get() and the put() that overwrites what it reads.
-constexpr int kMaxRowWarps = kMaxBlockThreads / kWarpSize;
-using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 0
+using WarpSumsMemory = Acc[2][3][kMaxBlockWarps + 1];  // the last one of each is 0
 
 class WarpSums {
  public:
@@ -273,8 +292,8 @@ class WarpSums {
     const int lane = threadIdx.x % kWarpSize, other = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
-    const int get_warp = other < count ? first + other : kMaxRowWarps;
-    get_ = &memory[0][0][0] + compute_once(min(lane / kLanesPerSum, 2) * (kMaxRowWarps + 1) + get_warp);
+    const int get_warp = other < count ? first + other : kMaxBlockWarps;
+    get_ = &memory[0][0][0] + compute_once(min(lane / kLanesPerSum, 2) * (kMaxBlockWarps + 1) + get_warp);
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
@@ -300,7 +319,7 @@ class WarpSums {
 
  private:
   static constexpr int kLanesPerSum = 8;  // each reads the sum of another warp
-  static constexpr int kBuffer = 3 * (kMaxRowWarps + 1);
+  static constexpr int kBuffer = 3 * (kMaxBlockWarps + 1);
   Acc *put_, *get_;
   int buffer_ = 0;  // of the next put(), in elements
 };

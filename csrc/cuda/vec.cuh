@@ -26,21 +26,16 @@ struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 
-// Sets each element e to get(e). Elements of 16 bits are set in pairs; one by one, each would take an instruction and a
-// register of its own.
-template <class E, int kSize, class F>
-__device__ __forceinline__ void set_elements(Vector<E, kSize>& v, const F& get) {
+// Elements of 16 bits are set in pairs; one by one, each would take an instruction and a register of its own.
+template <class E, int kSize>
+__device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
   constexpr int kPerWord = sizeof(E) == 2 ? 2 : 1;
   using Word = std::conditional_t<sizeof(E) == 2, uint32_t, E>;
 #pragma unroll
   for (int e = 0; e < kSize; e += kPerWord) {
-    const Vector<E, 2> word = {{get(e), get(e + kPerWord - 1)}};
+    const Vector<E, 2> word = {{value, value}};
     reinterpret_cast<Word&>(v.values[e]) = reinterpret_cast<const Word&>(word);
   }
-}
-template <class E, int kSize>
-__device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
-  set_elements(v, [&](int) { return value; });
 }
 
 // Rounds to nearest, ties to even. Subnormal numbers are kept.

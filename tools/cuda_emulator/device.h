@@ -124,20 +124,16 @@ inline void let_next_grid_start() {}
 
 #define EMULATOR_INLINE __attribute__((always_inline)) inline  // so that a report names the line of the kernel
 template <int kBytes>
-EMULATOR_INLINE void async_copy(void* shared, const void* global) {
-  emulator::async_copy(shared, global, kBytes, kBytes, 0);
-}
-template <int kBytes>
-EMULATOR_INLINE void async_copy(void* shared, const void* global, int bytes, int unused = 0) {
+EMULATOR_INLINE void async_copy(void* shared, const void* global, int bytes = kBytes, int unused = 0) {
   emulator::async_copy(shared, global, kBytes, bytes, unused);
 }
 template <bool kConstant, class Vector>
 EMULATOR_INLINE void load_vector_if(bool condition, Vector& v, const void* from) {
   if (condition) v = *static_cast<const Vector*>(from);
 }
-template <int kGroupsLeft>
+template <int kBatchesLeft>
 EMULATOR_INLINE void async_wait() {
-  emulator::async_wait(kGroupsLeft);
+  emulator::async_wait(kBatchesLeft);
 }
 class TransactionBarrier {
  public:
