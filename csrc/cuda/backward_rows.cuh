@@ -151,13 +151,11 @@ struct Rows {
     if constexpr (Path::kIsGated) {
       Acc gate[kStep];
       slice.read(gate, from.gate, j);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) {
         const Acc activated = Activated(gate[e], flags).value;
         flags.has(kGateFirst) ? d[e] *= activated : dn[e] *= activated;
       }
     }
-#pragma unroll
     for (int e = 0; e < kStep; ++e) {
       if (flags.has(kFromOutput)) {
         d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), group));
@@ -179,7 +177,6 @@ struct Rows {
         Acc d[kStep], dn[kStep];
         const bool vector_exists = Path::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
         read(d, dn, slice, from, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
-#pragma unroll
         for (int e = 0; e < kStep; ++e) {
           if (has_end.value && slice.column(j + e) >= part_cols) d[e] = 0;
           const Acc g = dn[e] * weight[j + e];
@@ -226,7 +223,6 @@ struct Rows {
     for (int j = 0; j < kElements; j += kStep) {
       Acc xhat[kStep], dn[kStep], dx_values[kStep];
       read(xhat, dn, slice, from, j, statistics, statistics.mean, weight, group);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
         db[j + e] += dn[e];
@@ -237,7 +233,6 @@ struct Rows {
         if (!kLoadsAhead) load_dsum(j);
         Acc values[kStep];
         widen(values, dsum[j / kStep]);
-#pragma unroll
         for (int e = 0; e < kStep; ++e) dx_values[e] += values[e];
       }
       if constexpr (Path::kIsGated) apply_gate(dx_values, xhat, slice, from, stage, j, weight, group);
@@ -254,7 +249,6 @@ struct Rows {
     slice.read(x, from.x, j);
     slice.read(dy, from.dy, j);
     slice.read(gate, from.gate, j);
-#pragma unroll
     for (int e = 0; e < kStep; ++e) {
       const Activated activated(gate[e], flags);
       if (flags.has(kGateFirst)) {

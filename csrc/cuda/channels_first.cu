@@ -98,10 +98,8 @@ template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __shared__ double warp_values[kCount][kWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
   for (int k = 0; k < kCount; ++k) warp_values[k][warp][lane] = values[k];
   __syncthreads();
-#pragma unroll
   for (int k = 0; k < kCount; ++k) {
     values[k] = warp_values[k][0][lane];
 #pragma unroll
@@ -117,7 +115,6 @@ __device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t cha
   for_each_channel(
       channels, [&](int64_t c) { add(c, run_sums); },
       [&] {
-#pragma unroll
         for (int k = 0; k < kCount; ++k) {
           sums[k] += run_sums[k];
           run_sums[k] = 0;

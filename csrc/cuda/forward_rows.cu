@@ -93,10 +93,8 @@ struct ThreadPart {
           with_parameter_type<T>(plan.flags, [&](auto element) {
             load_parameter<decltype(element)>(gate, p.gate, exists, index_of(row).group, begin + i, 0);
           });
-#pragma unroll
           for (int e = 0; e < kVec; ++e) a[e] = fma(gate[e], b[e], a[e]);
         } else {
-#pragma unroll
           for (int e = 0; e < kVec; ++e) a[e] += b[e];
         }
         x[begin + i] = compute_again(round_to<X>(a));
@@ -119,7 +117,6 @@ struct ThreadPart {
       load_parameter<W>(bias, p.bias, has(kBias), group, i, 0);
     });
     const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
-#pragma unroll
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
   __device__ __forceinline__ void prefetch_parameter(const View& view, Flag exists, int64_t group) const {
@@ -149,7 +146,6 @@ struct ThreadPart {
       const Acc pivot = holds(i) ? moments.pivot : 0;  // zeros after the end stay zeros
       Acc v[kVec];
       widen(v, x[i]);
-#pragma unroll
       for (int e = 0; e < kVec; ++e) own.add(e, fma(v[e], moments.scale, -pivot));
     }
     own.store(sums);
@@ -207,7 +203,6 @@ struct ThreadPart {
         Acc v[kVec];
         x[r][i] = compute_again(x[r][i]);
         widen(v, x[r][i]);
-#pragma unroll
         for (int e = 0; e < kVec; ++e) v[e] = fma(normalizers[r].xhat(v[e]), weight[e], bias[e]);
         store(exist[r], outputs[r], round_to<T>(v), i);
       }

@@ -135,10 +135,8 @@ struct Rows {
       slice.read(b, input, j);
       if (flags.has(kGate)) {
         const int64_t group = find_row(stage).group;
-#pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
       } else {
-#pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] += b[e];
       }
       slice.write(x, j, round_to<X>(a));
@@ -153,7 +151,6 @@ struct Rows {
       Acc a[kStep];
       slice.read(a, x, j);
       if (flags.has(kGateFirst)) apply_gate(a, slice, stage, j);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) v[j + e] = a[e];
     }
   }
@@ -161,7 +158,6 @@ struct Rows {
   __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const SliceOf& slice, int stage, int j) const {
     Acc gate[kStep];
     slice.read(gate, slice.template staged<T>(input_at(stage), header(stage).input_offset), j);
-#pragma unroll
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
@@ -172,7 +168,6 @@ struct Rows {
     if (Path::kIsGated && flags.has(kGateFirst)) {
       Acc gate[kVec];
       read_first_vector<T>(gate, from.input, from.input_offset);
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] *= Activated(gate[e], flags).value;
     }
     if (flags.has(kResidual)) {
@@ -180,10 +175,8 @@ struct Rows {
       read_first_vector<T>(input, from.input, from.input_offset);
       if (flags.has(kGate)) {
         const int64_t group = find_row(stage).group;
-#pragma unroll
         for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
       }
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
     const bool is_whole = Path::kMapping == Mapping::kVectors || part_cols >= kVec;
@@ -194,7 +187,6 @@ struct Rows {
     if constexpr (Path::kMapping == Mapping::kVectors) {
       widen(v, *reinterpret_cast<const Vector<E, kVec>*>(from));
     } else {
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + offset)[e]);
     }
   }
@@ -226,7 +218,6 @@ struct Rows {
       for (int j = 0; j < kElements; j += kStep) {
         Acc v[kStep];
         read(v, slice, x, values, j);
-#pragma unroll
         for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
           // Vectors end at the end of the row.
           const int column = slice.column(Path::kMapping == Mapping::kVectors ? j : j + e);
@@ -257,7 +248,6 @@ struct Rows {
       read(v, slice, x, values, j);
       // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
       if (flags.has(kResidual)) slice.store(sum, j, v, cols);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
       if (Path::kIsGated && !flags.has(kGateFirst)) apply_gate(v, slice, stage, j);
       slice.store(output, j, v, cols);
@@ -266,7 +256,6 @@ struct Rows {
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const SliceOf& slice, const X* x,
                                               const Acc (&values)[kElements], int j) {
     if constexpr (Path::kIsGated) {
-#pragma unroll
       for (int e = 0; e < kStep; ++e) v[e] = values[j + e];
     } else {
       slice.read(v, x, j);

@@ -41,7 +41,6 @@ struct Columns {
     if (whole_vectors) {
       load_vector_if<false>(exists && count > 0, v, row + begin);
     } else if (exists) {
-#pragma unroll
       for (int e = 0; e < kVec; ++e) {
         if (e < count) v.values[e] = row[begin + e];
       }
@@ -55,7 +54,6 @@ struct Columns {
       if (count > 0) *reinterpret_cast<Vector<E, kVec>*>(row + begin) = rounded;
       return;
     }
-#pragma unroll
     for (int e = 0; e < kVec; ++e) {
       if (e < count) row[begin + e] = rounded.values[e];
     }
@@ -97,31 +95,26 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
         Acc wide_ds[kVec], wide_x[kVec];
         widen(wide_ds, ds[i]);
         widen(wide_x, x[i]);
-#pragma unroll
         for (int e = 0; e < kVec; ++e) {
           batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
           wide_ds[e] *= gate[e];
         }
         if (stores_input && exists(i)) columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds);
       }
-#pragma unroll
       for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
     }
     if (!sums_gate) continue;
     if (step > 1) {
       double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
-#pragma unroll
       for (int e = 0; e < kVec; ++e) own[e] = sums[e];
       __syncthreads();
       for (int y = 1; threadIdx.y == 0 && y < step; ++y) {
-#pragma unroll
         for (int e = 0; e < kVec; ++e) sums[e] += thread_sums[y * blockDim.x + threadIdx.x][e];
       }
       __syncthreads();  // before the next segment overwrites the sums
     }
     if (threadIdx.y > 0) continue;
     Acc rounded[kVec];
-#pragma unroll
     for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
     if (plan.stores_gradient(kWeightPerGroup)) {
       with_parameter_type<T>(plan.flags, [&](auto element) {

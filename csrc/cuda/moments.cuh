@@ -97,7 +97,6 @@ struct MomentSums {
 template <int kSize>
 __device__ __forceinline__ Acc average(const Acc (&v)[kSize]) {
   Acc mean = 0;
-#pragma unroll
   for (int e = 0; e < kSize; ++e) mean += v[e] * (Acc(1) / kSize);  // a sum of large numbers would overflow
   return mean;
 }
@@ -112,12 +111,10 @@ __device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, in
   __shared__ Acc warp_sums[2][kCount][kMaxBlockWarps];
   const int lane = threadIdx.x % kWarpSize, other = lane % kMaxBlockWarps;
   if (lane == 0) {
-#pragma unroll
     for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][threadIdx.x / kWarpSize] = sums[k];
   }
   before_barrier();
   __syncthreads();
-#pragma unroll
   for (int k = 0; k < kCount; ++k) {
     sums[k] = sum_lanes<kMaxBlockWarps>(other * kWarpSize < row_threads ? warp_sums[buffer][k][other] : 0);
   }

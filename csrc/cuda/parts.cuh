@@ -39,7 +39,6 @@ class PartExchange {
       if (thread == 0) barrier.expect(num_parts_ * sizeof(PartValue));
       if (thread < num_parts_) barrier.store(memory_.values[round % kBuffers][part], value, thread);
     } else if (flags_.has(kStoresSums) && thread == 0) {
-#pragma unroll
       for (int k = 0; k < 3; ++k) workspace_[first_part(round) + part][k] = value[k];
     }
   }

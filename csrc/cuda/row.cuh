@@ -28,7 +28,6 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset >= lanes) continue;
-#pragma unroll
     for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
   }
 }

@@ -1,6 +1,5 @@
 // Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
-// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
-// parts.cuh has those over blocks.
+// registers, and how they are copied to shared memory; the paths of the kernels; and the sums of a row over its warps.
 #pragma once
 
 #include "row.cuh"
@@ -46,7 +45,7 @@ struct Slice {
         lanes_of_row(lanes),
         step_of_elements(vectors ? 1 : lanes) {}
 
-  // The same slice for another phase of a row: see compute_again(). Vectors have registers to spare.
+  // The same slice for another phase of a row: see compute_again(). The columns of vectors take few registers.
   __device__ __forceinline__ Slice rebuilt() const {
     Slice slice = *this;
     if (kMapping == Mapping::kVectors) return slice;
@@ -121,7 +120,6 @@ struct Slice {
       const Vector<E, kCount> vector = *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize);
       widen(v, vector);
     } else {
-#pragma unroll
       for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
     }
   }
@@ -131,7 +129,6 @@ struct Slice {
     if constexpr (kMapping == Mapping::kVectors) {
       *reinterpret_cast<Vector<E, kCount>*>(staged + j * kWarpSize) = v;
     } else {
-#pragma unroll
       for (int e = 0; e < kCount; ++e) staged[step_to(j + e)] = v.values[e];
     }
   }
@@ -150,7 +147,6 @@ struct Slice {
         v = *reinterpret_cast<const Vector<E, kCount>*>(from + step);
       }
     } else {
-#pragma unroll
       for (int e = 0; e < kCount; ++e) {
         const int step = s.step_to(j + e);
         v.values[e] = exists(step) ? from[step] : E(0.0f);
@@ -167,7 +163,6 @@ struct Slice {
     } else {
       const Slice s = rebuilt();
       E* const to = compute_once(array + column(0));
-#pragma unroll
       for (int e = 0; e < kCount; ++e) {
         const int step = s.step_to(j + e);
         if (column(0) + step < cols) to[step] = static_cast<E>(v[e]);
@@ -179,7 +174,6 @@ struct Slice {
   __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& group,
                                                  int64_t first_column, int cols, Flags flags, Flag exists,
                                                  Acc default_value) const {
-#pragma unroll
     for (Acc& value : v) value = default_value;
     if (!flags.has(exists)) return;
     with_parameter_type<T>(flags, [&](auto element) {
@@ -188,7 +182,6 @@ struct Slice {
       for (int j = 0; j < kElements; j += kVec) {
         Acc wide[kVec];
         widen(wide, load<kVec>(from, j, cols));
-#pragma unroll
         for (int e = 0; e < kVec; ++e) v[j + e] = exists == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
       }
     });
@@ -313,7 +306,6 @@ class WarpSums {
     if (count > kLanesPerSum) sum += from[kLanesPerSum];  // 0 if there is no such warp
 #pragma unroll
     for (int offset = kLanesPerSum / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-#pragma unroll
     for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kLanesPerSum);
   }
 
