@@ -226,7 +226,7 @@ struct Rows {
         }
       }
     };
-    if (!Path::kIsGeneral && slice.begin + slice.lanes() * kElements <= part_cols) {
+    if (slice.begin + slice.lanes() * kElements <= part_cols) {
       add(std::false_type());
     } else {
       add(std::true_type());
