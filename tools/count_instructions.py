@@ -11,10 +11,8 @@ What one of `warps` warps does for all is a second path, whose additional cost i
 
 import collections
 import heapq
-import os
 import pathlib
 import re
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -170,10 +168,7 @@ class Graph:
 
 def graphs(path):
     """Yield (architecture, kernel name, Graph) for the kernels of a file that have a case."""
-    folders = [os.environ["PATH"], os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
-    environment = {**os.environ, "PATH": ":".join(folders)}  # cuobjdump looks there for nvdisasm
-    command = ["cuobjdump", "-sass", path]
-    listing = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    listing = cuda_binary.cuobjdump("-sass", path=path)
     line = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?) ;", re.M)
     for part in re.split(r"(?=Fatbin elf code)", listing):
         architecture = re.search(r"arch = sm_(\d+)", part)
@@ -187,7 +182,7 @@ def graphs(path):
 
 
 def main():
-    found = [kernel for path in sys.argv[1:] or [cuda_binary.library()] for kernel in graphs(path)]
+    found = [kernel for path in sys.argv[1:] or [None] for kernel in graphs(path)]
     for architecture in sorted({architecture for architecture, *_ in found}):
         for case in CASES:
             for _, name, graph in (k for k in found if k[0] == architecture and re.search(case.kernel, k[1])):

@@ -2,26 +2,21 @@
 //
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))      dweight = sum of dy * xhat over rows      dbias = sum of dy
 //
-// and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm, whose mean is 0. If forward also returned x as a sum, the
-// gradient of that sum is added to dx.
-//
-// The workspace has partial sums of dweight [weight_partials, pitch] and dbias [bias_partials, pitch], and then the
-// values of the parts of rows.
-//
-// A thread owns 16 columns, and keeps their weights and sums of dweight and dbias in registers. Some lanes of a warp
-// share a row of up to 512 columns, up to 16 warps of a block one of up to 8192, and the blocks of a cluster one of up
-// to 65536. Blocks are persistent: a block takes the rows of a segment in turn, which asynchronous copies bring to
-// shared memory, and reads a row twice from there, for the row's sums and for dx. The warps of a block exchange their
-// sums once per row, while they work on the next row. A second kernel adds the sums of the segments in order, without
-// atomic operations; if few rows make a cluster or a block, it adds its sums itself. 3 * groups * rows * cols *
-// sizeof(T) bytes are moved.
-//
-// Longer rows, and on older GPUs those of more than a block, take two launches, which read them twice (parts.cuh).
+// and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm. The gradient of forward's sum is added to dx.
 //
 // A gated norm has y = n * f(z) with n = xhat * weight + bias: dy * f(z) takes the place of dy, and dz = dy * n *
 // f'(z). If the gate is first, x * f(z) takes the place of x, and with du its gradient, dx = du * f(z) and dz = du * x
-// * f'(z). The gate z is staged too, and f(z) is computed in both passes: 5 * groups * rows * cols * sizeof(T) bytes
-// are moved.
+// * f'(z).
+//
+//   copies -> staged row -> add_to_sums() -> [exchange] -> store_gradients(): dx, sums of columns -> add_partials
+//
+// The same threads share a row as in forward (forward.cu), and own 16 of its columns each: they keep their weights and
+// sums of dweight and dbias in registers. Blocks are persistent: a block takes the rows of a segment in turn, which
+// asynchronous copies bring to shared memory, and reads a row twice from there. The warps of a block exchange their
+// sums once per row, while they work on the next row. The workspace has the sums of the segments, of dweight
+// [weight_partials, pitch] and of dbias [bias_partials, pitch], and then the values of the parts of rows. A second
+// kernel adds the sums of the segments in order, without atomic operations; if few rows make a cluster or a block, it
+// adds its sums itself. 3 * groups * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
 //
 // The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
 // is subtracted.

@@ -12,8 +12,8 @@ namespace {
 // Sums in Acc over this many rounds are added to the workspace, which limits their rounding errors.
 constexpr int kRoundsPerSum = 256;
 
-// Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. Rows of more
-// warps have a block of their own, with up to kMaxBlockThreads.
+// Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. A row of more
+// warps has a block of its own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
 constexpr int64_t kMaxJoined = 8;
 
@@ -26,11 +26,10 @@ constexpr int kLagOf = Path::kIsBlock ? 1 : 0;
 
 // ---- sums of the parts of a row -------------------------------------------------------------------------------------
 
-// Adds the sums of a row's parts, in an order that depends only on their number.
+// Adds the sums of a row's parts, in an order that depends only on their number. A warp calls this.
 __device__ __forceinline__ void add_parts(RowSums& sums, const RowSums* parts, int num_parts) {
   const int lane = threadIdx.x % kWarpSize;
   if (num_parts <= kMaxClusterSize) {
-#pragma unroll
     for (int k = 0; k < 3; ++k) sums[k] = lane % kMaxClusterSize < num_parts ? parts[lane % kMaxClusterSize][k] : 0;
     sum_row_lanes(sums, kMaxClusterSize);
     return;
@@ -38,10 +37,8 @@ __device__ __forceinline__ void add_parts(RowSums& sums, const RowSums* parts, i
   double lane_sums[3] = {};
 #pragma unroll 1
   for (int i = lane; i < num_parts; i += kWarpSize) {
-#pragma unroll
     for (int k = 0; k < 3; ++k) lane_sums[k] += parts[i][k];
   }
-#pragma unroll
   for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
 }
 
@@ -57,7 +54,6 @@ __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const 
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset < rows.slice.lanes()) break;
-#pragma unroll
     for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
   }
   __shared__ Vector<Acc, kVec> thread_sums[kThreads];
@@ -66,11 +62,9 @@ __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const 
 #pragma unroll
   for (int j = 0; j < kElements; j += kVec) {
     Acc v[kVec];
-#pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] = sums[j + e];
     if (count > 1) {
       __syncthreads();
-#pragma unroll
       for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x].values[e] = v[e];
       __syncthreads();
     }
@@ -78,7 +72,6 @@ __device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const 
 #pragma unroll 1
     for (int r = 1; r < count; ++r) {
       const Vector<Acc, kVec> other = thread_sums[r * row_threads + threadIdx.x];
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] += other.values[e];
     }
     store(j, v);
@@ -99,18 +92,23 @@ struct JoinedSums {
     const int owner = column >> plan.log2_joined_cols;
     barrier.store(of(array, cluster_rank())[column - (owner << plan.log2_joined_cols)], sum, owner);
   }
-  // Adds the sums of this block's columns, and calls store(array, column, sum).
-  template <class F>
-  __device__ __forceinline__ void add(int cols, bool has_weight, bool has_bias, const F& store) const {
+  // Adds the sums of this block's columns, and stores the gradients.
+  template <class T>
+  __device__ __forceinline__ void add(const BackwardParams& p, Flags flags) const {
     const int first = static_cast<int>(cluster_rank()) << plan.log2_joined_cols;
-    const int count = max(min(cols - first, 1 << plan.log2_joined_cols), 0);
+    const int count = max(min(static_cast<int>(p.cols) - first, 1 << plan.log2_joined_cols), 0);
+    const bool has_weight = flags.has(kGradWeight), has_bias = flags.has(kGradBias);
     if (threadIdx.x == 0) barrier.expect(count * plan.joined * (has_weight + has_bias) * sizeof(Acc));
     barrier.wait(0);
     for (int array = has_weight ? 0 : 1; array < 1 + has_bias; ++array) {
+      void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
       for (int c = threadIdx.x; c < count; c += blockDim.x) {
         double sum = 0;
         for (int block = 0; block < plan.joined; ++block) sum += of(array, block)[c];
-        store(array, first + c, static_cast<Acc>(sum));
+        with_parameter_type<T>(flags, [&](auto element) {
+          using W = decltype(element);
+          static_cast<W*>(gradient)[first + c] = static_cast<W>(static_cast<Acc>(sum));
+        });
       }
     }
   }
@@ -148,7 +146,7 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
 
   __shared__ WarpSumsMemory warp_sums_memory;
   WarpSums warp_sums(warp_sums_memory, first_warp, row_warps);
-  __shared__ ClusterExchange::Memory exchange_memory;
+  __shared__ PartExchange::Memory exchange_memory;
   const PartExchange exchange(exchange_memory, plan.part_values, plan.num_parts, flags);
   const JoinedSums joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0], plan};
   // Joined blocks have one segment each.
@@ -171,7 +169,7 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
   };
 #pragma unroll 1
   for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
-  if (in_cluster || joins) ClusterExchange::start(exchange_memory);
+  if (in_cluster || joins) PartExchange::start(exchange_memory);
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];
@@ -195,19 +193,13 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
       last_statistics = statistics;
       if (kLag > 0 && round > 0) get_totals();
       if (round < rounds) {
-        if (plan.stages == RowsOf::kMaxStages) {
-          async_wait<RowsOf::kMaxStages - 1 - kLag>();
-        } else {
-          async_wait<RowsOf::kMaxStages - 2 - kLag>();
-        }
-        __syncwarp();
+        wait_for_stage<RowsOf::kMaxStages - kLag>(plan.stages - kLag);
         const auto& header = rows.header(stage);
         statistics = Statistics(header.mean, header.rstd, flags.has(kFromOutput));
         RowSums sums = {};
         rows.add_to_sums(sums, stage, statistics, weight, segment.gradient);
         if (is_warp) {
           sum_row_lanes(sums, slice.lanes());
-#pragma unroll
           for (int k = 0; k < 3; ++k) totals[k] = sums[k];
         } else {
           warp_sums.put(sums, slice.lane_in_warp);
@@ -224,7 +216,14 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
       if (finishes) {
         if (has_parts) add_parts(totals, exchange.receive(finished), plan.num_parts);
         const auto means = rows.compute_means(totals, last_statistics.rstd);
-        rows.store_gradients(dw, db, last_stage, last_statistics, means, weight, segment.gradient);
+        const auto finish = [&](auto has_grad_sum) {
+          rows.store_gradients(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.gradient);
+        };
+        if constexpr (RowsOf::kLoadsAhead) {
+          flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
+        } else {
+          finish(flags.has(kGradSum));
+        }
       }
       __syncwarp();
       fetch_next(last_stage);
@@ -238,7 +237,6 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
         add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
           if (joins) {
             const int first_column = compute_again(slice.column(0));
-#pragma unroll
             for (int e = 0; e < kVec; ++e) {
               const int column = first_column + slice.step_to(j + e);
               if (column < rows.part_cols) joined.send(array, column, v[e]);
@@ -251,13 +249,11 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
             Acc* const to = static_cast<Acc*>(plan.workspace) + (first + int64_t{s}) * plan.pitch + begin;
             if (done > kRoundsPerSum) {
               const auto earlier = slice.template load<kVec>(to, j, rows.part_cols);
-#pragma unroll
               for (int e = 0; e < kVec; ++e) v[e] += earlier.values[e];
             }
             slice.store(to, j, v, rows.part_cols);
           }
         });
-#pragma unroll
         for (Acc& sum : column_sums) sum = 0;
       };
       if (flags.has(kGradWeight)) store(dw, 0, p.grad_weight, kWeightPerGroup, 0);
@@ -265,15 +261,7 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
     }
   }
   async_wait<0>();  // before the block returns
-  if (!joins) return;
-  joined.add(static_cast<int>(p.cols), flags.has(kGradWeight), flags.has(kGradBias),
-             [&](int array, int column, Acc sum) {
-               void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
-               with_parameter_type<T>(flags, [&](auto element) {
-                 using W = decltype(element);
-                 static_cast<W*>(gradient)[column] = static_cast<W>(sum);
-               });
-             });
+  if (joins) joined.template add<T>(p, flags);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
@@ -383,7 +371,7 @@ void launch_backward(const BackwardParams& p) {
   const int64_t partial_bytes = (plan.weight_partials + plan.bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
   int64_t part_bytes = 0;
   if (plan.num_parts > static_cast<int>(config.cluster)) {
-    part_bytes = WorkspaceExchange::bytes(config.grid, ceil_div(plan.num_segments, config.grid.y) * plan.rounds);
+    part_bytes = PartExchange::workspace_bytes(config.grid, ceil_div(plan.num_segments, config.grid.y) * plan.rounds);
   }
   if (partial_bytes + part_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + part_bytes);
   plan.part_values = static_cast<char*>(plan.workspace) + partial_bytes;

@@ -61,7 +61,8 @@ struct Rows {
   static constexpr int kElements = SliceOf::kElements, kVec = SliceOf::kVec;
   // Elements that are processed together.
   static constexpr int kStep = Path::kIsGeneral ? 2 : Path::kMapping == Mapping::kElements ? std::min(kVec, 4) : kVec;
-  static constexpr int kMaxStages = Path::kIsGeneral ? 2 : 3;  // or one less
+  static constexpr bool kLoadsAhead = Path::kMapping == Mapping::kVectors && Path::kIsBlock;  // all of grad_sum
+  static constexpr int kMaxStages = Path::kIsGeneral ? 2 : 3;                                 // or one less
   // The shared memory of a warp, for one stage: x, dy, the headers of its rows, and the gate of a gated norm.
   static constexpr int kMaxRows = Path::kIsBlock ? 1 : kWarpSize / kMinLanes;  // of a warp
   static constexpr int kDyBegin = SliceOf::template staged_bytes<X>(kMaxRows);
@@ -129,10 +130,7 @@ struct Rows {
 
   // The bias of a column of the part; zero without a bias or after the end.
   __device__ __forceinline__ Acc load_bias(int column, int64_t group) const {
-    if (!flags.has(kBias) || column >= part_cols) return 0;
-    return with_parameter_type<T>(flags, [&](auto element) {
-      return static_cast<Acc>(address<const decltype(element)>(p.bias, {group, 0})[begin + column]);
-    });
+    return flags.has(kBias) && column < part_cols ? load_element<T>(p.bias, group, begin + column, flags) : 0;
   }
 
   // This thread's first elements of the arrays of a stage.
@@ -153,13 +151,11 @@ struct Rows {
     if constexpr (Path::kIsGated) {
       Acc gate[kStep];
       slice.read(gate, from.gate, j);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) {
         const Acc activated = Activated(gate[e], flags).value;
         flags.has(kGateFirst) ? d[e] *= activated : dn[e] *= activated;
       }
     }
-#pragma unroll
     for (int e = 0; e < kStep; ++e) {
       if (flags.has(kFromOutput)) {
         d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), group));
@@ -181,7 +177,6 @@ struct Rows {
         Acc d[kStep], dn[kStep];
         const bool vector_exists = Path::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
         read(d, dn, slice, from, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
-#pragma unroll
         for (int e = 0; e < kStep; ++e) {
           if (has_end.value && slice.column(j + e) >= part_cols) d[e] = 0;
           const Acc g = dn[e] * weight[j + e];
@@ -208,19 +203,19 @@ struct Rows {
 
   // Stores this thread's part of dx, and adds to its sums of dweight and dbias, whether they are wanted or not. Sums of
   // columns after the end are not stored.
-  __device__ __forceinline__ void store_gradients(Acc (&dw)[kElements], Acc (&db)[kElements], int stage,
-                                                  const Statistics& statistics, const RowMeans& means,
+  template <class HasGradSum>
+  __device__ __forceinline__ void store_gradients(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
+                                                  int stage, const Statistics& statistics, const RowMeans& means,
                                                   const Acc (&weight)[kElements], int64_t group) const {
     const auto slice = this->slice.rebuilt();
     const Arrays from = arrays_at(stage);
     X* const dx = compute_once(header(stage).dx);
     const int stored_cols = dx == nullptr ? 0 : part_cols;
     Vector<X, kStep> dsum[kElements / kStep];
-    constexpr bool kLoadsAhead = Path::kMapping == Mapping::kVectors && Path::kIsBlock;
     const auto load_dsum = [&](int j) {
       dsum[j / kStep] = slice.template load<kStep>(header(stage).grad_sum, j, stored_cols);
     };
-    if (kLoadsAhead && flags.has(kGradSum)) {
+    if (kLoadsAhead && has_grad_sum) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) load_dsum(j);
     }
@@ -228,18 +223,16 @@ struct Rows {
     for (int j = 0; j < kElements; j += kStep) {
       Acc xhat[kStep], dn[kStep], dx_values[kStep];
       read(xhat, dn, slice, from, j, statistics, statistics.mean, weight, group);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
         db[j + e] += dn[e];
         dw[j + e] = fma(dn[e], xhat[e], dw[j + e]);
         dx_values[e] = means.grad_input(dn[e] * weight[j + e] - means.g, xhat[e], statistics);
       }
-      if (flags.has(kGradSum)) {
+      if (has_grad_sum) {
         if (!kLoadsAhead) load_dsum(j);
         Acc values[kStep];
         widen(values, dsum[j / kStep]);
-#pragma unroll
         for (int e = 0; e < kStep; ++e) dx_values[e] += values[e];
       }
       if constexpr (Path::kIsGated) apply_gate(dx_values, xhat, slice, from, stage, j, weight, group);
@@ -256,7 +249,6 @@ struct Rows {
     slice.read(x, from.x, j);
     slice.read(dy, from.dy, j);
     slice.read(gate, from.gate, j);
-#pragma unroll
     for (int e = 0; e < kStep; ++e) {
       const Activated activated(gate[e], flags);
       if (flags.has(kGateFirst)) {

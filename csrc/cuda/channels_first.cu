@@ -98,16 +98,29 @@ template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __shared__ double warp_values[kCount][kWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
   for (int k = 0; k < kCount; ++k) warp_values[k][warp][lane] = values[k];
   __syncthreads();
-#pragma unroll
   for (int k = 0; k < kCount; ++k) {
     values[k] = warp_values[k][0][lane];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) values[k] += warp_values[k][w][lane];
   }
   __syncthreads();  // before the next call overwrites the shared memory
+}
+
+// Returns to each pixel the sums over its channels. add(c, sums) adds the terms of a channel.
+template <int kCount, class F>
+__device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t channels, const F& add) {
+  Acc run_sums[kCount] = {};
+  for_each_channel(
+      channels, [&](int64_t c) { add(c, run_sums); },
+      [&] {
+        for (int k = 0; k < kCount; ++k) {
+          sums[k] += run_sums[k];
+          run_sums[k] = 0;
+        }
+      });
+  sum_warps(sums);
 }
 
 template <class T>
@@ -138,23 +151,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   double correction = 0, variance;
   for (bool is_second_try = false;; is_second_try = true) {
     if (!rms) {
-      double sums[1] = {};
-      Acc sum = 0;
-      for_each_channel(channels, [&](int64_t c) { sum = fma(load(c), scale, sum); }, [&] { sums[0] += sum, sum = 0; });
-      sum_warps(sums);
-      mean = static_cast<Acc>(plan.channels.divide(sums[0]));
+      double sum[1] = {};
+      sum_channels(sum, channels, [&](int64_t c, Acc(&sums)[1]) { sums[0] = fma(load(c), scale, sums[0]); });
+      mean = static_cast<Acc>(plan.channels.divide(sum[0]));
     }
     double moments[2] = {};
-    Acc diff = 0, square = 0;
-    for_each_channel(
-        channels,
-        [&](int64_t c) {
-          const Acc d = fma(load(c), scale, -mean);
-          diff += d;
-          square = fma(d, d, square);
-        },
-        [&] { moments[0] += diff, moments[1] += square, diff = square = 0; });
-    sum_warps(moments);
+    sum_channels(moments, channels, [&](int64_t c, Acc(&sums)[2]) {
+      const Acc d = fma(load(c), scale, -mean);
+      sums[0] += d;
+      sums[1] = fma(d, d, sums[1]);
+    });
     if (!rms) correction = plan.channels.divide(moments[0]);
     variance = moments[1] * plan.channels.reciprocal - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
@@ -232,24 +238,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
       } else if (staged && exists) {
         for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; });
       }
-      Acc run_sums[3] = {};
       double sums[3] = {};
-      for_each_channel(
-          p.cols,
-          [&](int64_t c) {
-            const Acc w = load_weight(c), d = find_d(c, w), g = load_dy(c) * w;
-            run_sums[0] += d;
-            run_sums[1] += g;
-            run_sums[2] = fma(g, d, run_sums[2]);
-          },
-          [&] {
-#pragma unroll
-            for (int k = 0; k < 3; ++k) {
-              sums[k] += run_sums[k];
-              run_sums[k] = 0;
-            }
-          });
-      sum_warps(sums);
+      sum_channels(sums, p.cols, [&](int64_t c, Acc(&run_sums)[3]) {
+        const Acc w = load_weight(c), d = find_d(c, w), g = load_dy(c) * w;
+        run_sums[0] += d;
+        run_sums[1] += g;
+        run_sums[2] = fma(g, d, run_sums[2]);
+      });
       const auto mean_of = [&](double sum) { return plan.channels.divide(sum); };
       const double mean_xhat = p.rms ? 0 : mean_of(sums[0]) * statistics.rstd, mean_g = p.rms ? 0 : mean_of(sums[1]);
       means = {static_cast<Acc>(mean_xhat), static_cast<Acc>(mean_g),

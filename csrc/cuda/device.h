@@ -194,11 +194,12 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// The rule about registers. A kernel holds a row in registers, so that addresses, columns and
-// comparisons that the compiler would also keep from one phase of a row to the next do not fit. compute_again(value)
-// returns the value, but makes the compiler compute everything that depends on it again. Each phase calls it for the
-// lane, the row or the vectors from which it starts. compute_once(value) is the opposite: a value that the compiler
-// would compute again for each use. Both are empty instructions.
+// The rule about registers. A kernel holds a row in registers, so that addresses, columns and comparisons that the
+// compiler would also keep from one phase of a row to the next do not fit. compute_again(value) returns the value, but
+// makes the compiler compute everything that depends on it again. Each phase calls it for the lane, the row or the
+// vectors from which it starts. compute_once(value) is the opposite: a value that the compiler would compute again for
+// each use. Both are empty instructions. Arrays stay in registers if their loops are unrolled: the compiler unrolls
+// those over the elements of a vector by itself, and `#pragma unroll` the loops around them.
 template <class T>
 __device__ __forceinline__ T* compute_once(T* global) {
   asm("" : "+l"(global));

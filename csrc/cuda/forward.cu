@@ -16,10 +16,9 @@
 //     any number                  blocks of two launches        forward_slices.cu, parts.cuh  shared memory
 //   images                        a lane of each warp           channels_first.cu             shared memory
 //
-// Before compute capability 9.0 there are no clusters, and rows of more than 8192 columns take two launches. The choice
-// depends on the dtype and the number of columns alone, and so does the order of summation, except for rows further
-// apart than 2 GiB and for more than 2^30 rows. Slices have columns that a thread owns for a whole launch (slice.cuh).
-// moments.cuh has the numerical method.
+// Before compute capability 9.0 there are no clusters, and rows of more than 8192 columns take two launches, which read
+// them twice. The choice depends on the dtype and the number of columns alone, and so does the order of summation,
+// except for rows further apart than 2 GiB and for more than 2^30 rows. moments.cuh has the numerical method.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include "geometry.h"

@@ -93,10 +93,8 @@ struct ThreadPart {
           with_parameter_type<T>(plan.flags, [&](auto element) {
             load_parameter<decltype(element)>(gate, p.gate, exists, index_of(row).group, begin + i, 0);
           });
-#pragma unroll
           for (int e = 0; e < kVec; ++e) a[e] = fma(gate[e], b[e], a[e]);
         } else {
-#pragma unroll
           for (int e = 0; e < kVec; ++e) a[e] += b[e];
         }
         x[begin + i] = compute_again(round_to<X>(a));
@@ -119,7 +117,6 @@ struct ThreadPart {
       load_parameter<W>(bias, p.bias, has(kBias), group, i, 0);
     });
     const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
-#pragma unroll
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
   __device__ __forceinline__ void prefetch_parameter(const View& view, Flag exists, int64_t group) const {
@@ -134,33 +131,24 @@ struct ThreadPart {
   // Estimates the mean of a row by the average of its first vector. If the row belongs to a warp, one lane holds that
   // vector; if it belongs to a block, all threads have loaded it.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
-    Acc v[kVec], mean = 0;
+    Acc v[kVec];
     widen(v, first_vector);
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
-    if (is_block()) return mean;
-    return __shfl_sync(kAllLanes, mean, static_cast<int>(threadIdx.x % kWarpSize - thread));
+    return is_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread);
   }
 
   // Adds up d = x * scale - pivot and their squares. It takes fewer registers to widen x again than to keep the wide
   // elements.
   __device__ __forceinline__ void sum(Acc* sums, Vec<X> (&x)[kVectors], const Moments& moments) const {
-    Acc diffs[2] = {}, squares[2] = {};
+    MomentSums own;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       x[i] = compute_again(x[i]);
       const Acc pivot = holds(i) ? moments.pivot : 0;  // zeros after the end stay zeros
       Acc v[kVec];
       widen(v, x[i]);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const Acc d = fma(v[e], moments.scale, -pivot);
-        diffs[e % 2] += d;
-        squares[e % 2] = fma(d, d, squares[e % 2]);
-      }
+      for (int e = 0; e < kVec; ++e) own.add(e, fma(v[e], moments.scale, -pivot));
     }
-    sums[0] = diffs[0] + diffs[1];
-    sums[1] = squares[0] + squares[1];
+    own.store(sums);
   }
 
   __device__ __forceinline__ void normalize() const {
@@ -215,7 +203,6 @@ struct ThreadPart {
         Acc v[kVec];
         x[r][i] = compute_again(x[r][i]);
         widen(v, x[r][i]);
-#pragma unroll
         for (int e = 0; e < kVec; ++e) v[e] = fma(normalizers[r].xhat(v[e]), weight[e], bias[e]);
         store(exist[r], outputs[r], round_to<T>(v), i);
       }

@@ -117,10 +117,7 @@ struct Rows {
   }
   // The gate of a column of the part; zero after the end.
   __device__ __forceinline__ Acc load_gate(int64_t group, int column) const {
-    if (column >= part_cols) return 0;
-    return with_parameter_type<T>(flags, [&](auto element) {
-      return static_cast<Acc>(address<const decltype(element)>(p.gate, {group, 0})[begin + column]);
-    });
+    return column < part_cols ? load_element<T>(p.gate, group, begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool exists(int stage) const { return header(stage).number >= 0; }
   __device__ __forceinline__ RowIndex find_row(int stage) const {
@@ -138,10 +135,8 @@ struct Rows {
       slice.read(b, input, j);
       if (flags.has(kGate)) {
         const int64_t group = find_row(stage).group;
-#pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
       } else {
-#pragma unroll
         for (int e = 0; e < kStep; ++e) a[e] += b[e];
       }
       slice.write(x, j, round_to<X>(a));
@@ -156,7 +151,6 @@ struct Rows {
       Acc a[kStep];
       slice.read(a, x, j);
       if (flags.has(kGateFirst)) apply_gate(a, slice, stage, j);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) v[j + e] = a[e];
     }
   }
@@ -164,18 +158,16 @@ struct Rows {
   __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const SliceOf& slice, int stage, int j) const {
     Acc gate[kStep];
     slice.read(gate, slice.template staged<T>(input_at(stage), header(stage).input_offset), j);
-#pragma unroll
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
   __device__ __forceinline__ Acc estimate_mean(int stage) const {
     const Header& from = header(stage);
-    Acc v[kVec], mean = 0;
+    Acc v[kVec];
     read_first_vector<X>(v, from.x, from.x_offset);
     if (Path::kIsGated && flags.has(kGateFirst)) {
       Acc gate[kVec];
       read_first_vector<T>(gate, from.input, from.input_offset);
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] *= Activated(gate[e], flags).value;
     }
     if (flags.has(kResidual)) {
@@ -183,23 +175,18 @@ struct Rows {
       read_first_vector<T>(input, from.input, from.input_offset);
       if (flags.has(kGate)) {
         const int64_t group = find_row(stage).group;
-#pragma unroll
         for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
       }
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) mean += v[e] * (Acc(1) / kVec);  // a sum of large numbers would overflow
-    return Path::kMapping == Mapping::kVectors || part_cols >= kVec ? mean
-                                                                    : mean * (Acc(kVec) / static_cast<Acc>(part_cols));
+    const bool is_whole = Path::kMapping == Mapping::kVectors || part_cols >= kVec;
+    return is_whole ? average(v) : average(v) * (Acc(kVec) / static_cast<Acc>(part_cols));
   }
   template <class E>
   __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
     if constexpr (Path::kMapping == Mapping::kVectors) {
       widen(v, *reinterpret_cast<const Vector<E, kVec>*>(from));
     } else {
-#pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + offset)[e]);
     }
   }
@@ -225,30 +212,26 @@ struct Rows {
   __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&values)[kElements],
                                       const Moments& moments) const {
     const auto slice = this->slice.rebuilt();
-    Acc diffs[2] = {}, squares[2] = {};
+    MomentSums own;
     const auto add = [&](auto has_end) {
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc v[kStep];
         read(v, slice, x, values, j);
-#pragma unroll
         for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
           // Vectors end at the end of the row.
           const int column = slice.column(Path::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < part_cols;
-          const Acc d = fma(v[e], moments.scale, exists ? -moments.pivot : 0);
-          diffs[e % 2] += d;
-          squares[e % 2] = fma(d, d, squares[e % 2]);
+          own.add(e, fma(v[e], moments.scale, exists ? -moments.pivot : 0));
         }
       }
     };
-    if (!Path::kIsGeneral && slice.begin + slice.lanes() * kElements <= part_cols) {
+    if (slice.begin + slice.lanes() * kElements <= part_cols) {
       add(std::false_type());
     } else {
       add(std::true_type());
     }
-    sums[0] = diffs[0] + diffs[1];
-    sums[1] = squares[0] + squares[1];
+    own.store(sums);
   }
   // Stores this thread's part of a row, unless it does not exist.
   __device__ __forceinline__ void finish_round(const Normalizer& normalizer, const Acc (&values)[kElements],
@@ -265,7 +248,6 @@ struct Rows {
       read(v, slice, x, values, j);
       // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
       if (flags.has(kResidual)) slice.store(sum, j, v, cols);
-#pragma unroll
       for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
       if (Path::kIsGated && !flags.has(kGateFirst)) apply_gate(v, slice, stage, j);
       slice.store(output, j, v, cols);
@@ -274,7 +256,6 @@ struct Rows {
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const SliceOf& slice, const X* x,
                                               const Acc (&values)[kElements], int j) {
     if constexpr (Path::kIsGated) {
-#pragma unroll
       for (int e = 0; e < kStep; ++e) v[e] = values[j + e];
     } else {
       slice.read(v, x, j);
@@ -320,10 +301,10 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
   const int ring_end = plan.stages * plan.stage_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
-  __shared__ ClusterExchange::Memory exchange_memory;
+  __shared__ PartExchange::Memory exchange_memory;
   const PartExchange exchange(exchange_memory, plan.workspace, plan.num_parts, flags);
   if (flags.has(kInCluster)) {
-    ClusterExchange::start(exchange_memory);
+    PartExchange::start(exchange_memory);
     __syncthreads();
   }
 
@@ -348,7 +329,7 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
 #pragma unroll 1
   for (int round = 0; round < plan.rounds + lag; ++round) {
     // A round sums the row in `stage` and finishes the one in `last_stage`, except at the beginning and the end.
-    wait_for_stage(plan.stages - lag);
+    wait_for_stage<kMaxStages>(plan.stages - lag);
     const int last_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
     const bool sums = round < plan.rounds, finishes = round >= lag && !flags.has(kStoresSums);
     Acc values[kElements];
@@ -452,7 +433,7 @@ void forward_slices(const ForwardParams& p) {
     using Types = decltype(types);
     auto [kernel, config, plan] = choose<typename Types::T, typename Types::X>(p);
     if (plan.num_parts > static_cast<int>(config.cluster)) {
-      plan.workspace = p.allocator->allocate(WorkspaceExchange::bytes(config.grid, plan.rounds));
+      plan.workspace = p.allocator->allocate(PartExchange::workspace_bytes(config.grid, plan.rounds));
     }
     launch_parts(config, kernel, p, plan);
   });

@@ -23,21 +23,24 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBatch = 4;  // rows of a thread that are loaded together
 
+struct GatePlan : GradientPlan {
+  bool whole_vectors;  // of rows
+};
+
 // The vector of columns [begin, begin + count) that a thread holds of each row. Elements beyond `count` are zeros.
-template <class T>
+template <int kVec>
 struct Columns {
-  static constexpr int kVec = kVectorSize<T>;
   int64_t begin;
   int count;
+  bool whole_vectors;
 
   template <class E>
-  __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row, bool whole_vectors) const {
+  __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row) const {
     Vector<E, kVec> v;
     fill(v, E(0.0f));
     if (whole_vectors) {
       load_vector_if<false>(exists && count > 0, v, row + begin);
     } else if (exists) {
-#pragma unroll
       for (int e = 0; e < kVec; ++e) {
         if (e < count) v.values[e] = row[begin + e];
       }
@@ -45,105 +48,83 @@ struct Columns {
     return v;
   }
   template <class E>
-  __device__ __forceinline__ void store(E* row, const Acc (&v)[kVec], bool whole_vectors) const {
+  __device__ __forceinline__ void store(E* row, const Acc (&v)[kVec]) const {
     const Vector<E, kVec> rounded = round_to<E>(v);
     if (whole_vectors) {
       if (count > 0) *reinterpret_cast<Vector<E, kVec>*>(row + begin) = rounded;
       return;
     }
-#pragma unroll
     for (int e = 0; e < kVec; ++e) {
       if (e < count) row[begin + e] = rounded.values[e];
     }
   }
 };
 
-struct GatePlan : GradientPlan {
-  bool whole_vectors;  // of rows
-};
-
-// The segments of a launch, whose rows share a gate. X is the type of ds.
-template <class T, class X>
-struct Gradients {
-  const BackwardParams& p;
-  const GatePlan& plan;
-  double (&thread_sums)[kThreads][kVectorSize<T>];  // in shared memory
-
-  __device__ __forceinline__ bool has(Flag flag) const { return plan.flags.has(flag); }
-  __device__ __forceinline__ RowIndex index_of(int64_t row) const {
-    return find_group(row, has(kHasGroups), plan.rows);
-  }
-  // Stores a result of a segment by store(array): the gradient of its gate, or partial sums in the workspace.
-  template <class F>
-  __device__ __forceinline__ void store_sums(const Segment<int64_t>& segment, int64_t number, const F& store) const {
-    if (!plan.stores_gradient(kWeightPerGroup)) return store(static_cast<Acc*>(plan.workspace) + number * p.cols);
-    with_parameter_type<T>(
-        plan.flags, [&](auto element) { store(address<decltype(element)>(p.grad_gate, {segment.gradient, 0})); });
-  }
-
-  __device__ __forceinline__ void compute() const {
-    constexpr int kVec = Columns<T>::kVec;
-    const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
-    const Columns<T> columns{begin, static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}))};
-    const bool whole_vectors = plan.whole_vectors;
-    const bool sums_gate = has(kGradWeight), stores_input = has(kGradInput);
-    const int step = static_cast<int>(blockDim.y);
-    for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
-      const Segment<int64_t> segment(plan, number);
-      Acc gate[kVec];
-      with_parameter_type<T>(plan.flags, [&](auto element) {
-        const auto* const from = address<const decltype(element)>(p.gate, {segment.gradient, 0});
-        widen(gate, columns.load(stores_input, from, whole_vectors));
-      });
-      double sums[kVec] = {};
+// Computes the gradients for rows of ds of X.
+template <class T, class X, int kVec>
+__device__ __forceinline__ void compute_gradients(const BackwardParams& p, const GatePlan& plan,
+                                                  double (&thread_sums)[kThreads][kVec]) {
+  const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
+  const int count = static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}));
+  const Columns<kVec> columns{begin, count, plan.whole_vectors};
+  const bool sums_gate = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+  const int step = static_cast<int>(blockDim.y);
+  for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
+    const Segment<int64_t> segment(plan, number);
+    Acc gate[kVec];
+    with_parameter_type<T>(plan.flags, [&](auto element) {
+      widen(gate, columns.load(stores_input, address<const decltype(element)>(p.gate, {segment.gradient, 0})));
+    });
+    double sums[kVec] = {};
 #pragma unroll 1
-      for (int row = threadIdx.y; row < segment.rows; row += kBatch * step) {
-        Vector<X, kVec> ds[kBatch];
-        Vector<T, kVec> x[kBatch];
-        const auto exists = [&](int i) { return row + i * step < segment.rows; };
-        const auto index = [&](int i) { return index_of(segment.first + (exists(i) ? row + i * step : row)); };
+    for (int first = threadIdx.y; first < segment.rows; first += kBatch * step) {
+      Vector<X, kVec> ds[kBatch];
+      Vector<T, kVec> x[kBatch];
+      const auto exists = [&](int i) { return first + i * step < segment.rows; };
+      const auto index = [&](int i) {
+        return find_group(segment.first + first + (exists(i) ? i * step : 0), plan.flags.has(kHasGroups), plan.rows);
+      };
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)), whole_vectors);
-          x[i] = columns.load(exists(i) && sums_gate, address<const T>(p.gated_input, index(i)), whole_vectors);
-        }
-        Acc batch_sums[kVec] = {};
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          Acc wide_ds[kVec], wide_x[kVec];
-          widen(wide_ds, ds[i]);
-          widen(wide_x, x[i]);
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) {
-            batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
-            wide_ds[e] *= gate[e];
-          }
-          if (stores_input && exists(i))
-            columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds, whole_vectors);
-        }
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
+      for (int i = 0; i < kBatch; ++i) {
+        ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)));
+        x[i] = columns.load(exists(i) && sums_gate, address<const T>(p.gated_input, index(i)));
       }
-      if (!sums_gate) continue;
-      if (step > 1) {
-        double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
+      Acc batch_sums[kVec] = {};
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) own[e] = sums[e];
-        __syncthreads();
-        for (int y = 1; threadIdx.y == 0 && y < step; ++y) {
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) sums[e] += thread_sums[y * blockDim.x + threadIdx.x][e];
+      for (int i = 0; i < kBatch; ++i) {
+        Acc wide_ds[kVec], wide_x[kVec];
+        widen(wide_ds, ds[i]);
+        widen(wide_x, x[i]);
+        for (int e = 0; e < kVec; ++e) {
+          batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
+          wide_ds[e] *= gate[e];
         }
-        __syncthreads();  // before the next segment overwrites the sums
+        if (stores_input && exists(i)) columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds);
       }
-      if (threadIdx.y > 0) continue;
-      Acc rounded[kVec];
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
-      store_sums(segment, number, [&](auto* to) { columns.store(to, rounded, whole_vectors); });
+      for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
+    }
+    if (!sums_gate) continue;
+    if (step > 1) {
+      double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
+      for (int e = 0; e < kVec; ++e) own[e] = sums[e];
+      __syncthreads();
+      for (int y = 1; threadIdx.y == 0 && y < step; ++y) {
+        for (int e = 0; e < kVec; ++e) sums[e] += thread_sums[y * blockDim.x + threadIdx.x][e];
+      }
+      __syncthreads();  // before the next segment overwrites the sums
+    }
+    if (threadIdx.y > 0) continue;
+    Acc rounded[kVec];
+    for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
+    if (plan.stores_gradient(kWeightPerGroup)) {
+      with_parameter_type<T>(plan.flags, [&](auto element) {
+        columns.store(address<decltype(element)>(p.grad_gate, {segment.gradient, 0}), rounded);
+      });
+    } else {
+      columns.store(static_cast<Acc*>(plan.workspace) + number * p.cols, rounded);
     }
   }
-};
+}
 
 // The types of one size share an instance, which chooses at run time, also between T and float as the type of ds. An
 // instance for each of them would be no faster, because the kernel waits for memory.
@@ -152,12 +133,12 @@ __global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams 
   __shared__ double thread_sums[kThreads][16 / kBytes];
   const auto compute_16_bit = [&](auto element) {
     using T = decltype(element);
-    p.sum_dtype == p.dtype ? Gradients<T, T>{p, plan, thread_sums}.compute()
-                           : Gradients<T, float>{p, plan, thread_sums}.compute();
+    p.sum_dtype == p.dtype ? compute_gradients<T, T>(p, plan, thread_sums)
+                           : compute_gradients<T, float>(p, plan, thread_sums);
   };
   wait_for_previous_grid();
   if constexpr (kBytes == 4) {
-    Gradients<float, float>{p, plan, thread_sums}.compute();
+    compute_gradients<float, float>(p, plan, thread_sums);
   } else {
     p.dtype == Dtype::kFloat16 ? compute_16_bit(__half()) : compute_16_bit(__nv_bfloat16());
   }
@@ -185,9 +166,7 @@ class ReservingAllocator final : public Allocator {
   void* reserved_ = nullptr;
 };
 
-using Kernel = void (*)(BackwardParams, GatePlan);
-
-Kernel kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? gate_gradients<4> : gate_gradients<2>; }
+auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? gate_gradients<4> : gate_gradients<2>; }
 
 // Plans the launch. The plan's fields for the weight describe the gate.
 GatePlan make_plan(const BackwardParams& p, LaunchConfig& config) {

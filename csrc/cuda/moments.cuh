@@ -78,6 +78,29 @@ struct alignas(16) Normalizer {
   }
 };
 
+// The sums of a thread for its part of a row, in two halves so that additions do not wait for each other.
+struct MomentSums {
+  Acc diffs[2] = {}, squares[2] = {};
+
+  // Adds d = x * scale - pivot of the thread's element e.
+  __device__ __forceinline__ void add(int e, Acc d) {
+    diffs[e % 2] += d;
+    squares[e % 2] = fma(d, d, squares[e % 2]);
+  }
+  __device__ __forceinline__ void store(Acc* sums) const {
+    sums[0] = diffs[0] + diffs[1];
+    sums[1] = squares[0] + squares[1];
+  }
+};
+
+// The average of a vector, by which the mean of a row is estimated.
+template <int kSize>
+__device__ __forceinline__ Acc average(const Acc (&v)[kSize]) {
+  Acc mean = 0;
+  for (int e = 0; e < kSize; ++e) mean += v[e] * (Acc(1) / kSize);  // a sum of large numbers would overflow
+  return mean;
+}
+
 // Returns to all threads of a row the sums over them: over some lanes of a warp, a power of two, or over the block.
 // Successive calls for rows of blocks alternate `buffer` between 0 and 1, so that one barrier per call suffices. Each
 // warp of a block calls before_barrier().
@@ -85,18 +108,15 @@ template <int kCount, class F>
 __device__ __forceinline__ void sum_row(Acc (&sums)[kCount], int row_threads, int buffer, const F& before_barrier) {
   sum_row_lanes(sums, row_threads);
   if (row_threads != static_cast<int>(blockDim.x)) return;
-  constexpr int kMaxWarps = kMaxBlockThreads / kWarpSize;
-  __shared__ Acc warp_sums[2][kCount][kMaxWarps];
-  const int lane = threadIdx.x % kWarpSize, other = lane % kMaxWarps;
+  __shared__ Acc warp_sums[2][kCount][kMaxBlockWarps];
+  const int lane = threadIdx.x % kWarpSize, other = lane % kMaxBlockWarps;
   if (lane == 0) {
-#pragma unroll
     for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][threadIdx.x / kWarpSize] = sums[k];
   }
   before_barrier();
   __syncthreads();
-#pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    sums[k] = sum_lanes<kMaxWarps>(other * kWarpSize < row_threads ? warp_sums[buffer][k][other] : 0);
+    sums[k] = sum_lanes<kMaxBlockWarps>(other * kWarpSize < row_threads ? warp_sums[buffer][k][other] : 0);
   }
 }
 

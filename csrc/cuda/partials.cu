@@ -17,8 +17,8 @@ struct Partials {
 };
 
 // Adds up every `step`-th of `count` numbers that are `pitch` apart, from number `first` on.
-template <class Acc>
-__device__ __forceinline__ double sum_column(const Acc* from, int first, int step, int64_t count, int64_t pitch) {
+template <class Number>
+__device__ __forceinline__ double sum_column(const Number* from, int first, int step, int64_t count, int64_t pitch) {
   double sum = 0;
 #pragma unroll kLoadsInFlight
   for (int64_t i = first; i < count; i += step) sum += from[i * pitch];

@@ -10,7 +10,9 @@ using PartValue = Acc[3];
 // The blocks of a cluster send the values to each other's shared memory, where four buffers take turns. A block sends
 // the value of row r after it has received those of row r - 2 from all blocks. Each of these had sent its own after a
 // barrier before which its threads had read the values of row r - 4, which are now overwritten.
-class ClusterExchange {
+//
+// Without a cluster, a launch stores the values in the workspace, and the next launch loads them.
+class PartExchange {
  public:
   static constexpr int kBuffers = 4;
   struct Memory {
@@ -18,7 +20,7 @@ class ClusterExchange {
     TransactionBarrier barriers[kBuffers];
   };
 
-  // All threads of the cluster call this.
+  // All threads of a cluster call this first.
   __device__ __forceinline__ static void start(Memory& memory) {
     if (threadIdx.x == 0) {
       for (auto& barrier : memory.barriers) barrier.init();
@@ -26,39 +28,28 @@ class ClusterExchange {
     cluster_arrive();
     cluster_wait();
   }
-  __device__ __forceinline__ ClusterExchange(Memory& memory, int num_parts) : memory_(memory), num_parts_(num_parts) {}
+  __device__ __forceinline__ PartExchange(Memory& memory, void* workspace, int num_parts, Flags flags)
+      : memory_(memory), workspace_(static_cast<PartValue*>(workspace)), num_parts_(num_parts), flags_(flags) {}
 
   // The block sends the value of its part of a row. `round` counts the rows of the block.
   __device__ __forceinline__ void send(const PartValue& value, int round) const {
-    const int buffer = round % kBuffers, part = blockIdx.x, thread = compute_again(static_cast<int>(threadIdx.x));
-    if (thread == 0) memory_.barriers[buffer].expect(num_parts_ * sizeof(PartValue));
-    if (thread < num_parts_) memory_.barriers[buffer].store(memory_.values[buffer][part], value, thread);
+    const int part = blockIdx.x, thread = compute_again(static_cast<int>(threadIdx.x));
+    if (flags_.has(kInCluster)) {
+      auto& barrier = memory_.barriers[round % kBuffers];
+      if (thread == 0) barrier.expect(num_parts_ * sizeof(PartValue));
+      if (thread < num_parts_) barrier.store(memory_.values[round % kBuffers][part], value, thread);
+    } else if (flags_.has(kStoresSums) && thread == 0) {
+      for (int k = 0; k < 3; ++k) workspace_[first_part(round) + part][k] = value[k];
+    }
   }
   // Returns the values of the row's parts when they are there.
   __device__ __forceinline__ const PartValue* receive(int round) const {
+    if (flags_.has(kLoadsSums)) return workspace_ + first_part(round);
     memory_.barriers[round % kBuffers].wait(round / kBuffers);
     return memory_.values[round % kBuffers];
   }
 
- private:
-  Memory& memory_;
-  const int num_parts_;
-};
-
-// Without a cluster, a launch stores the values in the workspace, and the next launch loads them.
-class WorkspaceExchange {
- public:
-  __device__ __forceinline__ explicit WorkspaceExchange(void* workspace)
-      : values_(static_cast<PartValue*>(workspace)) {}
-
-  __device__ __forceinline__ void send(const PartValue& value, int round) const {
-    if (threadIdx.x > 0) return;
-#pragma unroll
-    for (int k = 0; k < 3; ++k) values_[first_part(round) + blockIdx.x][k] = value[k];
-  }
-  __device__ __forceinline__ const PartValue* receive(int round) const { return values_ + first_part(round); }
-
-  static int64_t bytes(dim3 grid, int64_t rounds) {
+  static int64_t workspace_bytes(dim3 grid, int64_t rounds) {
     return rounds * grid.y * grid.x * static_cast<int64_t>(sizeof(PartValue));
   }
 
@@ -68,29 +59,9 @@ class WorkspaceExchange {
     return (int64_t{compute_again(round)} * gridDim.y + blockIdx.y) * gridDim.x;
   }
 
-  PartValue* const values_;
-};
-
-// The exchange of a call.
-class PartExchange {
- public:
-  __device__ __forceinline__ PartExchange(ClusterExchange::Memory& memory, void* workspace, int num_parts, Flags flags)
-      : cluster_(memory, num_parts), workspace_(workspace), flags_(flags) {}
-
-  __device__ __forceinline__ void send(const PartValue& value, int round) const {
-    if (flags_.has(kInCluster)) {
-      cluster_.send(value, round);
-    } else if (flags_.has(kStoresSums)) {
-      workspace_.send(value, round);
-    }
-  }
-  __device__ __forceinline__ const PartValue* receive(int round) const {
-    return flags_.has(kLoadsSums) ? workspace_.receive(round) : cluster_.receive(round);
-  }
-
- private:
-  const ClusterExchange cluster_;
-  const WorkspaceExchange workspace_;
+  Memory& memory_;
+  PartValue* const workspace_;
+  const int num_parts_;
   const Flags flags_;
 };
 

@@ -7,7 +7,7 @@
 namespace layernorm::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxBlockThreads = 512;
+constexpr int kMaxBlockThreads = 512, kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
 constexpr int kThreadsOfShortRows = 128;  // of a block of forward whose rows take a warp or less
 
 struct DoNothing {
@@ -28,7 +28,6 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset >= lanes) continue;
-#pragma unroll
     for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
   }
 }
@@ -38,6 +37,12 @@ template <class T, class F>
 __device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
   if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return f(T());
   return f(Acc());
+}
+template <class T>
+__device__ __forceinline__ Acc load_element(const View& parameter, int64_t group, int64_t column, Flags flags) {
+  return with_parameter_type<T>(flags, [&](auto element) {
+    return static_cast<Acc>(address<const decltype(element)>(parameter, {group, 0})[column]);
+  });
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 // Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
-// registers; the asynchronous copies that bring the next rows to shared memory; and the sums of a row over its warps.
-// parts.cuh has those over blocks.
+// registers, and how they are copied to shared memory; the paths of the kernels; and the sums of a row over its warps.
 #pragma once
 
 #include "row.cuh"
@@ -46,7 +45,7 @@ struct Slice {
         lanes_of_row(lanes),
         step_of_elements(vectors ? 1 : lanes) {}
 
-  // The same slice for another phase of a row: see compute_again(). Vectors have registers to spare.
+  // The same slice for another phase of a row: see compute_again(). The columns of vectors take few registers.
   __device__ __forceinline__ Slice rebuilt() const {
     Slice slice = *this;
     if (kMapping == Mapping::kVectors) return slice;
@@ -121,7 +120,6 @@ struct Slice {
       const Vector<E, kCount> vector = *reinterpret_cast<const Vector<E, kCount>*>(staged + j * kWarpSize);
       widen(v, vector);
     } else {
-#pragma unroll
       for (int e = 0; e < kCount; ++e) v[e] = static_cast<Acc>(staged[step_to(j + e)]);
     }
   }
@@ -131,7 +129,6 @@ struct Slice {
     if constexpr (kMapping == Mapping::kVectors) {
       *reinterpret_cast<Vector<E, kCount>*>(staged + j * kWarpSize) = v;
     } else {
-#pragma unroll
       for (int e = 0; e < kCount; ++e) staged[step_to(j + e)] = v.values[e];
     }
   }
@@ -150,7 +147,6 @@ struct Slice {
         v = *reinterpret_cast<const Vector<E, kCount>*>(from + step);
       }
     } else {
-#pragma unroll
       for (int e = 0; e < kCount; ++e) {
         const int step = s.step_to(j + e);
         v.values[e] = exists(step) ? from[step] : E(0.0f);
@@ -167,7 +163,6 @@ struct Slice {
     } else {
       const Slice s = rebuilt();
       E* const to = compute_once(array + column(0));
-#pragma unroll
       for (int e = 0; e < kCount; ++e) {
         const int step = s.step_to(j + e);
         if (column(0) + step < cols) to[step] = static_cast<E>(v[e]);
@@ -179,7 +174,6 @@ struct Slice {
   __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& group,
                                                  int64_t first_column, int cols, Flags flags, Flag exists,
                                                  Acc default_value) const {
-#pragma unroll
     for (Acc& value : v) value = default_value;
     if (!flags.has(exists)) return;
     with_parameter_type<T>(flags, [&](auto element) {
@@ -188,7 +182,6 @@ struct Slice {
       for (int j = 0; j < kElements; j += kVec) {
         Acc wide[kVec];
         widen(wide, load<kVec>(from, j, cols));
-#pragma unroll
         for (int e = 0; e < kVec; ++e) v[j + e] = exists == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
       }
     });
@@ -221,15 +214,13 @@ struct GatedRows : BasicPath<Mapping::kGeneral, 0, kResidual | kGate | kGradSum 
   static constexpr bool kIsGated = true;
 };
 
-// Waits until a warp's oldest of so many stages has arrived.
+// Waits for the copies of the oldest of `stages` stages, which are at most kMostStages.
+template <int kMostStages>
 __device__ __forceinline__ void wait_for_stage(int stages) {
-  if (stages == 3) {
-    async_wait<2>();
-  } else if (stages == 2) {
-    async_wait<1>();
-  } else {
-    async_wait<0>();
+  if constexpr (kMostStages > 1) {
+    if (stages < kMostStages) return wait_for_stage<kMostStages - 1>(stages);
   }
+  async_wait<kMostStages - 1>();
   __syncwarp();
 }
 
@@ -257,7 +248,7 @@ struct RowDivision {
     const int64_t vectors = ceil_div(cols, kVec);
     deals_vectors = cols % kVec == 0;
     is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-    constexpr int64_t kMaxWarps = kMaxBlockThreads / kWarpSize;  // also those that are resident on a multiprocessor
+    constexpr int64_t kMaxWarps = kMaxBlockWarps;  // also those that are resident on a multiprocessor
     max_part = std::min({max_part, kMaxPartVectors, kWarpVectors * kMaxWarps});
     const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
     int64_t parts = 1;
@@ -284,8 +275,7 @@ struct RowDivision {
 
 // The sums of the warps of a block's rows. Two buffers take turns, so that one block barrier per row suffices: between
 // put() and get() for the same row, and so between get() and the put() that overwrites what it reads.
-constexpr int kMaxRowWarps = kMaxBlockThreads / kWarpSize;
-using WarpSumsMemory = Acc[2][3][kMaxRowWarps + 1];  // the last one of each is 0
+using WarpSumsMemory = Acc[2][3][kMaxBlockWarps + 1];  // the last one of each is 0
 
 class WarpSums {
  public:
@@ -295,8 +285,8 @@ class WarpSums {
     const int lane = threadIdx.x % kWarpSize, other = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
-    const int get_warp = other < count ? first + other : kMaxRowWarps;
-    get_ = &memory[0][0][0] + compute_once(min(lane / kLanesPerSum, 2) * (kMaxRowWarps + 1) + get_warp);
+    const int get_warp = other < count ? first + other : kMaxBlockWarps;
+    get_ = &memory[0][0][0] + compute_once(min(lane / kLanesPerSum, 2) * (kMaxBlockWarps + 1) + get_warp);
   }
   // Adds up three sums in 6 shuffles, instead of 15: some lanes go on with the first, others with another one.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
@@ -316,13 +306,12 @@ class WarpSums {
     if (count > kLanesPerSum) sum += from[kLanesPerSum];  // 0 if there is no such warp
 #pragma unroll
     for (int offset = kLanesPerSum / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-#pragma unroll
     for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kLanesPerSum);
   }
 
  private:
   static constexpr int kLanesPerSum = 8;  // each reads the sum of another warp
-  static constexpr int kBuffer = 3 * (kMaxRowWarps + 1);
+  static constexpr int kBuffer = 3 * (kMaxBlockWarps + 1);
   Acc *put_, *get_;
   int buffer_ = 0;  // of the next put(), in elements
 };

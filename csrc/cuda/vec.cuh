@@ -26,21 +26,15 @@ struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 
-// Sets each element e to get(e). Elements of 16 bits are set in pairs; one by one, each would take an instruction and a
-// register of its own.
-template <class E, int kSize, class F>
-__device__ __forceinline__ void set_elements(Vector<E, kSize>& v, const F& get) {
-  constexpr int kPerWord = sizeof(E) == 2 ? 2 : 1;
-  using Word = std::conditional_t<sizeof(E) == 2, uint32_t, E>;
-#pragma unroll
-  for (int e = 0; e < kSize; e += kPerWord) {
-    const Vector<E, 2> word = {{get(e), get(e + kPerWord - 1)}};
-    reinterpret_cast<Word&>(v.values[e]) = reinterpret_cast<const Word&>(word);
-  }
-}
+// Elements of 16 bits are set in pairs; one by one, each would take an instruction and a register of its own.
 template <class E, int kSize>
 __device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
-  set_elements(v, [&](int) { return value; });
+  constexpr int kPerWord = sizeof(E) == 2 ? 2 : 1;
+  using Word = std::conditional_t<sizeof(E) == 2, uint32_t, E>;
+  for (int e = 0; e < kSize; e += kPerWord) {
+    const Vector<E, 2> word = {{value, value}};
+    reinterpret_cast<Word&>(v.values[e]) = reinterpret_cast<const Word&>(word);
+  }
 }
 
 // Rounds to nearest, ties to even. Subnormal numbers are kept.
@@ -48,7 +42,6 @@ template <class E, int kSize>
 __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   Vector<E, kSize> result;
   if constexpr (sizeof(E) == 2) {  // one instruction converts two elements
-#pragma unroll
     for (int e = 0; e < kSize; e += 2) {
       if constexpr (std::is_same_v<E, __half>) {
         reinterpret_cast<__half2&>(result.values[e]) = __floats2half2_rn(v[e], v[e + 1]);
@@ -57,7 +50,6 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
       }
     }
   } else {
-#pragma unroll
     for (int e = 0; e < kSize; ++e) result.values[e] = static_cast<E>(v[e]);
   }
   return result;
@@ -68,21 +60,18 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
 template <class E, int kCount, int kSize>
 __device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSize>& v, int begin = 0) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-#pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const uint32_t pair = reinterpret_cast<const uint32_t&>(v.values[begin + e]);
       result[e] = __uint_as_float(pair << 16);
       result[e + 1] = __uint_as_float(pair & 0xffff0000u);
     }
   } else if constexpr (std::is_same_v<E, __half>) {
-#pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[begin + e]));
       result[e] = pair.x;
       result[e + 1] = pair.y;
     }
   } else {
-#pragma unroll
     for (int e = 0; e < kCount; ++e) result[e] = static_cast<Acc>(v.values[begin + e]);
   }
 }

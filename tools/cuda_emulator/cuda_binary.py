@@ -38,13 +38,14 @@ def library():
     return pathlib.Path(importlib.util.find_spec("layernorm_ext._C").origin)
 
 
-def _cuobjdump(*options):
+def cuobjdump(*options, path=None):
+    """Return what cuobjdump prints about a file, by default the installed package's module."""
     folders = [os.environ["PATH"], os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
     if spec := importlib.util.find_spec("triton"):
         folders.append(str(pathlib.Path(spec.origin).parent / "backends" / "nvidia" / "bin"))
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}  # cuobjdump looks there for nvdisasm
-    command = ["cuobjdump", *options, library()]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    command = ["cuobjdump", *options, path or library()]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def plain_names(mangled):
@@ -59,7 +60,7 @@ def plain_names(mangled):
 def kernels():
     """Return {architecture: {mangled name: Kernel}}, without instructions."""
     rows = []
-    for line in _cuobjdump("-res-usage"):
+    for line in cuobjdump("-res-usage").splitlines():
         if match := re.match(r"arch = sm_(\d+)", line):
             architecture = int(match[1])
         elif match := re.match(r"\s*Function (\S+):", line):
@@ -77,7 +78,7 @@ def kernels():
 @functools.cache
 def disassembled(architecture):
     """Return the kernels of an architecture with their instructions."""
-    for line in _cuobjdump("-sass", f"-arch=sm_{architecture}"):
+    for line in cuobjdump("-sass", f"-arch=sm_{architecture}").splitlines():
         if match := re.search(r"Function : (\S+)", line):
             opcodes = kernels()[architecture][match[1]].opcodes
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line):
