@@ -17,13 +17,12 @@ from torch import Tensor, nn
 import layernorm_ext
 from layernorm_ext.fusion import fuse_neighbors
 
-from .adaln import BATCH
 from .cases import EPS, PAIRS
 from .contenders import Calls, Contender, results_of, time_pass
 from .timing import Device
 from .train_digits import Block
 
-ROWS, COLS = 256, 768
+BATCH, ROWS, COLS = 16, 256, 768
 X, PARAMETER, PER_SAMPLE = (BATCH, ROWS, COLS), (COLS,), (BATCH, 1, COLS)
 Results = Tensor | tuple[Tensor, ...]
 
