@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import StringIO
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from rich.box import MARKDOWN
@@ -125,7 +125,7 @@ def update(text: str, path: Path) -> str:
     before, found, after = text.partition(marker)
     if not found:
         raise ValueError(f"Expected the line {marker.strip()!r} in {DOCUMENT}, but there is none")
-    return before + marker + markdown(path) + "\n" + after.partition("\n\n")[2]
+    return before + marker + markdown(path) + "".join(dropwhile(lambda line: line[0] == "|", after.splitlines(True)))
 
 
 def store(run: Path, machine: str) -> None:
