@@ -103,11 +103,11 @@ ROWS, IMAGES = (3, 4, 8), (3, 8, 4, 5)
 # Class -> the replacement, a size of its input, and the start of the replacement's repr.
 RENAMED = {
     Scale: (RMSNorm, ROWS, "RMSNorm((8,), eps=0.001, elementwise_affine=True)"),
-    GammaBeta: (LayerNorm2d, IMAGES, "LayerNorm2d((8,), eps=0.001, elementwise_affine=True, bias=True)"),
-    GB: (LayerNorm2d, IMAGES, "LayerNorm2d((8,), eps=0.001, elementwise_affine=True, bias=True)"),
+    GammaBeta: (LayerNorm2d, IMAGES, repr(LayerNorm2d(8, eps=1e-3))),
+    GB: (LayerNorm2d, IMAGES, repr(LayerNorm2d(8, eps=1e-3))),
     Gamma: (RMSNorm2d, IMAGES, "RMSNorm2d((8,), eps=1.25e-25, elementwise_affine=True)"),
     ZeroCentered: (RMSNorm, ROWS, "RMSNorm((8,), eps=0.001, elementwise_affine=True, zero_centered_weight=True)"),
-    TorchsEps: (LayerNorm, ROWS, "LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True)"),
+    TorchsEps: (LayerNorm, ROWS, repr(LayerNorm(8))),
 }
 renamed = pytest.mark.parametrize("cls", RENAMED, ids=lambda cls: cls.__name__)
 
@@ -296,7 +296,7 @@ def test_activations_stay_behind_the_norm(act):
     layer, x = randomize(Activated(8, act)).double(), torch.randn(IMAGES, dtype=F64)
     before, expected = snapshot(layer), output_and_gradients(layer, x)
     report = convert(layer)
-    assert report.replaced[""].endswith("by LayerNorm2d((8,), eps=1e-05, elementwise_affine=True, bias=True)")
+    assert report.replaced[""].endswith(f"by {LayerNorm2d(8, eps=1e-5)}")
     assert isinstance(layer, LayerNorm2d) and layer.act is act
     for actual, other in zip(output_and_gradients(layer, x), expected, strict=True):
         torch.testing.assert_close(actual, other, rtol=1e-13, atol=1e-13)  # sums of 60 terms rounded by 1e-16
