@@ -6,13 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import StringIO
 from itertools import dropwhile, takewhile
 from pathlib import Path
-
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 
 from .runs import ROOT
 
@@ -105,18 +100,11 @@ def markdown(path: Path) -> str:
             cells[place][name].append(layout.figure(times, name))
             noise[place] = float(case[f"{mode} noise"])
     columns = list(dict.fromkeys(column for _, column in cells))
-    table = Table(layout.line, *columns, box=MARKDOWN)
+    table = [[layout.line, *columns], ["---"] * (1 + len(columns))]
     for line in dict.fromkeys(line for line, _ in cells):
-        table.add_row(
-            line,
-            *(
-                ", ".join(describe(figures, noise[line, column]) for figures in cells[line, column].values())
-                for column in columns
-            ),
-        )
-    console = Console(file=StringIO(), width=1000)
-    console.print(table)
-    return "\n".join(line.strip() for line in console.file.getvalue().strip().splitlines()) + "\n"
+        figures = ([describe(f, noise[line, c]) for f in cells[line, c].values()] for c in columns)
+        table.append([line, *map(", ".join, figures)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in table)
 
 
 def update(text: str, path: Path) -> str:
