@@ -82,9 +82,9 @@ BENCH_OUT ?= build/benchmarks
 DEVICE ?= cpu
 BASE ?= HEAD
 
-# Runs all benchmarks except compile and compare. DEVICE=cuda runs them on a GPU.
+# Runs the benchmarks of single calls. DEVICE=cuda runs them on a GPU.
 bench:
-	for name in kernels overhead accuracy memory adaln gated; do \
+	for name in kernels overhead accuracy family; do \
 		python -m benchmarks $$name --device $(DEVICE) --out $(BENCH_OUT); \
 	done
 

@@ -11,7 +11,7 @@ import click
 import torch
 from rich.console import Console
 
-from . import accuracy, adaln, allocator, compare, compiled, gated, kernels, memory, models, overhead, plots, report
+from . import accuracy, allocator, compare, compiled, family, kernels, models, overhead, plots, report
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine, progress
@@ -67,9 +67,7 @@ KERNEL_SHAPES = {
     "8191x1023 32x768 1x4096",
 }
 KERNEL_CELLS = partial(grid, KERNEL_SHAPES)
-MEMORY_CELLS = partial(grid, {"cpu": "4096x768 64x65536"})
-ADALN_CELLS = partial(grid, {"cpu": "64x384 64x768 64x1152 256x384 256x768 256x1152"})
-GATED_CELLS = partial(grid, {"cpu": "64x768 64x2048 64x4096 256x768 256x2048 256x4096"})
+FAMILY_CELLS = partial(grid, {"cpu": "64x768 64x2048 256x768 256x2048"})
 
 
 def open_device(name: str) -> Device:
@@ -156,9 +154,7 @@ add_benchmark(
 )
 add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3))
 add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IMPLEMENTATIONS)
-add_benchmark("memory", memory, MEMORY_CELLS, SHAPES, dtypes("fp32,bf16,bf16-fp32"), IMPLEMENTATIONS)
-add_benchmark("adaln", adaln, ADALN_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
-add_benchmark("gated", gated, GATED_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
+add_benchmark("family", family, FAMILY_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
 add_benchmark("models", models, partial(product, models.MODELS), seconds(2.0))
 add_benchmark("allocator", allocator, partial(product, allocator.SETTINGS), seconds(1.0))

@@ -1,12 +1,10 @@
 """Time blocks under torch.compile: written with this package's norms, fused, called by hand, and with torch's norms.
 
 `fused` compiles the same code as `written` with `layernorm_ext.fusion.fuse_neighbors`; `by hand` calls the function
-that adds, gates and modulates. Training is forward and backward. With one CPU thread, times are CPU time, which other
-programs disturb less.
+that adds, gates and modulates. Training is forward and backward.
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,13 +15,12 @@ from torch import Tensor, nn
 import layernorm_ext
 from layernorm_ext.fusion import fuse_neighbors
 
-from .adaln import BATCH
 from .cases import EPS, PAIRS
 from .contenders import Calls, Contender, results_of, time_pass
 from .timing import Device
 from .train_digits import Block
 
-ROWS, COLS = 256, 768
+BATCH, ROWS, COLS = 16, 256, 768
 X, PARAMETER, PER_SAMPLE = (BATCH, ROWS, COLS), (COLS,), (BATCH, 1, COLS)
 Results = Tensor | tuple[Tensor, ...]
 
@@ -103,8 +100,6 @@ def bind(function: Callable[..., Results], inputs: list[Tensor], parameters: lis
 
 def measure(device: Device, block: str, dtypes: str, seconds: float) -> Iterator[dict]:
     """Yield a record for each pass and contender."""
-    if not device.is_cuda and torch.get_num_threads() == 1:
-        device.clock = time.process_time
     torch.compiler.reset()
     dtype = PAIRS[dtypes][0]
     inputs, contenders = functions_of(block, device, dtype)

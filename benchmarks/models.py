@@ -4,7 +4,6 @@ The models are those of transformers, timm and diffusers, of 4 layers with 256 f
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -70,8 +69,6 @@ def bind_step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[Cal
 
 def measure(device: Device, model: str, seconds: float) -> Iterator[dict]:
     """Yield a record for each contender."""
-    if torch.get_num_threads() == 1:
-        device.clock = time.process_time
     torch.compiler.reset()
     theirs, call = MODELS[model]()
     converted = copy.deepcopy(theirs)

@@ -26,7 +26,7 @@ from .timing import Device
 
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
 ROOT = Path(__file__).resolve().parents[1]
-CAPTION = "time · time of torch, or of the base, / this time · copy's time / this time · largest error · peak memory"
+CAPTION = "time · time of torch, or of the base, / this time · copy's time / this time · largest error"
 
 
 @dataclass
@@ -85,8 +85,6 @@ def figures(record: dict) -> str:
         parts.append(f"{record['of_copy']:.0%}")
     if record.get("error") is not None:
         parts.append(f"{record['error']:.0e}")
-    if record.get("peak_bytes") is not None:
-        parts.append(f"{record['peak_bytes'] / 2**20:.2f} MiB, keeps {record['kept_bytes'] / 2**20:.2f}")
     if record["status"] != "ok":
         parts.append(record["status"].upper())
     return " · ".join(parts)

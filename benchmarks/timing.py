@@ -1,4 +1,4 @@
-"""Measure time and memory: interleaved samples of all contenders, and the noise of their ratios."""
+"""Measure time: interleaved samples of all contenders, and the noise of their ratios."""
 
 import ctypes
 import random
@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 
 import torch
 
@@ -29,7 +28,7 @@ def keep_pages() -> None:
 
 
 class Device:
-    """Measures time and memory on a device, and captures CUDA graphs.
+    """Measures time on a device, and captures CUDA graphs.
 
     `rotate` is the number of bytes to cycle through before tensors are used again: four times the L2 cache of a GPU, so
     that kernels read from memory, and 0 on a CPU.
@@ -42,7 +41,8 @@ class Device:
             raise RuntimeError(
                 f"torch {torch.__version__} sees no GPU; run this on a machine with one, or --device cpu"
             )
-        self.clock = time.perf_counter
+        # With one thread, times are CPU time, which other programs disturb less.
+        self.clock = time.perf_counter if self.is_cuda or torch.get_num_threads() > 1 else time.process_time
         self.modes = ("eager", "graph") if self.is_cuda else ("eager",)
         self.rotate = 0
         if self.is_cuda:
@@ -86,26 +86,6 @@ class Device:
             return results
 
         return replay
-
-    def memory(self, run: Callable[[], object]) -> tuple[int, int]:
-        """Return the peak of the bytes allocated during `run`, and the bytes that its result keeps."""
-        run()
-        if self.is_cuda:
-            self.wait()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            result = run()
-            self.wait()
-            kept, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-            del result
-            return peak, kept
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-            result = run()
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        del result
-        totals = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-        return max(totals, default=0), totals[-1] if totals else 0
 
 
 def repeat_calls(

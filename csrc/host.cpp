@@ -436,7 +436,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto dy = views.fit(args.grad_output), x = views.fit(input);
   const auto dsum = wants_input && args.grad_sum ? views.fit(*args.grad_sum) : MaybeOwned();
   const auto weight = kernel_parameter(args.weight, types.kernel, views, args.options);
-  const auto bias = needs_bias(args.options) ? kernel_parameter(args.bias, types.kernel, views, args.options) : MaybeOwned();
+  const auto bias =
+      needs_bias(args.options) ? kernel_parameter(args.bias, types.kernel, views, args.options) : MaybeOwned();
   const auto gate = args.gate ? views.fit(*args.gate) : MaybeOwned();
   const auto input_scale = kernel_parameter(args.input_scale, types.kernel, views, args.options);
   const auto scaled_input = wants_scale ? views.fit(*args.scaled_input) : MaybeOwned();
@@ -454,8 +455,9 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.grad_bias = views.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
   params.gated_input = views.view(*scaled_input, on.input(*scaled_input, "scaled_input"));
   params.grad_gated_input = views.view(grad_scaled_input, on.output(grad_scaled_input, "grad_scaled_input"));
-  params.grad_gate = args.gate ? views.view(grad_gate, on.output(grad_gate, "grad_gate"))
-                               : views.gradient_view(types.input_scale.model, on.output(grad_scale, "grad_input_scale"));
+  params.grad_gate = args.gate
+                         ? views.view(grad_gate, on.output(grad_gate, "grad_gate"))
+                         : views.gradient_view(types.input_scale.model, on.output(grad_scale, "grad_input_scale"));
   params.from_output = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output->scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());

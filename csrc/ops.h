@@ -48,8 +48,9 @@ template <class... Ts>
 struct TypeList {};
 using OptionValues = TypeList<bool, bool, bool, bool, optional<int64_t>, const ActivationName&, bool>;
 
-inline Options make_options(const Tensor& input, bool rms, bool zero_centered_weight, bool memory_efficient, bool images,
-                            optional<int64_t> num_groups, const ActivationName& activation, bool gate_first) {
+inline Options make_options(const Tensor& input, bool rms, bool zero_centered_weight, bool memory_efficient,
+                            bool images, optional<int64_t> num_groups, const ActivationName& activation,
+                            bool gate_first) {
   const int64_t kind = parse_activation(activation, input);
   return {rms, zero_centered_weight, memory_efficient, images, num_groups.value_or(1), kind, gate_first};
 }

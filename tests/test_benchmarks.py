@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ pytest.importorskip("rich")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, allocator, cases, compare, compiled, contenders, report, timing  # noqa: E402
+from benchmarks import accuracy, allocator, cases, compare, compiled, contenders, family, report, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 ALL = "ours,torch,torch.compile"
@@ -70,17 +69,9 @@ def test_kernels_records_times_errors_and_verdicts(run):
     [
         (["overhead"], {"way": WAYS, "contender": ["ours", "torch"]}),
         (
-            ["adaln", "4x64"],
+            ["family", "4x64"],
             {
-                "block": ["norm", "gated residual"],
-                "pass": ["forward", "backward"],
-                "contender": ["ours", "torch", "torch.compile", "shared"],
-            },
-        ),
-        (
-            ["gated", "4x64"],
-            {
-                "gate": ["last", "first"],
+                "norm": list(family.NORMS),
                 "pass": ["forward", "backward"],
                 "contender": ["ours", "torch", "torch.compile"],
             },
@@ -117,16 +108,6 @@ def test_exact_results_are_computed_on_the_device():
     assert {tensor.device.type for tensor in results.values()} == {"meta"}
 
 
-def test_memory_counts_outputs_and_saved_tensors(run):
-    _, records = run("memory", "256x1024", "--dtypes", "fp32")
-    ours = {r["stage"]: r for r in records if r["contender"] == "ours"}
-    input_bytes = 256 * 1024 * 4
-    # Forward allocates the output, mean and rstd. Autograd keeps them and the input, which existed before the call.
-    assert input_bytes <= ours["inference"]["peak_bytes"] <= 1.1 * input_bytes
-    assert input_bytes <= ours["forward with graph"]["kept_bytes"] <= 1.1 * input_bytes
-    assert 2 * input_bytes <= ours["forward and backward"]["peak_bytes"] <= 3 * input_bytes
-
-
 def test_accuracy_shows_the_promised_errors(run):
     _, records = run("accuracy", "--dtypes", "fp32,fp16")
     offsets = [r for r in records if r["sweep"] == "offset" and r["quantity"] == "output"]
@@ -155,7 +136,8 @@ def other_eps(function, case):
 def test_failing_and_wrong_contenders_are_reported(run, monkeypatch, name, bind, status, message):
     """Only wrong results of ours fail the command."""
     monkeypatch.setitem(contenders.CONTENDERS, name, ("apex", "torch.nn.functional:layer_norm", bind))
-    assert message in run("memory", "4x64", "--dtypes", "fp32", "--contenders", f"torch,{name}", status=status)[0]
+    arguments = ["4x64", "--dtypes", "fp32", "--contenders", f"torch,{name}", *QUICK]
+    assert message in run("kernels", *arguments, status=status)[0]
 
 
 def test_compare_times_both_builds(run, monkeypatch):
@@ -169,28 +151,59 @@ def test_compare_times_both_builds(run, monkeypatch):
     assert all(r["us"] > 0 and r["noise"] >= 1 for r in records)
 
 
-STORED = sorted(report.RESULTS.glob("*/kernels.csv"))
+STORED = sorted(report.RESULTS.glob("*/*.csv"))
 
 
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", STORED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_stored_tables_are_those_of_the_stored_times(path):
     text = report.DOCUMENT.read_text()
     assert report.update(text, path) == text
 
 
-def test_store_writes_the_table_of_a_run(monkeypatch, tmp_path):
-    document, run = tmp_path / "results.md", tmp_path / "kernels.json"
+TIMES = [("ours", 2.0, 1e-7), ("torch", 3.0, 2e-7), ("copy", 1.0, None), ("apex", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "cases", "times", "table"),
+    [
+        (
+            "kernels",
+            [{"rows": rows, "dtypes": "fp32", "pass": "forward", "mode": "eager"} for rows in (4, 8)],
+            TIMES,
+            [
+                ["pass", "fp32: torch", "fp32: copy"],
+                ["forward", "1.50 (1.50 to 1.50)", "0.50 (0.50 to 0.50)"],
+            ],
+        ),
+        (
+            "compile",
+            [{"block": "norm", "dtypes": "bf16", "pass": "forward"}],
+            [("written", 3.1, 1e-7), ("fused", 1.0, None), ("torch", 3.0, 1e-7)],
+            [["block", "bf16 forward"], ["norm", "(0.97), 3.00"]],
+        ),
+        (
+            "allocator",
+            [{"setting": "default", "case": "step"}],
+            [("ours", 1234.5, None), ("torch", 2345.6, None)],
+            [["setting", "step"], ["default", "1,234, 2,346"]],
+        ),
+    ],
+)
+def test_store_writes_the_table_of_a_run(monkeypatch, tmp_path, benchmark, cases, times, table):
+    document, run = tmp_path / "results.md", tmp_path / "run.json"
     monkeypatch.setattr(report, "DOCUMENT", document)
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    document.write_text("before\n<!-- here -->\nold\n<!-- end -->\nafter\n")
-    case = {"rows": 4, "cols": 8, "dtypes": "fp32", "pass": "forward", "mode": "eager", "noise": 1.0}
-    found = [("ours", 2.0, 1e-7), ("torch", 3.0, 2e-7), ("copy", 1.0, None), ("apex", None, None)]
-    records = [case | {"contender": name, "us": us, "error": error} for name, us, error in found]
-    run.write_text(json.dumps({"records": records}))
+    document.write_text(f"before\n\n<!-- here/{benchmark} -->\n| old |\n\nafter\n")
+    records = [
+        case | {"contender": name, "us": us, "error": error, "noise": 1.04}
+        for case in cases
+        for name, us, error in times
+    ]
+    run.write_text(json.dumps({"benchmark": benchmark, "records": records}))
     result = CliRunner().invoke(program.cli, ["store", str(run), "here"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    before, table, after = re.split("<!-- here -->|<!-- end -->", document.read_text())
-    assert (before, after) == ("before\n", "\nafter\n")
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
-    assert cells[0] == ["pass", "rows x columns", "fp32: torch", "fp32: copy"]
-    assert cells[2:] == [["forward", shape, "1.50", "0.50"] for shape in ("4 x 8", "geometric mean")]
+    before, written = document.read_text().split(f"<!-- here/{benchmark} -->\n")
+    written, after = written.split("\n\n")
+    assert (before, after) == ("before\n\n", "after\n")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in written.splitlines()]
+    assert [lines[0], *lines[2:]] == table

@@ -172,9 +172,11 @@ struct ForwardPolicy {
     const ArraySize x(p, x_bytes), y(p, output_bytes);
     is_narrow = x.is_narrow();
     shares_rows = threads_share_rows(x);
-    // Rows of 2 to 8 KiB of 32- or 64-bit elements are read faster one by one if they are in memory.
-    const bool reads_together = x_bytes == 2 || x.row_bytes <= 2048 || !x.is_in_memory();
-    together = is_narrow ? (reads_together ? kRows : 1) : reads_together || x.is_long() ? kFewRows : 1;
+    // Rows of 2 to 8 KiB of 32- or 64-bit elements are read faster one by one if they are in memory. So are other rows
+    // from 384 bytes on if a residual is added, which reads and writes four arrays of together more than 20 MiB.
+    const bool has_large_sum = p.residual.data && x.row_bytes >= 384 && x.bytes > int64_t{5} << 20;
+    const bool reads_single = x_bytes > 2 && x.row_bytes > 2048 ? x.is_in_memory() : has_large_sum;
+    together = is_narrow ? (reads_single ? 1 : kRows) : reads_single && !x.is_long() ? 1 : kFewRows;
     block = together == kRows && p.cols <= 192 ? kBlockRows : together;
     // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;

@@ -50,6 +50,8 @@ from layernorm_ext import (
 PROCESSES = 4
 DTENSOR = "torch.distributed.tensor"
 CHECKS = []
+# Its DTensor cannot flatten a sharded second dimension, and its aten refuses sharded parameters in backward.
+IS_2_11 = torch.__version__.startswith("2.11.")
 
 # Four processes add float32 numbers in another order than one: some hundred terms of size 1, each rounded by 6e-8.
 ANOTHER_ORDER = {"rtol": 1e-5, "atol": 1e-5}
@@ -184,7 +186,7 @@ def placements_and_collectives_equal_those_of_aten(mesh):
     for mesh, placements in cases:
         dx, ddy = distribute_tensor(x, mesh, placements), distribute_tensor(dy, mesh, placements)
         for parameter_placement, has_weight, wants_bias in itertools.product(
-            (Replicate(), Shard(0)), (False, True), (False, True)
+            (Replicate(),) if IS_2_11 else (Replicate(), Shard(0)), (False, True), (False, True)
         ):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
@@ -205,14 +207,16 @@ def only_batch_dimensions_stay_sharded(mesh):
     """Partial sums become whole. The cached placements depend on normalized_shape."""
     x = torch.randn(4, 8, 16)
     sharded = distribute_tensor(x, mesh, [Shard(1)])
-    strided = sharded.flatten(0, 1)
     partial = DTensor.from_local(x, mesh, [Partial()])
-    for distributed, shape, placements in (
+    cases = [
         (sharded, (16,), sharded.placements),
         (sharded, (8, 16), (Replicate(),)),
-        (strided, (16,), strided.placements),
         (partial, (16,), (Replicate(),)),
-    ):
+    ]
+    if not IS_2_11:
+        strided = sharded.flatten(0, 1)
+        cases.append((strided, (16,), strided.placements))
+    for distributed, shape, placements in cases:
         y = layer_norm(distributed, shape)
         assert y.placements == placements
         assert torch.equal(y.full_tensor(), layer_norm(distributed.full_tensor(), shape))
