@@ -8,9 +8,8 @@
 namespace layernorm {
 
 // See Options. AOTInductor (torch 2.13) miscounts integers that are not given, but not options of None.
-#define OPTIONS                                                                                       \
-  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False, " \
-  "int? num_groups=None, str? activation=None, bool gate_first=False"
+#define FIRST_OPTIONS "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False"
+#define ALL_OPTIONS FIRST_OPTIONS ", int? num_groups=None, str? activation=None, bool gate_first=False"
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 void Operators::define(torch::Library& m) {
@@ -21,29 +20,30 @@ void Operators::define(torch::Library& m) {
   };
   define(
       "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
-      "*, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+      "*, " FIRST_OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None, *, " OPTIONS
+      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None, *, " ALL_OPTIONS
       ") -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   define(
       "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor(a!) residual, Tensor? input_scale=None, *, " OPTIONS ") -> (Tensor output, Tensor mean, Tensor rstd)");
+      "Tensor(a!) residual, Tensor? input_scale=None, *, " ALL_OPTIONS
+      ") -> (Tensor output, Tensor mean, Tensor rstd)");
   define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " OPTIONS
+      "Tensor? weight, Tensor? bias, bool[3] output_mask, Tensor? grad_sum=None, *, " FIRST_OPTIONS
       ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   define(
       "backward.fused(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[6] output_mask, Tensor? grad_sum, Tensor? gate, Tensor? input_scale=None, "
-      "Tensor? scaled_input=None, *, " OPTIONS
+      "Tensor? scaled_input=None, *, " ALL_OPTIONS
       ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_gate, Tensor grad_scaled_input, "
       "Tensor grad_input_scale)");
   // The checks of the public functions, for graphs that call forward with other names, or aten's operators. Compilers
   // remove them from a graph, because they return nothing.
   define(
       "check(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? gate, "
-      "Tensor? input_scale, bool adaptive, *, " OPTIONS ") -> ()");
+      "Tensor? input_scale, bool adaptive, *, " ALL_OPTIONS ") -> ()");
   define("check_allocated(Tensor tensor, str name) -> ()");  // see call_check_allocated()
 }
 
@@ -58,12 +58,19 @@ auto find(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload).typed<decltype(Operator::call)>();
 }
 
-// Calls an operator with the values of the options after other arguments.
+// Call an operator with the values of the first or of all options after other arguments.
 template <class Operator, class... Args>
-auto call(const Operator& op, const Options& options, const Args&... args) {
+auto call_first(const Operator& op, const Options& options, const Args&... args) {
+  return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images);
+}
+template <class Operator, class... Args>
+auto call_all(const Operator& op, const Options& options, const Args&... args) {
   const auto num_groups = options.num_groups == 1 ? std::nullopt : optional<int64_t>(options.num_groups);
   return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images,
                  num_groups, activation_name(options.activation), options.gate_first);
+}
+bool needs_all(const Options& options) {
+  return options.num_groups != 1 || options.activation != 0 || options.gate_first;
 }
 
 }  // namespace
@@ -72,35 +79,36 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, in_place] = args;
   if (in_place) {
     static const auto op = find<InPlaceForwardOperator<nullptr>>("forward_", "fused");
-    auto [output, mean, rstd] = call(op, options, input, normalized_shape, weight, bias, eps, *residual, input_scale);
+    auto [output, mean, rstd] =
+        call_all(op, options, input, normalized_shape, weight, bias, eps, *residual, input_scale);
     return {std::move(output), *residual, std::move(mean), std::move(rstd)};
   }
-  if (residual || gate || input_scale) {
+  if (residual || gate || input_scale || needs_all(options)) {
     static const auto op = find<FusedForwardOperator<nullptr>>("forward", "fused");
     auto [output, sum, mean, rstd] =
-        call(op, options, input, normalized_shape, weight, bias, eps, residual, gate, input_scale);
+        call_all(op, options, input, normalized_shape, weight, bias, eps, residual, gate, input_scale);
     return {std::move(output), std::move(sum), std::move(mean), std::move(rstd)};
   }
   static const auto op = find<ForwardOperator<nullptr>>("forward", "");
-  auto [output, mean, rstd] = call(op, options, input, normalized_shape, weight, bias, eps);
+  auto [output, mean, rstd] = call_first(op, options, input, normalized_shape, weight, bias, eps);
   return {std::move(output), Tensor(), std::move(mean), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
   const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, options, gate,
                input_scale, scaled_input] = args;
-  if (gate || input_scale || scaled_input) {
+  if (gate || input_scale || scaled_input || needs_all(options)) {
     static const auto op = find<FusedBackwardOperator<nullptr>>("backward", "fused");
     auto [grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale] =
-        call(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, gate,
-             input_scale, scaled_input);
+        call_all(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, gate,
+                 input_scale, scaled_input);
     return {std::move(grad_input), std::move(grad_weight),       std::move(grad_bias),
             std::move(grad_gate),  std::move(grad_scaled_input), std::move(grad_input_scale)};
   }
   static const auto op = find<BackwardOperator<nullptr>>("backward", "");
   auto [grad_input, grad_weight, grad_bias] =
-      call(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias,
-           std::array<bool, 3>{mask[0], mask[1], mask[2]}, grad_sum);
+      call_first(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias,
+                 std::array<bool, 3>{mask[0], mask[1], mask[2]}, grad_sum);
   return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias), {}, {}, {}};
 }
 

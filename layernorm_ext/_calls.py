@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from . import tracing
 from ._nested import norm_nested
@@ -17,7 +17,7 @@ from ._ops import _C
 
 _AFFINE, _ADAPTIVE, _SHAPE = ("weight", "bias", "eps"), ("scale", "shift", "eps"), "normalized_shape"
 # name -> the positional parameters, and what distinguishes the function from layer_norm
-_FAMILY: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
+_FAMILY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "layer_norm": (("input", _SHAPE, *_AFFINE), {}),
     "rms_norm": (("input", _SHAPE, "weight", "eps"), {"rms": True}),
     "add_layer_norm": (("input", "residual", _SHAPE, *_AFFINE), {}),
@@ -38,7 +38,7 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
     ``arguments`` are all positional parameters.
     """
-    if has_torch_function((*arguments, *options.values())) and not _has_nested((*arguments, *options.values())):
+    if (has_torch_function(arguments) or has_torch_function_unary(options.get("gate"))) and not _has_nested(arguments):
         names, _ = _FAMILY[function.__name__]
         first = names.index(_SHAPE) + 1 if _SHAPE in names else 1
         keywords = dict(zip(names[first:], arguments[first:], strict=True)) | options
@@ -128,7 +128,7 @@ def norm(
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
-    if residual is None and gate is None:
+    if residual is None and gate is None and num_groups == 1:
         return ops.forward.default(*arguments, **options)[0]
     factors = (gate,) if input_scale is None else (gate, input_scale)
     results = ops.forward.fused(*arguments, residual, *factors, **options)

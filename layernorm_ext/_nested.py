@@ -94,11 +94,11 @@ def norm_nested(
         return join(results[0]), residual if inplace else join(results[1])
 
     components = input.unbind()
-    others = {name: [None] * len(components) if tensor is None else tensor.unbind() for name, tensor in alike.items()}
+    lists = {name: [None] * len(components) if tensor is None else tensor.unbind() for name, tensor in alike.items()}
     outputs, sums = [], []
     for i, x in enumerate(components):
         shape = x.shape[-dims:] if jagged else normalized_shape
-        results = norm(x, shape, **parameters, **{name: tensors[i] for name, tensors in others.items()})
+        results = norm(x, shape, **parameters, **{name: tensors[i] for name, tensors in lists.items()})
         output, total = (results, None) if residual is None else results
         outputs.append(output)
         sums.append(total)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 from ._calls import call
+from ._ops import _C
 
 __all__ = ["ada_layer_norm", "ada_rms_norm", "add_ada_layer_norm", "add_ada_rms_norm", "add_layer_norm"]
 __all__ += ["add_rms_norm", "gated_layer_norm", "gated_rms_norm", "layer_norm", "layer_norm_2d", "rms_norm"]
@@ -85,9 +87,14 @@ def layer_norm(
         >>> layer_norm(x, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
-    options: dict[str, Any] = {}  # empty by default, because overrides may know torch's arguments only
-    if zero_centered_weight or memory_efficient:
-        options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+    # The usual call does without call(), which takes 0.4 us. Overrides may know torch's arguments only.
+    if not (zero_centered_weight or memory_efficient):
+        if not (torch.compiler.is_dynamo_compiling() or has_torch_function_variadic(input, weight, bias)):
+            output = _C.layer_norm(input, normalized_shape, weight, bias, eps)
+            if output is not None:
+                return output
+        return call(layer_norm, input, normalized_shape, weight, bias, eps)
+    options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     return call(layer_norm, input, normalized_shape, weight, bias, eps, **options)
 
 
