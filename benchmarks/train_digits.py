@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import layernorm_ext
 
-TEST_IMAGES = 360
+TEST_IMAGES, EPOCHS, BATCH_SIZE = 360, 40, 64
 MIN_ACCURACY = 0.97
 # Two correct layer norms round differently, and every training step magnifies the difference. It is tiny in the first
 # epoch; at the end, the models may classify a few images differently (1.5 points are 5 of 360).
@@ -125,15 +125,6 @@ def train_in_turn(reference: Run, ours: Run, batches: Iterable[tuple[Tensor, ...
             run.step(*batch)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters and the batches")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    return parser.parse_args()
-
-
 def load(device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (images, labels) for training and for testing, with pixels between -1 and 1."""
     pixels, labels = load_digits(return_X_y=True)
@@ -143,13 +134,13 @@ def load(device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (train_images, train_labels), (test_images, test_labels)
 
 
-def shifted_batches(images: Tensor, labels: Tensor, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+def shifted_batches(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of all epochs, with every image shifted by up to one pixel in each direction."""
     height, width = images.shape[1:]
     windows = F.pad(images, (1, 1, 1, 1), value=-1).unfold(1, height, 1).unfold(2, width, 1)  # (n, 3, 3, height, width)
-    for _ in range(args.epochs):
-        order = torch.randperm(len(images)).to(args.device)
-        for chosen in order[: len(images) // args.batch_size * args.batch_size].split(args.batch_size):
+    for _ in range(EPOCHS):
+        order = torch.randperm(len(images)).to(images.device)
+        for chosen in order[: len(images) // BATCH_SIZE * BATCH_SIZE].split(BATCH_SIZE):
             down, right = torch.randint(3, (2, len(chosen)))
             yield windows[chosen, down, right], labels[chosen]
 
@@ -161,38 +152,37 @@ def count_ops(model: VisionTransformer, images: Tensor, labels: Tensor) -> Count
     return Counter(event.name for event in profiler.events())
 
 
-def print_comparison(reference: Run, ours: Run, epoch: int, rows: dict[str, list[str]]) -> float:
-    """Print the values of `rows`, the durations and the losses; return the largest difference in the first epoch."""
-    rows["median time per step"] = [f"{1e3 * np.median(run.seconds):.2f} ms" for run in (reference, ours)]
-    for name, (theirs, our) in {"": ["torch", "layernorm_ext"], **rows}.items():
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    train, test = load(parser.parse_args().device)
+    steps_per_epoch = len(train[0]) // BATCH_SIZE
+    steps = EPOCHS * steps_per_epoch
+    runs = []
+    for norm in (nn.LayerNorm, layernorm_ext.LayerNorm):
+        torch.manual_seed(0)  # the same initial parameters
+        model = VisionTransformer(norm).to(test[0].device)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+        runs.append(Run(model, optimizer, OneCycleLR(optimizer, 3e-3, total_steps=steps)))
+    train_in_turn(*runs, shifted_batches(*train), steps)
+
+    reference, ours = runs
+    accuracies = [run.model.accuracy(*test) for run in runs]
+    rows = {
+        "": ["torch", "layernorm_ext"],
+        "test accuracy": [f"{accuracy:.2%}" for accuracy in accuracies],
+        "loss, last 10 steps": [f"{np.mean(run.losses[-10:]):.4f}" for run in runs],
+        "median time per step": [f"{1e3 * np.median(run.seconds):.2f} ms" for run in runs],
+    }
+    for name, (theirs, our) in rows.items():
         print(f"{name:24}{theirs:>12}{our:>16}")
     low, ratio, high = np.quantile(np.divide(ours.seconds, reference.seconds), [0.25, 0.5, 0.75])
     print(f"time, ours / torch      {ratio:.3f} (middle half of all pairs: {low:.3f} to {high:.3f})")
-    difference = np.abs(np.subtract(ours.losses, reference.losses))
-    first = difference[:epoch].max()
-    print(f"losses                  differ by {first:.1e} at most in the first epoch, {difference.max():.1e} in all")
-    return first
-
-
-def main() -> None:
-    args = parse_args()
-    train, test = load(args.device)
-    steps_per_epoch = len(train[0]) // args.batch_size
-    steps = args.epochs * steps_per_epoch
-    runs = []
-    for norm in (nn.LayerNorm, layernorm_ext.LayerNorm):
-        torch.manual_seed(args.seed)  # the same initial parameters
-        model = VisionTransformer(norm).to(args.device)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-        runs.append(Run(model, optimizer, OneCycleLR(optimizer, 3e-3, total_steps=steps)))
-    train_in_turn(*runs, shifted_batches(*train, args), steps)
-
-    accuracies = [run.model.accuracy(*test) for run in runs]
-    rows = {
-        "test accuracy": [f"{accuracy:.2%}" for accuracy in accuracies],
-        "loss, last 10 steps": [f"{np.mean(run.losses[-10:]):.4f}" for run in runs],
-    }
-    difference = print_comparison(*runs, steps_per_epoch, rows)
+    differences = np.abs(np.subtract(ours.losses, reference.losses))
+    difference = differences[:steps_per_epoch].max()
+    print(
+        f"losses                  differ by {difference:.1e} at most in the first epoch, {differences.max():.1e} in all"
+    )
 
     failures = []
     for name, accuracy in zip(("torch's layer norm", "layernorm_ext"), accuracies, strict=True):
@@ -203,7 +193,7 @@ def main() -> None:
     if not difference <= MAX_FIRST_EPOCH_DIFFERENCE:  # NaN fails too
         failures.append(f"the losses differ by {difference:.1e} within the first epoch")
     layers = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
-    ops = count_ops(model, *(t[: args.batch_size] for t in train))
+    ops = count_ops(model, *(t[:BATCH_SIZE] for t in train))
     for op, expected in {**dict.fromkeys(OUR_OPS, layers), **dict.fromkeys(ATEN_OPS, 0)}.items():
         print(f"{op:40} ran {ops[op]} times in our step")
         if ops[op] != expected:
