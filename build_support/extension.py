@@ -25,7 +25,7 @@ from torch.utils import cpp_extension
 from . import BuildError, cuda, target_torch
 
 NAME = "layernorm_ext._C"
-SOURCES = [*sorted(glob.glob("csrc/*.cpp")), "csrc/cpu/dispatch.cpp"]
+SOURCES = [*sorted([*glob.glob("csrc/*.cpp"), *glob.glob("csrc/ops/*.cpp")]), "csrc/cpu/dispatch.cpp"]
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu"))
 # These include no torch header and are compiled once per CPU capability.
 KERNEL_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/channels_first.cpp", "csrc/cpu/forward.cpp"]

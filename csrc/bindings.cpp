@@ -17,9 +17,9 @@
 #include <string>
 #include <utility>
 
-#include "checks.h"
 #include "cpu/kernels.h"
 #include "family.h"
+#include "ops/checks.h"
 
 namespace {
 

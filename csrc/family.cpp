@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "checks.h"
+#include "ops/checks.h"
 
 namespace layernorm {
 

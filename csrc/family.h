@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "ops.h"
+#include "ops/ops.h"
 
 namespace layernorm {
 

@@ -25,7 +25,7 @@ CACHE = ROOT / "build" / "emulator"
 UNLIMITED = 2**63 - 1
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
-OWN_HEADERS = ("cuda/device.h", "cuda/launch_limits.h", "launch_scope.h")  # replace those of csrc
+OWN_HEADERS = ("cuda/device.h", "cuda/launch_limits.h", "ops/launch_scope.h")  # replace those of csrc
 
 REPLACED = ("bindings.cpp", "registration.cpp")  # by registration.cpp of this folder
 
@@ -171,7 +171,11 @@ def operators(mode):
         [
             *((path, ["-O2"], csrc) for path in RUNTIME),
             *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
-            *((path, host_flags, csrc) for path in sorted(csrc.glob("*.cpp")) if path.name not in REPLACED),
+            *(
+                (path, host_flags, csrc)
+                for path in sorted([*csrc.glob("*.cpp"), *csrc.glob("ops/*.cpp")])
+                if path.name not in REPLACED
+            ),
             (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="layernorm_{mode}"'], csrc),
         ]
     )

@@ -1,4 +1,4 @@
-// The emulator's version of csrc/launch_scope.h: registers the memory of CPU tensors as the kernels' global memory.
+// The emulator's version of csrc/ops/launch_scope.h: registers the memory of CPU tensors as the kernels' global memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -2,7 +2,7 @@
 #include <torch/library.h>
 
 #include "layer_norm.h"
-#include "ops.h"
+#include "ops/ops.h"
 
 namespace layernorm {
 

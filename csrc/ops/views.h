@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
+#include "../layer_norm.h"
 #include "geometry.h"
-#include "layer_norm.h"
 #include "types.h"
 
 namespace layernorm {

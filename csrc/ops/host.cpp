@@ -12,11 +12,11 @@
 
 #include <algorithm>
 
+#include "../dtypes.h"
+#include "../layer_norm.h"
 #include "checks.h"
 #include "composite.h"
-#include "dtypes.h"
 #include "launch_scope.h"
-#include "layer_norm.h"
 #include "ops.h"
 #include "types.h"
 #include "views.h"

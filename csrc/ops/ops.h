@@ -12,7 +12,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "layer_norm.h"
+#include "../layer_norm.h"
 
 namespace layernorm {
 
