@@ -193,7 +193,7 @@ def norm(
 
 
 def _rows(tensor: Tensor, dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:
-    """Return a tensor or a parameter of a call with the normalized dimensions last, as csrc/ops/geometry.h describes."""
+    """Return a tensor or a parameter of a call with the normalized dimensions last; see csrc/ops/geometry.h."""
     if tensor.dim() > normalized_dims:
         if images:
             tensor = _without_pixels(tensor)

@@ -167,15 +167,12 @@ def operators(mode):
         *(f"-isystem{torch_root / folder}" for folder in ("include", "include/torch/csrc/api/include")),
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
     ]
+    host = sorted([*csrc.glob("*.cpp"), *csrc.glob("ops/*.cpp")])
     objects = _objects(
         [
             *((path, ["-O2"], csrc) for path in RUNTIME),
             *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
-            *(
-                (path, host_flags, csrc)
-                for path in sorted([*csrc.glob("*.cpp"), *csrc.glob("ops/*.cpp")])
-                if path.name not in REPLACED
-            ),
+            *((path, host_flags, csrc) for path in host if path.name not in REPLACED),
             (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="layernorm_{mode}"'], csrc),
         ]
     )
