@@ -42,9 +42,10 @@ def layer_norm(
             tensors are normalized separately.
         normalized_shape: Sizes of the dimensions to normalize over; at least one. The sizes for a jagged nested tensor
             may include the ragged dimension, as in ``input.shape[1:]``.
-        weight: Tensor of shape ``normalized_shape``, or of the input's number of dimensions with each batch size equal
-            to the input's or 1: ``[B, 1, N]`` is a weight per sample and ``[1, S, N]`` one per position of an input
-            ``[B, S, N]``. It may have any of these dtypes. Ones if ``None``.
+        weight: Tensor of shape ``[*batch, *normalized_shape]``, of any of these dtypes. The sizes ``batch`` belong to
+            the first batch dimensions of ``input``; each equals the input's or 1, and the others count as 1. For an
+            input ``[B, S, N]``, ``[N]`` is shared, ``[B, N]`` and ``[B, 1, N]`` are per sample, ``[1, S, N]`` is per
+            position and ``[B, S, N]`` per row. Ones if ``None``.
         bias: Like ``weight``. If both have batch sizes other than 1, these must be equal. Zeros if ``None``.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``, as Gemma does. The sum is not rounded to 16 bits.
@@ -231,11 +232,8 @@ def ada_layer_norm(
     Args:
         input: As in :func:`layer_norm`.
         normalized_shape: As in :func:`layer_norm`.
-        scale: Tensor of shape ``[*batch, *normalized_shape]`` and any of these dtypes. The sizes ``batch`` belong to
-            the first batch dimensions of ``input``; each equals the input's or 1, and the others count as 1. For an
-            input ``[B, S, N]``, ``[B, N]`` and ``[B, 1, N]`` are per sample, ``[1, S, N]`` is per position,
-            ``[B, S, N]`` is per row and ``[N]`` is shared. Slices such as ``modulation.chunk(6, -1)[0]`` are read in
-            place. Zeros if ``None``.
+        scale: Like ``weight`` in :func:`layer_norm`, for example ``[B, N]``. Slices such as
+            ``modulation.chunk(6, -1)[0]`` are read in place. Zeros if ``None``.
         shift: Like ``scale``. If both have batch sizes other than 1, these must be equal. Zeros if ``None``.
         eps: Added to the variance.
 
