@@ -30,7 +30,7 @@ bool is_transformed(const Args& args) {
   return result;
 }
 
-bool wants_gradient(const Tensor& t) { return at::GradMode::is_enabled() && t.requires_grad(); }
+bool wants_gradient(const Tensor& t) { return t.requires_grad() && at::GradMode::is_enabled(); }
 bool wants_gradient(const OptionalTensorRef& t) { return t && wants_gradient(*t); }
 template <class Args>
 bool wants_any_gradient(const Args& args) {

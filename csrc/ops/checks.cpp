@@ -207,9 +207,14 @@ void check_norm(const Args& args, const ParameterNames& names) {
               normalized_shape);
   const NamedParameters named = {
       {{names.weight, args.weight}, {names.bias, args.bias}, {names.input_scale, args.input_scale}}};
-  for (const auto& [name, tensor] : named) {  // torch checks weight and bias before the input
-    if (!tensor || tensor->dim() > static_cast<int64_t>(count) || options.images) continue;
-    if (std::string_view(name) != "weight" && std::string_view(name) != "bias") continue;
+  // torch checks a weight and a bias without batch dimensions before the input.
+  const bool has_weight = std::string_view(names.weight) == "weight" && !options.images;
+  const auto is_torchs = [&](const NamedParameter& parameter) {
+    return has_weight && &parameter != &named[2] && parameter.tensor->dim() <= static_cast<int64_t>(count);
+  };
+  for (const auto& parameter : named) {
+    const auto& [name, tensor] = parameter;
+    if (!tensor || !is_torchs(parameter)) continue;
     TORCH_CHECK(are_equal(tensor->sym_sizes(), normalized_shape), "Expected ", name,
                 " to be of same shape as normalized_shape, but got ", name, " of shape ", tensor->sym_sizes(),
                 " and normalized_shape = ", normalized_shape);
@@ -224,7 +229,7 @@ void check_norm(const Args& args, const ParameterNames& names) {
                 c10::Join(", ", normalized_shape), "], but got input of size", sizes);
   }
   for (const auto& parameter : named) {
-    if (parameter.tensor) check_parameter_shape(parameter, input, normalized_shape, options);
+    if (parameter.tensor && !is_torchs(parameter)) check_parameter_shape(parameter, input, normalized_shape, options);
   }
   check_batch_sizes(input, named, static_cast<int64_t>(count), options);
   check_input_type(input);
