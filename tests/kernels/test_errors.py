@@ -180,9 +180,9 @@ def test_errors_of_geometry(backend, context):
     with raises(
         "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = 4, normali"
     ):
-        backend.forward(x, [6], num_groups=4)
+        backend.ops.forward.fused(x, [6], None, None, 1e-5, num_groups=4)
     with raises("Expected num_groups to be 1 for images, but got num_groups = 3 and input of shape [2, 3, 4]"):
-        backend.forward(images, [3], num_groups=3, images=True)
+        backend.ops.forward.fused(images, [3], None, None, 1e-5, num_groups=3, images=True)
     with raises("Given normalized_shape=[4], expected input with shape [N, 4, *], but got input of size[2, 3, 4]"):
         backend.forward(images, [4], images=True)
     with raises(
@@ -191,7 +191,8 @@ def test_errors_of_geometry(backend, context):
         backend.forward(images, [3], x[:, :4], images=True)
     statistics = torch.ones(2, 2, device=backend.device)
     with raises("Expected rstd of shape [2, 3], but got rstd of shape [2, 2]"):
-        backend.backward(x, x, [6], None, statistics, None, None, ALL, rms=True, num_groups=3)
+        options = {"rms": True, "num_groups": 3}
+        backend.ops.backward.fused(x, x, [6], None, statistics, None, None, [True] * 6, None, None, **options)
 
 
 WRONG_BACKWARD = {  # of a gated norm unless the activation is None

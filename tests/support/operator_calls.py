@@ -40,7 +40,8 @@ def right_call(name, rng):
     kind = rng.choice(kinds)
     own_sizes = [rng.choice([1, size]) for size in batch]
     images = bool(batch) and len(shape) == 1 and rng.random() < 0.3
-    num_groups = rng.choice([n for n in (1, 2, 4, 11) if len(shape) == 1 and not images and shape[0] % n == 0] or [1])
+    may_have_groups = "d.fused" in name and len(shape) == 1 and not images
+    num_groups = rng.choice([n for n in (1, 2, 4, 11) if may_have_groups and shape[0] % n == 0] or [1])
     flags = {flag: rng.random() < 0.3 for flag in ("rms", "zero_centered_weight", "memory_efficient")}
     flags["memory_efficient"] &= kind != "activation"
 
@@ -62,7 +63,7 @@ def right_call(name, rng):
     args["bias"] = rng.choice([None, parameter()])
     if "fused" in name:
         args["input_scale"] = parameter() if kind == "gated residual" else None
-    args |= flags | {"images": images, "num_groups": num_groups}
+    args |= flags | {"images": images} | ({"num_groups": num_groups} if "fused" in name else {})
     if kind == "activation":
         args["gate"] = draw(rng.choice([dtype, wide]))
         args |= {"activation": rng.choice(["silu", "sigmoid"]), "gate_first": rng.random() < 0.5}
@@ -193,7 +194,7 @@ def change(name, args, rng):
 
 def as_rows(t, args):
     """Return a tensor, statistic or parameter with the normalized dimensions last; see csrc/ops/geometry.h."""
-    dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args["num_groups"] or 1
+    dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args.get("num_groups") or 1
     if t.dim() > count and args["images"]:
         t = t.reshape(*t.shape, *[1] * (dims - t.dim())).movedim(1, -1)
     while count < t.dim() < dims:
@@ -208,7 +209,7 @@ def activate(gate, name):
 def formulas(name, args):
     """Return the right results of a call."""
     values = {key: as_rows(t.double(), args) if isinstance(t, torch.Tensor) else t for key, t in args.items()}
-    if (args["num_groups"] or 1) > 1:
+    if (args.get("num_groups") or 1) > 1:
         values["normalized_shape"] = [args["normalized_shape"][0] // args["num_groups"]]
     return (forward if "forward" in name else backward)(args, **values)
 
@@ -235,7 +236,7 @@ def backward(
     gate_first=False, **_,
 ):  # fmt: skip
     dims = tuple(range(-len(normalized_shape), 0))
-    default = normalized_shape if args["num_groups"] in (None, 1) else (args["num_groups"], *normalized_shape)
+    default = normalized_shape if args.get("num_groups") in (None, 1) else (args["num_groups"], *normalized_shape)
     shape = next((p.shape for p in (weight, bias) if p is not None), default)
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
 
@@ -315,7 +316,7 @@ def outcome(function, args):
 
 # Errors of torch that name no argument: of residuals that cannot be changed in place, and of calls without any tensor.
 TORCH_ERRORS = ("ZeroTensors are immutable", "unsupported operation: ", "There were no tensor arguments")
-INTERNAL = ("Internal", "INTERNAL", "Could not run", "Undefined")
+INTERNAL = ("Unknown keyword", "Internal", "INTERNAL", "Could not run", "Undefined")
 
 
 def fault(name, args):
