@@ -94,8 +94,8 @@ def norm(
         eps = 0.0
     if activation is not None and not input.is_nested:
         check_gate_options(activation, num_groups, normalized_shape, input, rms)
-    if images and not input.is_nested:  # the check refuses nested images
-        normalized_shape = input.shape[1:2]
+    if images:
+        normalized_shape = () if input.is_nested else input.shape[1:2]
     if input.is_nested and not images:
         parameters = {"scale": scale, "shift": shift} if adaptive else {"weight": weight, "bias": bias}
         alike = {"residual": residual}
@@ -118,7 +118,8 @@ def norm(
     options |= {} if num_groups == 1 else {"num_groups": num_groups}
     options |= {} if activation is None else {"activation": activation}
     aten = tracing.records_aten()
-    if aten or adaptive or images or input_scale is not None:  # the operators have other names
+    # The operators have other names for some arguments, and no kernels for nested tensors, which are images here.
+    if aten or adaptive or input_scale is not None or input.is_nested:
         tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, adaptive, **options)
     arguments = (input, normalized_shape, weight, bias, eps)
     if aten:
@@ -128,7 +129,7 @@ def norm(
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
-    if residual is None and gate is None and num_groups == 1:
+    if residual is None and gate is None:
         return ops.forward.default(*arguments, **options)[0]
     factors = (gate,) if input_scale is None else (gate, input_scale)
     results = ops.forward.fused(*arguments, residual, *factors, **options)

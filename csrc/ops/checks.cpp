@@ -207,14 +207,14 @@ void check_norm(const Args& args, const ParameterNames& names) {
               normalized_shape);
   const NamedParameters named = {
       {{names.weight, args.weight}, {names.bias, args.bias}, {names.input_scale, args.input_scale}}};
-  // torch checks a weight and a bias without batch dimensions before the input.
-  const bool has_weight = std::string_view(names.weight) == "weight" && !options.images;
-  const auto is_torchs = [&](const NamedParameter& parameter) {
-    return has_weight && &parameter != &named[2] && parameter.tensor->dim() <= static_cast<int64_t>(count);
+  // torch checks a weight and a bias without batch dimensions, if they are not a scale and a shift, before the input.
+  const bool may_precede_input = std::string_view(names.weight) == "weight" && !options.images;
+  const auto precedes_input = [&](const NamedParameter& parameter) {
+    return may_precede_input && &parameter != &named[2] && parameter.tensor->dim() <= static_cast<int64_t>(count);
   };
   for (const auto& parameter : named) {
     const auto& [name, tensor] = parameter;
-    if (!tensor || !is_torchs(parameter)) continue;
+    if (!tensor || !precedes_input(parameter)) continue;
     TORCH_CHECK(are_equal(tensor->sym_sizes(), normalized_shape), "Expected ", name,
                 " to be of same shape as normalized_shape, but got ", name, " of shape ", tensor->sym_sizes(),
                 " and normalized_shape = ", normalized_shape);
@@ -229,7 +229,8 @@ void check_norm(const Args& args, const ParameterNames& names) {
                 c10::Join(", ", normalized_shape), "], but got input of size", sizes);
   }
   for (const auto& parameter : named) {
-    if (parameter.tensor && !is_torchs(parameter)) check_parameter_shape(parameter, input, normalized_shape, options);
+    if (parameter.tensor && !precedes_input(parameter))
+      check_parameter_shape(parameter, input, normalized_shape, options);
   }
   check_batch_sizes(input, named, static_cast<int64_t>(count), options);
   check_input_type(input);
@@ -237,8 +238,8 @@ void check_norm(const Args& args, const ParameterNames& names) {
     if (tensor) check_parameter_type(name, input, *tensor);
   }
   check_gate(args);
-  const int64_t groups = options.num_groups;
-  TORCH_CHECK(groups >= 1 && (groups == 1 || (count == 1 && normalized_shape[0] % groups == 0)),
+  const c10::SymInt& groups = options.num_groups;
+  TORCH_CHECK(groups >= 1 && (groups == 1 || (count == 1 && are_equal(normalized_shape[0] % groups, 0))),
               "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = ", groups,
               ", normalized_shape = ", normalized_shape, " and input of shape ", sizes);
   TORCH_CHECK(groups == 1 || !options.images, "Expected num_groups to be 1 for images, but got num_groups = ", groups,
@@ -263,14 +264,15 @@ void check_forward(const ForwardArgs& args, const ParameterNames& names) {
 
 void check_call(const ForwardArgs& args, bool adaptive) {
   const ParameterNames names = {adaptive ? "scale" : "weight", adaptive ? "shift" : "bias", "gate"};
-  for_each_tensor(args, [&](const std::string_view name, const Tensor& t) {
-    const char* const public_name = name == "weight"        ? names.weight
-                                    : name == "bias"        ? names.bias
-                                    : name == "input_scale" ? names.input_scale
-                                                            : name.data();
-    check_layout(public_name, t);
-  });
+  const auto public_name = [&](const std::string_view name) {
+    return name == "weight"        ? names.weight
+           : name == "bias"        ? names.bias
+           : name == "input_scale" ? names.input_scale
+                                   : name.data();
+  };
+  for_each_tensor(args, [&](const char* name, const Tensor& t) { check_layout(public_name(name), t); });
   check_forward(args, names);
+  for_each_tensor(args, [&](const char* name, const Tensor& t) { check_allocated(t, public_name(name)); });
 }
 
 void check_backward(const BackwardArgs& args) {

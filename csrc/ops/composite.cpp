@@ -98,12 +98,12 @@ struct Rows {
         normalized_dims(static_cast<int64_t>(args.normalized_shape.size())),
         options(args.options) {}
 
-  // The input, a tensor with its dimensions, a statistic or a parameter.
+  // The input, another tensor of its shape, a statistic or a parameter, as rows.
   Tensor operator()(const Tensor& t) const {
-    if (t.dim() == normalized_dims && options.num_groups == 1) return t;
+    if (t.dim() == normalized_dims && !options.has_groups()) return t;
     Tensor rows = t.dim() == normalized_dims ? t : with_all_dims(t, dims, normalized_dims, options);
     if (options.images) rows = rows.movedim(1, -1);
-    if (options.num_groups == 1) return rows;
+    if (!options.has_groups()) return rows;
     return rows.unflatten_symint(-1, {options.num_groups, rows.sym_size(-1) / options.num_groups});
   }
   optional<Tensor> operator()(const OptionalTensorRef& t) const {
@@ -111,7 +111,7 @@ struct Rows {
   }
   // The inverse for tensors with the dimensions of the input, and for statistics.
   Tensor undo(Tensor rows) const {
-    if (rows.defined() && options.num_groups > 1) rows = rows.flatten(-2);
+    if (rows.defined() && options.has_groups()) rows = rows.flatten(-2);
     return rows.defined() && options.images ? rows.movedim(-1, 1) : rows;
   }
   // The gradient of a parameter from the gradients of its values in each row.
@@ -120,7 +120,7 @@ struct Rows {
     if (present(type.model)) {
       const Tensor rows = (*this)(*type.model);
       sizes.assign(rows.sym_sizes().begin(), rows.sym_sizes().end());
-    } else if (options.num_groups > 1) {
+    } else if (options.has_groups()) {
       sizes = {options.num_groups, sizes[0] / options.num_groups};
     }
     Tensor result = at::sum_to(gradient, sizes);

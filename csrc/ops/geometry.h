@@ -21,7 +21,11 @@ Shape statistics_shape(const Sizes& input_sizes, int64_t normalized_dims, const 
   Shape shape(input_sizes.begin(), input_sizes.end());
   const auto end = shape.begin() + (options.images ? 2 : static_cast<int64_t>(shape.size()));
   std::fill(end - normalized_dims, end, 1);
-  *(end - 1) = options.num_groups;
+  if constexpr (std::is_same_v<typename Shape::value_type, c10::SymInt>) {
+    *(end - 1) = options.num_groups;
+  } else {
+    *(end - 1) = options.num_groups.expect_int();
+  }
   return shape;
 }
 
@@ -47,13 +51,13 @@ struct Extent {
 class Geometry {
  public:
   Geometry(const Tensor& input, int64_t normalized_dims, const Options& options)
-      : groups_(options.num_groups),
+      : groups_(options.num_groups.expect_int()),
         images_(options.images),
         input_dims_(input.dim()),
         batch_dims(input.dim() - normalized_dims + (groups_ > 1)),
         dims(input.dim() + (groups_ > 1)) {}
 
-  // Dimension d of the input or of a tensor with its dimensions, of a statistic, or of a parameter.
+  // The size and the stride of dimension d. The tensor has the shape of the input or is a statistic or a parameter.
   Extent extent(const Tensor& t, int64_t d) const {
     const bool is_group = groups_ > 1 && d == batch_dims - 1, is_element = groups_ > 1 && d == batch_dims;
     const int64_t source = source_of(t, d - is_element);

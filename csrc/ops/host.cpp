@@ -109,11 +109,41 @@ bool are_channels_first(const Tensor& input, const Options& options) {
 }
 Tensor channels_last(const Tensor& input) { return input.movedim(1, -1).contiguous().movedim(-1, 1); }
 
-// A parameter with a value of its own for each row.
-Tensor expand_to_rows(const Tensor& t, const Tensor& input, int64_t normalized_dims, const Options& options) {
-  if (t.dim() == normalized_dims && options.num_groups == 1) return t;
-  return with_all_dims(t, input.dim(), normalized_dims, options).expand(input.sizes());
-}
+// Expands the parameters in place: all get the batch sizes in which any of them differs from 1 or, if all have these
+// already, those of the input. A parameter that all rows share stays as it is. With a dtype, converts them as well.
+class ExpandedParameters {
+ public:
+  template <class Args>
+  explicit ExpandedParameters(Args& args, optional<at::ScalarType> dtype = std::nullopt) {
+    const Tensor& input = args.input;
+    const Options& options = args.options;
+    const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+    OptionalTensorRef* const parameters[] = {&args.weight, &args.bias, &args.input_scale};
+    at::DimVector sizes(input.dim(), 1);
+    for (size_t i = 0; i < 3; ++i) {
+      if (!*parameters[i]) continue;
+      const Tensor& t = **parameters[i];
+      const bool is_shared = t.dim() == normalized_dims && !options.has_groups();
+      expanded_[i] = is_shared ? t : with_all_dims(t, input.dim(), normalized_dims, options);
+      if (is_shared) continue;
+      for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], expanded_[i]->size(d));
+    }
+    const auto is_own = [&](const optional<Tensor>& t) { return t && t->dim() == input.dim() && input.dim() > 0; };
+    const bool all_have = std::all_of(expanded_.begin(), expanded_.end(), [&](const optional<Tensor>& t) {
+      return !is_own(t) || t->sizes() == at::IntArrayRef(sizes);
+    });
+    for (size_t i = 0; i < 3; ++i) {
+      if (!expanded_[i]) continue;
+      if (is_own(expanded_[i])) expanded_[i] = expanded_[i]->expand(all_have ? input.sizes() : at::IntArrayRef(sizes));
+      if (dtype) expanded_[i] = expanded_[i]->to(*dtype);
+      *parameters[i] = expanded_[i];
+    }
+  }
+  ExpandedParameters(const ExpandedParameters&) = delete;
+
+ private:
+  std::array<optional<Tensor>, 3> expanded_;
+};
 
 // Forward and backward for tensors that the kernels cannot use in place, see Views. Images are copied to channels_last,
 // and parameters whose groups are not adjacent dimensions are expanded.
@@ -129,14 +159,7 @@ ForwardOutputs forward_by_copies(ForwardArgs args) {
     copy_to_layout(outputs.output, input);
     return outputs;
   }
-  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-  std::array<optional<Tensor>, 3> expanded;
-  size_t count = 0;
-  for (OptionalTensorRef* const parameter : {&args.weight, &args.bias, &args.input_scale}) {
-    if (!*parameter) continue;
-    expanded[count] = expand_to_rows(**parameter, input, normalized_dims, args.options);
-    *parameter = expanded[count++];
-  }
+  const ExpandedParameters expanded(args);
   return kForward(args);
 }
 
@@ -151,17 +174,12 @@ BackwardOutputs backward_by_copies(BackwardArgs args) {
     for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) copy_to_layout(*t, input);
     return grads;
   }
-  // The kernel then computes a gradient for each row. They are not rounded before they are summed.
+  // The kernel then computes a gradient for each group of the expanded parameters. They are not rounded before they are
+  // summed.
   const auto acc = accumulate_type(input);
   const ParameterTypes types(input, args);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-  std::array<optional<Tensor>, 3> expanded;
-  size_t count = 0;
-  for (OptionalTensorRef* const parameter : {&args.weight, &args.bias, &args.input_scale}) {
-    if (!*parameter) continue;
-    expanded[count] = expand_to_rows(**parameter, input, normalized_dims, args.options).to(acc);
-    *parameter = expanded[count++];
-  }
+  const ExpandedParameters expanded(args, acc);
   BackwardOutputs grads = kBackward(args);
   const auto sum_rows = [&](Tensor& gradient, const GradientType& type) {
     if (!gradient.defined()) return;
@@ -245,11 +263,11 @@ BackwardOutputs backward_float64(const BackwardArgs& args) {
   return grads;
 }
 
-// The gradients of absent parameters have a value for each group of num_groups, also if an input_scale has others. As
-// the kernels have one division into groups, a weight of ones stands for the parameters then.
+// With num_groups, the gradients of an absent weight and bias have a value for each group, while an input_scale may
+// also differ between samples. The kernels cannot tell, so backward_with_weight() passes a weight of ones.
 bool lacks_groups(const BackwardArgs& args) {
   const bool wants_parameters = args.output_mask[1] || args.output_mask[2];
-  return args.options.num_groups > 1 && args.input_scale && wants_parameters && !args.weight && !args.bias;
+  return args.options.has_groups() && args.input_scale && wants_parameters && !args.weight && !args.bias;
 }
 
 template <BackwardFunction kBackward>
@@ -288,7 +306,7 @@ MaybeOwned kernel_parameter(const OptionalTensorRef& t, at::ScalarType type, con
   if (t->scalar_type() == type && views.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
   Tensor converted = t->to(type);
   converted = has_pixels(*t, options) ? channels_last(converted) : converted.contiguous();
-  if (!views.fits_parameter(converted)) converted = converted.clone();
+  if (!views.fits_parameter(converted)) converted = converted.clone();  // which is aligned
   return MaybeOwned::owned(std::move(converted));
 }
 

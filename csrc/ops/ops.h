@@ -34,9 +34,11 @@ struct Options {
   bool zero_centered_weight = false;  // the weight is `weight` + 1
   bool memory_efficient = false;      // backward gets forward's output instead of its input
   bool images = false;                // the tensors are [N, C, *] and normalized_shape is {C}, see geometry.h
-  int64_t num_groups = 1;             // the groups of elements of a row that are normalized apart
+  c10::SymInt num_groups = 1;         // the groups of elements of a row that are normalized apart
   int64_t activation = 0;             // an Activation
   bool gate_first = false;            // see Params
+
+  bool has_groups() const { return num_groups != 1; }
 
   auto fields() {
     return std::tie(rms, zero_centered_weight, memory_efficient, images, num_groups, activation, gate_first);
@@ -47,11 +49,11 @@ struct Options {
 // backward have the first fields only, because parsing each option takes 1 % of the time of a small call.
 template <class... Ts>
 struct TypeList {};
-using FirstOptions = TypeList<bool, bool, bool, bool>;
-using AllOptions = TypeList<bool, bool, bool, bool, optional<int64_t>, const ActivationName&, bool>;
+using FirstOptions = TypeList<bool, bool, bool, bool, optional<c10::SymInt>>;
+using AllOptions = TypeList<bool, bool, bool, bool, optional<c10::SymInt>, const ActivationName&, bool>;
 
 inline Options make_options(const Tensor& input, bool rms, bool zero_centered_weight, bool memory_efficient,
-                            bool images, optional<int64_t> num_groups = std::nullopt,
+                            bool images, const optional<c10::SymInt>& num_groups,
                             const ActivationName& activation = std::nullopt, bool gate_first = false) {
   const int64_t kind = activation ? parse_activation(activation, input) : 0;
   return {rms, zero_centered_weight, memory_efficient, images, num_groups.value_or(1), kind, gate_first};

@@ -15,13 +15,12 @@ namespace layernorm {
 // A tensor of the caller or a copy. Borrowing takes a small call less time than counting a reference.
 using MaybeOwned = c10::MaybeOwned<Tensor>;
 
-// The views [groups, rows, cols] of the tensors of a call.
+// The views [groups, rows, cols] of the tensors of a call. All rows of one of these groups have the same parameters.
 //
 // The batch dimensions in which a parameter has the input's size are groups, and so are the groups of num_groups; the
 // others are rows. If all rows share the parameters, groups and rows are outer and inner batch dimensions, divided so
-// that the input need not be copied. With channels_first, only the first dimension, the images, may be a group.
-// Otherwise the kernel for one image, and therefore its bits, would differ from that for several, whose pixels are not
-// adjacent in memory.
+// that the input need not be copied. With channels_first, only the first dimension, the images, may be a group. If
+// pixels were groups, the kernel for one image, and therefore its bits, would differ from that for several images.
 class Views {
  public:
   // `output` has the layout of all outputs. With `aligns`, rows and parameters that is_aligned() refuses are copied.
@@ -32,13 +31,13 @@ class Views {
         geometry_(args.input, normalized_dims_, args.options),
         batch_dims_(geometry_.batch_dims),
         aligns_(aligns),
-        has_own_groups_(args.options.num_groups > 1),
+        divides_rows_(args.options.has_groups()),
         is_group_(batch_dims_, false) {
     const Tensor& input = args.input;
     const OptionalTensorRef* const parameters[] = {&args.weight, &args.bias, &args.input_scale};
     for (int64_t d = batch_dims_; d < geometry_.dims; ++d) cols *= geometry_.extent(input, d).size;
     const bool has_groups =
-        has_own_groups_ || std::any_of(std::begin(parameters), std::end(parameters), [&](const auto* parameter) {
+        divides_rows_ || std::any_of(std::begin(parameters), std::end(parameters), [&](const auto* parameter) {
           return *parameter && (*parameter)->dim() > normalized_dims_;
         });
     is_plain_ = !has_groups && !args.options.images && input.is_contiguous() && output.is_contiguous() &&
@@ -47,7 +46,7 @@ class Views {
       for (int64_t d = 0; d < batch_dims_; ++d) rows *= input.size(d);
       return;
     }
-    if (has_own_groups_) is_group_[batch_dims_ - 1] = true;
+    if (divides_rows_) is_group_[batch_dims_ - 1] = true;
     for (const auto* parameter : parameters) {
       if (!*parameter) continue;
       for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] |= geometry_.extent(**parameter, d).size != 1;
@@ -114,10 +113,11 @@ class Views {
     if (!is_aligned(t, own)) return false;
     return is_shared(t) ? t.is_contiguous() : own.group_stride >= 0 && own.col_stride == 1;
   }
-  // The view of a contiguous gradient like a parameter. Without data as well, it says whether each group has its own,
-  // because the order of other sums depends on it.
+  // The view of the contiguous gradient of a parameter. A gradient that is not wanted has no data, but its group stride
+  // also says whether each group has a gradient of its own: the order in which kernels sum other gradients depends on
+  // it.
   View gradient_view(const optional<Tensor>& model, void* data) const {
-    const bool is_own = present(model) ? model->numel() > cols : has_own_groups_;
+    const bool is_own = present(model) ? model->numel() > cols : divides_rows_;
     return {data, is_own ? cols : 0, 0, 1};
   }
 
@@ -133,7 +133,7 @@ class Views {
     return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
   }
 
-  // Makes the first batch dimensions groups, as few as done() asks for; returns whether it ever holds.
+  // Makes the first batch dimensions groups, one after the other until done() holds; returns whether it does.
   template <class F>
   bool divide(const F& done) {
     std::fill(is_group_.begin(), is_group_.end(), false);
@@ -164,9 +164,10 @@ class Views {
   static constexpr auto all_ = [](int64_t) { return true; };
 
   // Whether all groups share a parameter.
-  bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && !has_own_groups_; }
+  bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && !divides_rows_; }
 
-  // Whether a parameter has a value for each group or is shared by all of them. The kernels know nothing between.
+  // Whether a parameter has values for each group, or one for all groups. The kernels cannot read parameters that are
+  // shared by some groups.
   bool has_all_groups_or_none(const Tensor& parameter) const {
     bool all = true, none = true;
     for (int64_t d = 0; d < batch_dims_; ++d) {
@@ -179,7 +180,7 @@ class Views {
   const int64_t normalized_dims_;
   const Geometry geometry_;
   const int64_t batch_dims_;
-  const bool aligns_, has_own_groups_;
+  const bool aligns_, divides_rows_;
   bool is_plain_;  // one group of contiguous rows, as in nearly every call
   // False for images whose pixels are apart or have parameters of their own, and for parameters of some groups only.
   bool has_kernel_ = true;

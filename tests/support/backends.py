@@ -123,16 +123,15 @@ def run_images(backend, x, dy, *args, **options):
     return run(backend, x, dy, *args, normalized_shape=x.shape[1:2], images=True, **options)
 
 
-def run_pixels(backend, x, dy, *args, residual=None, grad_sum=None, **options):
+def run_pixels(backend, x, dy, weight=None, bias=None, *args, residual=None, grad_sum=None, **options):
     """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
-    has_own_parameters = any(t is not None and t.dim() == x.dim() for t in args[:2])
+    has_own_parameters = any(t is not None and t.dim() == x.dim() for t in (weight, bias))
     is_one_image = x.dim() == 2 and not has_own_parameters
     images = [t if t is None else t[None] if is_one_image else t for t in (x, dy, residual, grad_sum)]
     images = [t if t is None else t.movedim(-1, 1).contiguous() for t in images]
-    weight, bias, *others = [*args, *[None] * (2 - len(args))]
     weight, bias = (t if t is None or t.dim() == 1 else t.movedim(-1, 1) for t in (weight, bias))
     options |= {"residual": images[2], "grad_sum": images[3]}
-    results = run_images(backend, *images[:2], weight, bias, *others, **options)
+    results = run_images(backend, *images[:2], weight, bias, *args, **options)
     results = results.map(lambda t: t.movedim(1, -1) if t.dim() > 1 else t)
     if is_one_image:
         results = results.map_rows(lambda t: t.squeeze(0))
