@@ -214,6 +214,25 @@ def test_compiled_training_between_convolutions(cls):
             torch.testing.assert_close(*gradients, **REORDERED_BY_INDUCTOR)
 
 
+def test_symbolic_groups():
+    """Their number may depend on a size: one graph serves all sizes."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return layernorm_ext.gated_rms_norm(x, None, x.shape[-1:], num_groups=x.shape[-1] // 4)
+
+    counter = CompileCounter()
+    compiled = torch.compile(Model(), dynamic=True, fullgraph=True, backend=counter)
+    dynamic = {"x": {1: 4 * torch.export.Dim("groups", min=2, max=100)}}
+    with trace_as("kernel"):
+        exported = torch.export.export(Model(), (torch.randn(2, 12),), dynamic_shapes=dynamic, strict=False).module()
+    for groups in (2, 3, 5):
+        x = torch.randn(2, 4 * groups)
+        for traced in (compiled, exported):
+            assert torch.equal(traced(x), Model()(x))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm2d, layernorm_ext.RMSNorm2d])
 def test_compiled_images_of_changing_sizes(norm):
     """Inductor cannot order the symbolic strides of views of images between convolutions: no view may be saved."""
