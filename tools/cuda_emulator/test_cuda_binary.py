@@ -62,7 +62,7 @@ def test_emulated_calls_reach_every_kernel(kernels):
                 run_pixels(library, x, dy, w, b)
                 run_pixels(library, x, amid_nans(dy))
                 statistics = library.ops.forward.fused(x, x.shape[1:], w, b, 1e-5, x, None, w)[2:]
-                arguments = (dy, x, x.shape[1:], *statistics, w, b, [True] * 5)
+                arguments = (dy, x, x.shape[1:], *statistics, w, b, [True] * 6)
                 library.ops.backward.fused(*arguments, x, None, w, x)
                 library.ops.forward.fused(x, x.shape[1:], w, b, 1e-5, None, dy, activation="silu")
                 library.ops.backward.fused(*arguments, None, dy, activation="silu")
