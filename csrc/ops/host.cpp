@@ -231,12 +231,18 @@ BackwardOutputs backward_in_acc(const BackwardArgs& args) {
   return grads;
 }
 
-// Forward and backward of float64 by aten's operations, on contiguous copies, so that strides change no bit.
-Tensor contiguous(const Tensor& t) { return t.contiguous(); }
+// Forward and backward of float64 by aten's operations, on copies whose rows are contiguous, so that strides change no
+// bit.
+template <class Function, class Args>
+auto call_with_contiguous_rows(const Function& function, const Args& args) {
+  return call_with(function, args, [&](const Tensor& t) {
+    return args.options.images && t.dim() > 1 ? channels_last(t) : t.contiguous();
+  });
+}
 
 ForwardOutputs forward_float64(ForwardArgs args) {
   const bool in_place = std::exchange(args.in_place, false);
-  ForwardOutputs outputs = call_with(forward_composite, args, contiguous);
+  ForwardOutputs outputs = call_with_contiguous_rows(forward_composite, args);
   const auto finish = [&](Tensor& t) {
     if (t.defined()) t = t.contiguous();
     if (args.options.images) copy_to_layout(t, args.input);
@@ -252,7 +258,7 @@ ForwardOutputs forward_float64(ForwardArgs args) {
 
 BackwardOutputs backward_float64(const BackwardArgs& args) {
   BackwardOutputs grads =
-      call_with(args.options.memory_efficient ? backward_from_output : backward_composite, args, contiguous);
+      call_with_contiguous_rows(args.options.memory_efficient ? backward_from_output : backward_composite, args);
   for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) {
     if (t->defined()) *t = t->contiguous();
     if (args.options.images) copy_to_layout(*t, args.input);
