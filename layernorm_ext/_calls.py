@@ -118,7 +118,7 @@ def norm(
     options |= {} if num_groups == 1 else {"num_groups": num_groups}
     options |= {} if activation is None else {"activation": activation}
     aten = tracing.records_aten()
-    # The operators have other names for some arguments, and no kernels for nested tensors, which are images here.
+    # The operators have other names for some arguments. Nested images, which reach this line, are refused by name.
     if aten or adaptive or input_scale is not None or input.is_nested:
         tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, adaptive, **options)
     arguments = (input, normalized_shape, weight, bias, eps)

@@ -115,7 +115,7 @@ def check(*arguments: Any, **options: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
         schema = torch.ops.layernorm.check.default._schema.arguments
         _C.check(*arguments, *(options.get(a.name, a.default_value) for a in schema if a.kwarg_only))
-    elif not _is_exporting():  # an exported program would keep the operator, and torch's functions check as well
+    elif not _is_exporting():  # an exported program would keep the operator
         torch.ops.layernorm.check(*arguments, **options)
 
 

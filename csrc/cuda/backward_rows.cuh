@@ -52,7 +52,7 @@ struct alignas(16) RowHeader {
   short offsets[kArrays];  // see Slice::staged()
 };
 
-// What a thread does with the rows of its block.
+// A thread's work on the rows of its block.
 template <class T, class X, class Path>
 struct Rows {
   using SliceOf = Slice<X, Path::kMapping, Path::kLanes>;

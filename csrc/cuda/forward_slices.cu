@@ -47,7 +47,7 @@ struct alignas(16) RowHeader {
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
-// What a thread does with the rows of its block. x is the input or, with a residual, first that and then the sum.
+// A thread's work on the rows of its block. x is first the input and, with a residual, then the sum.
 template <class T, class X, class Path>
 struct Rows {
   using SliceOf = Slice<X, Path::kMapping, Path::kLanes>;

@@ -34,7 +34,7 @@ struct Moments {
   }
 };
 
-// What the kernels of forward need to know of a call besides its parameters.
+// The choices of a forward call that its kernels read beside ForwardParams.
 struct ForwardPlan {
   Flags flags;
   ByteStride x_stride, input_stride, output_stride, sum_stride;

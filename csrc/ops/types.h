@@ -27,7 +27,7 @@ struct GradientType {
 
 // The types of the gradients of the parameters, for the input or, with a residual, its sum. Kernels exist for
 // parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
-// converted to the accumulation type, and their gradients back to their own dtype. So are all of a gated norm.
+// converted to the accumulation type, and their gradients back to their own dtype. A gated norm converts all of them.
 struct ParameterTypes {
   template <class Args>
   ParameterTypes(const Tensor& input, const Args& args)
