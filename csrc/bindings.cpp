@@ -23,33 +23,6 @@
 
 namespace {
 
-// A normalized_shape that is a tuple or list of Python integers, as in nearly every call.
-struct PlainShape {
-  c10::SymDimVector sizes;
-};
-
-}  // namespace
-
-template <>
-struct pybind11::detail::type_caster<PlainShape> {
-  PYBIND11_TYPE_CASTER(PlainShape, const_name("Sequence[int]"));
-
-  bool load(handle source, bool) {
-    if (!PyTuple_Check(source.ptr()) && !PyList_Check(source.ptr())) return false;
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(source.ptr());
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const item = PySequence_Fast_GET_ITEM(source.ptr(), i);
-      int overflow = 0;
-      if (!PyLong_CheckExact(item)) return false;
-      value.sizes.emplace_back(PyLong_AsLongLongAndOverflow(item, &overflow));
-      if (overflow) return false;
-    }
-    return true;
-  }
-};
-
-namespace {
-
 using at::Tensor;
 using layernorm::Member;
 using layernorm::MemberArgs;
@@ -64,14 +37,49 @@ bool needs_python(const Tensor& input) {
          c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-// The usual call of layer_norm. With torch's parser, a call of 8 x 64 would take 1.82 us instead of 1.65 us (torch 2.13
-// on an AMD EPYC Zen 5, least of 3000 alternating samples).
-optional<Tensor> plain_layer_norm(const Tensor& input, const PlainShape& normalized_shape,
-                                  const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
-  if (needs_python(input)) return std::nullopt;
-  const layernorm::ForwardArgs args = {input, normalized_shape.sizes, weight, bias, eps, {}};
-  layernorm::check_layouts(args);
-  return layernorm::call_forward(args).output;
+// A tensor without an override (__torch_function__) or, if it may be absent, None.
+bool is_plain(PyObject* object, bool may_be_absent) {
+  return THPVariable_CheckExact(object) || (may_be_absent && object == Py_None);
+}
+optional<Tensor> as_optional_tensor(PyObject* object) {
+  return object == Py_None ? std::nullopt : optional<Tensor>(THPVariable_Unpack(object));
+}
+
+// Reads a tuple or list of Python integers, as normalized_shape is in nearly every call; returns whether it is one.
+bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
+  if (!PyTuple_Check(object) && !PyList_Check(object)) return false;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const item = PySequence_Fast_GET_ITEM(object, i);
+    int overflow = 0;
+    if (!PyLong_CheckExact(item)) return false;
+    sizes.emplace_back(PyLong_AsLongLongAndOverflow(item, &overflow));
+    if (overflow) return false;
+  }
+  return true;
+}
+
+// layer_norm(input, normalized_shape, weight, bias, eps) without torch's parser, which takes a seventh of the time of a
+// call of 8 x 64. Returns None for arguments of other types, and if the call needs_python().
+PyObject* plain_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  c10::SymDimVector normalized_shape;
+  const bool plain = count == 5 && is_plain(args[0], false) && read_sizes(args[1], normalized_shape) &&
+                     is_plain(args[2], true) && is_plain(args[3], true) && PyFloat_CheckExact(args[4]) &&
+                     !at::impl::torch_function_mode_enabled();
+  if (!plain) Py_RETURN_NONE;
+  const Tensor input = THPVariable_Unpack(args[0]);
+  if (needs_python(input)) Py_RETURN_NONE;
+  const auto weight = as_optional_tensor(args[2]), bias = as_optional_tensor(args[3]);
+  const layernorm::ForwardArgs call = {input, normalized_shape, weight, bias, PyFloat_AS_DOUBLE(args[4]), {}};
+  Tensor output;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    layernorm::check_layouts(call);
+    output = layernorm::call_forward(call).output;
+  }
+  return THPVariable_Wrap(std::move(output));
+  END_HANDLE_TH_ERRORS
 }
 
 // The signature of a function, as torch's parser reads it.
@@ -121,13 +129,13 @@ MemberArgs read_arguments(const Member& member, Tensor input, torch::PythonArgs&
     args.num_groups = parsed.toInt64(next++);
   }
   if (!member.adaptive) args.zero_centered_weight = flag();
-  if (member.adds) args.in_place = flag();
+  if (member.adds) args.inplace = flag();
   if (member.has_memory_efficient()) args.memory_efficient = flag();
   return args;
 }
 
-// A function of the family. Returns the output, with a residual the output and the sum, or None if the call
-// needs_python().
+// A function of the family. Returns the output, with a residual the output and the sum, or None if an argument has an
+// override or the call needs_python().
 template <size_t kMember>
 PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
@@ -135,6 +143,7 @@ PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   static PythonArgParser parser({signature(member)});
   ParsedArgs<10> parsed;
   auto parsed_args = parser.parse(args, kwargs, parsed);
+  if (parsed_args.has_torch_function()) Py_RETURN_NONE;
   Tensor input = parsed_args.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
   const auto member_args = read_arguments(member, std::move(input), parsed_args);
@@ -151,11 +160,11 @@ PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
 // The functions, and an empty entry at the end.
 template <size_t... kMembers>
 auto family_methods(std::index_sequence<kMembers...>) {
-  const auto method = [](const char* name, PyCFunctionWithKeywords function) -> PyMethodDef {
-    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_VARARGS | METH_KEYWORDS,
-            nullptr};
+  const auto method = [](const char* name, auto function, int flags) -> PyMethodDef {
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), flags, nullptr};
   };
-  return std::array{method(layernorm::kFamily[kMembers].name, evaluate<kMembers>)..., PyMethodDef{}};
+  return std::array{method(layernorm::kFamily[kMembers].name, evaluate<kMembers>, METH_VARARGS | METH_KEYWORDS)...,
+                    method("plain_layer_norm", plain_layer_norm, METH_FASTCALL), PyMethodDef{}};
 }
 
 }  // namespace
@@ -163,14 +172,7 @@ auto family_methods(std::index_sequence<kMembers...>) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   static auto methods = family_methods(std::make_index_sequence<layernorm::kFamilySize>());
-  // The first one, layer_norm, has two overloads.
-  if (PyModule_AddFunctions(m.ptr(), methods.data() + 1) != 0) throw py::error_already_set();
-  m.def("layer_norm", &plain_layer_norm, py::call_guard<py::gil_scoped_release>());
-  m.def("layer_norm", [](const py::args& args, const py::kwargs& kwargs) {  // all other calls, and all errors
-    PyObject* const result = evaluate<0>(nullptr, args.ptr(), kwargs.ptr());
-    if (!result) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(result);
-  });
+  if (PyModule_AddFunctions(m.ptr(), methods.data()) != 0) throw py::error_already_set();
   const py::call_guard<py::gil_scoped_release> no_gil;
   m.def("check", &layernorm::CheckOperator<>::call, no_gil);
   m.def("cpu_capability", &layernorm::cpu::capability,

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "layer_norm.h"
+#include "kernel_params.h"
 
 namespace layernorm {
 

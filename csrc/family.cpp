@@ -23,7 +23,7 @@ ForwardOutputs evaluate(const Member& m, const MemberArgs& args) {
     }
   } else {
     call.input_scale = args.gate;
-    call.in_place = args.in_place;
+    call.inplace = args.inplace;
   }
   if (m.adaptive || call.input_scale) {  // whose names differ from those of the operator
     check_call(call, m.adaptive);

@@ -46,7 +46,7 @@ struct MemberArgs {
   optional<Tensor> gate;
   std::string activation;
   int64_t num_groups = 1;
-  bool gate_first = false, zero_centered_weight = false, memory_efficient = false, in_place = false;
+  bool gate_first = false, zero_centered_weight = false, memory_efficient = false, inplace = false;
 };
 
 // Returns the output and, with a residual, the sum.

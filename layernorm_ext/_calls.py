@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import tracing
 from ._nested import norm_nested
@@ -38,24 +39,33 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
     ``arguments`` are all positional parameters.
     """
-    if (has_torch_function(arguments) or has_torch_function_unary(options.get("gate"))) and not _has_nested(arguments):
-        names, _ = _FAMILY[function.__name__]
+    # torch.compile cannot trace the compiled function.
+    if not is_dynamo_compiling():
+        try:
+            results = getattr(_C, function.__name__)(*arguments, **options)
+        except TypeError:
+            if not _has_override(arguments, options):  # which may stand for any argument
+                raise
+        else:
+            if results is not None:
+                return results
+    names, members = _FAMILY[function.__name__]
+    if _has_override(arguments, options):
         first = names.index(_SHAPE) + 1 if _SHAPE in names else 1
         keywords = dict(zip(names[first:], arguments[first:], strict=True)) | options
         return handle_torch_function(function, (*arguments, *options.values()), *arguments[:first], **keywords)
-    # torch.compile cannot trace the compiled function.
-    if not torch.compiler.is_dynamo_compiling():
-        results = getattr(_C, function.__name__)(*arguments, **options)
-        if results is not None:
-            return results
-    names, members = _FAMILY[function.__name__]
     return norm(**dict(zip(names, arguments, strict=True)), **members, **options)
 
 
-def _has_nested(arguments: tuple[Any, ...]) -> bool:
-    """Return whether a tensor is nested: torch's override would mistake a function for torch's of the same name."""
+def _has_override(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether an argument overrides functions.
+
+    Nested tensors do not count: they would mistake a function for torch's of the same name.
+    """
+    if not has_torch_function((*arguments, *options.values())):
+        return False
     with torch._C.DisableTorchFunctionSubclass():  # do not call the override for is_nested
-        return any(isinstance(argument, Tensor) and argument.is_nested for argument in arguments)
+        return not any(isinstance(argument, Tensor) and argument.is_nested for argument in arguments)
 
 
 def norm(
@@ -118,8 +128,8 @@ def norm(
     options |= {} if num_groups == 1 else {"num_groups": num_groups}
     options |= {} if activation is None else {"activation": activation}
     aten = tracing.records_aten()
-    # The operators have other names for some arguments. Nested images, which reach this line, are refused by name.
-    if aten or adaptive or input_scale is not None or input.is_nested:
+    # The operators have other names for some arguments, and nested tensors refuse them by their own error.
+    if aten or adaptive or input_scale is not None or not is_dynamo_compiling():
         tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, adaptive, **options)
     arguments = (input, normalized_shape, weight, bias, eps)
     if aten:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
+from torch.compiler import is_dynamo_compiling
 
 from ._calls import call
 from ._ops import _C
@@ -90,11 +89,8 @@ def layer_norm(
     """
     # The usual call does without call(), which takes 0.4 us. Overrides may know torch's arguments only.
     if not (zero_centered_weight or memory_efficient):
-        if not (torch.compiler.is_dynamo_compiling() or has_torch_function_variadic(input, weight, bias)):
-            output = _C.layer_norm(input, normalized_shape, weight, bias, eps)
-            if output is not None:
-                return output
-        return call(layer_norm, input, normalized_shape, weight, bias, eps)
+        plain = None if is_dynamo_compiling() else _C.plain_layer_norm(input, normalized_shape, weight, bias, eps)
+        return call(layer_norm, input, normalized_shape, weight, bias, eps) if plain is None else plain
     options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
     return call(layer_norm, input, normalized_shape, weight, bias, eps, **options)
 

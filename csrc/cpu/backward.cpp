@@ -5,10 +5,11 @@
 //   dbias = sum over rows of dy
 //
 // RMSNorm has a mean of 0 and dx = rstd * (g - xhat * mean(g * xhat)). The gradient of the sum that forward returns
-// with a residual is added to dx. If the sum is gate * input + residual, the gradients of the input and of the gate are
+// with a residual is added to dx. If the sum is scale * input + residual, the gradients of the input and of its scale
+// are
 //
-//   dinput = dx * gate
-//   dgate = sum over rows of dx * input
+//   dinput = dx * scale
+//   dscale = sum over rows of dx * input
 //
 // Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
 // sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
@@ -60,7 +61,7 @@ class SegmentSums {
     if (rows_ + count > kSumRows) next_sum();
     const int64_t buffer = is_first_ ? buffer_ : second_buffer_;
     finish_(b_, buffer, group, r, count, rows_ == 0, c, any_special, begin_, n_);
-    if (b_.has_gate_gradients) gate_loop(b_, buffer, group, r, count, rows_ == 0, begin_, n_);
+    if (b_.has_scale_gradients) scale_loop(b_, buffer, group, r, count, rows_ == 0, begin_, n_);
     rows_ += count;
   }
 
@@ -74,7 +75,7 @@ class SegmentSums {
     if (!is_first_) {
       add_buffer(b_.dweight(buffer_), b_.dweight(second_buffer_));
       add_buffer(b_.dbias(buffer_), b_.dbias(second_buffer_));
-      add_buffer(b_.dgate(buffer_), b_.dgate(second_buffer_));
+      add_buffer(b_.dscale(buffer_), b_.dscale(second_buffer_));
     }
     is_first_ = false;
     rows_ = 0;
@@ -117,7 +118,7 @@ void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, i
   };
   store(b.dweight(buffer), b.p.grad_weight);
   store(b.dbias(buffer), b.p.grad_bias);
-  store(b.dgate(buffer), b.p.grad_gate);
+  store(b.dscale(buffer), b.p.grad_input_scale);
 }
 
 // Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.
@@ -190,8 +191,8 @@ template <class Acc>
 class GatedTask {
  public:
   GatedTask(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops, const GatedPolicy& gated_policy,
-            const BackwardParams& norm, const BackwardPolicy& policy, Acc* partials, Acc* scratch)
-      : p_(p), loops_(loops), norm_(norm), b_(norm_, policy, partials) {
+            const BackwardPolicy& policy, Acc* partials, Acc* scratch)
+      : p_(p), loops_(loops), norm_(p), b_(norm_, policy, partials) {
     const bool converts = p.dtype != p.param_dtype;
     const auto rows = [&](int64_t array) {
       return View{scratch + array * gated_policy.array, 0, gated_policy.pitch, 1};
@@ -250,25 +251,23 @@ class GatedTask {
 
 template <class Acc>
 void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
-  BackwardParams norm = p;
-  norm.gate = norm.grad_gate = View();
-  BackwardPolicy norm_policy(norm, ArraySize(p, sizeof(Acc), /*rows=*/1));
+  BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
   norm_policy.prefetched = 0;
   const Segments& segments = norm_policy.segments;
   const GatedPolicy policy(p, segments.count, norm_policy.block, kGatedArrays);
   const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
-  const int64_t sums = ParameterGradients(norm).count * buffers * padded_cols(p);
+  const int64_t sums = ParameterGradients(p).count * buffers * padded_cols(p);
   Acc* const partials =
       static_cast<Acc*>(p.allocator->allocate((sums + policy.scratch) * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end) {
-    GatedTask<Acc> rows(p, loops, policy, norm, norm_policy, partials, partials + sums + task * policy.task_scratch);
+    GatedTask<Acc> rows(p, loops, policy, norm_policy, partials, partials + sums + task * policy.task_scratch);
     for (int64_t segment = task * segments.count / policy.tasks; segment < end * segments.count / policy.tasks;
          ++segment) {
       rows.handle_segment(segment, segments.are_gradients ? task : segment, task);
       if (segments.are_gradients) rows.store_gradients(segment, task);
     }
   });
-  if (!segments.are_gradients) add_partials<Acc, Acc>(norm, partials, segments.count);
+  if (!segments.are_gradients) add_partials<Acc, Acc>(p, partials, segments.count);
 }
 
 }  // namespace

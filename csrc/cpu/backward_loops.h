@@ -1,4 +1,4 @@
-// The loops over rows of backward.cpp, which has the formulas: the sums loop, the gradients loop and the gate loop.
+// The loops over rows of backward.cpp, which has the formulas: the sums loop, the gradients loop and the scale loop.
 #pragma once
 
 #include <cmath>
@@ -48,10 +48,10 @@ struct Backward {
   // special. Otherwise a row is special if its standard deviation is so large or so small that x - mean, or its product
   // with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is subnormal
   // are special even if the processor reads it as zero.
-  bool is_special(Acc rstd) const { return p.from_output || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
+  bool is_special(Acc rstd) const { return p.memory_efficient || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
   // The scale of a special row. In backward from the output it is rstd, because d is xhat.
   Acc scale(Acc mean, Acc rstd) const {
-    if (p.from_output) return rstd;
+    if (p.memory_efficient) return rstd;
     // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
@@ -60,7 +60,7 @@ struct Backward {
   Acc* sums(int64_t buffer) const { return partials + buffer * pitch; }
   Acc* dweight(int64_t buffer) const { return p.grad_weight.data || p.grad_bias.data ? sums(buffer) : nullptr; }
   Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? sums(buffer) + padded_cols : nullptr; }
-  Acc* dgate(int64_t buffer) const { return p.grad_gate.data ? sums(buffer) + 2 * padded_cols : nullptr; }
+  Acc* dscale(int64_t buffer) const { return p.grad_input_scale.data ? sums(buffer) + 2 * padded_cols : nullptr; }
 
   const BackwardParams& p;
   const Chunks chunks = {p.cols, kChunk<Acc>};
@@ -69,7 +69,7 @@ struct Backward {
   const int64_t padded_cols = cpu::padded_cols(p);
   const int64_t pitch = ParameterGradients(p).count * padded_cols;
   const Acc weight_offset = p.zero_centered_weight;
-  const bool has_gate_gradients = cpu::has_gate_gradients(p);
+  const bool has_scale_gradients = cpu::has_scale_gradients(p);
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
   const Coefficients<Acc> coefficients = {sums(policy.buffers + policy.second_buffers),
                                           p.groups * p.rows};  // of all rows
@@ -81,7 +81,7 @@ Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::
                                 const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
   using X = typename B::X;
   if constexpr (!special) return load<X>(x + j, lanes) - mean;
-  if (!b.p.from_output) return load<X>(x + j, lanes) * scale - mean;
+  if (!b.p.memory_efficient) return load<X>(x + j, lanes) * scale - mean;
   auto v = load<X>(x + j, lanes);
   if (bias) v = v - load<X>(bias + j, lanes);
   return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
@@ -117,7 +117,7 @@ void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename
   for (int k = 0; k < kCount; ++k) {
     mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
     if (special) {
-      rstd[k] = b.p.from_output ? Acc(1) : divide_rstd(rstds + k * rstd_stride, scale);
+      rstd[k] = b.p.memory_efficient ? Acc(1) : divide_rstd(rstds + k * rstd_stride, scale);
     } else {
       rstd[k] = rstds[k * rstd_stride];
     }
@@ -386,7 +386,7 @@ void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_
 // Whether the gradients loop has to scale the values of a row, see Coefficients::scale().
 template <class B>
 bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
-  return b.p.from_output || c.scale()[row] != 1;
+  return b.p.memory_efficient || c.scale()[row] != 1;
 }
 
 // Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
@@ -433,32 +433,32 @@ auto choose_gradients(const B& b) {
   return chosen;
 }
 
-// The gradients of a gate beside a residual and of the input that it multiplies, from dx, which the gradients loop has
-// stored. The loop is apart, so that other calls have no instruction for it.
+// The gradients of the scale of an input, and of that input, from dx, which the gradients loop has stored. The loop is
+// apart, so that other calls have no instruction for it.
 template <class B>
-void gate_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
-               int64_t n) {
+void scale_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
+                int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
-  const auto* const gate = b.p.gate.template row<const typename B::W>(group, 0);
+  const auto* const scale = b.p.input_scale.template row<const typename B::W>(group, 0);
   const X* const dx = b.p.grad_input.template row<const X>(group, r);
-  const T* const gated_input = b.p.gated_input.template row<const T>(group, r);
-  T* const grad_gated_input = b.p.grad_gated_input.template row<T>(group, r);
-  auto* const dgate = b.dgate(buffer);
-  const int64_t dx_stride = b.p.grad_input.row_stride, gated_stride = b.p.gated_input.row_stride,
-                grad_gated_stride = b.p.grad_gated_input.row_stride;
+  const T* const input = b.p.scaled_input.template row<const T>(group, r);
+  T* const dinput = b.p.grad_scaled_input.template row<T>(group, r);
+  auto* const dscale = b.dscale(buffer);
+  const int64_t dx_stride = b.p.grad_input.row_stride, input_stride = b.p.scaled_input.row_stride,
+                dinput_stride = b.p.grad_scaled_input.row_stride;
   for_each_pack<typename B::Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-    const auto factor = load<X>(gate + j, lanes);
+    const auto factor = load<X>(scale + j, lanes);
     Pack<typename B::Acc> sum = {};
-    if (dgate && !first) sum = read(dgate + j, AllLanes{});
+    if (dscale && !first) sum = read(dscale + j, AllLanes{});
     for (int64_t k = 0; k < count; ++k) {
       const auto v = load<X>(dx + k * dx_stride + j, lanes);
-      if (dgate) sum = fma(v, load<X>(gated_input + k * gated_stride + j, lanes), sum);
-      if (grad_gated_input) {
-        store<X, B::kMayHaveNan>(grad_gated_input + k * grad_gated_stride + j, v * factor, lanes);
+      if (dscale) sum = fma(v, load<X>(input + k * input_stride + j, lanes), sum);
+      if (dinput) {
+        store<X, B::kMayHaveNan>(dinput + k * dinput_stride + j, v * factor, lanes);
       }
     }
-    if (dgate) write(dgate + j, sum, AllLanes{});
+    if (dscale) write(dscale + j, sum, AllLanes{});
   });
 }
 

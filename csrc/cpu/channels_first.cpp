@@ -288,7 +288,7 @@ struct ChannelChunk {
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
     const T* const x = b.x.channel(c + k) + j;
-    if (special && b.p.from_output) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
+    if (special && b.p.memory_efficient) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
     return load_scaled<special>(x, coef.scale + j, lanes) - read(coef.mean + j, AllLanes{});
   }
 
@@ -304,7 +304,7 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   const Chunks chunks(b.p.cols, kChannelChunk);
   ChunkSums<Acc> xhat_sums, g_sums, g_xhat_sums;
   for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
-    const ChannelChunk<special, B> chunk(b, coef, c, n, with_g || b.p.from_output);
+    const ChannelChunk<special, B> chunk(b, coef, c, n, with_g || b.p.memory_efficient);
     for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
       const auto rstd_scaled = read(coef.rstd_scaled + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
@@ -373,7 +373,7 @@ void backward_block(const B& b, bool first, typename B::Acc* partials, int64_t p
   using Acc = typename B::Acc;
   const auto& p = b.p;
   PixelCoefficients<Acc> coef;
-  bool any_special = p.from_output;
+  bool any_special = p.memory_efficient;
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
     const Pack<Acc> ones = broadcast(Acc(1));
     for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
@@ -385,10 +385,10 @@ void backward_block(const B& b, bool first, typename B::Acc* partials, int64_t p
       // No difference overflows in a pixel whose standard deviation is below 2^60. Others are scaled.
       const bool is_inside = coef.scale[j] != 0, is_huge = is_inside && coef.rstd_scaled[j] < Acc(0x1p-60);
       any_special |= is_huge;
-      coef.scale[j] = p.from_output ? coef.rstd_scaled[j] : is_huge ? kShrink<Acc> : Acc(1);
+      coef.scale[j] = p.memory_efficient ? coef.rstd_scaled[j] : is_huge ? kShrink<Acc> : Acc(1);
       coef.mean[j] *= coef.scale[j];
-      if (p.from_output) coef.rstd_scaled[j] = 1;
-      if (!p.from_output && is_huge) coef.rstd_scaled[j] = divide_rstd(coef.rstd_scaled + j, kShrink<Acc>);
+      if (p.memory_efficient) coef.rstd_scaled[j] = 1;
+      if (!p.memory_efficient && is_huge) coef.rstd_scaled[j] = divide_rstd(coef.rstd_scaled + j, kShrink<Acc>);
     }
   }
   dispatch_flags(

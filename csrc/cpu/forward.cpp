@@ -40,16 +40,16 @@ struct Statistics {
   }
 };
 
-// sum = gate * input + residual for kCount rows. Without a gate the product with 1 changes no bit.
+// sum = scale * input + residual for kCount rows. Without a scale the product with 1 changes no bit.
 template <class Threads, int kCount, bool may_have_nan, class T, class X, class W>
 void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
   const T* const input = p.input.row<const T>(group, r);
   const X* const residual = p.residual.row<const X>(group, r);
-  const W* const gate = p.gate.row<const W>(group, 0);
+  const W* const scale = p.input_scale.row<const W>(group, 0);
   X* const sum = p.sum.row<X>(group, r);
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_pack<AccOf<X>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-      const auto factor = load_weight<X>(gate, 0, j, lanes);
+      const auto factor = load_weight<X>(scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
         const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
         const auto addend = load<X>(residual + k * p.residual.row_stride + j, lanes);
@@ -273,9 +273,9 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   for (int k = 0; k < kAll; k += kCount) {
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
-      constexpr bool kDiffers = !std::is_same_v<T, X>, kGateDiffers = kDiffers || !std::is_same_v<T, W>;
-      p.gate.data ? add_residual<Threads, kCount, kGateDiffers, T, X, W>(p, group, r + k, chunks)
-                  : add_residual<Threads, kCount, kDiffers, T, X, W>(p, group, r + k, chunks);
+      constexpr bool kDiffers = !std::is_same_v<T, X>, kScaleDiffers = kDiffers || !std::is_same_v<T, W>;
+      p.input_scale.data ? add_residual<Threads, kCount, kScaleDiffers, T, X, W>(p, group, r + k, chunks)
+                         : add_residual<Threads, kCount, kDiffers, T, X, W>(p, group, r + k, chunks);
     }
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {
@@ -344,7 +344,6 @@ void gate_first_forward(const ForwardParams& p) {
   ForwardParams norm = p;  // of a block
   norm.groups = 1;
   norm.rows = policy.block;
-  norm.gate = View();
   norm.activation = Activation::kNone;
   ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
   const ForwardPolicy whole(p, sizeof(T), sizeof(T));

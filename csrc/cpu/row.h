@@ -266,7 +266,7 @@ inline Pack<AccOf<X>> load_row(const X* x, AccOf<X> scale, Lanes lanes) {
   return v;
 }
 
-// A pack of weights, or of a gate; ones without a weight. weight_offset is 1 for a zero-centered weight, else 0.
+// A pack of weights, or of an input_scale; ones if it is absent. weight_offset is 1 for a zero-centered weight, else 0.
 template <class X, class W, class Lanes>
 inline Pack<AccOf<X>> load_weight(const W* weight, AccOf<X> weight_offset, int64_t j, Lanes lanes) {
   if (!weight) return broadcast(AccOf<X>(1));
@@ -312,7 +312,7 @@ void add_partials(const BackwardParams& p, const AccOf<X>* partials, int64_t seg
   const int64_t tile_elements = gradients.count * segments / groups * kMaxPackSize;
   parallel_for(groups * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
-      const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.gate};
+      const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.scale};
       const auto* sums = partials;
       for (const View* gradient : in_order) {
         const int64_t count = gradient->group_stride ? segments / groups : segments;

@@ -32,8 +32,7 @@ template <class T, class X>
 void launch_backward(const BackwardParams& p);  // in the file of T
 
 void backward(const BackwardParams& p) {
-  const bool has_gate_gradients = p.grad_gate.data || p.grad_gated_input.data;
-  if (has_gate_gradients && p.activation == Activation::kNone) return backward_with_gate(p);
+  if (p.grad_input_scale.data || p.grad_scaled_input.data) return backward_with_scale(p);
   if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(
       p, [&](auto types) { launch_backward<typename decltype(types)::T, typename decltype(types)::X>(p); });

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
       if (round < rounds) {
         wait_for_stage<RowsOf::kMaxStages - kLag>(plan.stages - kLag);
         const auto& header = rows.header(stage);
-        statistics = Statistics(header.mean, header.rstd, flags.has(kFromOutput));
+        statistics = Statistics(header.mean, header.rstd, flags.has(kMemoryEfficient));
         RowSums sums = {};
         rows.add_to_sums(sums, stage, statistics, weight, segment.gradient);
         if (is_warp) {
@@ -347,7 +347,7 @@ Choice choose(const BackwardParams& p) {
   while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
   const int64_t joined_sums = joins ? 2 * plan.num_segments << plan.log2_joined_cols : 0;
 
-  const bool general = two_launches || plan.flags.has(kFromOutput) || !has_addresses;
+  const bool general = two_launches || plan.flags.has(kMemoryEfficient) || !has_addresses;
   const Instance chosen = choose_instance<T, X>(plan, config, general, static_cast<size_t>(joined_sums) * sizeof(Acc));
   plan.stages = chosen.stages;
   plan.ring_bytes = static_cast<int>(chosen.ring_bytes);

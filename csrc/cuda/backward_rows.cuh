@@ -111,7 +111,7 @@ struct Rows {
       if (slice.lane > 0) return;
       Header& to = header(stage);
       const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
-      const bool has_mean = exists && !flags.has(kRms | kFromOutput);
+      const bool has_mean = exists && !flags.has(kRms | kMemoryEfficient);
       async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
       async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
                               has_mean ? sizeof(Acc) : 0);
@@ -157,7 +157,7 @@ struct Rows {
       }
     }
     for (int e = 0; e < kStep; ++e) {
-      if (flags.has(kFromOutput)) {
+      if (flags.has(kMemoryEfficient)) {
         d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), group));
         keep_order();
       } else {

@@ -216,13 +216,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
     const bool has_statistics = exists && needs_x;
     const Statistics statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
-                                has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.from_output);
+                                has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.memory_efficient);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
     const auto find_d = [&](int64_t c, Acc w) {
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
-      return p.from_output ? recover_xhat(v, w, bias[c]) : fma(v, statistics.scale, -statistics.mean);
+      return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.scale, -statistics.mean);
     };
 
     RowMeans means = {};

@@ -71,7 +71,7 @@ struct ThreadPart {
     if (exists && holds(i)) *reinterpret_cast<Vec<E>*>(row + thread * kVec + i * threads * kVec) = v;
   }
 
-  // Loads vectors of x: the input, or its sum with a residual. A gate multiplies the input before that.
+  // Loads vectors of x: the input, or its sum with a residual. A scale multiplies the input before that.
   template <int kCount>
   __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row) const {
     const bool exists = this->exists(row);
@@ -88,12 +88,12 @@ struct ThreadPart {
         Acc a[kVec], b[kVec];
         widen(a, x[begin + i]);
         widen(b, input[i]);
-        if (has(kGate)) {
-          Acc gate[kVec];
+        if (has(kInputScale)) {
+          Acc scale[kVec];
           with_parameter_type<T>(plan.flags, [&](auto element) {
-            load_parameter<decltype(element)>(gate, p.gate, exists, index_of(row).group, begin + i, 0);
+            load_parameter<decltype(element)>(scale, p.input_scale, exists, index_of(row).group, begin + i, 0);
           });
-          for (int e = 0; e < kVec; ++e) a[e] = fma(gate[e], b[e], a[e]);
+          for (int e = 0; e < kVec; ++e) a[e] = fma(scale[e], b[e], a[e]);
         } else {
           for (int e = 0; e < kVec; ++e) a[e] += b[e];
         }

@@ -6,7 +6,7 @@
 // A thread owns 16 columns of all rows of its block, and keeps their weights and biases in registers. Blocks are
 // persistent: asynchronous copies bring the next rows to shared memory, from where a row is read twice.
 // 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
-// replaces it in shared memory. A gate that multiplies the input is read from the caches for each row.
+// replaces it in shared memory. The scale of the input is read from the caches for each row.
 //
 // A block has one barrier per row, and a cluster one exchange of moments. A cluster finishes a row after it has summed
 // the next one (`lag`), so that the exchange does not delay it: its first warp merges the moments of the last row
@@ -115,15 +115,15 @@ struct Rows {
   __device__ __forceinline__ X* staged_x(int stage) const {
     return slice.template staged<X>(x_at(stage), header(stage).x_offset);
   }
-  // The gate of a column of the part; zero after the end.
-  __device__ __forceinline__ Acc load_gate(int64_t group, int column) const {
-    return column < part_cols ? load_element<T>(p.gate, group, begin + column, flags) : 0;
+  // The scale of a column of the part; zero after the end.
+  __device__ __forceinline__ Acc load_scale(int64_t group, int column) const {
+    return column < part_cols ? load_element<T>(p.input_scale, group, begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool exists(int stage) const { return header(stage).number >= 0; }
   __device__ __forceinline__ RowIndex find_row(int stage) const {
     return find_group(max(header(stage).number, int64_t{0}), flags.has(kHasGroups), plan.rows);
   }
-  // Adds the input, or its product with the gate of the row's group, to the residual.
+  // Adds the input, or its product with the scale of the row's group, to the residual.
   __device__ __forceinline__ void add_input(int stage) const {
     const auto slice = this->slice.rebuilt();
     X* const x = staged_x(stage);
@@ -133,9 +133,9 @@ struct Rows {
       Acc a[kStep], b[kStep];
       slice.read(a, x, j);
       slice.read(b, input, j);
-      if (flags.has(kGate)) {
+      if (flags.has(kInputScale)) {
         const int64_t group = find_row(stage).group;
-        for (int e = 0; e < kStep; ++e) a[e] = fma(load_gate(group, slice.column(j + e)), b[e], a[e]);
+        for (int e = 0; e < kStep; ++e) a[e] = fma(load_scale(group, slice.column(j + e)), b[e], a[e]);
       } else {
         for (int e = 0; e < kStep; ++e) a[e] += b[e];
       }
@@ -173,9 +173,9 @@ struct Rows {
     if (flags.has(kResidual)) {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
-      if (flags.has(kGate)) {
+      if (flags.has(kInputScale)) {
         const int64_t group = find_row(stage).group;
-        for (int e = 0; e < kVec; ++e) input[e] *= load_gate(group, e);
+        for (int e = 0; e < kVec; ++e) input[e] *= load_scale(group, e);
       }
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
@@ -418,7 +418,7 @@ Choice choose(const ForwardParams& p) {
   if constexpr (std::is_same_v<T, X>) {
     if (plan.flags.has(kGatedNorm)) return choose_stages<T, X, GatedRows>(p, plan);
     const bool one_launch = plan.num_parts == 1 || plan.flags.has(kInCluster);
-    if (has_addresses && !plan.is_warp && !plan.flags.has(kGate) && one_launch) {
+    if (has_addresses && !plan.is_warp && !plan.flags.has(kInputScale) && one_launch) {
       return plan.deals_vectors ? choose_stages<T, X, BlockVectors>(p, plan)
                                 : choose_stages<T, X, BlockElements>(p, plan);
     }

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "../layer_norm.h"
+#include "../kernel_params.h"
 #include "device.h"
 #include "launch_limits.h"
 
@@ -27,8 +27,8 @@ void forward_slices(const ForwardParams& params);
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
 
-// Backward of a norm and of the gate beside its residual (gate.cu).
-void backward_with_gate(const BackwardParams& params);
+// Backward of a norm and of the scale of its input (input_scale.cu).
+void backward_with_scale(const BackwardParams& params);
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ enum Flag : unsigned {
   kWeight = 1 << 2,
   kBias = 1 << 3,
   kZeroCentered = 1 << 4,
-  kWideParameters = 1 << 5,  // weight, bias and gate are float beside 16-bit input
+  kWideParameters = 1 << 5,  // weight, bias and scale are float beside 16-bit input
   kInCluster = 1 << 6,       // a cluster shares a row
   kStoresSums = 1 << 7,      // the first of two launches whose blocks share a row
   kLoadsSums = 1 << 8,       // the second of them
@@ -48,10 +48,10 @@ enum Flag : unsigned {
   kGradWeight = 1 << 11,
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,
-  kFromOutput = 1 << 14,
+  kMemoryEfficient = 1 << 14,
   kWeightPerGroup = 1 << 15,  // each group has a gradient of its own
   kBiasPerGroup = 1 << 16,
-  kGate = 1 << 17,  // of forward only: the gate beside a residual
+  kInputScale = 1 << 17,  // of forward only
   kGatedNorm = 1 << 18,
   kGateFirst = 1 << 19,
   kSigmoid = 1 << 20,          // the activation of a gated norm, or else silu
@@ -96,7 +96,7 @@ inline Flags common_flags(const Params& p) {
 inline Flags make_flags(const ForwardParams& p) {
   Flags flags = common_flags(p);
   flags.set(kResidual, p.residual.data);
-  flags.set(kGate, p.gate.data && !flags.has(kGatedNorm));
+  flags.set(kInputScale, p.input_scale.data);
   return flags;
 }
 
@@ -106,7 +106,7 @@ inline Flags make_flags(const BackwardParams& p) {
   flags.set(kGradWeight, p.grad_weight.data);
   flags.set(kGradBias, p.grad_bias.data);
   flags.set(kGradSum, p.grad_sum.data);
-  flags.set(kFromOutput, p.from_output);
+  flags.set(kMemoryEfficient, p.memory_efficient);
   flags.set(kWeightPerGroup, is_per_group(p, p.grad_weight));
   flags.set(kBiasPerGroup, is_per_group(p, p.grad_bias));
   return flags;

@@ -99,8 +99,8 @@ struct Statistics {
   Acc scale = 0, mean = 0, rstd = 0;
 
   Statistics() = default;
-  __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool from_output) : mean(mean_), rstd(rstd_) {
-    if (from_output) {
+  __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool memory_efficient) : mean(mean_), rstd(rstd_) {
+    if (memory_efficient) {
       scale = rstd;
       rstd = 1;
       return;

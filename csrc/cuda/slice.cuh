@@ -204,13 +204,14 @@ struct BasicPath {
   static constexpr bool kIsWarp = !kIsGeneral && !kIsBlock, kIsGated = false;
   using Index = std::conditional_t<kIsGeneral, int64_t, int>;  // of rows, segments and columns
 };
-constexpr unsigned kNotOfBlocks = kTwoLaunches | kFromOutput | kGate, kNotOfWarps = kNotOfBlocks | kHasParts;
+constexpr unsigned kNotOfBlocks = kTwoLaunches | kMemoryEfficient | kInputScale, kNotOfWarps = kNotOfBlocks | kHasParts;
 struct WarpVectors : BasicPath<Mapping::kVectors, 0, kNotOfWarps> {};              // rows of whole vectors, in a warp
 struct BlockVectors : BasicPath<Mapping::kVectors, kWarpSize, kNotOfBlocks> {};    // longer ones, also of clusters
 struct WarpElements : BasicPath<Mapping::kElements, 0, kNotOfWarps> {};            // rows that are not whole vectors
 struct BlockElements : BasicPath<Mapping::kElements, kWarpSize, kNotOfBlocks> {};  // longer ones
 struct GeneralRows : BasicPath<Mapping::kGeneral, 0, 0> {};                        // all rows and options
-struct GatedRows : BasicPath<Mapping::kGeneral, 0, kResidual | kGate | kGradSum | kFromOutput> {  // of gated norms
+struct GatedRows
+    : BasicPath<Mapping::kGeneral, 0, kResidual | kInputScale | kGradSum | kMemoryEfficient> {  // of gated norms
   static constexpr bool kIsGated = true;
 };
 

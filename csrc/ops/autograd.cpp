@@ -132,10 +132,10 @@ struct NoDerivative : torch::autograd::Node {
 
 ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (is_transformed(args)) return forward_composite(args);
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, in_place] = args;
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace] = args;
   const bool records = wants_any_gradient(args);
   const auto call = [&] {
-    if (args.in_place && records) {
+    if (args.inplace && records) {
       TORCH_CHECK(!args.residual->is_view(),
                   "Expected residual not to be a view of another tensor where it is changed in "
                   "place and gradients are recorded, but got a view of a tensor of shape ",
@@ -150,7 +150,7 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       outputs = call_forward(below);
     }
-    if (args.in_place) torch::autograd::increment_version(*args.residual);
+    if (args.inplace) torch::autograd::increment_version(*args.residual);
     return outputs;
   };
   if (!records) return call();
@@ -183,7 +183,7 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
   // The sum is the first output, as hooks of a residual that is overwritten require.
-  if (in_place && node->has_residual) {
+  if (inplace && node->has_residual) {
     torch::autograd::rebase_history(sum, node);
   } else if (node->has_residual) {
     torch::autograd::set_history(sum, node);

@@ -327,7 +327,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
               tensor.sizes(), " has a freed storage");
 }
 
-void check_in_place(const ForwardArgs& args) {
+void check_inplace(const ForwardArgs& args) {
   const Tensor& residual = *args.residual;
   TORCH_CHECK(!residual.is_inference() || c10::InferenceMode::is_enabled(),
               "Inplace update to inference tensor outside InferenceMode is not allowed: residual of shape ",

@@ -20,7 +20,7 @@ struct ParameterNames {
 void check_forward(const ForwardArgs& args, const ParameterNames& names = {});
 void check_backward(const BackwardArgs& args);
 // Throws torch's errors if the residual cannot be overwritten.
-void check_in_place(const ForwardArgs& args);
+void check_inplace(const ForwardArgs& args);
 // Throw torch's error for a tensor whose storage was freed, as FSDP and offloading do. A kernel would take its null
 // pointer for an absent tensor.
 void check_allocated(const ForwardArgs& args);

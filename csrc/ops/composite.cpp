@@ -170,7 +170,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   check_layouts(args);
   check_forward(args);
   check_allocated(args);
-  if (args.in_place) check_in_place(args);
+  if (args.inplace) check_inplace(args);
   const Options& options = args.options;
   const Rows rows(args);
   const Tensor input = rows(*args.input);
@@ -201,7 +201,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   if (activated.defined() && !options.gate_first) y = y * activated;
   sum = rows.undo(sum);
   // The residual changes last, because other arguments may share its memory.
-  if (args.in_place) sum = args.residual->copy_(sum);
+  if (args.inplace) sum = args.residual->copy_(sum);
   return {rows.undo(y.to(input.scalar_type())), sum, rows.undo(d.mean), rows.undo(rstd.detach() * d.scale)};
 }
 
@@ -254,7 +254,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   return grads;
 }
 
-BackwardOutputs backward_from_output(const BackwardArgs& args) {
+BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   Tensor xhat = rows(*args.input).to(acc);

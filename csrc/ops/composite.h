@@ -9,7 +9,7 @@ namespace layernorm {
 ForwardOutputs forward_composite(const ForwardArgs& args);
 BackwardOutputs backward_composite(const BackwardArgs& args);
 // For memory_efficient, which cannot be differentiated again.
-BackwardOutputs backward_from_output(const BackwardArgs& args);
+BackwardOutputs backward_memory_efficient(const BackwardArgs& args);
 
 // rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
 constexpr const char* kNoDerivative =

@@ -1,21 +1,17 @@
 // Forward and backward for any backend, and their shape functions.
-#include <ATen/ExpandUtils.h>
-#include <ATen/MemoryOverlap.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/empty_strided_cpu_dispatch.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
 #include "../dtypes.h"
-#include "../layer_norm.h"
+#include "../kernel_params.h"
 #include "checks.h"
-#include "composite.h"
+#include "fallbacks.h"
 #include "launch_scope.h"
 #include "ops.h"
 #include "types.h"
@@ -99,212 +95,6 @@ Tensor with_format(Tensor output, const ForwardArgs& args) {
   return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
 }
 
-void copy_to_layout(Tensor& result, const Tensor& input) {
-  if (result.defined()) result = at::empty_like(input, result.options()).copy_(result);
-}
-
-// Images whose channels are not the last dimension in memory.
-bool are_channels_first(const Tensor& input, const Options& options) {
-  return options.images && !input.movedim(1, -1).is_contiguous();
-}
-Tensor channels_last(const Tensor& input) { return input.movedim(1, -1).contiguous().movedim(-1, 1); }
-
-// Expands the parameters in place: all get the batch sizes in which any of them differs from 1 or, if all have these
-// already, those of the input. A parameter that all rows share stays as it is. With a dtype, converts them as well.
-class ExpandedParameters {
- public:
-  template <class Args>
-  explicit ExpandedParameters(Args& args, optional<at::ScalarType> dtype = std::nullopt) {
-    const Tensor& input = args.input;
-    const Options& options = args.options;
-    const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-    OptionalTensorRef* const parameters[] = {&args.weight, &args.bias, &args.input_scale};
-    at::DimVector sizes(input.dim(), 1);
-    for (size_t i = 0; i < 3; ++i) {
-      if (!*parameters[i]) continue;
-      const Tensor& t = **parameters[i];
-      const bool is_shared = t.dim() == normalized_dims && !options.has_groups();
-      expanded_[i] = is_shared ? t : with_all_dims(t, input.dim(), normalized_dims, options);
-      if (is_shared) continue;
-      for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], expanded_[i]->size(d));
-    }
-    const auto is_own = [&](const optional<Tensor>& t) { return t && t->dim() == input.dim() && input.dim() > 0; };
-    const bool all_have = std::all_of(expanded_.begin(), expanded_.end(), [&](const optional<Tensor>& t) {
-      return !is_own(t) || t->sizes() == at::IntArrayRef(sizes);
-    });
-    for (size_t i = 0; i < 3; ++i) {
-      if (!expanded_[i]) continue;
-      if (is_own(expanded_[i])) expanded_[i] = expanded_[i]->expand(all_have ? input.sizes() : at::IntArrayRef(sizes));
-      if (dtype) expanded_[i] = expanded_[i]->to(*dtype);
-      *parameters[i] = expanded_[i];
-    }
-  }
-  ExpandedParameters(const ExpandedParameters&) = delete;
-
- private:
-  std::array<optional<Tensor>, 3> expanded_;
-};
-
-// Forward and backward for tensors that the kernels cannot use in place, see Views. Images are copied to channels_last,
-// and parameters whose groups are not adjacent dimensions are expanded.
-template <ForwardFunction kForward>
-ForwardOutputs forward_by_copies(ForwardArgs args) {
-  const Tensor& input = args.input;
-  if (are_channels_first(input, args.options)) {
-    const Tensor rows = channels_last(input);
-    ForwardArgs below = args;
-    below.input = rows;
-    ForwardOutputs outputs = kForward(below);
-    if (!args.in_place) copy_to_layout(outputs.sum, input);
-    copy_to_layout(outputs.output, input);
-    return outputs;
-  }
-  const ExpandedParameters expanded(args);
-  return kForward(args);
-}
-
-template <BackwardFunction kBackward>
-BackwardOutputs backward_by_copies(BackwardArgs args) {
-  const Tensor& input = args.input;
-  if (are_channels_first(input, args.options)) {
-    const Tensor rows = channels_last(input);
-    BackwardArgs below = args;
-    below.input = rows;
-    BackwardOutputs grads = kBackward(below);
-    for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) copy_to_layout(*t, input);
-    return grads;
-  }
-  // The kernel then computes a gradient for each group of the expanded parameters. They are not rounded before they are
-  // summed.
-  const auto acc = accumulate_type(input);
-  const ParameterTypes types(input, args);
-  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-  const ExpandedParameters expanded(args, acc);
-  BackwardOutputs grads = kBackward(args);
-  const auto sum_rows = [&](Tensor& gradient, const GradientType& type) {
-    if (!gradient.defined()) return;
-    if (present(type.model) && gradient.dim() != normalized_dims) {
-      gradient = at::sum_to(gradient, with_all_dims(*type.model, input.dim(), normalized_dims, args.options).sizes())
-                     .reshape(type.model->sizes());
-    }
-    gradient = gradient.to(type.dtype);
-  };
-  sum_rows(grads.grad_weight, types.weight);
-  sum_rows(grads.grad_bias, types.bias);
-  sum_rows(grads.grad_input_scale, types.input_scale);
-  return grads;
-}
-
-// Forward and backward of a gated norm whose gate has another dtype than the input, in the accumulation type.
-template <ForwardFunction kForward>
-ForwardOutputs forward_in_acc(const ForwardArgs& args) {
-  const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
-  const Tensor input = args.input->to(acc);
-  const optional<Tensor> gate = args.gate->to(acc);
-  ForwardArgs below = args;
-  below.input = input;
-  below.gate = gate;
-  ForwardOutputs outputs = kForward(below);
-  outputs.output = outputs.output.to(type);
-  return outputs;
-}
-
-template <BackwardFunction kBackward>
-BackwardOutputs backward_in_acc(const BackwardArgs& args) {
-  const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
-  const Tensor input = args.input->to(acc), grad_output = args.grad_output->to(acc);
-  const optional<Tensor> gate = args.gate->to(acc);
-  BackwardArgs below = args;
-  below.input = input;
-  below.grad_output = grad_output;
-  below.gate = gate;
-  // Without parameters, their gradients have the dtype of the input.
-  const ParameterTypes types(args.input, args);
-  BackwardOutputs grads = kBackward(below);
-  const auto cast = [](Tensor& gradient, at::ScalarType to) {
-    if (gradient.defined()) gradient = gradient.to(to);
-  };
-  cast(grads.grad_input, type);
-  cast(grads.grad_weight, types.weight.dtype);
-  cast(grads.grad_bias, types.bias.dtype);
-  cast(grads.grad_gate, args.gate->scalar_type());
-  return grads;
-}
-
-// Forward and backward of float64 by aten's operations, on copies whose rows are contiguous, so that strides change no
-// bit.
-template <class Function, class Args>
-auto call_with_contiguous_rows(const Function& function, const Args& args) {
-  return call_with(function, args, [&](const Tensor& t) {
-    return args.options.images && t.dim() > 1 ? channels_last(t) : t.contiguous();
-  });
-}
-
-ForwardOutputs forward_float64(ForwardArgs args) {
-  const bool in_place = std::exchange(args.in_place, false);
-  ForwardOutputs outputs = call_with_contiguous_rows(forward_composite, args);
-  const auto finish = [&](Tensor& t) {
-    if (t.defined()) t = t.contiguous();
-    if (args.options.images) copy_to_layout(t, args.input);
-  };
-  finish(outputs.output);
-  finish(outputs.sum);
-  if (in_place) outputs.sum = args.residual->copy_(outputs.sum);
-  for (Tensor* const t : {&outputs.mean, &outputs.rstd}) {
-    if (t->defined()) *t = t->contiguous();
-  }
-  return outputs;
-}
-
-BackwardOutputs backward_float64(const BackwardArgs& args) {
-  BackwardOutputs grads =
-      call_with_contiguous_rows(args.options.memory_efficient ? backward_from_output : backward_composite, args);
-  for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) {
-    if (t->defined()) *t = t->contiguous();
-    if (args.options.images) copy_to_layout(*t, args.input);
-  }
-  for (Tensor* const t : {&grads.grad_weight, &grads.grad_bias, &grads.grad_input_scale}) {
-    if (t->defined()) *t = t->contiguous();
-  }
-  return grads;
-}
-
-// With num_groups, the gradients of an absent weight and bias have a value for each group, while an input_scale may
-// also differ between samples. The kernels cannot tell, so backward_with_weight() passes a weight of ones.
-bool lacks_groups(const BackwardArgs& args) {
-  const bool wants_parameters = args.output_mask[1] || args.output_mask[2];
-  return args.options.has_groups() && args.input_scale && wants_parameters && !args.weight && !args.bias;
-}
-
-template <BackwardFunction kBackward>
-BackwardOutputs backward_with_weight(BackwardArgs args) {
-  const auto options = args.input->options();
-  const optional<Tensor> weight = at::ones(C10_AS_INTARRAYREF_SLOW(args.normalized_shape), options);
-  args.weight = weight;
-  args.options.zero_centered_weight = false;
-  return kBackward(args);
-}
-
-bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
-  return gate && gate->scalar_type() != input.scalar_type();
-}
-
-// Whether a tensor may share elements with a residual that is overwritten, where torch's check cannot tell.
-bool may_overlap(const Tensor& residual, const Tensor& t) {
-  return t.is_alias_of(residual) && at::get_overlap_status(residual, t) == at::MemOverlapStatus::TooHard;
-}
-bool may_overlap(const ForwardArgs& args) {
-  bool result = false;
-  for_each_tensor(args, [&](const char*, const Tensor& t) { result |= may_overlap(*args.residual, t); });
-  return result;
-}
-
-// Forward with copies of the tensors that may share elements with a residual that is overwritten.
-template <ForwardFunction kForward>
-ForwardOutputs forward_apart(const ForwardArgs& args) {
-  return call_with(kForward, args, [&](const Tensor& t) { return may_overlap(*args.residual, t) ? t.clone() : t; });
-}
-
 // A parameter as the kernels read it; undefined if absent.
 MaybeOwned kernel_parameter(const OptionalTensorRef& t, at::ScalarType type, const Views& views,
                             const Options& options) {
@@ -324,8 +114,8 @@ void set_common(Params& params, const Views& views, const Options& options, cons
   params.channels_first = views.channels_first;
   params.weight = views.parameter_view(weight, on.input(weight, "weight"));
   params.bias = views.parameter_view(bias, on.input(bias, "bias"));
-  params.gate = gate.defined() ? views.view(gate, on.input(gate, "gate"))
-                               : views.parameter_view(input_scale, on.input(input_scale, "input_scale"));
+  params.gate = views.view(gate, on.input(gate, "gate"));
+  params.input_scale = views.parameter_view(input_scale, on.input(input_scale, "input_scale"));
   params.activation = static_cast<Activation>(options.activation);
   params.gate_first = options.gate_first;
   params.rms = options.rms;
@@ -340,11 +130,11 @@ ForwardOutputs forward(const ForwardArgs& args) {
   const Tensor& input = args.input;
   const auto& residual = args.residual;
   check_allocated(args);
-  if (args.in_place) {
-    check_in_place(args);
-    if (may_overlap(args)) return forward_apart<forward<Backend>>(args);
+  if (args.inplace) {
+    check_inplace(args);
+    if (may_overlap(args)) return forward_apart(forward<Backend>, args);
   }
-  if (has_other_dtype(input, args.gate)) return forward_in_acc<forward<Backend>>(args);
+  if (has_other_dtype(input, args.gate)) return forward_in_acc(forward<Backend>, args);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) {
     ForwardOutputs outputs = forward_float64(args);
     outputs.output = with_format(std::move(outputs.output), args);
@@ -362,10 +152,10 @@ ForwardOutputs forward(const ForwardArgs& args) {
   const bool empty = input.numel() == 0;  // its strides mean nothing
   const bool lacks_kernel = views.channels_first && (residual || args.gate);
   if (!empty && (lacks_kernel || !(views.fits(output) && views.fits(rstd)))) {
-    return forward_by_copies<forward<Backend>>(args);
+    return forward_by_copies(forward<Backend>, args);
   }
   if (residual) {
-    const bool reuse = args.in_place && residual->strides() == output.strides() && views.is_aligned(*residual);
+    const bool reuse = args.inplace && residual->strides() == output.strides() && views.is_aligned(*residual);
     sum = reuse ? *residual : allocate_like(input, residual->scalar_type(), args.options.images);
   }
   if (empty) {
@@ -396,7 +186,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.sum_dtype = residual ? dtype_of(residual->scalar_type()) : params.dtype;
   params.param_dtype = dtype_of(parameter_type);
   Backend::forward(params);
-  if (args.in_place && !sum.is_same(*residual)) sum = residual->copy_(sum);
+  if (args.inplace && !sum.is_same(*residual)) sum = residual->copy_(sum);
   return {with_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
@@ -405,8 +195,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   check_allocated(args);
   const Tensor& input = args.input;
-  if (has_other_dtype(input, args.gate)) return backward_in_acc<backward<Backend>>(args);
-  if (lacks_groups(args)) return backward_with_weight<backward<Backend>>(args);
+  if (has_other_dtype(input, args.gate)) return backward_in_acc(backward<Backend>, args);
+  if (lacks_groups(args)) return backward_with_weight(backward<Backend>, args);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && input.numel() > 0) return backward_float64(args);
   const LaunchScope on(input);
   auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_scale] = args.output_mask;
@@ -429,7 +219,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const bool lacks_kernel = views.channels_first && (args.grad_sum || args.gate || args.input_scale ||
                                                      input.scalar_type() != args.grad_output->scalar_type());
   if (!empty && (lacks_kernel || !(views.fits(grad) && views.fits(args.rstd->contiguous())))) {
-    return backward_by_copies<backward<Backend>>(args);
+    return backward_by_copies(backward<Backend>, args);
   }
   // The kernels write the gradient of a parameter with pixels as [N, *, C].
   const auto parameter_gradient = [&](const GradientType& type) {
@@ -477,12 +267,11 @@ BackwardOutputs backward(const BackwardArgs& args) {
   params.grad_input = views.view(grad_input, on.output(grad_input, "grad_input"));
   params.grad_weight = views.gradient_view(types.weight.model, on.output(grad_weight, "grad_weight"));
   params.grad_bias = views.gradient_view(types.bias.model, on.output(grad_bias, "grad_bias"));
-  params.gated_input = views.view(*scaled_input, on.input(*scaled_input, "scaled_input"));
-  params.grad_gated_input = views.view(grad_scaled_input, on.output(grad_scaled_input, "grad_scaled_input"));
-  params.grad_gate = args.gate
-                         ? views.view(grad_gate, on.output(grad_gate, "grad_gate"))
-                         : views.gradient_view(types.input_scale.model, on.output(grad_scale, "grad_input_scale"));
-  params.from_output = args.options.memory_efficient;
+  params.scaled_input = views.view(*scaled_input, on.input(*scaled_input, "scaled_input"));
+  params.grad_scaled_input = views.view(grad_scaled_input, on.output(grad_scaled_input, "grad_scaled_input"));
+  params.grad_gate = views.view(grad_gate, on.output(grad_gate, "grad_gate"));
+  params.grad_input_scale = views.gradient_view(types.input_scale.model, on.output(grad_scale, "grad_input_scale"));
+  params.memory_efficient = args.options.memory_efficient;
   params.dtype = dtype_of(args.grad_output->scalar_type());
   params.sum_dtype = dtype_of(input.scalar_type());
   params.param_dtype = dtype_of(types.kernel);
@@ -509,7 +298,7 @@ Tensor meta_like(const Tensor& input, at::ScalarType type, bool images) {
 
 ForwardOutputs forward_meta(const ForwardArgs& args) {
   check_forward(args);
-  if (args.in_place) check_in_place(args);
+  if (args.inplace) check_inplace(args);
   const Tensor& input = args.input;
   const auto options = input.options().dtype(accumulate_type(input));
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
@@ -518,7 +307,7 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
   ForwardOutputs outputs;
   outputs.output = with_format(meta_like(input, input.scalar_type(), images), args);
   if (args.residual) {
-    outputs.sum = args.in_place ? *args.residual : meta_like(input, args.residual->scalar_type(), images);
+    outputs.sum = args.inplace ? *args.residual : meta_like(input, args.residual->scalar_type(), images);
   }
   if (!args.options.rms) outputs.mean = at::empty_symint(shape, options);
   outputs.rstd = at::empty_symint(shape, options);

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "../layer_norm.h"
+#include "../kernel_params.h"
 
 namespace layernorm {
 
@@ -100,7 +100,7 @@ struct ForwardArgs {
   OptionalTensorRef residual = kAbsent;
   OptionalTensorRef gate = kAbsent;         // of a gated norm: like the input
   OptionalTensorRef input_scale = kAbsent;  // beside a residual: a parameter that multiplies the input
-  bool in_place = false;                    // the sum overwrites the residual
+  bool inplace = false;                     // the sum overwrites the residual
 
   static constexpr size_t kTensors = 6;
   template <class Args, class F>  // Args may be const
@@ -113,7 +113,7 @@ struct ForwardArgs {
     f("input_scale", args.input_scale);
   }
 };
-// The sum is undefined without a residual, and is the residual if in_place. RMSNorm has no mean.
+// The sum is undefined without a residual, and is the residual if inplace. RMSNorm has no mean.
 struct ForwardOutputs {
   Tensor output, sum, mean, rstd;
 };
@@ -218,7 +218,7 @@ struct InPlaceForwardOperator<kForward, TypeList<Values...>> {
     const optional<Tensor> added = residual;
     auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps,
                                                make_options(input, values...), added, kAbsent, input_scale,
-                                               /*in_place=*/true});
+                                               /*inplace=*/true});
     return {std::move(output), std::move(mean), std::move(rstd)};
   }
 };

@@ -79,8 +79,8 @@ bool needs_all(const Options& options) { return options.activation != 0 || optio
 }  // namespace
 
 ForwardOutputs call_forward(const ForwardArgs& args) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, in_place] = args;
-  if (in_place) {
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace] = args;
+  if (inplace) {
     static const auto op = find<InPlaceForwardOperator<nullptr>>("forward_", "fused");
     auto [output, mean, rstd] =
         call_all(op, options, input, normalized_shape, weight, bias, eps, *residual, input_scale);
@@ -151,14 +151,14 @@ namespace {
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   check_allocated(args);
   ForwardOutputs outputs = call_with(call_forward, args, [](const Tensor& t) { return t.resolve_neg(); });
-  if (args.in_place && !outputs.sum.is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
+  if (args.inplace && !outputs.sum.is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
   return outputs;
 }
 
 // A kernel for functionalization, whose own kernel also works only with operators that return what they change.
 ForwardOutputs forward_functional(const ForwardArgs& args) {
   ForwardArgs below = args;
-  below.in_place = false;
+  below.inplace = false;
   ForwardOutputs outputs = call_forward(below);
   outputs.sum = args.residual->copy_(outputs.sum);
   return outputs;

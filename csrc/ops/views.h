@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "../layer_norm.h"
+#include "../kernel_params.h"
 #include "geometry.h"
 #include "types.h"
 

@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/layer_norm.h"
+#include "../../csrc/kernel_params.h"
 
 namespace layernorm {
 
@@ -66,7 +66,7 @@ void fill(Array& array, int exponent) {
 }
 
 struct Case : Params {
-  bool grouped, has_weight, has_bias, has_residual, has_gate, from_output;
+  bool grouped, has_weight, has_bias, has_residual, has_gate, has_scale, memory_efficient;
   int exponent;  // of the input: a power of two
 };
 
@@ -91,9 +91,8 @@ uint64_t hash_of_results(const Case& k) {
   forward.residual = input(k.has_residual, matrix(k.sum_dtype), k.exponent);
   forward.weight = input(k.has_weight, parameter());
   forward.bias = input(k.has_bias, parameter());
-  const bool gates_norm = k.activation != Activation::kNone;
-  const auto gate = [&] { return gates_norm ? matrix(k.dtype) : parameter(); };
-  forward.gate = input(k.has_gate, gate());
+  forward.gate = input(k.has_gate, matrix(k.dtype));
+  forward.input_scale = input(k.has_scale, parameter());
   forward.mean = result(!k.rms, statistic());
   forward.rstd = result(true, statistic());
   forward.sum = result(k.has_residual, matrix(k.sum_dtype));
@@ -105,16 +104,17 @@ uint64_t hash_of_results(const Case& k) {
 
   BackwardParams backward{};
   static_cast<Params&>(backward) = forward;
-  backward.from_output = k.from_output;
-  backward.input = k.from_output ? forward.output : k.has_residual ? forward.sum : forward.input;
+  backward.memory_efficient = k.memory_efficient;
+  backward.input = k.memory_efficient ? forward.output : k.has_residual ? forward.sum : forward.input;
   backward.grad_output = input(true, matrix(k.dtype));
   backward.grad_sum = input(k.has_residual, matrix(k.sum_dtype));
   backward.grad_input = result(true, matrix(k.sum_dtype));
   backward.grad_weight = result(k.has_weight, parameter());
   backward.grad_bias = result(k.has_bias, parameter());
-  if (k.has_gate && k.has_residual) backward.gated_input = forward.input;
-  backward.grad_gated_input = result(k.has_gate && k.has_residual, matrix(k.dtype));
-  backward.grad_gate = result(k.has_gate, gate());
+  if (k.has_scale) backward.scaled_input = forward.input;
+  backward.grad_scaled_input = result(k.has_scale, matrix(k.dtype));
+  backward.grad_gate = result(k.has_gate, matrix(k.dtype));
+  backward.grad_input_scale = result(k.has_scale, parameter());
   cpu::backward(backward);
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, of all bytes
   for (const Array& array : results) {
@@ -156,17 +156,18 @@ int main() {
         k.has_residual = !k.channels_first && (flags & 16 || dtype != sum_dtype);
         print(k, flags, "");
         if (dtype != param_dtype || accumulate_dtype(dtype) != dtype || !k.has_weight) continue;
-        k.from_output = !k.has_residual;
-        if (k.from_output) print(k, flags, ", backward from the output");
-        k.from_output = false, k.exponent = dtype == kF64 ? 600 : 100;
+        k.memory_efficient = !k.has_residual;
+        if (k.memory_efficient) print(k, flags, ", backward from the output");
+        k.memory_efficient = false, k.exponent = dtype == kF64 ? 600 : 100;
         print(k, flags, ", squares that overflow");
       }
       for (int flags = 0; flags < 16 && shape < kFirstImage; ++flags) {
         Case k = make_case(flags);
-        k.has_gate = k.has_residual = true;
-        print(k, flags, ", gated residual");
+        k.has_residual = k.has_scale = true;
+        print(k, flags, ", scaled input");
         if (dtype != sum_dtype || param_dtype != accumulate_dtype(dtype)) continue;
-        k.has_residual = false;
+        k.has_residual = k.has_scale = false;
+        k.has_gate = true;
         for (const bool gate_first : {false, true}) {
           for (const Activation activation : {Activation::kSilu, Activation::kSigmoid}) {
             k.gate_first = gate_first, k.activation = activation;

@@ -1,7 +1,7 @@
 // Registers the operators with the CUDA kernels on the CPU key of another namespace, EMULATOR_NAMESPACE.
 #include <torch/library.h>
 
-#include "layer_norm.h"
+#include "kernel_params.h"
 #include "ops/ops.h"
 
 namespace layernorm {

@@ -1,13 +1,13 @@
-// The gradients of a gate beside a residual on a GPU. With s = residual + gate * x and ds the gradient of s, for every
+// The gradients of the scale of an input on a GPU. With s = residual + scale * x and ds the gradient of s, for every
 // row of x and ds [groups, rows, cols]:
 //
-//   dx = gate * ds      dgate = sum of ds * x over the rows that share the gate
+//   dx = scale * ds      dscale = sum of ds * x over the rows that share the scale
 //
 // ds is grad_input, as the kernels of backward have stored it. This kernel runs after them, because none of them has
 // registers left for a third sum of its columns. It moves groups * rows * cols * (sizeof(X) + 2 * sizeof(T)) bytes.
 //
 // A thread owns a vector of columns, and the threads of a block that own the same columns take the rows of a segment in
-// turn. Products are added in float over kBatch rows and then in double. The workspace holds the partial sums of dgate
+// turn. Products are added in float over kBatch rows and then in double. The workspace holds the partial sums of dscale
 // [weight_partials, cols], a row for each segment, which add_partials adds. If a group has one segment, its sums are
 // the gradient.
 //
@@ -23,7 +23,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBatch = 4;  // rows of a thread that are loaded together
 
-struct GatePlan : GradientPlan {
+struct ScalePlan : GradientPlan {
   bool whole_vectors;  // of rows
 };
 
@@ -62,18 +62,18 @@ struct Columns {
 
 // Computes the gradients for rows of ds of X.
 template <class T, class X, int kVec>
-__device__ __forceinline__ void compute_gradients(const BackwardParams& p, const GatePlan& plan,
+__device__ __forceinline__ void compute_gradients(const BackwardParams& p, const ScalePlan& plan,
                                                   double (&thread_sums)[kThreads][kVec]) {
   const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
   const int count = static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}));
   const Columns<kVec> columns{begin, count, plan.whole_vectors};
-  const bool sums_gate = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+  const bool sums_scale = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
   const int step = static_cast<int>(blockDim.y);
   for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
     const Segment<int64_t> segment(plan, number);
-    Acc gate[kVec];
+    Acc scale[kVec];
     with_parameter_type<T>(plan.flags, [&](auto element) {
-      widen(gate, columns.load(stores_input, address<const decltype(element)>(p.gate, {segment.gradient, 0})));
+      widen(scale, columns.load(stores_input, address<const decltype(element)>(p.input_scale, {segment.gradient, 0})));
     });
     double sums[kVec] = {};
 #pragma unroll 1
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)));
-        x[i] = columns.load(exists(i) && sums_gate, address<const T>(p.gated_input, index(i)));
+        x[i] = columns.load(exists(i) && sums_scale, address<const T>(p.input_scaled_input, index(i)));
       }
       Acc batch_sums[kVec] = {};
 #pragma unroll
@@ -97,13 +97,13 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
         widen(wide_x, x[i]);
         for (int e = 0; e < kVec; ++e) {
           batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
-          wide_ds[e] *= gate[e];
+          wide_ds[e] *= scale[e];
         }
-        if (stores_input && exists(i)) columns.store(address<T>(p.grad_gated_input, index(i)), wide_ds);
+        if (stores_input && exists(i)) columns.store(address<T>(p.grad_scaled_input, index(i)), wide_ds);
       }
       for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
     }
-    if (!sums_gate) continue;
+    if (!sums_scale) continue;
     if (step > 1) {
       double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
       for (int e = 0; e < kVec; ++e) own[e] = sums[e];
@@ -118,7 +118,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
     for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
     if (plan.stores_gradient(kWeightPerGroup)) {
       with_parameter_type<T>(plan.flags, [&](auto element) {
-        columns.store(address<decltype(element)>(p.grad_gate, {segment.gradient, 0}), rounded);
+        columns.store(address<decltype(element)>(p.grad_input_scale, {segment.gradient, 0}), rounded);
       });
     } else {
       columns.store(static_cast<Acc*>(plan.workspace) + number * p.cols, rounded);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
 // The types of one size share an instance, which chooses at run time, also between T and float as the type of ds. An
 // instance for each of them would be no faster, because the kernel waits for memory.
 template <int kBytes>
-__global__ void __launch_bounds__(kThreads) gate_gradients(const BackwardParams p, const GatePlan plan) {
+__global__ void __launch_bounds__(kThreads) scale_gradients(const BackwardParams p, const ScalePlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
   const auto compute_16_bit = [&](auto element) {
     using T = decltype(element);
@@ -166,18 +166,18 @@ class ReservingAllocator final : public Allocator {
   void* reserved_ = nullptr;
 };
 
-auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? gate_gradients<4> : gate_gradients<2>; }
+auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? scale_gradients<4> : scale_gradients<2>; }
 
-// Plans the launch. The plan's fields for the weight describe the gate.
-GatePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
-  GatePlan plan = {};
-  const bool per_group = is_per_group(p, p.gate);
+// Plans the launch. The plan's fields for the weight describe the scale.
+ScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
+  ScalePlan plan = {};
+  const bool per_group = is_per_group(p, p.input_scale);
   const int64_t vector = 16 / bytes_of(p.dtype);
   plan.whole_vectors = p.cols % vector == 0;
   plan.flags.set(kWideParameters, p.param_dtype != p.dtype);
   plan.flags.set(kHasGroups, p.groups > 1);
-  plan.flags.set(kGradInput, p.grad_gated_input.data);
-  plan.flags.set(kGradWeight, p.grad_gate.data);
+  plan.flags.set(kGradInput, p.grad_scaled_input.data);
+  plan.flags.set(kGradWeight, p.grad_input_scale.data);
   plan.flags.set(kWeightPerGroup, per_group);
   const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
   const int64_t rows_of_block = std::min(kThreads / threads, per_group ? p.rows : p.groups * p.rows);
@@ -193,19 +193,19 @@ GatePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
 
 }  // namespace
 
-void backward_with_gate(const BackwardParams& p) {
+void backward_with_scale(const BackwardParams& p) {
   LaunchConfig config;
-  GatePlan plan = make_plan(p, config);
+  ScalePlan plan = make_plan(p, config);
   ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * static_cast<int64_t>(sizeof(Acc)));
   BackwardParams norm = p;
-  norm.gate = norm.grad_gate = norm.grad_gated_input = {};
+  norm.input_scale = norm.grad_input_scale = norm.grad_scaled_input = {};
   norm.allocator = &allocator;
   backward(norm);
 
   plan.workspace = allocator.reserved();
   launch(config, kernel_of(p.dtype), p, plan);
   BackwardParams sums = p;
-  sums.grad_weight = p.grad_gate;
+  sums.grad_weight = p.grad_input_scale;
   launch_add_partials(sums, plan, /*is_double=*/false, p.cols, config);
 }
 

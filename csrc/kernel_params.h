@@ -4,7 +4,7 @@
 //   rstd[r] = 1 / sqrt(var[r] + eps)        xhat   = (x - mean) * rstd        y = xhat * weight + bias
 //
 // RMSNorm has mean[r] = 0, so rstd[r] = 1 / sqrt(sum_j x[r, j]^2 / cols + eps). With a residual, x is input + residual,
-// or gate * input + residual, rounded to the residual's dtype. A zero-centered weight multiplies by weight + 1.
+// or input_scale * input + residual, rounded to the residual's dtype. A zero-centered weight multiplies by weight + 1.
 //
 // A gated norm has a gate z [rows, cols] and an activation f: y = (xhat * weight + bias) * f(z) or, with gate_first,
 // the x that is normalized is input * f(z), rounded to Acc.
@@ -51,21 +51,21 @@ class Allocator {
 // float.
 //
 // All arrays of [groups, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.
-// Parameters and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0 says that all groups share
-// them.
+// Parameters (weight, bias and input_scale) and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0
+// says that all groups share them.
 //
-// A gated norm has a gate [groups, rows, cols] of dtype with col_stride 1, and parameters of Acc. It has no residual
-// and no from_output. Other gates stand beside a residual (in backward: beside gated_input). With channels_first,
-// there is no gate, no residual and no grad_sum.
+// A gated norm has parameters of Acc, no residual and no memory_efficient. An input_scale stands beside a residual (in
+// backward: beside scaled_input). With channels_first, there is no gate, no residual and no grad_sum.
 struct Params {
   int64_t groups, rows, cols;  // each >= 1
   View weight, bias;           // of param_dtype; absent: ones, zeros
-  View gate;                   // may be absent; see activation
+  View input_scale;            // of param_dtype; may be absent
+  View gate;                   // of dtype, [groups, rows, cols]; absent without an activation
   View mean, rstd;             // [groups, rows, 1] of Acc; RMSNorm has no mean
   bool channels_first;
   bool rms;
   bool zero_centered_weight;  // false without a weight
-  Activation activation;      // of a gated norm; kNone: a gate is a parameter and multiplies the input
+  Activation activation;      // of the gate
   bool gate_first;            // false unless activation
   Dtype dtype;                // of input, output and grad_output
   Dtype sum_dtype;            // of x: that of residual and sum, or else dtype
@@ -88,10 +88,11 @@ struct BackwardParams : Params {
   View grad_sum;                // of sum_dtype, added to grad_input; may be absent
   View grad_input;              // of sum_dtype; absent if not wanted
   View grad_weight, grad_bias;  // of param_dtype; absent if not wanted
-  View gated_input;             // of dtype: the input that a gate beside a residual multiplies; else absent
-  View grad_gated_input;        // of dtype: gate * grad_input; absent if not wanted, or without grad_input
-  View grad_gate;               // like the gate; absent if not wanted, or without grad_input
-  bool from_output;             // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
+  View grad_gate;               // of dtype; absent if not wanted, or without grad_input
+  View scaled_input;            // of dtype: the input that input_scale multiplies, or else absent
+  View grad_scaled_input;       // of dtype: input_scale * grad_input; absent if not wanted, or without grad_input
+  View grad_input_scale;        // of param_dtype; absent if not wanted, or without grad_input
+  bool memory_efficient;        // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
 };
 
 namespace cpu {

@@ -1,0 +1,224 @@
+#include "fallbacks.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <utility>
+
+#include "composite.h"
+#include "geometry.h"
+#include "types.h"
+
+namespace layernorm {
+
+Tensor channels_last(const Tensor& images) { return images.movedim(1, -1).contiguous().movedim(-1, 1); }
+
+namespace {
+
+void copy_to_layout(Tensor& result, const Tensor& input) {
+  if (result.defined()) result = at::empty_like(input, result.options()).copy_(result);
+}
+
+// Images whose channels are not the last dimension in memory.
+bool are_channels_first(const Tensor& input, const Options& options) {
+  return options.images && !input.movedim(1, -1).is_contiguous();
+}
+
+// Expands the parameters in place: all get the batch sizes in which any of them differs from 1 or, if all have these
+// already, those of the input. A parameter that all rows share stays as it is. With a dtype, converts them as well.
+class ExpandedParameters {
+ public:
+  template <class Args>
+  explicit ExpandedParameters(Args& args, optional<at::ScalarType> dtype = std::nullopt) {
+    const Tensor& input = args.input;
+    const Options& options = args.options;
+    const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+    OptionalTensorRef* const parameters[] = {&args.weight, &args.bias, &args.input_scale};
+    at::DimVector sizes(input.dim(), 1);
+    for (size_t i = 0; i < 3; ++i) {
+      if (!*parameters[i]) continue;
+      const Tensor& t = **parameters[i];
+      const bool is_shared = t.dim() == normalized_dims && !options.has_groups();
+      expanded_[i] = is_shared ? t : with_all_dims(t, input.dim(), normalized_dims, options);
+      if (is_shared) continue;
+      for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], expanded_[i]->size(d));
+    }
+    const auto is_own = [&](const optional<Tensor>& t) { return t && t->dim() == input.dim() && input.dim() > 0; };
+    const bool all_have = std::all_of(expanded_.begin(), expanded_.end(), [&](const optional<Tensor>& t) {
+      return !is_own(t) || t->sizes() == at::IntArrayRef(sizes);
+    });
+    for (size_t i = 0; i < 3; ++i) {
+      if (!expanded_[i]) continue;
+      if (is_own(expanded_[i])) expanded_[i] = expanded_[i]->expand(all_have ? input.sizes() : at::IntArrayRef(sizes));
+      if (dtype) expanded_[i] = expanded_[i]->to(*dtype);
+      *parameters[i] = expanded_[i];
+    }
+  }
+  ExpandedParameters(const ExpandedParameters&) = delete;
+
+ private:
+  std::array<optional<Tensor>, 3> expanded_;
+};
+
+}  // namespace
+
+ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args) {
+  const Tensor& input = args.input;
+  if (are_channels_first(input, args.options)) {
+    const Tensor rows = channels_last(input);
+    ForwardArgs below = args;
+    below.input = rows;
+    ForwardOutputs outputs = forward(below);
+    if (!args.inplace) copy_to_layout(outputs.sum, input);
+    copy_to_layout(outputs.output, input);
+    return outputs;
+  }
+  const ExpandedParameters expanded(args);
+  return forward(args);
+}
+
+BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args) {
+  const Tensor& input = args.input;
+  if (are_channels_first(input, args.options)) {
+    const Tensor rows = channels_last(input);
+    BackwardArgs below = args;
+    below.input = rows;
+    BackwardOutputs grads = backward(below);
+    for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) copy_to_layout(*t, input);
+    return grads;
+  }
+  // The kernel then computes a gradient for each group of the expanded parameters. They are not rounded before they are
+  // summed.
+  const auto acc = accumulate_type(input);
+  const ParameterTypes types(input, args);
+  const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
+  const ExpandedParameters expanded(args, acc);
+  BackwardOutputs grads = backward(args);
+  const auto sum_rows = [&](Tensor& gradient, const GradientType& type) {
+    if (!gradient.defined()) return;
+    if (present(type.model) && gradient.dim() != normalized_dims) {
+      gradient = at::sum_to(gradient, with_all_dims(*type.model, input.dim(), normalized_dims, args.options).sizes())
+                     .reshape(type.model->sizes());
+    }
+    gradient = gradient.to(type.dtype);
+  };
+  sum_rows(grads.grad_weight, types.weight);
+  sum_rows(grads.grad_bias, types.bias);
+  sum_rows(grads.grad_input_scale, types.input_scale);
+  return grads;
+}
+
+ForwardOutputs forward_in_acc(ForwardFunction forward, const ForwardArgs& args) {
+  const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
+  const Tensor input = args.input->to(acc);
+  const optional<Tensor> gate = args.gate->to(acc);
+  ForwardArgs below = args;
+  below.input = input;
+  below.gate = gate;
+  ForwardOutputs outputs = forward(below);
+  outputs.output = outputs.output.to(type);
+  return outputs;
+}
+
+BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& args) {
+  const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
+  const Tensor input = args.input->to(acc), grad_output = args.grad_output->to(acc);
+  const optional<Tensor> gate = args.gate->to(acc);
+  BackwardArgs below = args;
+  below.input = input;
+  below.grad_output = grad_output;
+  below.gate = gate;
+  // Without parameters, their gradients have the dtype of the input.
+  const ParameterTypes types(args.input, args);
+  BackwardOutputs grads = backward(below);
+  const auto cast = [](Tensor& gradient, at::ScalarType to) {
+    if (gradient.defined()) gradient = gradient.to(to);
+  };
+  cast(grads.grad_input, type);
+  cast(grads.grad_weight, types.weight.dtype);
+  cast(grads.grad_bias, types.bias.dtype);
+  cast(grads.grad_gate, args.gate->scalar_type());
+  return grads;
+}
+
+namespace {
+
+// Calls aten's operations on copies whose rows are contiguous, so that strides change no bit.
+template <class Function, class Args>
+auto call_with_contiguous_rows(const Function& function, const Args& args) {
+  return call_with(function, args, [&](const Tensor& t) {
+    return args.options.images && t.dim() > 1 ? channels_last(t) : t.contiguous();
+  });
+}
+
+void make_contiguous(std::initializer_list<Tensor*> results) {
+  for (Tensor* const t : results) {
+    if (t->defined()) *t = t->contiguous();
+  }
+}
+void make_like_input(std::initializer_list<Tensor*> results, const Tensor& input, const Options& options) {
+  if (!options.images) return make_contiguous(results);
+  for (Tensor* const t : results) copy_to_layout(*t, input);
+}
+
+}  // namespace
+
+ForwardOutputs forward_float64(ForwardArgs args) {
+  const bool inplace = std::exchange(args.inplace, false);
+  ForwardOutputs outputs = call_with_contiguous_rows(forward_composite, args);
+  make_like_input({&outputs.output, &outputs.sum}, args.input, args.options);
+  make_contiguous({&outputs.mean, &outputs.rstd});
+  if (inplace) outputs.sum = args.residual->copy_(outputs.sum);
+  return outputs;
+}
+
+BackwardOutputs backward_float64(const BackwardArgs& args) {
+  const auto function = args.options.memory_efficient ? backward_memory_efficient : backward_composite;
+  BackwardOutputs grads = call_with_contiguous_rows(function, args);
+  make_like_input({&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}, args.input, args.options);
+  make_contiguous({&grads.grad_weight, &grads.grad_bias, &grads.grad_input_scale});
+  return grads;
+}
+
+bool lacks_groups(const BackwardArgs& args) {
+  const bool wants_parameters = args.output_mask[1] || args.output_mask[2];
+  return args.options.has_groups() && args.input_scale && wants_parameters && !args.weight && !args.bias;
+}
+
+BackwardOutputs backward_with_weight(BackwardFunction backward, BackwardArgs args) {
+  const auto options = args.input->options();
+  const optional<Tensor> weight = at::ones(C10_AS_INTARRAYREF_SLOW(args.normalized_shape), options);
+  args.weight = weight;
+  args.options.zero_centered_weight = false;
+  return backward(args);
+}
+
+bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
+  return gate && gate->scalar_type() != input.scalar_type();
+}
+
+namespace {
+
+bool may_overlap(const Tensor& residual, const Tensor& t) {
+  return t.is_alias_of(residual) && at::get_overlap_status(residual, t) == at::MemOverlapStatus::TooHard;
+}
+
+}  // namespace
+
+bool may_overlap(const ForwardArgs& args) {
+  bool result = false;
+  for_each_tensor(args, [&](const char*, const Tensor& t) { result |= may_overlap(*args.residual, t); });
+  return result;
+}
+
+ForwardOutputs forward_apart(ForwardFunction forward, const ForwardArgs& args) {
+  return call_with(forward, args, [&](const Tensor& t) { return may_overlap(*args.residual, t) ? t.clone() : t; });
+}
+
+}  // namespace layernorm

@@ -1,0 +1,35 @@
+// Calls that the kernels cannot take: a fallback changes a call, and calls forward or backward of the backend again.
+#pragma once
+
+#include "ops.h"
+
+namespace layernorm {
+
+// A copy of images whose channels are the last dimension in memory.
+Tensor channels_last(const Tensor& images);
+
+// For tensors that the kernels cannot use in place, see Views: copies images to channels_last, and expands parameters
+// whose groups are not adjacent dimensions.
+ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args);
+BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args);
+
+// For a gated norm whose gate has another dtype than the input: computes in the accumulation type.
+bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate);
+ForwardOutputs forward_in_acc(ForwardFunction forward, const ForwardArgs& args);
+BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& args);
+
+// For a backend without kernels of float64: composes aten's operations.
+ForwardOutputs forward_float64(ForwardArgs args);
+BackwardOutputs backward_float64(const BackwardArgs& args);
+
+// For tensors that may share elements with a residual that is overwritten, where torch's check cannot tell: copies
+// them.
+bool may_overlap(const ForwardArgs& args);
+ForwardOutputs forward_apart(ForwardFunction forward, const ForwardArgs& args);
+
+// With num_groups, the gradients of an absent weight and bias have a value for each group, while an input_scale may
+// also differ between samples. The kernels cannot tell, so backward_with_weight() passes a weight of ones.
+bool lacks_groups(const BackwardArgs& args);
+BackwardOutputs backward_with_weight(BackwardFunction backward, BackwardArgs args);
+
+}  // namespace layernorm
