@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)));
-        x[i] = columns.load(exists(i) && sums_scale, address<const T>(p.input_scaled_input, index(i)));
+        x[i] = columns.load(exists(i) && sums_scale, address<const T>(p.scaled_input, index(i)));
       }
       Acc batch_sums[kVec] = {};
 #pragma unroll
