@@ -12,23 +12,54 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_arg_parser.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cpu/kernels.h"
-#include "family.h"
 #include "ops/checks.h"
+#include "ops/ops.h"
 
 namespace {
 
 using at::Tensor;
-using layernorm::Member;
-using layernorm::MemberArgs;
+using layernorm::ForwardArgs;
+using layernorm::ForwardOutputs;
 using std::optional;
 using torch::ParsedArgs;
 using torch::PythonArgParser;
+
+// A public function, and the call of forward that it means.
+struct Member {
+  const char* name;
+  bool rms = false;
+  bool adds = false;      // a residual
+  bool adaptive = false;  // the parameters are scale and shift
+  bool images = false;    // the channels are the second dimension
+  bool gated = false;     // a gated norm; a residual may have a gate in any case
+
+  constexpr bool has_bias() const { return adaptive || !rms; }
+  constexpr bool has_default_eps() const { return rms && !adaptive; }  // that of the dtype
+  constexpr bool has_memory_efficient() const { return !rms && !adds && !adaptive && !gated; }
+};
+
+constexpr Member kFamily[] = {
+    {"layer_norm"},
+    {"rms_norm", /*rms=*/true},
+    {"add_layer_norm", false, /*adds=*/true},
+    {"add_rms_norm", true, true},
+    {"ada_layer_norm", false, false, /*adaptive=*/true},
+    {"ada_rms_norm", true, false, true},
+    {"add_ada_layer_norm", false, true, true},
+    {"add_ada_rms_norm", true, true, true},
+    {"gated_layer_norm", false, false, false, false, /*gated=*/true},
+    {"gated_rms_norm", true, false, false, false, true},
+    {"layer_norm_2d", false, false, false, /*images=*/true},
+    {"rms_norm_2d", true, false, false, true},
+};
 
 // Whether functional.py must handle a call: it normalizes nested tensors and chooses the operators that tracers record.
 // torch.export and make_fx trace with dispatch modes.
@@ -71,7 +102,7 @@ PyObject* plain_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Tensor input = THPVariable_Unpack(args[0]);
   if (needs_python(input)) Py_RETURN_NONE;
   const auto weight = as_optional_tensor(args[2]), bias = as_optional_tensor(args[3]);
-  const layernorm::ForwardArgs call = {input, normalized_shape, weight, bias, PyFloat_AS_DOUBLE(args[4]), {}};
+  const ForwardArgs call = {input, normalized_shape, weight, bias, PyFloat_AS_DOUBLE(args[4]), {}};
   Tensor output;
   {
     const pybind11::gil_scoped_release no_gil;
@@ -108,30 +139,67 @@ double default_eps(const Tensor& input) {
                                             : std::numeric_limits<float>::epsilon();
 }
 
-// Reads the arguments of a signature, from the second one on.
-MemberArgs read_arguments(const Member& member, Tensor input, torch::PythonArgs& parsed) {
-  int next = 1;
-  const auto optional_tensor = [&] { return parsed.optionalTensor(next++); };
-  const auto flag = [&] { return parsed.toBool(next++); };
-  MemberArgs args;
-  args.input = std::move(input);
-  if (member.adds) args.residual = parsed.tensor(next++);
-  if (member.gated) args.gate = optional_tensor();
-  if (!member.images) args.normalized_shape = parsed.symintlist(next++);
-  args.weight = optional_tensor();
-  if (member.has_bias()) args.bias = optional_tensor();
-  args.eps = member.has_default_eps() ? parsed.toDoubleOptional(next++).value_or(default_eps(args.input))
-                                      : parsed.toDouble(next++);
-  if (member.adds) args.gate = optional_tensor();
-  if (member.gated) {
-    args.activation = parsed.string(next++);
-    args.gate_first = flag();
-    args.num_groups = parsed.toInt64(next++);
+// The arguments of a call of any member.
+struct Arguments {
+  // Reads the arguments after the input in the order of the signature.
+  Arguments(const Member& member, Tensor first, torch::PythonArgs& parsed) : input(std::move(first)) {
+    int next = 1;
+    const auto optional_tensor = [&] { return parsed.optionalTensor(next++); };
+    const auto flag = [&] { return parsed.toBool(next++); };
+    options.rms = member.rms;
+    options.images = member.images;
+    if (member.adds) residual = parsed.tensor(next++);
+    if (member.gated) gate = optional_tensor();
+    if (!member.images) normalized_shape = parsed.symintlist(next++);
+    weight = optional_tensor();
+    if (member.has_bias()) bias = optional_tensor();
+    eps = member.has_default_eps() ? parsed.toDoubleOptional(next++).value_or(default_eps(input))
+                                   : parsed.toDouble(next++);
+    if (member.adds) gate = optional_tensor();
+    if (member.gated) {
+      activation = parsed.string(next++);
+      options.gate_first = flag();
+      options.num_groups = parsed.toInt64(next++);
+    }
+    options.zero_centered_weight = member.adaptive || flag();
+    if (member.adds) inplace = flag();
+    if (member.has_memory_efficient()) options.memory_efficient = flag();
   }
-  if (!member.adaptive) args.zero_centered_weight = flag();
-  if (member.adds) args.inplace = flag();
-  if (member.has_memory_efficient()) args.memory_efficient = flag();
-  return args;
+
+  Tensor input;
+  optional<Tensor> residual, weight, bias, gate;
+  std::vector<c10::SymInt> normalized_shape;
+  double eps = 0;
+  std::string activation;
+  layernorm::Options options;
+  bool inplace = false;
+};
+
+ForwardOutputs call_forward(const Member& member, const Arguments& arguments) {
+  const auto& [input, residual, weight, bias, gate, normalized_shape, eps, activation, options, inplace] = arguments;
+  ForwardArgs args = {input, normalized_shape, weight, bias, eps, options, residual};
+  if (member.gated) {
+    const int64_t kind = layernorm::parse_activation(activation, input);
+    if (layernorm::present(gate)) {
+      args.gate = gate;
+      args.options.activation = kind;
+    } else {
+      args.options.gate_first = false;
+    }
+  } else {
+    args.input_scale = gate;
+    args.inplace = inplace;
+  }
+  if (member.adaptive || args.input_scale) {  // whose names differ from those of the operator
+    check_call(args, member.adaptive);
+  } else {
+    check_layouts(args);
+  }
+  if (member.images) {
+    const auto sizes = input.sym_sizes();
+    args.normalized_shape = sizes.slice(std::min<size_t>(sizes.size(), 1), sizes.size() > 1 ? 1 : 0);
+  }
+  return layernorm::call_forward(args);
 }
 
 // A function of the family. Returns the output, with a residual the output and the sum, or None if an argument has an
@@ -139,18 +207,18 @@ MemberArgs read_arguments(const Member& member, Tensor input, torch::PythonArgs&
 template <size_t kMember>
 PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
-  constexpr const Member& member = layernorm::kFamily[kMember];
+  constexpr const Member& member = kFamily[kMember];
   static PythonArgParser parser({signature(member)});
   ParsedArgs<10> parsed;
   auto parsed_args = parser.parse(args, kwargs, parsed);
   if (parsed_args.has_torch_function()) Py_RETURN_NONE;
   Tensor input = parsed_args.tensor(0);
   if (needs_python(input)) Py_RETURN_NONE;
-  const auto member_args = read_arguments(member, std::move(input), parsed_args);
-  layernorm::ForwardOutputs outputs;
+  const Arguments arguments(member, std::move(input), parsed_args);
+  ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
-    outputs = layernorm::evaluate(member, member_args);
+    outputs = call_forward(member, arguments);
   }
   if (!member.adds) return THPVariable_Wrap(std::move(outputs.output));
   return pybind11::make_tuple(std::move(outputs.output), std::move(outputs.sum)).release().ptr();
@@ -163,7 +231,7 @@ auto family_methods(std::index_sequence<kMembers...>) {
   const auto method = [](const char* name, auto function, int flags) -> PyMethodDef {
     return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), flags, nullptr};
   };
-  return std::array{method(layernorm::kFamily[kMembers].name, evaluate<kMembers>, METH_VARARGS | METH_KEYWORDS)...,
+  return std::array{method(kFamily[kMembers].name, evaluate<kMembers>, METH_VARARGS | METH_KEYWORDS)...,
                     method("plain_layer_norm", plain_layer_norm, METH_FASTCALL), PyMethodDef{}};
 }
 
@@ -171,7 +239,7 @@ auto family_methods(std::index_sequence<kMembers...>) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
-  static auto methods = family_methods(std::make_index_sequence<layernorm::kFamilySize>());
+  static auto methods = family_methods(std::make_index_sequence<std::size(kFamily)>());
   if (PyModule_AddFunctions(m.ptr(), methods.data()) != 0) throw py::error_already_set();
   const py::call_guard<py::gil_scoped_release> no_gil;
   m.def("check", &layernorm::CheckOperator<>::call, no_gil);
