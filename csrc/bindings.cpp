@@ -90,8 +90,9 @@ bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
   return true;
 }
 
-// layer_norm(input, normalized_shape, weight, bias, eps) without torch's parser, which takes a seventh of the time of a
-// call of 8 x 64. Returns None for arguments of other types, and if the call needs_python().
+// layer_norm(input, normalized_shape, weight, bias, eps). Returns None for arguments of other types, and if the call
+// needs_python(). With torch's parser, a call of 8 x 64 takes 2.33 us instead of 1.93 us (torch 2.13 on an AMD EPYC
+// Zen 4 at cd3ae53, least of 300 alternating samples).
 PyObject* plain_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   c10::SymDimVector normalized_shape;
