@@ -32,7 +32,7 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
   }
 }
 
-// Calls f(E()) with the type of the weight, the bias and the gate beside a residual: T or float.
+// Calls f(E()) with the type of the weight, the bias and the input_scale: T or float.
 template <class T, class F>
 __device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
   if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return f(T());

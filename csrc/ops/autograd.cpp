@@ -46,11 +46,11 @@ optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(s
 // The derivative of forward.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
-    const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_gate] = wanted;
+    const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_factor] = wanted;
     const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());
     const Tensor& grad_output = grads.back();
-    const auto factor = as_optional(gate.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
-    const bool scales_input = has_residual && factor;
+    const auto scale = as_optional(input_scale.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
+    const auto z = as_optional(gate.unpack(*this));
     BackwardOutputs g;
     if (grad_output.defined()) {
       Tensor x = input.unpack(*this);
@@ -58,44 +58,38 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
       const auto m = as_optional(mean.unpack(*this)), w = as_optional(weight.unpack(*this));
       const auto b = as_optional(bias.unpack(*this));
       const Tensor r = rstd.unpack(*this);
-      BackwardArgs args = {grad_output, x, normalized_shape, m, r, w, b, {}, grad_sum, options};
-      args.output_mask = {scales_input ? wants_residual : wants_input || wants_residual, wants_weight, wants_bias};
-      auto& [x_mask, w_mask, b_mask, gate_mask, scaled_mask, scale_mask] = args.output_mask;
-      if (scales_input) {
-        args.input_scale = factor;
-        args.scaled_input = scaled;
-        scaled_mask = wants_input;
-        scale_mask = wants_gate;
-      } else {
-        args.gate = factor;
-        gate_mask = wants_gate;
-      }
-      g = call_backward(args);
+      const std::array<bool, 6> mask = {scale ? wants_residual : wants_input || wants_residual,
+                                        wants_weight,
+                                        wants_bias,
+                                        wants_factor && z,
+                                        wants_input && scale,
+                                        wants_factor && scale};
+      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, mask, grad_sum, options, z, scale, scaled});
     } else if (grad_sum) {  // the gradients of the sum alone
       const auto acc = rstd.unpack(*this).scalar_type();
       g.grad_input = *grad_sum;
-      if (scales_input) {
+      if (scale) {
         const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
-        const Tensor scale = with_all_dims(*factor, grad_sum->dim(), normalized_dims, options);
-        if (wants_input) g.grad_scaled_input = scale.to(acc) * grad_sum->to(acc);
-        if (wants_gate) {
-          const Tensor sum = at::sum_to(grad_sum->to(acc) * scaled->to(acc), scale.sym_sizes());
-          g.grad_input_scale = sum.to(scale.scalar_type()).reshape_symint(factor->sym_sizes());
+        const Tensor rows = with_all_dims(*scale, grad_sum->dim(), normalized_dims, options);
+        if (wants_input) g.grad_scaled_input = rows.to(acc) * grad_sum->to(acc);
+        if (wants_factor) {
+          const Tensor sum = at::sum_to(grad_sum->to(acc) * scaled->to(acc), rows.sym_sizes());
+          g.grad_input_scale = sum.to(scale->scalar_type()).reshape_symint(scale->sym_sizes());
         }
       }
     }
-    variable_list result = {scales_input ? g.grad_scaled_input : g.grad_input, g.grad_weight, g.grad_bias, g.grad_input,
-                            scales_input ? g.grad_input_scale : g.grad_gate};
+    variable_list result = {scale ? g.grad_scaled_input : g.grad_input, g.grad_weight, g.grad_bias, g.grad_input,
+                            scale ? g.grad_input_scale : g.grad_gate};
     if (!wants_input) result[0] = Tensor();
     if (!wants_residual) result[3] = Tensor();
     // With a residual, the gradient of the sum has the residual's dtype.
     const auto type = static_cast<at::ScalarType>(input_type);
     if (result[0].defined() && result[0].scalar_type() != type) result[0] = result[0].to(type);
-    result.resize(factor ? 5 : has_residual ? 4 : 3);
+    result.resize(z || scale ? 5 : has_residual ? 4 : 3);
     return result;
   }
 
-  auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, scaled_input); }
+  auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, input_scale, scaled_input); }
   auto values() { return std::tuple_cat(std::tie(normalized_shape, has_residual, input_type), options.fields()); }
 
   std::string name() const override { return "LayerNormBackward"; }
@@ -103,9 +97,9 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   // Tensors that the wanted gradients do not need are absent.
   Saved input;  // the sum if there is a residual; the output if memory_efficient; absent if only the bias is wanted
   Saved weight, mean, rstd;
-  Saved bias;          // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
-  Saved gate;          // the gate, or the scale of the input beside a residual
-  Saved scaled_input;  // only if the gradient of that scale is wanted
+  Saved bias;  // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
+  Saved gate, input_scale;
+  Saved scaled_input;  // only if the gradient of input_scale is wanted
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
   int64_t input_type = 0;  // an at::ScalarType
@@ -162,12 +156,12 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   const bool keeps_input = wants(input, residual, weight, gate, input_scale) ||
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool keeps_gate = gate && (keeps_input || !options.gate_first);
-  const bool keeps_scale = node->has_residual && wants(input, input_scale);
+  const bool keeps_scale = input_scale && node->has_residual && wants(input, input_scale);
   const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(options) && wants(gate);
-  const OptionalTensorRef factor = keeps_gate ? gate : keeps_scale ? input_scale : OptionalTensorRef();
-  if (factor) {
-    node->set_next_edges(torch::autograd::collect_next_edges(*input, w, b, residual ? *residual : Tensor(), *factor));
-    node->gate = Saved(*factor);
+  if (keeps_gate || keeps_scale) {
+    const Tensor& factor = keeps_gate ? *gate : *input_scale;
+    node->set_next_edges(torch::autograd::collect_next_edges(*input, w, b, residual ? *residual : Tensor(), factor));
+    (keeps_gate ? node->gate : node->input_scale) = Saved(factor);
     if (keeps_scale && wants(input_scale)) node->scaled_input = Saved(input);
   } else {
     node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(*input, w, b, *residual)
