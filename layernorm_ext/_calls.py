@@ -139,11 +139,11 @@ def norm(
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
-    if residual is None and gate is None:
+    if residual is None and gate is None and num_groups == 1:
         return ops.forward.default(*arguments, **options)[0]
     factors = (gate,) if input_scale is None else (gate, input_scale)
-    results = ops.forward.fused(*arguments, residual, *factors, **options)
-    return results[0] if residual is None else (results[0], results[1])
+    output, total, *_ = ops.forward.fused(*arguments, residual, *factors, **options)
+    return output if residual is None else (output, total)
 
 
 def check_residual(input: Tensor, residual: Tensor | None, inplace: bool | None) -> None:

@@ -49,11 +49,11 @@ struct Options {
 // backward have the first fields only, because parsing each option takes 1 % of the time of a small call.
 template <class... Ts>
 struct TypeList {};
-using FirstOptions = TypeList<bool, bool, bool, bool, optional<c10::SymInt>>;
+using FirstOptions = TypeList<bool, bool, bool, bool>;
 using AllOptions = TypeList<bool, bool, bool, bool, optional<c10::SymInt>, const ActivationName&, bool>;
 
 inline Options make_options(const Tensor& input, bool rms, bool zero_centered_weight, bool memory_efficient,
-                            bool images, const optional<c10::SymInt>& num_groups,
+                            bool images, const optional<c10::SymInt>& num_groups = std::nullopt,
                             const ActivationName& activation = std::nullopt, bool gate_first = false) {
   const int64_t kind = activation ? parse_activation(activation, input) : 0;
   return {rms, zero_centered_weight, memory_efficient, images, num_groups.value_or(1), kind, gate_first};

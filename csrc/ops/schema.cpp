@@ -8,10 +8,8 @@
 namespace layernorm {
 
 // See Options. num_groups is optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
-#define FIRST_OPTIONS                                                                                 \
-  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False, " \
-  "SymInt? num_groups=None"
-#define ALL_OPTIONS FIRST_OPTIONS ", str? activation=None, bool gate_first=False"
+#define FIRST_OPTIONS "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False"
+#define ALL_OPTIONS FIRST_OPTIONS ", SymInt? num_groups=None, str? activation=None, bool gate_first=False"
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 void Operators::define(torch::Library& m) {
@@ -61,20 +59,17 @@ auto find(const char* name, const char* overload) {
 }
 
 // Call an operator with the values of the first or of all options after other arguments.
-optional<c10::SymInt> num_groups(const Options& options) {
-  return options.has_groups() ? optional<c10::SymInt>(options.num_groups) : std::nullopt;
-}
 template <class Operator, class... Args>
 auto call_first(const Operator& op, const Options& options, const Args&... args) {
-  return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images,
-                 num_groups(options));
+  return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images);
 }
 template <class Operator, class... Args>
 auto call_all(const Operator& op, const Options& options, const Args&... args) {
+  const auto num_groups = options.has_groups() ? optional<c10::SymInt>(options.num_groups) : std::nullopt;
   return op.call(args..., options.rms, options.zero_centered_weight, options.memory_efficient, options.images,
-                 num_groups(options), activation_name(options.activation), options.gate_first);
+                 num_groups, activation_name(options.activation), options.gate_first);
 }
-bool needs_all(const Options& options) { return options.activation != 0 || options.gate_first; }
+bool needs_all(const Options& options) { return options.has_groups() || options.activation != 0 || options.gate_first; }
 
 }  // namespace
 
