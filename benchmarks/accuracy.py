@@ -1,4 +1,4 @@
-"""Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
+"""Errors of layer_norm by offset, rows, columns and scale."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -30,7 +30,7 @@ def points(dtypes: list[str]) -> Iterator[tuple[str, float, str, dict]]:
 def measure(
     device: Device, sweep: str, value: float, dtypes: str, arguments: dict, contenders: list[str]
 ) -> Iterator[dict]:
-    """Yield a record for each contender and quantity."""
+    """Compare output and gradients with float64 over ranges of offset, rows, columns and scale."""
     case = Case(**arguments, dtypes=dtypes, device=device.name)
     for entry in bind_contenders(contenders, [case]):
         for quantity in QUANTITIES:

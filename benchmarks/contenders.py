@@ -105,12 +105,6 @@ class Calls:
         return self.gradients(self.forward())
 
 
-def results_of(calls: Calls) -> dict[str, Tensor]:
-    """Return the results, named as the exact ones of a Contender."""
-    outputs, gradients = calls.forward(), calls.both()
-    return {f"output {i}": t for i, t in enumerate(outputs)} | {f"grad_{i}": t for i, t in enumerate(gradients)}
-
-
 class Copy(Calls):
     """The lower bound of each pass: a negation or an addition that moves the same number of bytes.
 
@@ -181,15 +175,18 @@ def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
     return [Contender(name, sets[0].dtype, partial(bind, name), expected) for name in names]
 
 
-def bind_function(name: str, function: Callable, reference: Callable, tensors: list[Tensor]) -> Contender:
-    """Return a function of all tensors but the last, the upstream gradient, compared with a reference in float64."""
+def bind_functions(functions: dict[str, Callable], reference: Callable, tensors: list[Tensor]) -> list[Contender]:
+    """Bind functions of all tensors but the last, the upstream gradient; compare them with a reference in float64."""
 
-    def calls(function: Callable, tensors: list[Tensor]) -> Calls:
+    def bind(function: Callable, tensors: list[Tensor]) -> list[Calls]:
         inputs = [tensor.detach().requires_grad_() for tensor in tensors[:-1]]
-        return Calls(partial(function, *inputs), inputs, tensors[-1])
+        return [Calls(partial(function, *inputs), inputs, tensors[-1])]
 
-    expected = results_of(calls(reference, [tensor.double() for tensor in tensors]))
-    return Contender(name, tensors[0].dtype, lambda: [calls(function, tensors)], expected)
+    (exact,) = bind(reference, [tensor.double() for tensor in tensors])
+    expected = {f"output {i}": t for i, t in enumerate(exact.forward())}
+    expected |= {f"grad_{i}": t for i, t in enumerate(exact.both())}
+    dtype = tensors[0].dtype
+    return [Contender(name, dtype, partial(bind, function, tensors), expected) for name, function in functions.items()]
 
 
 def time_pass(

@@ -1,4 +1,4 @@
-"""Time forward, backward and both on SHAPES, relative to torch and to a copy, after checking the results."""
+"""Times of layer_norm by shape and dtype."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -20,7 +20,7 @@ def make_cases(device: Device, rows: int, cols: int, dtypes: str) -> list[Case]:
 def measure(
     device: Device, rows: int, cols: int, dtypes: str, contenders: list[str], passes: list[str], seconds: float
 ) -> Iterator[dict]:
-    """Yield a record for each pass, call mode and contender."""
+    """Time forward, backward and both on SHAPES, relative to torch and to a copy, after checking the results."""
     sets = make_cases(device, rows, cols, dtypes)
     copied = Contender(COPY, sets[0].dtype, lambda: [Copy(case) for case in sets], {})
     entries = [*bind_contenders(contenders, sets), copied]

@@ -1,4 +1,4 @@
-"""Time the host's part of one call, on an input so small that the kernel takes almost no time."""
+"""The host's part of one call, for each way to call layer_norm."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,11 +18,12 @@ MODULES = {"ours": layernorm_ext.LayerNorm, "torch": nn.LayerNorm}
 
 
 def measure(device: Device, dtypes: str, contenders: list[str], seconds: float) -> Iterator[dict]:
-    """Yield a record for each way of calling and contender; other packages have neither operator nor module."""
+    """Time the host's part of one call, on an input so small that the kernel takes almost no time."""
     case = Case(ROWS, COLS, dtypes, device.name)
     arguments = case.x, list(case.weight.shape), case.weight, case.bias, EPS
     settings = {"eps": EPS, "device": device.name, "dtype": case.parameter_dtype}
     entries = bind_contenders(contenders, [case])
+    # Other packages have neither an operator nor a module that is called alike.
     native = [entry for entry in entries if entry.name in OPERATORS]
     # Way of calling, the pass that must work for it, its contenders, and the function to time. All but the "forward"
     # ways build an autograd graph.
