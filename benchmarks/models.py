@@ -58,9 +58,8 @@ def bind_step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[Cal
     def loss() -> Tensor:
         return call(model).square().mean()
 
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
-    used = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+    loss().backward()
+    used = [parameter for parameter in model.parameters() if parameter.grad is not None]
     return [Calls(loss, used, torch.tensor(1.0))]
 
 

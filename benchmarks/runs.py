@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-import layernorm_ext
 from layernorm_ext._ops import _C
 
 from .contenders import installed
@@ -114,7 +113,6 @@ def describe_machine(device: Device) -> dict:
         "instruction_set": _C.cpu_capability(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "layernorm_ext": layernorm_ext.__version__,
         "installed": installed(),
         "checkout": output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "unknown",
     }
