@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import torch
 
-from . import accuracy, allocator, blocks, compare, kernels, models, overhead, plots, report
+from . import allocator, blocks, compare, models, norm, plots, report
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
@@ -57,7 +57,7 @@ SHAPES = click.Argument(["shapes"], type=parse_shape, nargs=-1)
 DEVICE = click.Option(["--device"], type=click.Choice(["cpu", "cuda"]), default="cpu")
 OUT = click.Option(["--out"], type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder.")
 NAMES = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
-PASS_NAMES = choices("--passes", PASSES, ",".join(PASSES))
+PASS = choices("--passes", PASSES, ",".join(PASSES))
 KERNEL_SHAPES = {
     "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
     "262144x32",
@@ -147,9 +147,9 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
         sys.exit(1)
 
 
-add_benchmark("kernels", kernels.measure, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), NAMES, PASS_NAMES, seconds(0.3))
-add_benchmark("overhead", overhead.measure, product, dtypes("fp32"), NAMES, seconds(0.3))
-add_benchmark("accuracy", accuracy.measure, accuracy.points, dtypes(",".join(PAIRS)), NAMES)
+add_benchmark("kernels", norm.measure_kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), NAMES, PASS, seconds(0.3))
+add_benchmark("overhead", norm.measure_overhead, product, dtypes("fp32"), NAMES, seconds(0.3))
+add_benchmark("accuracy", norm.measure_accuracy, norm.accuracy_points, dtypes(",".join(PAIRS)), NAMES)
 add_benchmark("family", blocks.measure_family, FAMILY_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", blocks.measure_compiled, partial(product, blocks.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
 add_benchmark("models", models.measure, partial(product, models.MODELS), seconds(2.0))

@@ -23,7 +23,7 @@ import torch
 import layernorm_ext
 
 from .contenders import bind_contenders
-from .kernels import make_cases
+from .norm import make_cases
 from .runs import ROOT, output
 from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_rounds, summarize, verdict
 

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import accuracy, allocator, blocks, cases, compare, contenders, report, timing  # noqa: E402
+from benchmarks import allocator, blocks, cases, compare, contenders, norm, report, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 ALL = "ours,torch,torch.compile"
@@ -26,8 +26,8 @@ BLOCKS = ["norm, GELU", "residual, norm, modulate"]  # the others take as long t
 def small_and_isolated(monkeypatch):
     """Use few samples and small sweeps, hide other installed packages, and keep this process's allocator settings."""
     monkeypatch.setattr(timing, "MIN_ROUNDS", 3)  # the quartiles of two samples are extrapolated, even below zero
-    monkeypatch.setitem(accuracy.SWEEPS, "rows", [{"rows": 1, "cols": 16}])
-    monkeypatch.setitem(accuracy.SWEEPS, "cols", [{"rows": 8, "cols": 1}])
+    monkeypatch.setitem(norm.SWEEPS, "rows", [{"rows": 1, "cols": 16}])
+    monkeypatch.setitem(norm.SWEEPS, "cols", [{"rows": 8, "cols": 1}])
     monkeypatch.setattr(program, "keep_pages", lambda: None)
     monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
     for name in blocks.BLOCKS.keys() - set(BLOCKS):
