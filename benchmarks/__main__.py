@@ -5,16 +5,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 
 import click
 import torch
-from rich.console import Console
 
-from . import accuracy, allocator, compare, compiled, family, kernels, models, overhead, plots, report
+from . import allocator, blocks, compare, models, norm, plots, report
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
-from .runs import ROOT, Run, describe_machine, progress
+from .runs import ROOT, Run, describe_machine
 from .timing import Device, first_line, keep_pages
 
 OURS = ("ours", "written", "fused", "by hand", "converted")  # the contenders that are this package
@@ -58,8 +56,8 @@ def seconds(default: float, per: str = "contender and case") -> click.Option:
 SHAPES = click.Argument(["shapes"], type=parse_shape, nargs=-1)
 DEVICE = click.Option(["--device"], type=click.Choice(["cpu", "cuda"]), default="cpu")
 OUT = click.Option(["--out"], type=click.Path(path_type=Path), default=Path("build/benchmarks"), help="Output folder.")
-IMPLEMENTATIONS = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
-SELECTED_PASSES = choices("--passes", PASSES, ",".join(PASSES))
+NAMES = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
+PASS = choices("--passes", PASSES, ",".join(PASSES))
 KERNEL_SHAPES = {
     "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
     "262144x32",
@@ -87,11 +85,10 @@ def finish(run: Run, folder: Path) -> None:
         plots.save_errors(run.records, folder / "error_by_offset.png")
     if run.benchmark == "kernels":
         plots.save_speeds(run.records, folder / "speed_by_columns.png")
-    console = Console(width=None if sys.stdout.isatty() else 240)  # a log file should not wrap lines
-    console.print(*(f"{name} {value}" for name, value in run.machine.items()), sep="; ", highlight=False)
-    console.print(run.table())
+    click.echo("; ".join(f"{name} {value}" for name, value in run.machine.items()))
+    click.echo(run.table())
     for note in run.notes():
-        console.print(note, style="red", highlight=False)
+        click.secho(note, fg="red")
     click.echo(f"{folder}/{run.benchmark}.json and .csv")
     ours = [r for r in run.records if r["contender"] in OURS]
     wrong = [r for r in ours if r["status"] == "wrong"]
@@ -112,7 +109,7 @@ def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
     cli.add_command(click.Command(name, callback=callback, params=[*parameters, DEVICE, OUT], help=callback.__doc__))
 
 
-def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: click.Parameter) -> None:
+def add_benchmark(name: str, measure: Callable, cases: Callable, *parameters: click.Parameter) -> None:
     """Add the command of a benchmark, which measures all cases and saves the records after each case.
 
     `cases` takes the dtypes if the command does, and device and shapes if it takes shapes.
@@ -121,17 +118,18 @@ def add_benchmark(name: str, module: ModuleType, cases: Callable, *parameters: c
     def execute(device: str, out: Path, **settings: object) -> None:
         arguments = [settings.pop("dtypes")] if "dtypes" in settings else []
         arguments += [device, settings.pop("shapes")] if "shapes" in settings else []
-        opened, selected = open_device(device), list(cases(*arguments))
+        opened = open_device(device)
         run = Run(name, describe_machine(opened))
-        for case in progress(selected, name, len(selected)):
-            try:
-                run.records += list(module.measure(opened, *case, **settings))
-            except torch.OutOfMemoryError as error:
-                click.echo(f"skipped {case}: {first_line(error)}")
-            run.save(out)
+        with click.progressbar(list(cases(*arguments)), label=name, file=sys.stderr) as selected:
+            for case in selected:
+                try:
+                    run.records += list(measure(opened, *case, **settings))
+                except torch.OutOfMemoryError as error:
+                    click.echo(f"skipped {case}: {first_line(error)}")
+                run.save(out)
         finish(run, out)
 
-    execute.__doc__ = module.__doc__
+    execute.__doc__ = measure.__doc__
     add(name, execute, *parameters)
 
 
@@ -149,15 +147,13 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
         sys.exit(1)
 
 
-add_benchmark(
-    "kernels", kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), IMPLEMENTATIONS, SELECTED_PASSES, seconds(0.3)
-)
-add_benchmark("overhead", overhead, product, dtypes("fp32"), IMPLEMENTATIONS, seconds(0.3))
-add_benchmark("accuracy", accuracy, accuracy.points, dtypes(",".join(PAIRS)), IMPLEMENTATIONS)
-add_benchmark("family", family, FAMILY_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
-add_benchmark("compile", compiled, partial(product, compiled.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
-add_benchmark("models", models, partial(product, models.MODELS), seconds(2.0))
-add_benchmark("allocator", allocator, partial(product, allocator.SETTINGS), seconds(1.0))
+add_benchmark("kernels", norm.measure_kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), NAMES, PASS, seconds(0.3))
+add_benchmark("overhead", norm.measure_overhead, product, dtypes("fp32"), NAMES, seconds(0.3))
+add_benchmark("accuracy", norm.measure_accuracy, norm.accuracy_points, dtypes(",".join(PAIRS)), NAMES)
+add_benchmark("family", blocks.measure_family, FAMILY_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
+add_benchmark("compile", blocks.measure_compiled, partial(product, blocks.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
+add_benchmark("models", models.measure, partial(product, models.MODELS), seconds(2.0))
+add_benchmark("allocator", allocator.measure, partial(product, allocator.SETTINGS), seconds(1.0))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 RUN = click.Argument(["run"], type=click.Path(exists=True, dir_okay=False, path_type=Path))
 cli.add_command(

@@ -1,9 +1,6 @@
-"""Time an addition and a norm, and a whole training step, with different settings of the CPU allocator.
+"""An addition and a norm, and a training step, with settings of the CPU allocator."""
 
-glibc reads its settings when a process starts, so that each setting is measured in a process of its own. The inputs
-have 999 x 1536 float32 elements; the training step is that of four transformer blocks of 256 features.
-"""
-
+import copy
 import json
 import os
 import subprocess
@@ -17,12 +14,11 @@ from torch import nn
 
 import layernorm_ext
 
-from .cases import EPS
+from .blocks import BLOCKS, draw
 from .contenders import Calls, Contender, time_pass
 from .timing import Device
-from .train_digits import Block
 
-ROWS, COLS, WIDTH = 999, 1536, 256
+WIDTH = 256
 SETTINGS = {
     "default": {},
     "GLIBC_TUNABLES=glibc.malloc.hugetlb=1": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
@@ -32,7 +28,11 @@ SETTINGS = {
 
 
 def measure(device: Device, setting: str, seconds: float) -> Iterator[dict]:
-    """Yield a record for each case and contender, measured in a new process."""
+    """Time an addition and a norm, and a whole training step, with different settings of the CPU allocator.
+
+    glibc reads its settings when a process starts, so that each setting is measured in a process of its own. The inputs
+    have 999 x 1536 float32 elements; the training step is that of four transformer blocks of 256 features.
+    """
     command = [sys.executable, "-m", "benchmarks.allocator", str(seconds)]
     output = subprocess.check_output(command, env=os.environ | SETTINGS[setting], text=True)
     for record in json.loads(output):
@@ -40,25 +40,23 @@ def measure(device: Device, setting: str, seconds: float) -> Iterator[dict]:
 
 
 def measure_here(seconds: float) -> Iterator[dict]:
-    device = Device("cpu")
-    x, residual, weight, bias = (torch.randn(size) for size in ((ROWS, COLS), (ROWS, COLS), COLS, COLS))
+    # No result is compared with float64, because glibc keeps more memory after it was given larger arrays.
+    def entry(name: str, calls: Calls) -> Contender:
+        return Contender(name, torch.float32, lambda: [calls], {})
 
-    def ours() -> tuple[torch.Tensor, ...]:
-        return layernorm_ext.add_layer_norm(x, residual, (COLS,), weight, bias, EPS)
-
-    def theirs() -> tuple[torch.Tensor, ...]:
-        total = x + residual
-        return F.layer_norm(total, (COLS,), weight, bias, EPS), total
-
-    calls = {name: partial(list, [Calls(f, [], x)]) for name, f in {"ours": ours, "torch": theirs}.items()}
-    entries = [Contender(name, torch.float32, bind, {}) for name, bind in calls.items()]
+    device, block = Device("cpu"), BLOCKS["residual, norm"]
+    *inputs, dy = draw(block.kinds, device, "fp32", 1, 999, 1536)
+    functions = {"ours": block.by_hand, "torch": partial(block.composition, F)}
+    entries = [entry(name, Calls(partial(function, *inputs), [], dy)) for name, function in functions.items()]
     yield from time_pass(device, entries, {"case": "residual, norm"}, "forward", seconds)
 
-    tokens, entries = torch.randn(4, 256, WIDTH), []
-    for name, library in {"ours": layernorm_ext, "torch": nn}.items():
-        model = nn.Sequential(*(Block(WIDTH, 4, library.LayerNorm) for _ in range(4)))
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+    theirs = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    ours, tokens, entries = copy.deepcopy(theirs), torch.randn(4, 256, WIDTH), []
+    layernorm_ext.convert(ours)
+    for name, model in {"ours": ours, "torch": theirs}.items():
         step = Calls(lambda model=model: model(tokens).square().mean(), model.parameters(), torch.tensor(1.0))
-        entries.append(Contender(name, torch.float32, partial(list, [step]), {}))
+        entries.append(entry(name, step))
     yield from time_pass(device, entries, {"case": "training step"}, "both", seconds)
 
 

@@ -23,8 +23,8 @@ import torch
 import layernorm_ext
 
 from .contenders import bind_contenders
-from .kernels import make_cases
-from .runs import ROOT, output, progress
+from .norm import make_cases
+from .runs import ROOT, output
 from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_rounds, summarize, verdict
 
 BASE, HEAD = "base", "head"
@@ -124,8 +124,9 @@ def measure(builds: dict[str, Path], cells: list[Cell], device: str, budget: flo
     def judged(cells: list[Cell]) -> dict[Cell, dict]:
         times = defaultdict(list)
         samples = sample(builds, cells, device, budget) if cells else ()
-        for cell, result in progress(samples, "compare", STARTS * len(cells)):
-            times[cell].append(result)
+        with click.progressbar(samples, STARTS * len(cells), "compare", file=sys.stderr) as results:
+            for cell, result in results:
+                times[cell].append(result)
         return {cell: judge(starts) for cell, starts in times.items()}
 
     first = judged(cells)

@@ -4,7 +4,7 @@ Each is called as its authors document, as a differentiable function of rows, we
 run a case is reported as failed, with its error message.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cases import EPS, TOLERANCE, Case, Exact, error, exact_results
-from .timing import Device, first_line, measure_times, summarize
+from .timing import AGAIN, Device, first_line, make_sampler, sample_in_rounds, summarize
 
 PASSES = ("forward", "backward", "both")
 Function = Callable[[], Tensor | tuple[Tensor, ...]]
@@ -105,12 +105,6 @@ class Calls:
         return self.gradients(self.forward())
 
 
-def results_of(calls: Calls) -> dict[str, Tensor]:
-    """Return the results, named as the exact ones of a Contender."""
-    outputs, gradients = calls.forward(), calls.both()
-    return {f"output {i}": t for i, t in enumerate(outputs)} | {f"grad_{i}": t for i, t in enumerate(gradients)}
-
-
 class Copy(Calls):
     """The lower bound of each pass: a negation or an addition that moves the same number of bytes.
 
@@ -181,20 +175,23 @@ def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
     return [Contender(name, sets[0].dtype, partial(bind, name), expected) for name in names]
 
 
-def bind_function(name: str, function: Callable, reference: Callable, tensors: list[Tensor]) -> Contender:
-    """Return a function of all tensors but the last, the upstream gradient, compared with a reference in float64."""
+def bind_functions(functions: dict[str, Callable], reference: Callable, tensors: list[Tensor]) -> list[Contender]:
+    """Bind functions of all tensors but the last, the upstream gradient; compare them with a reference in float64."""
 
-    def calls(function: Callable, tensors: list[Tensor]) -> Calls:
+    def bind(function: Callable, tensors: list[Tensor]) -> list[Calls]:
         inputs = [tensor.detach().requires_grad_() for tensor in tensors[:-1]]
-        return Calls(partial(function, *inputs), inputs, tensors[-1])
+        return [Calls(partial(function, *inputs), inputs, tensors[-1])]
 
-    expected = results_of(calls(reference, [tensor.double() for tensor in tensors]))
-    return Contender(name, tensors[0].dtype, lambda: [calls(function, tensors)], expected)
+    (exact,) = bind(reference, [tensor.double() for tensor in tensors])
+    expected = {f"output {i}": t for i, t in enumerate(exact.forward())}
+    expected |= {f"grad_{i}": t for i, t in enumerate(exact.both())}
+    dtype = tensors[0].dtype
+    return [Contender(name, dtype, partial(bind, function, tensors), expected) for name, function in functions.items()]
 
 
 def time_pass(
     device: Device,
-    entries: Iterable[Contender],
+    entries: Sequence[Contender],
     case: dict,
     pass_name: str,
     budget: float,
@@ -202,9 +199,20 @@ def time_pass(
     against: tuple[str, ...] = ("torch",),
     select: Callable[[Contender], Callable] | None = None,
 ) -> Iterator[dict]:
-    """Time a pass, or the function that `select` returns for each contender; yield records that begin with `case`."""
-    working = [entry for entry in entries if pass_name not in entry.failed]
-    functions = {entry.name: [select(entry)] if select else entry.functions(pass_name) for entry in working}
-    times, failed = measure_times(device, functions, pass_name != "forward", mode, budget)
+    """Time a pass, or the function that `select` returns for each contender; yield records that begin with `case`.
+
+    The first contender takes part twice, the second time as AGAIN.
+    """
+    samplers, failed = {}, {}
+    for entry in entries:
+        if pass_name in entry.failed:
+            continue
+        try:
+            calls = [select(entry)] if select else entry.functions(pass_name)
+            for name in (entry.name,) if samplers else (entry.name, AGAIN):
+                samplers[name] = make_sampler(device, calls, pass_name != "forward", mode)
+        except Exception as error:  # other packages may raise anything
+            failed[entry.name] = first_line(error)
+    times = sample_in_rounds(samplers, budget * len(samplers)) if samplers else {}
     for entry in entries:
         yield case | entry.record(pass_name, failed) | summarize(times, entry.name, against)

@@ -4,50 +4,42 @@ import csv
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from .runs import ROOT
 
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
-Times = dict[str, float]  # contender -> microseconds
 
 
-def relative_to_ours(times: Times, name: str) -> float:
-    return times[name] / times["ours"]
-
-
-def relative_to_torch(times: Times, name: str) -> float:
-    return times["torch"] / times[name]
-
-
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The table of a benchmark: its lines and columns are the values of some fields.
 
-    A cell has the figure of one contender, or of all, divided by commas. The other fields differ between the cases of a
-    cell, which has the geometric mean, the least and the most of several cases.
+    A cell has the figures of all contenders, divided by commas, unless the column is that of a contender. The other
+    fields differ between the cases of a cell, which has the geometric mean, the least and the most of several cases.
+    The figures are times or, if there is a base, ratios: more than 1 is slower than "ours", or faster than "torch".
     """
 
     line: str
-    column: tuple[str, ...]
-    contenders: tuple[str, ...]  # those that a run has
-    figure: Callable[[Times, str], float]
-    one_contender: bool  # in a cell
+    columns: tuple[str, ...]
+    base: str | None
 
 
 LAYOUTS = {
-    "kernels": Layout(
-        "pass", ("dtypes",), ("torch", "torch.compile", "liger-kernel", "copy"), relative_to_ours, one_contender=True
-    ),
-    "family": Layout("norm", ("dtypes", "pass"), ("torch", "torch.compile"), relative_to_ours, one_contender=True),
-    "compile": Layout(
-        "block", ("dtypes", "pass"), ("written", "fused", "by hand"), relative_to_torch, one_contender=False
-    ),
-    "allocator": Layout("setting", ("case",), ("ours", "torch"), lambda times, name: times[name], one_contender=False),
+    "kernels": Layout("pass", ("dtypes", "contender"), "ours"),
+    "family": Layout("norm", ("dtypes", "pass", "contender"), "ours"),
+    "compile": Layout("block", ("dtypes", "pass"), "torch"),
+    "allocator": Layout("setting", ("case",), None),
 }
+
+
+def figures(times: dict[str, float], base: str | None) -> dict[str, float]:
+    """Return the figure of each contender but the base."""
+    if base is None:
+        return times
+    others = {name: us for name, us in times.items() if name != base}
+    return {name: us / times[base] if base == "ours" else times[base] / us for name, us in others.items()}
 
 
 def by_case(records: list[dict]) -> list[dict]:
@@ -87,24 +79,23 @@ def markdown(path: Path) -> str:
     """Return the table of a stored run."""
     with open(path, newline="") as file:
         cases = list(csv.DictReader(file))
-    layout = LAYOUTS[path.stem]
+    line, keys, base = LAYOUTS[path.stem]
     mode = "graph" if "ours graph us" in cases[0] else "eager"
+    suffix = f" {mode} us"
     cells: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     noise: dict[tuple[str, str], float] = {}
     for case in cases:
-        suffix = f" {mode} us"
         times = {name.removesuffix(suffix): float(us) for name, us in case.items() if us and name.endswith(suffix)}
-        for name in (name for name in layout.contenders if name in times):
-            column = " ".join(case[key] for key in layout.column)
-            place = case[layout.line], f"{column}: {name}" if layout.one_contender else column
-            cells[place][name].append(layout.figure(times, name))
+        for name, figure in figures(times, base).items():
+            place = case[line], " ".join((case | {"contender": name})[key] for key in keys)
+            cells[place][name].append(figure)
             noise[place] = float(case[f"{mode} noise"])
     columns = list(dict.fromkeys(column for _, column in cells))
-    table = [[layout.line, *columns], ["---"] * (1 + len(columns))]
-    for line in dict.fromkeys(line for line, _ in cells):
-        figures = ([describe(f, noise[line, c]) for f in cells[line, c].values()] for c in columns)
-        table.append([line, *map(", ".join, figures)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in table)
+    table = [[line, *columns], ["---"] * (1 + len(columns))]
+    for value in dict.fromkeys(value for value, _ in cells):
+        texts = ([describe(f, noise[value, c]) for f in cells[value, c].values()] for c in columns)
+        table.append([value, *map(", ".join, texts)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 
 def update(text: str, path: Path) -> str:

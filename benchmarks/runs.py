@@ -8,17 +8,13 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-import layernorm_ext
 from layernorm_ext._ops import _C
 
 from .contenders import installed
@@ -50,10 +46,9 @@ class Run:
             writer.writeheader()
             writer.writerows(self.records)
 
-    def table(self) -> Table:
+    def table(self) -> str:
         """Return a table with a line per case and a column per contender."""
-        keys = list(self.records[0]) if self.records else ["contender"]
-        keys = keys[: keys.index("contender")]
+        keys = list(takewhile(lambda key: key != "contender", self.records[0])) if self.records else []
         cases: dict[tuple, dict[str, dict]] = {}
         for r in self.records:
             found = cases.setdefault(tuple(str(r[key]) for key in keys), {})
@@ -61,11 +56,12 @@ class Run:
             if r["contender"] not in found or (r["error"] or 0) > (found[r["contender"]]["error"] or 0):
                 found[r["contender"]] = r
         names = list(dict.fromkeys(r["contender"] for r in self.records))
-        table = Table(*keys, "noise", *names, title=self.benchmark, caption=CAPTION)
+        lines = [[*keys, "noise", *names]]
         for case, found in cases.items():
             noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
-            table.add_row(*case, noise, *(figures(found[name]) if name in found else "" for name in names))
-        return table
+            lines.append([*case, noise, *(figures(found[name]) if name in found else "" for name in names)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines) + f"\n({CAPTION})"
 
     def notes(self) -> list[str]:
         """Return one line for each distinct failure of each contender."""
@@ -88,10 +84,6 @@ def figures(record: dict) -> str:
     if record["status"] != "ok":
         parts.append(record["status"].upper())
     return " · ".join(parts)
-
-
-def progress(steps: Iterable, name: str, total: int) -> Iterable:
-    return track(steps, name, total, console=Console(stderr=True), transient=True)
 
 
 def output(*command: str) -> str:
@@ -121,7 +113,6 @@ def describe_machine(device: Device) -> dict:
         "instruction_set": _C.cpu_capability(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "layernorm_ext": layernorm_ext.__version__,
         "installed": installed(),
         "checkout": output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "unknown",
     }

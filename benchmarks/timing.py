@@ -164,24 +164,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def measure_times(
-    device: Device, contenders: Mapping[str, list[Callable[[], object]]], grad: bool, mode: str, budget: float
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the seconds per call of each contender, and the messages of those that failed.
-
-    The first contender takes part twice, the second time as AGAIN.
-    """
-    samplers, failed = {}, {}
-    for name, calls in contenders.items():
-        try:
-            samplers[name] = make_sampler(device, calls, grad, mode)
-            if len(samplers) == 1:
-                samplers[AGAIN] = make_sampler(device, calls, grad, mode)
-        except Exception as error:  # other packages may raise anything
-            failed[name] = first_line(error)
-    return sample_in_rounds(samplers, budget * len(samplers)) if samplers else {}, failed
-
-
 def summarize(times: dict[str, list[float]], name: str, against: tuple[str, ...]) -> dict:
     """Return the statistics of one contender; those without samples are None.
 

@@ -66,52 +66,77 @@ def difference(module: Module, ours: Any) -> str | None:
     Raises:
         SkippedError: The module differs from all replacements.
     """
-    others: dict[str, object] = {}  # attributes of both layers during the comparison
-    children: dict[str, Module] = {}
-    if has_activation(module):
-        children = {name: ACTIVATION[name] for name in module._modules}
-    if children:
-        others["_modules"] = children
-    names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
-    unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in children]
-    if unknown:
-        raise SkippedError(f"it has a parameter {unknown[0]}")
-    shape = tuple(ours.normalized_shape)
-    is_reduced = (
-        type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape
-    )
-    if is_reduced:
-        shape = tuple(min(size, _WIDTH) for size in shape)
-        others["normalized_shape"] = shape
-    tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
-    shapes = {name: shape if is_reduced else full_shape(p) for name, p in tensors.items() if p is not None}
-    has_gate = takes_gate(module)
-    small = max((torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)) ** 0.5, _SMALLEST_SCALE)
+    comparison = _Comparison(module, ours)
+    return comparison.of_all_sizes() or comparison.of_large_numbers() or comparison.of_all_dtypes()
 
-    parameters = {name: _random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
 
-    def random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
-        return scale * _random(tuple(x.shape), 4)
+class _Comparison:
+    """Calls a module and its replacement with the same inputs, parameters and other attributes."""
 
-    def results(
-        module: Module,
+    def __init__(self, module: Module, ours: Any) -> None:
+        self.module, self.ours = module, ours
+        self.has_gate = takes_gate(module)
+        children = {name: ACTIVATION[name] for name in module._modules} if has_activation(module) else {}
+        self.others: dict[str, object] = {"_modules": children} if children else {}
+        names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
+        unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in children]
+        if unknown:
+            raise SkippedError(f"it has a parameter {unknown[0]}")
+        shape = tuple(ours.normalized_shape)
+        is_reduced = (
+            type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape
+        )
+        if is_reduced:
+            shape = tuple(min(size, _WIDTH) for size in shape)
+            self.others["normalized_shape"] = shape
+        self.shape = shape
+        tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
+        shapes = {name: shape if is_reduced else full_shape(p) for name, p in tensors.items() if p is not None}
+        self.parameters = {name: _random(size, seed) for seed, (name, size) in enumerate(shapes.items())}
+        eps = torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)
+        self.small = max(eps**0.5, _SMALLEST_SCALE)
+        widths = [shape] if shape else [(_WIDTH,), (_WIDTH + 1,)]
+        self.sizes = [size for width in widths for size in _sizes(width)]
+        self.accepted, self.dtypes = self._first_accepted()
+
+    def _first_accepted(self) -> tuple[tuple[int, ...], _Dtypes]:
+        """Return a size and dtypes that the module accepts, the widest dtypes of which there is one."""
+        # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
+        for dtype, parameter_dtype in itertools.product(_FLOATS[:2], _FLOATS[:2] if self.parameters else (None,)):
+            dtypes = dtype, parameter_dtype, dtype if self.has_gate else None
+            for size in self.sizes:
+                if not isinstance(self._results(self.module, dtypes, *self._sample(size)), Exception):
+                    return size, dtypes
+        error = self._results(self.module, dtypes, *self._sample(self.sizes[0]))
+        raise SkippedError(f"it refuses every input: {shortened(error)}")
+
+    def _sample(self, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return an input and an upstream gradient."""
+        x, dy = _random(size, 2) + 1, _random(size, 3)
+        x[0] *= self.small  # eps matters for these rows
+        if math.prod(self.shape) != 1:
+            x[-1].view(-1)[0] = 0  # a masked element for layers that leave zeros out
+        return x, dy
+
+    def _results(
+        self,
+        layer: Module,
         dtypes: _Dtypes,
         x: Tensor,
         dy: Tensor | None = None,
-        *,
         gate_scale: Tensor | float = 1,
-        attributes: dict[str, object] | None = None,
+        **attributes: object,
     ) -> dict[str, Tensor] | Exception:
         """Return the output in these dtypes, and the gradients if ``dy`` is given."""
         inputs = {"input": x.to(dtypes[0], copy=True)}
         if dtypes[2]:
-            inputs["gate"] = random_gate(x, gate_scale).to(dtypes[2])
-        copies = {name: p.to(dtypes[1], copy=True) for name, p in parameters.items()}
+            inputs["gate"] = _random_gate(x, gate_scale).to(dtypes[2])
+        copies = {name: p.to(dtypes[1], copy=True) for name, p in self.parameters.items()}
         tensors = [*inputs.values(), *copies.values()]
         for tensor in tensors:
             tensor.requires_grad_(dy is not None)
         try:
-            y = _forward(module, list(inputs.values()), copies, others | (attributes or {}))
+            y = _forward(layer, list(inputs.values()), copies, self.others | attributes)
             if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
@@ -122,71 +147,82 @@ def difference(module: Module, ours: Any) -> str | None:
         except Exception as error:  # foreign code may raise anything
             return error
 
-    def sample(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        x, dy = _random(size, 2) + 1, _random(size, 3)
-        x[0] *= small  # eps matters for these rows
-        if math.prod(shape) != 1:
-            x[-1].view(-1)[0] = 0  # a masked element for layers that leave zeros out
-        return x, dy
+    def _both(self, *arguments: Any, **options: Any) -> list[Any]:
+        return [self._results(layer, *arguments, **options) for layer in (self.module, self.ours)]
 
-    widths = [shape] if shape else [(_WIDTH,), (_WIDTH + 1,)]
-    sizes = [size for width in widths for size in _sizes(width)]
-    # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
-    for dtype, parameter_dtype in itertools.product(_FLOATS[:2], _FLOATS[:2] if parameters else (None,)):
-        dtypes = dtype, parameter_dtype, dtype if has_gate else None
-        attempts = ((size, results(module, dtypes, *sample(size))) for size in sizes)
-        accepted = next((size for size, theirs in attempts if not isinstance(theirs, Exception)), None)
-        if accepted is not None:
-            break
-    else:
-        raise SkippedError(f"it refuses every input: {shortened(results(module, dtypes, *sample(sizes[0])))}")
+    def of_all_sizes(self) -> str | None:
+        """Compare outputs and gradients for all sizes and, for one size, in the other mode."""
+        dtype, parameter_dtype, _ = self.dtypes
+        gates = (dtype, None) if self.has_gate else (None,)  # some layers need a gate, while ours are then plain norms
+        is_training = self.module.training
+        modes = {"": is_training, f" in {'eval' if is_training else 'training'} mode": not is_training}
+        for (mode, training), size, gate in itertools.product(modes.items(), self.sizes, gates):
+            if mode and size != self.accepted:
+                continue
+            theirs, mine = self._both((dtype, parameter_dtype, gate), *self._sample(size), training=training)
+            if isinstance(theirs, Exception):
+                # A layer for images takes any rank.
+                takes_more = isinstance(self.ours, (LayerNorm2d, RMSNorm2d)) or (self.has_gate and gate is None)
+                if not isinstance(mine, Exception) and not takes_more:
+                    return f"input of size{list(size)} raises {shortened(theirs)}{mode}"
+            elif isinstance(mine, Exception):
+                return f"it takes input of size{list(size)}{mode}"
+            else:
+                for value, expected in theirs.items():
+                    distance = (expected.double() - mine[value].double()).abs()
+                    if value == "gradient of input":
+                        distance[0] *= self.small
+                    if not (distance <= _TOLERANCE).all():
+                        return f"{value} differs by {distance.max():.2g}{mode}"
+        return None
 
-    # Some layers need a gate, while ours are then plain norms.
-    gates = (dtype, None) if has_gate else (None,)
-    modes = {"": module.training, f" in {'eval' if module.training else 'training'} mode": not module.training}
-    for (mode, training), size, gate in itertools.product(modes.items(), sizes, gates):
-        if mode and size != accepted:
-            continue
-        x, dy = sample(size)
-        theirs, mine = (
-            results(layer, (dtype, parameter_dtype, gate), x, dy, attributes={"training": training})
-            for layer in (module, ours)
-        )
-        if isinstance(theirs, Exception):
-            # A layer for images takes any rank.
-            takes_more = isinstance(ours, (LayerNorm2d, RMSNorm2d)) or (has_gate and gate is None)
-            if not isinstance(mine, Exception) and not takes_more:
-                return f"input of size{list(size)} raises {shortened(theirs)}{mode}"
-        elif isinstance(mine, Exception):
-            return f"it takes input of size{list(size)}{mode}"
-        else:
-            for value, expected in theirs.items():
-                distance = (expected.double() - mine[value].double()).abs()
-                if value == "gradient of input":
-                    distance[0] *= small
-                if not (distance <= _TOLERANCE).all():
-                    return f"{value} differs by {distance.max():.2g}{mode}"
+    def of_large_numbers(self) -> str | None:
+        """Compare outputs for inputs, and then gates, of several scales."""
+        x, one = _random(self.accepted, 2) + 1, torch.ones((), device="cpu")
+        samples = self.accepted[0]
+        scales = torch.tensor(_SCALES, device="cpu").repeat(samples)[:samples].view(-1, *[1] * (x.dim() - 1))
+        for name, x_scale, gate_scale in [("inputs", scales, one), ("gates", one, scales)][: 1 + self.has_gate]:
+            theirs, mine = self._both(self.dtypes, x_scale * x, gate_scale=gate_scale)
+            if isinstance(theirs, Exception) or isinstance(mine, Exception):
+                return f"large {name} raise {shortened(theirs if isinstance(theirs, Exception) else mine)}"
+            distance = (theirs["output"].double() - mine["output"].double()).abs()
+            # A large gate multiplies the roundings of the norm.
+            if not (distance <= _TOLERANCE * _random_gate(x, gate_scale).abs().clamp_min(1)).all():
+                return f"output for large {name} differs by {distance.max():.2g}"
+        return None
 
-    x, one = _random(accepted, 2) + 1, torch.ones((), device="cpu")
-    scales = torch.tensor(_SCALES, device="cpu").repeat(accepted[0])[: accepted[0]].view(-1, *[1] * (x.dim() - 1))
-    for name, x_scale, gate_scale in [("inputs", scales, one), ("gates", one, scales)][: 1 + has_gate]:
-        theirs, mine = (results(layer, dtypes, x_scale * x, gate_scale=gate_scale) for layer in (module, ours))
-        if isinstance(theirs, Exception) or isinstance(mine, Exception):
-            return f"large {name} raise {shortened(theirs if isinstance(theirs, Exception) else mine)}"
-        distance = (theirs["output"].double() - mine["output"].double()).abs()
-        # A large gate multiplies the roundings of the norm.
-        if not (distance <= _TOLERANCE * random_gate(x, gate_scale).abs().clamp_min(1)).all():
-            return f"output for large {name} differs by {distance.max():.2g}"
-
-    # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
-    parity = sum(torch.ones(accepted, device="cpu").cumsum(dim) for dim in range(len(accepted))) % 2
-    x = _random(accepted, 2) + 4 * parity - 1
-    x_and_small_rows = x.clone()
-    x_and_small_rows[0] *= small
-    # In float16, squares of small rows are subnormal, and layers that compute in 16 bits lose digits.
-    inputs = {dtype: x if dtype == torch.float16 else x_and_small_rows for dtype in _FLOATS}
-    kinds = itertools.product(_FLOATS, _FLOATS if parameters else (None,), (*_FLOATS, None) if has_gate else (None,))
-    return _difference_by_dtype(module, ours, inputs, results, list(kinds))
+    def of_all_dtypes(self) -> str | None:
+        """Compare outputs for all combinations of dtypes; set the output dtypes of the replacement."""
+        # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
+        dims = range(len(self.accepted))
+        parity = sum(torch.ones(self.accepted, device="cpu").cumsum(dim) for dim in dims) % 2
+        x = _random(self.accepted, 2) + 4 * parity - 1
+        x_and_small_rows = x.clone()
+        x_and_small_rows[0] *= self.small
+        # In float16, squares of small rows are subnormal, and layers that compute in 16 bits lose digits.
+        inputs = {dtype: x if dtype == torch.float16 else x_and_small_rows for dtype in _FLOATS}
+        gates = (*_FLOATS, None) if self.has_gate else (None,)
+        outputs = {}
+        for dtypes in itertools.product(_FLOATS, _FLOATS if self.parameters else (None,), gates):
+            theirs = self._results(self.module, dtypes, inputs[dtypes[0]])
+            if not isinstance(theirs, Exception):
+                outputs[dtypes] = theirs["output"]
+        tensors = 3 if self.has_gate else 2
+        others = {dtypes[:tensors]: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
+        if others:
+            keep_output_dtypes(self.ours, others)
+        for dtypes, expected in outputs.items():
+            mine = self._results(self.ours, dtypes, inputs[dtypes[0]])
+            names = " and ".join(str(dtype) for dtype in dtypes if dtype)
+            if isinstance(mine, Exception):  # from a user's subclass of ours
+                return f"it takes {names}: {shortened(mine)}"
+            if mine["output"].dtype != expected.dtype:
+                return f"output of {names} is {expected.dtype} instead of {mine['output'].dtype}"
+            roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
+            distance = (mine["output"].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
+            if not (distance <= max(_TOLERANCE, roundings)).all():
+                return f"output of {names} differs by {distance.max():.2g}"
+        return None
 
 
 def _sizes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -201,13 +237,12 @@ def _random(size: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
 
 
+def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
+    return scale * _random(tuple(x.shape), 4)
+
+
 def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor], others: dict[str, Any]) -> Tensor:
-    """Call a module without hooks, with these parameters and other attributes."""
-    return type(module).forward(_double(module, parameters, others), *inputs)
-
-
-def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Any:
-    """Return a module with these parameters and other attributes, whose forward may change copies of its state."""
+    """Call a module without hooks, with these parameters and other attributes. It may change copies of its state."""
     double: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
@@ -215,7 +250,7 @@ def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any
             vars(double)[name] = copy(value) if type(value) in _CONTAINERS else value
     buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     vars(double).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
-    return double
+    return type(module).forward(double, *inputs)
 
 
 def shortened(error: object) -> str:
@@ -225,33 +260,6 @@ def shortened(error: object) -> str:
     except Exception:
         text = ""
     return f"{type(error).__name__}: {shorten(text, 120, placeholder=' ...')}"
-
-
-def _difference_by_dtype(
-    module: Module, ours: Any, inputs: dict[torch.dtype, Tensor], results: Any, kinds: list[_Dtypes]
-) -> str | None:
-    """Return how the results differ for combinations of dtypes, if they do; set the output dtypes of ``ours``."""
-    outputs = {}
-    for dtypes in kinds:
-        theirs = results(module, dtypes, inputs[dtypes[0]])
-        if not isinstance(theirs, Exception):
-            outputs[dtypes] = theirs["output"]
-    tensors = 3 if takes_gate(module) else 2
-    others = {dtypes[:tensors]: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
-    if others:
-        keep_output_dtypes(ours, others)
-    for dtypes, expected in outputs.items():
-        mine = results(ours, dtypes, inputs[dtypes[0]])
-        names = " and ".join(str(dtype) for dtype in dtypes if dtype)
-        if isinstance(mine, Exception):  # from a user's subclass of ours
-            return f"it takes {names}: {shortened(mine)}"
-        if mine["output"].dtype != expected.dtype:
-            return f"output of {names} is {expected.dtype} instead of {mine['output'].dtype}"
-        roundings = _ROUNDINGS * max(torch.finfo(dtype).eps for dtype in (*dtypes, expected.dtype) if dtype)
-        distance = (mine["output"].double() - expected.double()).abs() / expected.double().abs().clamp_min(1)
-        if not (distance <= max(_TOLERANCE, roundings)).all():
-            return f"output of {names} differs by {distance.max():.2g}"
-    return None
 
 
 def tensor_attribute(module: Module, name: str) -> Tensor | None:

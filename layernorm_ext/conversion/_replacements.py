@@ -53,22 +53,6 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
-class _LayerNorm(_KeepsOutputDtypes, LayerNorm):
-    pass
-
-
-class _LayerNorm2d(_KeepsOutputDtypes, LayerNorm2d):
-    pass
-
-
-class _RMSNorm(_KeepsOutputDtypes, RMSNorm):
-    pass
-
-
-class _RMSNorm2d(_KeepsOutputDtypes, RMSNorm2d):
-    pass
-
-
 class _KeepsOutputDtypesWithGate(_KeepsOutputDtypes):
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         return _round(
@@ -80,24 +64,6 @@ class _KeepsOutputDtypesWithGate(_KeepsOutputDtypes):
         )
 
 
-class _GatedLayerNorm(_KeepsOutputDtypesWithGate, GatedLayerNorm):
-    pass
-
-
-class _GatedRMSNorm(_KeepsOutputDtypesWithGate, GatedRMSNorm):
-    pass
-
-
-_KEEPS_OUTPUT_DTYPES: dict[type, type] = {
-    GatedLayerNorm: _GatedLayerNorm,
-    GatedRMSNorm: _GatedRMSNorm,
-    LayerNorm: _LayerNorm,
-    LayerNorm2d: _LayerNorm2d,
-    RMSNorm: _RMSNorm,
-    RMSNorm2d: _RMSNorm2d,
-}
-
-
 class _AnyWidth(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, x.shape[-1:], None, self.eps)
@@ -106,22 +72,6 @@ class _AnyWidth(RMSNorm):
 class _AnyWidth2d(RMSNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm_2d(x, None, self.eps)
-
-
-class _RMSNormAnyWidth(_KeepsOutputDtypes, _AnyWidth):
-    pass
-
-
-class _RMSNorm2dAnyWidth(_KeepsOutputDtypes, _AnyWidth2d):
-    pass
-
-
-def of_any_width(cls: type, eps: float | None) -> Module:
-    """Return an RMSNorm or RMSNorm2d without a weight that takes rows of any width."""
-    layer: Any = cls(1, eps, elementwise_affine=False)
-    layer.__class__ = _RMSNormAnyWidth if cls is RMSNorm else _RMSNorm2dAnyWidth
-    layer.normalized_shape = ()
-    return layer
 
 
 class _Activated(Module):
@@ -136,44 +86,36 @@ class _Activated(Module):
     _get_name = public_name
 
 
-class _LayerNormAct(_Activated, _LayerNorm):
-    pass
+def _subclass(name: str, *bases: type, **attributes: Any) -> type:
+    """Return a class of this file, which __getattr__ finds by its name."""
+    return type(name, bases, {"__module__": __name__, **attributes})
 
 
-class _LayerNorm2dAct(_Activated, _LayerNorm2d):
-    pass
-
-
-class _RMSNormAct(_Activated, _RMSNorm):
-    pass
-
-
-class _RMSNorm2dAct(_Activated, _RMSNorm2d):
-    pass
-
-
-_ACTIVATED: dict[type, type] = {
-    LayerNorm: _LayerNormAct,
-    LayerNorm2d: _LayerNorm2dAct,
-    RMSNorm: _RMSNormAct,
-    RMSNorm2d: _RMSNorm2dAct,
+_NORMS: tuple[type, ...] = (LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d)
+_KEEPS_OUTPUT_DTYPES: dict[type, type] = {
+    **{cls: _subclass(f"_{cls.__name__}", _KeepsOutputDtypes, cls) for cls in _NORMS},
+    **{cls: _subclass(f"_{cls.__name__}", _KeepsOutputDtypesWithGate, cls) for cls in (GatedLayerNorm, GatedRMSNorm)},
 }
+_ANY_WIDTH: dict[type, type] = {
+    RMSNorm: _subclass("_RMSNormAnyWidth", _KeepsOutputDtypes, _AnyWidth),
+    RMSNorm2d: _subclass("_RMSNorm2dAnyWidth", _KeepsOutputDtypes, _AnyWidth2d),
+}
+_ACTIVATED = {cls: _subclass(f"_{cls.__name__}Act", _Activated, _KEEPS_OUTPUT_DTYPES[cls]) for cls in _NORMS}
+_DERIVED = (*_KEEPS_OUTPUT_DTYPES.values(), *_ANY_WIDTH.values(), *_ACTIVATED.values())
+_CLASSES = {cls.__name__: cls for cls in (*_KEEPS_OUTPUT_DTYPES, *_DERIVED)}
+
+
+def of_any_width(cls: type, eps: float | None) -> Module:
+    """Return an RMSNorm or RMSNorm2d without a weight that takes rows of any width."""
+    layer: Any = cls(1, eps, elementwise_affine=False)
+    layer.__class__ = _ANY_WIDTH[cls]
+    layer.normalized_shape = ()
+    return layer
 
 
 def apply_activation(layer: Module) -> None:
     """Make a layer apply its children ``drop`` and ``act`` to the result of the norm."""
     layer.__class__ = _ACTIVATED[type(layer)]
-
-
-_CLASSES = {
-    cls.__name__: cls
-    for cls in (
-        *_KEEPS_OUTPUT_DTYPES,
-        *_KEEPS_OUTPUT_DTYPES.values(),
-        *_ACTIVATED.values(),
-        *(_RMSNormAnyWidth, _RMSNorm2dAnyWidth),
-    )
-}
 
 
 def rename_parameters(layer: Any, weight: str, bias: str) -> None:
@@ -191,10 +133,10 @@ def _with_parameters(cls: type, weight: str, bias: str) -> type:
         return property(lambda self: getattr(self, name).reshape(self.normalized_shape))
 
     names = {"weight": weight, "bias": bias}
-    attributes = {name: alias(other) for name, other in names.items() if other != name}
+    aliases = {name: alias(other) for name, other in names.items() if other != name}
     # LayerNorm would rename them in a state_dict.
-    attributes |= {"__module__": __name__, "_load_from_state_dict": Module._load_from_state_dict}  # type: ignore[dict-item]
-    return type(f"{cls.__name__}_{weight}_{bias}", (cls,), attributes)
+    load = Module._load_from_state_dict
+    return _subclass(f"{cls.__name__}_{weight}_{bias}", cls, _load_from_state_dict=load, **aliases)
 
 
 def keep_output_dtypes(layer: Any, dtypes: OutputDtypes) -> None:
@@ -222,15 +164,14 @@ def _with_argument(cls: type, name: str) -> type:
     code = forward.__code__.replace(co_varnames=("self", name, *variables))
     renamed = FunctionType(code, forward.__globals__, "forward", forward.__defaults__, forward.__closure__)
     renamed.__annotations__ = {name if key == old else key: value for key, value in forward.__annotations__.items()}
-    attributes = {"__module__": __name__, "forward": renamed, "_get_name": public_name}
-    return type(f"{cls.__name__}__{name}", (cls,), attributes)
+    return _subclass(f"{cls.__name__}__{name}", cls, forward=renamed, _get_name=public_name)
 
 
 def __getattr__(name: str) -> Any:
     """Return the class of this name that a function above has made, for pickle, which finds classes by their names."""
     cls, _, argument = name.partition("__")
     base, *names = [cls] if cls in _CLASSES else cls.rsplit("_", 2)
-    if base in _CLASSES and (names or argument):
+    if base in _CLASSES:
         found = _with_parameters(_CLASSES[base], *names) if names else _CLASSES[base]
         return _with_argument(found, argument) if argument else found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

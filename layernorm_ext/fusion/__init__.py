@@ -32,7 +32,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -210,29 +210,34 @@ def _is_shared(parameter: Any, dims: int) -> bool:
 class _Sum:
     """``total = residual + gate * x``, the input of a norm, or its reshaped input if there is a ``view``."""
 
-    total: Node
+    nodes: list[Node]  # the last one is the total
     x: Node
     residual: Node
     gate: Node | None = None
     view: Node | None = None
-    product: Node | None = None
+
+    @property
+    def total(self) -> Node:
+        return self.nodes[-1]
 
     @property
     def replaced(self) -> list[Node]:
-        view = self.view if self.view and len(self.view.users) == 1 else None
-        return [node for node in (self.product, self.total, view) if node is not None]
+        return [*self.nodes, self.view] if self.view and len(self.view.users) == 1 else self.nodes
 
 
 @dataclass(frozen=True)
 class _Modulation:
     """``result = y * (1 + scale) + shift``. The factor may be a view of ``1 + scale`` by the nodes ``views``."""
 
-    result: Node
     scale: Node
     shift: Node | None
-    replaced: list[Node]
+    replaced: list[Node]  # the last one is the result
     one_plus: Node
-    views: list[Node] = field(default_factory=list)  # the last one first
+    views: list[Node]  # the last one first
+
+    @property
+    def result(self) -> Node:
+        return self.replaced[-1]
 
     @property
     def factor(self) -> Node:
@@ -243,24 +248,24 @@ def _sums(source: Any, dims: int) -> Iterator[_Sum]:
     """Yield the ways in which a norm over the last ``dims`` dimensions reads a sum, the most complete first."""
     view = source if _keeps_rows(source, dims) else None
     total = view.args[0] if view else source
-    for residual, factors, product in _gated_terms(total):
+    for residual, factors, nodes in _products_plus(total):
         for gate, x in _orders(factors):
             if _are_alike(total, x, residual) and _is_gate(gate, total, dims):
-                yield _Sum(total, x, residual, gate, view, product)
+                yield _Sum(nodes, x, residual, gate, view)
     pair = _operands(total, "add")
     if pair and _are_alike(total, *pair):
-        yield _Sum(total, pair[0], pair[1], view=view)
+        yield _Sum([total], pair[0], pair[1], view=view)
 
 
-def _gated_terms(total: Any) -> Iterator[tuple[Any, tuple[Any, ...], Node | None]]:
-    """Yield residual, factors, and the node of their product if it has no other use, of ``residual + product``."""
-    triple = _operands(total, "addcmul")
+def _products_plus(node: Any) -> Iterator[tuple[Any, tuple[Any, ...], list[Node]]]:
+    """Yield term, factors, and the nodes that compute it without other uses, of ``term + factor * factor``."""
+    triple = _operands(node, "addcmul")
     if triple:
-        yield triple[0], triple[1:], None
-    for branch, residual in _orders(_operands(total, "add")):
-        factors = _operands(branch, "mul")
-        if factors and branch is not residual and len(branch.users) == 1 and _are_alike(branch, total):
-            yield residual, factors, branch
+        yield triple[0], triple[1:], [node]
+    for product, term in _orders(_operands(node, "add")):
+        factors = _operands(product, "mul")
+        if factors and product is not term and len(product.users) == 1 and _are_alike(product, node):
+            yield term, factors, [product, node]
 
 
 def _is_gate(gate: Any, total: Any, dims: int) -> bool:
@@ -281,27 +286,16 @@ def _keeps_rows(node: Any, dims: int) -> bool:
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
     """Yield the ways in which the only use of a norm's output modulates it, the most complete first."""
     user: Any = _only(y.users)
-    for factor, shift in _addcmul_of(user, y):
-        for scale, one_plus, views in _one_plus(factor, y, dims):
-            if _is_shift(shift, factor, y, dims):
-                yield _Modulation(user, scale, shift, [user], one_plus, views)
-    for this, factor in _orders(_operands(user, "mul")):
-        if this is not y or factor is y:
-            continue
-        for scale, one_plus, views in _one_plus(factor, y, dims):
-            end: Any = _only(user.users)
-            for product, shift in _orders(_operands(end, "add")):
-                if product is user and _is_shift(shift, factor, y, dims):
-                    yield _Modulation(end, scale, shift, [user, end], one_plus, views)
-            yield _Modulation(user, scale, None, [user], one_plus, views)
-
-
-def _addcmul_of(node: Any, y: Node) -> Iterator[tuple[Any, Any]]:
-    """Yield factor and shift of ``addcmul(shift, y, factor)``."""
-    shift, *factors = _operands(node, "addcmul") or (None,)
-    for this, factor in _orders(tuple(factors)):
-        if this is y and factor is not y and shift is not y:
-            yield factor, shift
+    ends = [user, user and _only(user.users)]
+    terms = [each for end in ends for each in _products_plus(end)]
+    terms += [(None, factors, [user]) for factors in [_operands(user, "mul")] if factors]
+    for shift, factors, replaced in terms:
+        for this, factor in _orders(factors):
+            if this is not y or y in (factor, shift):
+                continue
+            for scale, one_plus, views in _one_plus(factor, y, dims):
+                if shift is None or _is_shift(shift, factor, y, dims):
+                    yield _Modulation(scale, shift, replaced, one_plus, views)
 
 
 def _one_plus(factor: Any, y: Node, dims: int) -> Iterator[tuple[Node, Node, list[Node]]]:

@@ -57,33 +57,22 @@ def misleads(node: Node) -> bool:
 
 def _may_write(node: Node) -> bool:
     """Return whether a node may change a tensor, or a mode in which others are computed. Unknown functions may."""
-    return _writes(node) or not _is_known(node)
-
-
-def _writes(node: Node) -> bool:
-    """Return whether a known function changes an argument or a mode."""
-    if not is_call(node):
-        return False
-    if str(node.target).startswith("streams."):  # torch.ops.streams, such as the wait for another stream
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name = _name(node)
-    if getattr(node.target, "__module__", None) == "_operator":
-        return _IN_PLACE_OPERATOR.match(name) is not None
-    has_effect = _IN_PLACE.search(name) or name in _SIDE_EFFECTS or node.kwargs.get("out") is not None
-    return bool(has_effect) or _is_in_place(node)
-
-
-def _is_known(node: Node) -> bool:
-    """Return whether the name and the arguments of a call tell whether it writes."""
     target: Any = node.target
+    if not is_call(node):
+        return node.op == "call_module"
+    if str(target).startswith("streams."):  # torch.ops.streams, such as the wait for another stream
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
     if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
-        return not any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
-    if node.op != "call_function" or isinstance(target, torch._ops.OpOverload):
-        return node.op != "call_module"
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    name, module = _name(node), getattr(target, "__module__", None)
+    if module == "_operator":
+        return _IN_PLACE_OPERATOR.match(name) is not None
+    if _IN_PLACE.search(name) or name in _SIDE_EFFECTS or node.kwargs.get("out") is not None or _is_in_place(node):
+        return True
     is_function = isinstance(target, (types.FunctionType, types.BuiltinFunctionType))
-    return is_function and (target.__module__ in _KNOWN_MODULES or target is getattr)
+    return node.op == "call_function" and not (is_function and (module in _KNOWN_MODULES or target is getattr))
 
 
 def _is_in_place(node: Node) -> bool:

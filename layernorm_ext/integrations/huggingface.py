@@ -17,7 +17,6 @@ name of the layer         classes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -71,12 +70,7 @@ def _register_with_transformers(mapping: dict[str, dict[str, _Repository]]) -> N
         theirs.setdefault(name, {}).update(repositories)
     for cls, layer in classes:
         # A subclass may have another formula.
-        condition = partial(_is_instance_of_class_itself, cls)
-        kernels.replace_kernel_forward_from_hub(cls, layer, condition=condition)
-
-
-def _is_instance_of_class_itself(cls: type, module: torch.nn.Module) -> bool:
-    return type(module) is cls
+        kernels.replace_kernel_forward_from_hub(cls, layer, condition=lambda module, cls=cls: type(module) is cls)
 
 
 # Models of transformers, and their RMSNorms that are zero-centered and not decorated.
