@@ -139,6 +139,15 @@ def overlapping(t, rng):
     return t.narrow(dim, 0, 1).expand(t.shape) if t.numel() and t.dim() else t
 
 
+def frames(t, rng):
+    """Return a view like that of a signal's overlapping frames: dimensions have steps smaller than their sizes."""
+    if not t.numel():
+        return t
+    steps = [rng.randint(1, 2) for _ in t.shape]
+    size = 1 + sum(step * (n - 1) for step, n in zip(steps, t.shape, strict=True))
+    return t.flatten().repeat(2 * t.dim())[:size].as_strided(t.shape, steps) if t.dim() else t
+
+
 def strided(t, rng):
     dims = rng.sample(range(t.dim()), t.dim())
     back = sorted(range(t.dim()), key=dims.__getitem__)
@@ -156,6 +165,7 @@ CHANGES = {
     "negative": lambda t, rng: torch._neg_view(-t),
     "zeros": lambda t, rng: torch._efficientzerotensor(t.shape, dtype=t.dtype),
     "overlapping": overlapping,
+    "frames": frames,
     "strided": strided,
 }
 VALUES = {
@@ -180,6 +190,8 @@ def change(name, args, rng):
         kind = rng.choice(list(CHANGES))
         if (key, kind) == ("bias", "freed") and name.startswith("backward"):
             continue  # often only its shape and dtype count
+        if (key, kind) == ("residual", "frames") and name.startswith("forward_"):
+            continue  # torch refuses only tensors that repeat elements
         value = ones if args.get(key) is None else args[key]
         args[key] = CHANGES[kind](value, rng)
         changes.append(f"{key}: {kind}")
