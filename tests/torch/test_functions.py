@@ -205,13 +205,6 @@ def test_batched_gradients(member, shape):
                         torch.testing.assert_close(a[i], e, rtol=1e-12, atol=1e-12)
 
 
-@family
-def test_functionalized_calls_have_the_same_bits(member):
-    shape = (2, 5, 8)
-    x, r, w, b = (torch.randn(size) for size in (shape, shape, 8, 8))
-    assert_same_bits(torch.func.functionalize(member)(x, r, w, b), member(x, r, w, b))
-
-
 def test_functionalized_calls_change_the_residual():
     x, r, w = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8, requires_grad=True)
 

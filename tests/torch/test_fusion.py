@@ -452,16 +452,6 @@ def test_exported_programs_are_joined_by_hand(decompose, tmp_path):
         assert_same(each.module()(*others), block(*others))
 
 
-def test_aot_inductor(tmp_path):
-    arguments = tuple(t.detach() for t in tensors(F32))
-    with trace_as("kernel"):
-        program = torch.export.export(Program(), arguments)
-    fuse_neighbors(program.graph)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    actual = torch._inductor.aoti_load_package(path)(*arguments)
-    assert_same(tuple(actual), block(*arguments), rtol=1e-5, atol=1e-5)
-
-
 def test_graphs_of_other_operators_are_left(log):
     x = torch.randn(2, 3, 8)
     with trace_as("aten"):

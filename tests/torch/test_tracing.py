@@ -272,15 +272,16 @@ def test_compiled_autograd_matches_eager():
 
 
 def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
-    class ForwardAndBackward(torch.nn.Module):
-        def forward(self, dy, x, w, b):
-            output, mean, rstd = torch.ops.layernorm.forward(x, x.shape[-1:], w, b)
-            return output, *torch.ops.layernorm.backward(dy, x, x.shape[-1:], mean, rstd, w, b, [True, True, True])
+    class AddNormAndBackward(torch.nn.Module):
+        def forward(self, dy, x, residual, w, b):
+            shape = x.shape[-1:]
+            first = torch.ops.layernorm.forward(x, shape, w, b)[0]
+            output, total, mean, rstd = torch.ops.layernorm.forward.fused(first, shape, w, b, 1e-5, residual)
+            return output, total, *torch.ops.layernorm.backward(dy, total, shape, mean, rstd, w, b, [True, True, True])
 
-    module, tensors = ForwardAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (8,), (8,))]
-    package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(module, tuple(tensors)), package_path=str(tmp_path / "module.pt2")
-    )
+    module, tensors = AddNormAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (3, 8), (8,), (8,))]
+    program = torch.export.export(module, tuple(tensors))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
     actual = torch._inductor.aoti_load_package(package)(*tensors)
     torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
 
