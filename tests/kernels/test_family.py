@@ -50,7 +50,7 @@ from support.reference import (
     xhat_error_from_output,
 )
 
-from layernorm_ext import ada_layer_norm
+from layernorm_ext import add_ada_layer_norm
 
 # Numbers of columns on both sides of the limits between kernels: packs, several rows at a time, tiles, chunks, parts.
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
@@ -293,11 +293,14 @@ def test_slices_are_read_in_place(backend, make, rms):
 
 
 def test_slices_of_a_modulation_are_read_in_place():
-    """A block of a diffusion transformer computes all its scales and shifts at once."""
-    shift, scale, *_ = torch.randn(4, 6 * 16).chunk(6, dim=-1)
-    x, scale, shift = (t.requires_grad_() for t in (torch.randn(4, 9, 16), scale.detach(), shift.detach()))
-    dy = torch.randn_like(x)
-    y = ada_layer_norm(x, (16,), scale, shift)
-    assert not copies(lambda: ada_layer_norm(x, (16,), scale, shift))
-    assert not copies(lambda: torch.autograd.grad(y, (x, scale, shift), dy, retain_graph=True))
-    assert torch.equal(y, ada_layer_norm(x, (16,), scale.contiguous(), shift.contiguous()))
+    """A block of a diffusion transformer computes all its scales, shifts and gates at once."""
+    x, residual = (torch.randn(4, 9, 16) for _ in range(2))
+    modulation = [t.detach().requires_grad_() for t in torch.randn(4, 6 * 16).chunk(6, dim=-1)[:3]]
+
+    def call(scale, shift, gate):
+        return add_ada_layer_norm(x, residual, (16,), scale, shift, gate=gate)[0]
+
+    y, dy = call(*modulation), torch.randn_like(x)
+    assert not copies(lambda: call(*modulation))
+    assert not copies(lambda: torch.autograd.grad(y, modulation, dy, retain_graph=True))
+    assert torch.equal(y, call(*(t.contiguous() for t in modulation)))

@@ -32,7 +32,6 @@ from torch.nn import functional as F
 
 import layernorm_ext
 from layernorm_ext import (
-    add_ada_layer_norm,
     add_layer_norm,
     gated_layer_norm,
     gated_rms_norm,
@@ -157,19 +156,6 @@ def test_a_gate_of_ones_changes_no_bit(backend):
         assert_same_bits(some, [g if m else None for g, m in zip(gradients, mask, strict=True)], mask)
 
 
-def test_slices_of_a_modulation_gate_in_place():
-    """A block of a diffusion transformer computes its gates with its scales and shifts."""
-    x, residual = (torch.randn(4, 9, 16) for _ in range(2))
-    modulation = torch.randn(4, 6 * 16).chunk(6, dim=-1)
-    scale, shift, gate = (t.detach().requires_grad_() for t in modulation[:3])
-    results = add_ada_layer_norm(x, residual, (16,), scale, shift, gate=gate)
-    expected = add_ada_layer_norm(x, residual, (16,), scale.contiguous(), shift.contiguous(), gate=gate.contiguous())
-    assert_same_bits(results, expected)
-    assert_same_bits(results, add_ada_layer_norm(x, residual, (16,), scale, shift, gate=gate[:, None]))
-    gradients = (torch.autograd.grad(r[0].sin().sum(), (scale, shift, gate)) for r in (results, expected))
-    assert_same_bits(next(gradients), next(gradients))
-
-
 # Gated norms
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -288,31 +274,20 @@ def test_activation_over_the_whole_range(backend, dtype, activation):
 
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 12])
-def test_groups_have_the_bits_of_norms_apart(gate_first, num_groups):
-    x, gate, w, b = (torch.randn(shape) for shape in ((4, 9, 12), (4, 9, 12), (12,), (12,)))
+@pytest.mark.parametrize("parameter_shape", [(12,), (4, 1, 12)], ids=str)
+def test_groups_have_the_bits_of_norms_apart(gate_first, num_groups, parameter_shape):
+    x, gate, w, b = (torch.randn(shape) for shape in ((4, 9, 12), (4, 9, 12), parameter_shape, parameter_shape))
 
-    def divided(t):
-        return t.unflatten(-1, (num_groups, -1))
+    def group(t, i):
+        return None if t is None else t.unflatten(-1, (num_groups, -1))[..., i, :]
 
-    for first in (gate, None):
-        y = gated_layer_norm(x, first, (12,), w, b, gate_first=gate_first, num_groups=num_groups)
-        parts = [divided(t) if t is not None else [None] for t in (x, first)]
-        expected = [
-            gated_layer_norm(
-                parts[0][..., i, :],
-                None if first is None else parts[1][..., i, :],
-                (12 // num_groups,),
-                divided(w)[i],
-                divided(b)[i],
-                gate_first=gate_first,
-            )
-            for i in range(num_groups)
-        ]
-        assert_same_bits([y], [torch.cat(expected, dim=-1)])
-    per_sample = torch.randn(4, 1, 12)
-    y = gated_rms_norm(x, gate, (12,), per_sample, gate_first=gate_first, num_groups=num_groups)
-    ones = gated_rms_norm(x[:1], gate[:1], (12,), per_sample[0, 0], gate_first=gate_first, num_groups=num_groups)
-    assert_same_bits([y[:1]], [ones])
+    for each in (gate, None):
+        y = gated_layer_norm(x, each, (12,), w, b, gate_first=gate_first, num_groups=num_groups)
+        for i in range(num_groups):
+            of_group = [group(t, i) for t in (x, each, w, b)]
+            shape = (12 // num_groups,)
+            expected = gated_layer_norm(*of_group[:2], shape, *of_group[2:], gate_first=gate_first)
+            assert_same_bits([group(y, i)], [expected])
 
 
 # Sums of 36 float64 products in another order; aten's layer_norm also has another formula.

@@ -172,21 +172,6 @@ def test_retained_gradient_and_hooks_of_a_changed_residual(add):
         torch.testing.assert_close(gradient, total.grad, rtol=0, atol=1e-6)  # the sum of two gradients below 4
 
 
-@functions
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_negative_residual(add, requires_grad):
-    """A tensor with the negative bit is the negative of what its memory holds."""
-    x, z = torch.randn(SHAPE), torch.complex(torch.randn(SHAPE), torch.randn(SHAPE))
-    residual, imaginary = z.conj().imag, z.imag.clone()
-    assert residual.is_neg()
-    expected = not_in_place(add, x, -imaginary)
-    with torch.no_grad():
-        results = add(x.requires_grad_(requires_grad), residual)
-    assert results[1] is residual and torch.equal(z.imag, -(x.detach() - imaginary))
-    assert_same_bits(results, expected)
-    assert_same_bits(not_in_place(add, torch._neg_view(-x), -imaginary), expected)
-
-
 @additions
 def test_inference_tensor_outside_inference_mode(add):
     with torch.inference_mode():
