@@ -11,7 +11,7 @@ from support.inputs import randn
 from support.reference import F32
 
 import layernorm_ext
-from layernorm_ext import add_layer_norm, layer_norm_2d
+from layernorm_ext import add_layer_norm, layer_norm_2d, trace_as
 
 NOT_ALLOCATED = "^The tensor has a non-zero number of elements, but its data is not allocated yet: "
 
@@ -118,14 +118,15 @@ def test_empty_tensors_need_no_memory():
 
 
 @pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6), (2, 6, 4, 1), (1, 6, 4, 5)], ids=str)
-def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter):
+@pytest.mark.parametrize("road", ["eager", "kernel", "aten"])
+def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter, road):
     """DistributedDataParallel warns if the strides differ, also those of dimensions of size 1."""
     x = torch.randn(2, 6, 4, 5, requires_grad=True)
     w, b = (torch.randn(parameter, requires_grad=True) for _ in range(2))
-    for norm in (layer_norm_2d, torch.compile(layer_norm_2d, backend="aot_eager")):
+    with trace_as(None if road == "eager" else road):
+        norm = layer_norm_2d if road == "eager" else torch.compile(layer_norm_2d, backend="aot_eager")
         norm(x, w, b).sum().backward()
-        assert w.grad.stride() == b.grad.stride() == w.stride()
-        w.grad = b.grad = None
+    assert w.grad.stride() == b.grad.stride() == w.stride()
 
 
 # Residuals changed in place
