@@ -42,6 +42,7 @@ from layernorm_ext import (
     ada_rms_norm,
     convert,
     layer_norm,
+    layer_norm_2d,
     register_conversion,
 )
 
@@ -203,17 +204,18 @@ def only_batch_dimensions_stay_sharded(mesh):
     sharded = distribute_tensor(x, mesh, [Shard(1)])
     partial = DTensor.from_local(x, mesh, [Partial()])
     cases = [
-        (sharded, (16,), sharded.placements),
-        (sharded, (8, 16), (Replicate(),)),
-        (partial, (16,), (Replicate(),)),
+        (layer_norm, sharded, ((16,),), sharded.placements),
+        (layer_norm, sharded, ((8, 16),), (Replicate(),)),
+        (layer_norm, partial, ((16,),), (Replicate(),)),
+        (layer_norm_2d, sharded, (), (Replicate(),)),
     ]
     if not IS_2_11:
         strided = sharded.flatten(0, 1)
-        cases.append((strided, (16,), strided.placements))
-    for distributed, shape, placements in cases:
-        y = layer_norm(distributed, shape)
+        cases.append((layer_norm, strided, ((16,),), strided.placements))
+    for function, distributed, shape, placements in cases:
+        y = function(distributed, *shape)
         assert y.placements == placements
-        assert torch.equal(y.full_tensor(), layer_norm(distributed.full_tensor(), shape))
+        assert torch.equal(y.full_tensor(), function(distributed.full_tensor(), *shape))
 
 
 @in_four_processes
