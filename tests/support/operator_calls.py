@@ -46,7 +46,9 @@ def right_call(name, rng):
     flags["memory_efficient"] &= kind != "activation"
 
     def place(t):
-        return t.movedim(-1, 1).contiguous() if images and t.dim() > 1 else t
+        """Return images, half of them channels last, and rows as they are."""
+        t = t.movedim(-1, 1) if images and t.dim() > 1 else t
+        return t if rng.random() < 0.5 else t.contiguous()
 
     def draw(dtype):
         return place(torch.randn((*batch, *shape), dtype=torch.float64)).to(dtype)
@@ -118,7 +120,7 @@ def other_layout(t, rng):
     return rng.choice(
         [
             t.to_sparse,
-            t.view(-1, t.size(-1) if t.numel() else 1).to_sparse_csr if t.dim() else t.to_sparse,
+            t.reshape(-1, t.size(-1) if t.numel() else 1).to_sparse_csr if t.dim() else t.to_sparse,
             t.to_mkldnn,
             lambda: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
             lambda: torch.nested.nested_tensor([t, t] if t.dim() else [t[None]]),
