@@ -229,11 +229,6 @@ class Activated(torch.nn.LayerNorm):
         return self.act(self.drop(super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)))
 
 
-class ActivatedInPlace(Activated):
-    def __init__(self, width):
-        super().__init__(width, torch.nn.ReLU(inplace=True))
-
-
 class ActivatedWithParameter(Activated):
     def __init__(self, width):
         super().__init__(width, torch.nn.PReLU())
@@ -305,11 +300,6 @@ class DtypeOfGate(LayerNormWithGate):
         return y if gate is None else (y * F.silu(gate)).to(gate.dtype)
 
 
-class GateInFloat32(torch.nn.RMSNorm):
-    def forward(self, x, gate):
-        return (super().forward(x.float()) * F.silu(gate.float())).to(x.dtype)
-
-
 LAYER = repr(LayerNorm(8)).replace("1e-05", "{}")  # torch 2.11 does not print the bias
 LAYER_2D = LAYER.replace("(", "2d(", 1)
 RMS, RMS_2D = (f"RMSNorm{kind}((8,), eps={{}}, elementwise_affine=True)" for kind in ("", "2d"))
@@ -342,7 +332,6 @@ LAYERS = {
     CastsTheParameters: (LAYER.format(1e-5), ROWS),
     ComputesInFloat32: (RMS.format(EPS_OF_FLOAT32), ROWS),
     Activated: (LAYER_2D.format(1e-5), IMAGES),
-    ActivatedInPlace: (LAYER_2D.format(1e-5), IMAGES),
     ActivatedWithParameter: (LAYER_2D.format(1e-5), IMAGES),
     GateFirst: (GATED_RMS.format(", gate_first=True"), ROWS),
     GateFirstInGroups: (GATED_RMS.format(", gate_first=True, num_groups=4"), ROWS),
@@ -351,7 +340,6 @@ LAYERS = {
     SigmoidGate: (GATED_RMS.format(", activation='sigmoid'"), ROWS),
     LayerNormWithGate: ("Gated" + LAYER.format(1e-5), ROWS),
     DtypeOfGate: ("Gated" + LAYER.format(1e-5), ROWS),
-    GateInFloat32: (GATED_RMS.format("").replace("0.001", str(EPS_OF_FLOAT32)), ROWS),
 }
 layers = pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.__name__)
 
