@@ -383,33 +383,34 @@ def test_jit_traces_of_parameters_of_images(shape, setting):
 # Sizes and numbers that are known only at run time
 
 
-def select(parameter, rows):
-    return parameter[rows] if parameter.dim() > 1 and len(parameter) == len(rows) else parameter
+def of_selected_rows(function):
+    """Return a function of some rows of an input and of a parameter or, if all rows share it, of the parameter."""
+    return lambda x, w, rows: function(x[rows], w[rows] if len(w) == len(rows) else w)
 
 
-DATA_DEPENDENT = {
-    "layer_norm": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), 2 * select(w, rows)),
-    "weight alone": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows)),
-    "positions": lambda x, w, rows: layer_norm(
-        x.transpose(0, 1)[:, rows], (8,), select(w, rows).transpose(0, 1), 2 * select(w, rows).transpose(0, 1)
-    ),
-    "shared bias": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(8)),
-    "bias of one sample": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(1, 1, 8)),
-    "add_layer_norm": lambda x, w, rows: layernorm_ext.add_layer_norm(x[rows], x[rows], (8,), select(w, rows))[0],
-    "in place": lambda x, w, rows: layernorm_ext.add_rms_norm(
-        x[rows], 2 * x[rows], (8,), select(w, rows), inplace=True
-    )[0],
-    "gate": lambda x, w, rows: layernorm_ext.add_rms_norm(x[rows], x[rows], (8,), gate=select(w, rows))[0],
-    "gated norm": lambda x, w, rows: layernorm_ext.gated_rms_norm(x[rows], x[rows], (8,), w[0, 0], num_groups=2),
-    "ada_layer_norm": lambda x, w, rows: layernorm_ext.ada_layer_norm(x[rows], (8,), select(w, rows), select(w, rows)),
-    "ada_rms_norm": lambda x, w, rows: layernorm_ext.ada_rms_norm(x[rows], (8,), select(w, rows)),
-    "item": lambda x, w, rows: layernorm_ext.ada_layer_norm(
-        x[:1].expand(rows.sum().item(), *x.shape[1:]), (8,), w[:1].expand(rows.sum().item(), *w.shape[1:])
-    ),
-    "images": lambda x, w, rows: layer_norm_2d(
-        x[rows].movedim(-1, 1), select(w, rows).movedim(-1, 1), select(w, rows).movedim(-1, 1)
-    ),
+def of_repeated_rows(function):
+    def repeat(t, rows):
+        return t[:1].expand(rows.sum().item(), *t.shape[1:])
+
+    return lambda x, w, rows: function(repeat(x, rows), repeat(w, rows))
+
+
+FUNCTIONS = {
+    "layer_norm": lambda x, w: layer_norm(x, (8,), w, 2 * w),
+    "weight alone": lambda x, w: layer_norm(x, (8,), w),
+    "positions": lambda x, w: layer_norm(x.transpose(0, 1), (8,), w.transpose(0, 1), 2 * w.transpose(0, 1)),
+    "shared bias": lambda x, w: layer_norm(x, (8,), w, torch.ones(8)),
+    "bias of one sample": lambda x, w: layer_norm(x, (8,), w, torch.ones(1, 1, 8)),
+    "add_layer_norm": lambda x, w: layernorm_ext.add_layer_norm(x, x, (8,), w)[0],
+    "in place": lambda x, w: layernorm_ext.add_rms_norm(x, 2 * x, (8,), w, inplace=True)[0],
+    "gate": lambda x, w: layernorm_ext.add_rms_norm(x, x, (8,), gate=w)[0],
+    "gated norm": lambda x, w: layernorm_ext.gated_rms_norm(x, x, (8,), w[0, 0], num_groups=2),
+    "ada_layer_norm": lambda x, w: layernorm_ext.ada_layer_norm(x, (8,), w, w),
+    "ada_rms_norm": lambda x, w: layernorm_ext.ada_rms_norm(x, (8,), w),
+    "images": lambda x, w: layer_norm_2d(x.movedim(-1, 1), w.movedim(-1, 1), w.movedim(-1, 1)),
 }
+DATA_DEPENDENT = {name: of_selected_rows(function) for name, function in FUNCTIONS.items()}
+DATA_DEPENDENT["item"] = of_repeated_rows(FUNCTIONS["ada_rms_norm"])
 PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
 
 
