@@ -28,35 +28,28 @@ pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 # Replacing and restoring
 
 
-@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
-@pytest.mark.parametrize(
-    "layer",
-    [torch.nn.LayerNorm(5, bias=False)]
-    + [cls(5) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)]
-    + [cls((4, 5), eps=0.5) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)]
-    + [cls(5, elementwise_affine=False) for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm)],
-    ids=str,
-)
-def test_torch_layers_are_replaced_and_restored(layer, dtype):
-    layer = copy.deepcopy(layer).to(dtype)
-    ours = LayerNorm if isinstance(layer, torch.nn.LayerNorm) else RMSNorm
-    randomize(layer)
-    x = torch.randn(3, 4, 5).to(dtype)
-    before, expected, text, keys = snapshot(layer), layer(x), repr(layer), list(layer.state_dict())
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 3), (3, 2), (2, 3, 4, 5), (5, 4, 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"eps": 0.5}, {"elementwise_affine": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_torch_layers_of_any_shape_are_replaced_and_restored(name, shape, options):
+    """test_candidates.py compares results. A subclass is compared in its full shape."""
+    if name == "RMSNorm":
+        options = {key: value for key, value in options.items() if key != "bias"}
+    theirs, ours = getattr(torch.nn, name), getattr(layernorm_ext, name)
+    subclass = type("Subclass", (theirs,), {"forward": lambda self, x: theirs.forward(self, x)})
+    register_conversion(subclass)
+    layer, other = theirs(shape, **options), subclass(shape, **options)
+    before, text = snapshot(layer), repr(layer)
     report = convert(layer)
-    assert report.replaced == {"": f"torch.nn.modules.normalization.{ours.__name__} by {text}"}
-    assert not report.skipped and not report.fast_paths
+    assert report.replaced == {"": f"torch.nn.modules.normalization.{name} by {text}"}
     assert type(layer) is ours and "_output_dtypes" not in vars(layer)  # not the subclass that converts dtypes
-    assert repr(layer) == text and list(layer.state_dict()) == keys
-    assert vars(layer)["_parameters"] == before[1]["_parameters"]
-    # Outputs up to 4 differ by a few roundings in float64, and by at most one rounding, 2^-8 of the value, in bfloat16.
-    tolerance = 1e-14 if dtype == F64 else 2**-7
-    torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance)
+    assert repr(layer) == text and vars(layer)["_parameters"] == before[1]["_parameters"]
     assert str(convert(layer)) == "0 replaced, 0 skipped, 0 fast path off"
+    assert convert(other).replaced and other.normalized_shape == shape
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ours
         revert(copied)
-        assert type(copied) is before[0] and type(layer) is ours
+        assert type(copied) is theirs and type(layer) is ours
     revert(layer)
     assert snapshot(layer) == before and list(vars(layer)) == list(before[1])
 
@@ -391,17 +384,6 @@ class ChangesOnce(torch.nn.LayerNorm):
         super().__setattr__(name, value)
 
 
-def refuse_others(self, name):
-    if name in ("weight", "bias"):
-        return torch.nn.Module.__getattr__(self, name)
-    raise RuntimeError("refused")
-
-
-def without_eps(self, width):
-    torch.nn.LayerNorm.__init__(self, width)
-    del self.eps
-
-
 def hostile(**attributes):
     return type("HostileNorm", (torch.nn.LayerNorm,), attributes)
 
@@ -415,9 +397,7 @@ HOSTILE = {
     "slots": (WithSlots, "its class cannot change: TypeError: "),
     "frozen": (Frozen, "FrozenInstanceError: cannot assign to field '__class__'"),
     "class": (hostile(__class__=property(refuse)), "RuntimeError: refused"),
-    "class cannot be set": (hostile(__class__=property(lambda self: torch.nn.LayerNorm)), "AttributeError: "),
     "eps": (hostile(eps=property(refuse, lambda self, value: None)), "RuntimeError: refused"),
-    "missing attributes": (hostile(__getattr__=refuse_others, __init__=without_eps), "RuntimeError: refused"),
     "text of an error": (hostile(forward=raise_hostile_error), "HostileError: "),
     "output": (hostile(forward=lambda self, x: x.to("meta")), "meta"),
     "parameters": (hostile(named_parameters=refuse), "RuntimeError: refused"),

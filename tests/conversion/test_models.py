@@ -10,13 +10,16 @@ import pytest
 import torch
 from support.models import randomize
 from support.packages import (
+    MAMBA,
     MAMBA2,
-    QWEN3_NEXT,
+    MODELS,
+    T5,
     Float64Throughout,
     assert_close,
     build_inputs,
     build_model,
     logits_and_gradients,
+    model_and_inputs,
 )
 from support.reference import BF16, F16, F32, F64
 
@@ -26,61 +29,14 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "torchvision"), pytest.mark.
 
 # Whole models
 
-T5 = {"d_ff": 24, "num_decoder_layers": 2}
-WHISPER = {"num_key_value_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1, "encoder_ffn_dim": 24}
-WHISPER |= {"decoder_ffn_dim": 24, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16}
-CONVNEXT = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "patch_size": 4}
-MAMBA = {"state_size": 4, "residual_in_fp32": True}
-DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 8, "num_layers": 2}
-DIT |= {"sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10}
-TIMM_CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "num_classes": 5}
-TIMM_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 2, "num_classes": 5}
 
-# Name of the model -> its options, and the number of layers of each kind that convert() replaces.
-ARCHITECTURES = {
-    "BertForMaskedLM": ({}, {"LayerNorm by LayerNorm": 6}),
-    "GPT2LMHeadModel": ({}, {"LayerNorm by LayerNorm": 5}),
-    "ViTForImageClassification": ({}, {"LayerNorm by LayerNorm": 5}),
-    "WhisperForConditionalGeneration": (WHISPER, {"LayerNorm by LayerNorm": 9}),
-    "LlamaForCausalLM": ({}, {"LlamaRMSNorm by RMSNorm": 5}),
-    "GemmaForCausalLM": ({}, {"GemmaRMSNorm by RMSNorm": 5}),
-    "Qwen3ForCausalLM": ({}, {"Qwen3RMSNorm by RMSNorm": 9}),  # also normalizes queries and keys
-    "T5ForConditionalGeneration": (T5, {"T5LayerNorm by RMSNorm": 12}),
-    "ConvNextForImageClassification": (
-        CONVNEXT,
-        {"ConvNextLayerNorm by LayerNorm": 4, "ConvNextLayerNorm by LayerNorm2d": 4, "LayerNorm by LayerNorm": 1},
-    ),
-    "MambaForCausalLM": (MAMBA, {"MambaRMSNorm by RMSNorm": 3}),
-    "Mamba2ForCausalLM": (
-        MAMBA2,
-        {"Mamba2RMSNorm by RMSNorm": 3, "MambaRMSNormGated by GatedRMSNorm": 2},
-    ),
-    "Qwen3NextForCausalLM": (
-        QWEN3_NEXT,
-        {"Qwen3NextRMSNorm by RMSNorm": 7, "Qwen3NextRMSNormGated by GatedRMSNorm": 1},
-    ),
-    "diffusers DiTTransformer2DModel": (
-        DIT,
-        {"LayerNorm by LayerNorm": 5},  # without parameters, in adaptive blocks
-    ),
-    "timm convnext_tiny": (TIMM_CONVNEXT, {"LayerNorm by LayerNorm": 4, "LayerNorm2d by LayerNorm2d": 5}),
-    "timm vit_tiny_patch16_224": (TIMM_VIT, {"LayerNorm by LayerNorm": 5}),
-    "torch TransformerEncoder": ({}, {"LayerNorm by LayerNorm": 5}),
-}
-
-
-def model_and_inputs(name, dtype):
-    model = randomize(build_model(name, ARCHITECTURES[name][0])).to(dtype)
-    return model, build_inputs(model, dtype)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", MODELS)
 def test_float64_logits_and_gradients_match_the_original(name):
     model, inputs = model_and_inputs(name, F64)
     original = copy.deepcopy(model)
     report = convert(model)
     assert not report.skipped
-    assert Counter(re.search(r"\w+ by \w+", text)[0] for text in report.replaced.values()) == ARCHITECTURES[name][1]
+    assert Counter(re.search(r"\w+ by \w+", text)[0] for text in report.replaced.values()) == MODELS[name][1]
     assert model.state_dict().keys() == original.state_dict().keys()
 
     with Float64Throughout():
@@ -93,20 +49,13 @@ def test_float64_logits_and_gradients_match_the_original(name):
     assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
 
 
-# The other compiler, aot_eager, cannot run the backward pass of the original Qwen3-Next either.
-INDUCTOR = ("timm convnext_tiny", "Qwen3NextForCausalLM")
-
-
-@pytest.mark.parametrize(
-    ("name", "compiler"),
-    [(name, "aot_eager") for name in ARCHITECTURES if name != "Qwen3NextForCausalLM"]
-    + [(name, "inductor") for name in INDUCTOR],
-)
-def test_converted_models_compile_without_graph_breaks(name, compiler):
+@pytest.mark.parametrize("name", ["timm convnext_tiny", "Qwen3NextForCausalLM"])
+def test_converted_models_compile_without_graph_breaks(name):
+    """By Inductor; test_fusion_models.py compiles all models."""
     model, inputs = model_and_inputs(name, F32)
     expected = logits_and_gradients(model.eval(), inputs)
     convert(model)
-    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True)
     assert_close(logits_and_gradients(compiled, inputs), expected, 1e-5)  # some ten layers with ten roundings of 6e-8
 
 

@@ -11,15 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import randomize
-from support.packages import (
-    MAMBA2,
-    QWEN3_NEXT,
-    Float64Throughout,
-    assert_close,
-    build_inputs,
-    build_model,
-    logits_and_gradients,
-)
+from support.packages import Float64Throughout, assert_close, logits_and_gradients, model_and_inputs
 from support.reference import BF16, F16, F32, F64
 
 HOOK = "layernorm_ext.integrations.huggingface"
@@ -51,34 +43,24 @@ def norms(model):
 
 # Models
 
-# Name of the model -> its options, and the number of kernelized layers.
-MODELS = {
-    "LlamaForCausalLM": ({}, 5),
-    "Qwen3ForCausalLM": ({}, 9),
-    "GemmaForCausalLM": ({}, 5),
-    "Qwen3NextForCausalLM": (QWEN3_NEXT, 8),
-    "Mamba2ForCausalLM": (MAMBA2, 2),  # the other norms are not decorated
-}
+# Name of the model -> the number of kernelized layers.
+KERNELIZED = {"LlamaForCausalLM": 5, "Qwen3ForCausalLM": 9, "GemmaForCausalLM": 5, "Qwen3NextForCausalLM": 8}
+KERNELIZED["Mamba2ForCausalLM"] = 2  # the other norms are not decorated
 
 
-def model_and_inputs(name, dtype):
-    model = randomize(build_model(name, MODELS[name][0])).to(dtype)
-    return model, build_inputs(model, dtype)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KERNELIZED)
 def test_kernelized_models_match_float64_logits_and_gradients_in_every_mode(name, kernels):
     model, inputs = model_and_inputs(name, F64)
     with Float64Throughout():
         expected = logits_and_gradients(model, inputs)
         for mode in modes(kernels):
             kernelized = kernels.kernelize(copy.deepcopy(model), mode=mode, device="cpu")
-            assert sum(map(is_ours, norms(kernelized))) == MODELS[name][1]
+            assert sum(map(is_ours, norms(kernelized))) == KERNELIZED[name]
             # Some ten layers each round some ten times by 1e-16.
             assert_close(logits_and_gradients(kernelized, inputs), expected, 1e-13)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KERNELIZED)
 def test_kernelized_models_compile_without_graph_breaks(name, kernels):
     torch._dynamo.reset()
     model, inputs = model_and_inputs(name, F32)

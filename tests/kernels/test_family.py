@@ -1,23 +1,39 @@
-"""The options of the operators: RMSNorm, residuals, zero-centred weights, backward from the output, and groups.
+"""The results of the operators match float64, for every size and with every option.
 
-Groups of rows have their own parameters, for example per sample or per position.
+The options are RMSNorm, residuals, zero-centred weights, backward from the output, images, and groups of rows that have
+their own parameters, for example per sample or per position. test_gates.py has the gates; test_forward.py and
+test_backward.py have inputs that are hard.
 """
 
 import itertools
 
 import pytest
 import torch
-from support.backends import MASKS, Results, assert_same_bits, check, forward, rows_and_images, run
+from support.backends import (
+    MASKS,
+    Results,
+    assert_same_bits,
+    bits,
+    check,
+    check_images,
+    forward,
+    rows_and_images,
+    run,
+    run_images,
+)
 from support.inputs import (
     GROUPS,
     VARIANTS,
     all_dtypes,
     amid_nans,
     arguments,
+    columns,
     data_dtypes,
     groups,
     randn,
+    random_args,
     rms_or_not,
+    rows_for,
     transposed,
     variants,
 )
@@ -34,21 +50,52 @@ from support.reference import (
     xhat_error_from_output,
 )
 
-from layernorm_ext import ada_layer_norm
+from layernorm_ext import add_ada_layer_norm
 
 # Numbers of columns on both sides of the limits between kernels: packs, several rows at a time, tiles, chunks, parts.
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
+# Packs hold 4 to 32 pixels, blocks 64 to 256.
+PIXELS = [*range(1, 70), 127, 128, 129, 196, 255, 256, 257, 300, 511, 520]
+# Sums run over 16 channels at a time; 96 and 192 are widths of ConvNeXt.
+CHANNELS = [1, 2, 3, 15, 16, 17, 31, 33, 96, 192]
+IMAGES = {
+    "every tail of packs and blocks": [(2, 5, pixels) for pixels in PIXELS],
+    "numbers of channels": [(n, c, p) for c in CHANNELS for n, p in ((3, 7), (2, 45), (1, 300))],
+    "shorter blocks, and too many channels for shared memory": [(2, 1100, 130), (1, 5000, 3)],
+    "partial sums over several images": [(31, 3, 1), (33, 3, 2), (70, 3, 5)],
+    "partial sums over one image or a part of it": [(3, 3, 31), (5, 3, 32), (20, 3, 300), (1, 3, 2000), (4, 2, 16384)],
+}
 
 # Results
 
 
 @all_dtypes
-@variants
-def test_results_match_float64(backend, dtypes, variant):
-    """With a residual, all results except grad_input have the bits of the call on the sum.
+@columns
+def test_every_number_of_columns_matches_float64(backend, dtypes, columns):
+    """The tensors are surrounded by NaN here and below: it appears in the results if a kernel reads outside a row."""
+    for cols in columns:
+        for rows in rows_for(cols):
+            x, dy, w, b = random_args(backend, dtypes, rows, cols)
+            x, dy, w, b = amid_nans(x, gap=3), amid_nans(dy, gap=5), amid_nans(w), amid_nans(b)
+            before = bits(x), bits(dy)
+            check(run(backend, x, dy, w, b), x, dy, w, b, context=(rows, cols))
+            assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
 
-    The tensors are surrounded by NaN, which appears in the results if a kernel reads outside a row.
-    """
+
+@all_dtypes
+@pytest.mark.parametrize("shapes", IMAGES.values(), ids=IMAGES)
+def test_images_match_float64(backend, dtypes, shapes):
+    for shape in shapes:
+        x, dy, w, b = (amid_nans(t) for t in random_args(backend, dtypes, *shape))
+        before = bits(x), bits(dy)
+        check_images(run_images(backend, x, dy, w, b), x, dy, w, b, context=shape)
+        assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
+
+
+@all_dtypes
+@variants
+def test_variants_match_float64(backend, dtypes, variant):
+    """With a residual, all results except grad_input have the bits of the call on the sum."""
     for cols in COLUMNS:
         shape = (6 if cols < 2000 else 1, cols)
         x, residual, dy, grad_sum = (amid_nans(randn(shape, dtypes[0], backend.device)) for _ in range(4))
@@ -65,8 +112,7 @@ def test_results_match_float64(backend, dtypes, variant):
 
 @all_dtypes
 @groups
-def test_results_of_groups_match_float64(backend, dtypes, batches):
-    """The tensors are surrounded by NaN here as well."""
+def test_groups_match_float64(backend, dtypes, batches):
     every_variant = itertools.product((3, 100), VARIANTS.values())
     for cols, variant in [*every_variant, (1025, VARIANTS["rms"]), (4100, VARIANTS["layer-centred"])]:
         tensors = arguments(batches, cols, dtypes, backend.device, amid_nans)
@@ -122,22 +168,6 @@ def test_in_place_addition_replaces_the_residual_by_the_sum(backend, dtype, rms)
             output, mean, rstd = backend.ops.forward_(x, (cols,), w[0], b[0], 1e-5, r, rms=rms)
             assert r._version > version
             assert_same_bits((output, r, mean, rstd), expected, cols)
-
-
-@all_dtypes
-def test_other_groups_change_no_bit(backend, dtypes):
-    """Neither the other groups nor their number change a bit of a group's results."""
-    sizes = [(40, 1), (40, 9), (40, 70), (768, 9), (5000, 1), (5000, 9)]
-    for (cols, rows), efficient in itertools.product(sizes, (False, True)):
-        tensors = arguments(((4, rows), (4, 1), (4, 1)), cols, dtypes, backend.device)
-        together = run(backend, *tensors, memory_efficient=efficient)
-        for some in ([0], [3], [1, 3], [2, 0, 1]):
-            results = run(backend, *(t[some] for t in tensors), memory_efficient=efficient)
-            expected = together.map(lambda t, some=some: t[some])
-            # A GPU divides the rows of a single group among all multiprocessors, and so adds them in another order.
-            if backend.name != "cpu" and len(some) == 1:
-                results, expected = results.rows(), expected.rows()
-            assert_same_bits(results, expected, cols, rows, some)
 
 
 # Parameters of other dtypes
@@ -263,11 +293,14 @@ def test_slices_are_read_in_place(backend, make, rms):
 
 
 def test_slices_of_a_modulation_are_read_in_place():
-    """A block of a diffusion transformer computes all its scales and shifts at once."""
-    shift, scale, *_ = torch.randn(4, 6 * 16).chunk(6, dim=-1)
-    x, scale, shift = (t.requires_grad_() for t in (torch.randn(4, 9, 16), scale.detach(), shift.detach()))
-    dy = torch.randn_like(x)
-    y = ada_layer_norm(x, (16,), scale, shift)
-    assert not copies(lambda: ada_layer_norm(x, (16,), scale, shift))
-    assert not copies(lambda: torch.autograd.grad(y, (x, scale, shift), dy, retain_graph=True))
-    assert torch.equal(y, ada_layer_norm(x, (16,), scale.contiguous(), shift.contiguous()))
+    """A block of a diffusion transformer computes all its scales, shifts and gates at once."""
+    x, residual = (torch.randn(4, 9, 16) for _ in range(2))
+    modulation = [t.detach().requires_grad_() for t in torch.randn(4, 6 * 16).chunk(6, dim=-1)[:3]]
+
+    def call(scale, shift, gate):
+        return add_ada_layer_norm(x, residual, (16,), scale, shift, gate=gate)[0]
+
+    y, dy = call(*modulation), torch.randn_like(x)
+    assert not copies(lambda: call(*modulation))
+    assert not copies(lambda: torch.autograd.grad(y, modulation, dy, retain_graph=True))
+    assert torch.equal(y, call(*(t.contiguous() for t in modulation)))

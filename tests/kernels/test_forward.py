@@ -1,4 +1,4 @@
-"""All results match float64 for every size; output, mean and rstd do for inputs that are hard for forward.
+"""Output, mean and rstd match float64 for inputs that are hard for forward.
 
 Inputs that are hard for both passes are in test_backward.py.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.backends import assert_same_bits, bits, check, installed, rows_and_images, run, run_images
-from support.inputs import all_dtypes, amid_nans, columns, data_dtypes, randn, random_args, rms_or_not, rows_for
+from support.backends import assert_same_bits, installed, rows_and_images, run, run_images
+from support.inputs import all_dtypes, data_dtypes, randn, random_args, rms_or_not
 from support.reference import (
     BF16,
     DTYPES,
@@ -28,24 +28,6 @@ from support.reference import (
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@all_dtypes
-@columns
-def test_results_match_float64(backend, dtypes, columns):
-    """All arguments are surrounded by NaN, which shows reads outside of them."""
-    for cols in columns:
-        for rows in rows_for(cols):
-            x, dy, w, b = random_args(backend, dtypes, rows, cols)
-            x, dy, w, b = amid_nans(x, gap=3), amid_nans(dy, gap=5), amid_nans(w), amid_nans(b)
-            before = bits(x), bits(dy)
-            results = run(backend, x, dy, w, b)
-            check(results, x, dy, w, b, context=(rows, cols))
-            assert torch.equal(bits(x), before[0]) and torch.equal(bits(dy), before[1]), "arguments have changed"
-        for weight, bias in ((w, None), (None, b), (None, None)):
-            output, mean, rstd = backend.forward(x, (cols,), weight, bias, 1e-5)
-            check_forward((output, mean, rstd), x, weight, bias, context=(rows, cols))
-            assert torch.equal(mean, results.mean) and torch.equal(rstd, results.rstd)
 
 
 @rows_and_images

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.backends import assert_same_bits, run, run_pixels
+from support.backends import ALL, assert_same_bits, run, run_images, run_pixels
 from support.family import MEMBERS
-from support.inputs import LAYOUTS, all_dtypes, amid_nans, randn, random_args
+from support.inputs import LAYOUTS, all_dtypes, amid_nans, arguments, data_dtypes, randn, random_args, transposed
 from support.reference import BF16, F16, F32, F64, dtypes_id, statistics_dtype
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -21,8 +21,22 @@ def transposed_batch(t):
     return t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def transposed_rows(t):
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def transposed_pixels(t):
+    return t.mT.contiguous().mT
+
+
 def channels_last(t):
     return t.to(memory_format=torch.channels_last)
+
+
+def sliced_channels_last(images):
+    """Return a view that is not dense; the results are."""
+    images = channels_last(images)
+    return torch.cat([images, images], 1)[:, images.shape[1] :]
 
 
 @all_dtypes
@@ -55,6 +69,25 @@ def test_alignment_and_row_stride(backend, dtypes, cols):
             assert_same_bits(run(backend, *views), expected, offset, gap)
 
 
+@data_dtypes
+@pytest.mark.parametrize("layout", [*LAYOUTS, transposed_pixels, sliced_channels_last])
+def test_layout_of_images(backend, dtype, layout):
+    """Dense layouts are kept, with the bits of rows. The statistics may have any layout too."""
+    x, dy, w, b = random_args(backend, (dtype, dtype), 2, 6, 4, 10)
+    keeps_layout = layout in (transposed, transposed_pixels, sliced_channels_last)
+    for views in ((layout(x), dy), (x, layout(dy))):
+        as_rows = keeps_layout and views[1] is dy
+        copy = channels_last(x) if as_rows else x
+        results = run_images(backend, *views, w, b)
+        assert_same_bits(results, run_images(backend, copy, dy, w, b))
+        assert results.output.stride() == results.grad_input.stride() == torch.empty_like(views[0]).stride()
+    for images in (x, channels_last(x)):
+        results = run_images(backend, images, dy, w, b)
+        statistics = layout(results.mean), layout(results.rstd)
+        gradients = backend.backward(dy, images, (6,), *statistics, w, b, ALL, images=True)
+        assert_same_bits(gradients, results.gradients)
+
+
 # Other rows
 
 
@@ -71,6 +104,52 @@ def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
         some = {name: tensor[rows] for name, tensor in inputs.items()}
         results = run(backend, x[rows], dy[rows], w, b, **some)
         assert_same_bits(results.rows(), expected.rows(rows), rows)
+
+
+@all_dtypes
+def test_other_groups_change_no_bit(backend, dtypes):
+    """Neither the other groups nor their number change a bit of a group's results."""
+    sizes = [(40, 1), (40, 9), (40, 70), (768, 9), (5000, 1), (5000, 9)]
+    for (cols, rows), efficient in itertools.product(sizes, (False, True)):
+        tensors = arguments(((4, rows), (4, 1), (4, 1)), cols, dtypes, backend.device)
+        together = run(backend, *tensors, memory_efficient=efficient)
+        for some in ([0], [3], [1, 3], [2, 0, 1]):
+            results = run(backend, *(t[some] for t in tensors), memory_efficient=efficient)
+            expected = together.map(lambda t, some=some: t[some])
+            # A GPU divides the rows of a single group among all multiprocessors, and so adds them in another order.
+            if backend.name != "cpu" and len(some) == 1:
+                results, expected = results.rows(), expected.rows()
+            assert_same_bits(results, expected, cols, rows, some)
+
+
+@all_dtypes
+def test_batch_and_position_of_a_pixel(backend, dtypes):
+    """Nor does the alignment change a bit."""
+    x, dy, w, b = random_args(backend, dtypes, 3, 37, 300, offset=10)
+    expected = run_images(backend, x, dy, w, b)
+    parts = [slice(0, 2), slice(1, 34), slice(37, 300), slice(290, 300), torch.randperm(300)]
+    for images, pixels in itertools.product((slice(0, 1), slice(1, 3)), parts):
+        results = run_images(backend, x[images, :, pixels], dy[images, :, pixels], w, b)
+        assert_same_bits(results.rows(), expected.rows((images, slice(None), pixels)), images, pixels)
+    for gap, offset in ((0, 0), (0, 1), (1, 3), (5, 13)):
+        views = [amid_nans(t, gap, offset) for t in (x, dy)]
+        assert_same_bits(run_images(backend, *views, w, b), expected, gap, offset)
+
+
+@data_dtypes
+@pytest.mark.parametrize("batch", [(1, 5, 6), (3, 5, 6), (1, 5, 1), (3, 5, 1), (3, 1, 1), (1, 1, 1)], ids=str)
+def test_batch_of_an_image(backend, dtype, batch):
+    """Also where parameters vary between the pixels. In layouts that keep the pixels apart, rows are normalized."""
+    x, dy = (randn((3, 37, 5, 6), dtype, backend.device, offset=10) for _ in range(2))
+    n, *pixels = batch
+    w, b = (randn((n, 37, *pixels), dtype, backend.device) for _ in range(2))
+    for layout in (torch.clone, transposed_batch, transposed_pixels, transposed_rows):
+        expected = run_images(backend, layout(x), layout(dy), w, b)
+        for n in range(3):
+            one, own = slice(n, n + 1), slice(n, n + 1) if len(w) > 1 else slice(None)
+            for images in (layout(x)[one], layout(x[one])):
+                results = run_images(backend, images, layout(dy[one]), w[own], b[own])
+                assert_same_bits(results.rows(), expected.rows(one), n)
 
 
 # Threads

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from support.models import randomize
 from support.reference import F32, F64
 
 # Options of all models of transformers, which map them to their own names and ignore others.
@@ -12,15 +13,59 @@ CONFIG = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "
 CONFIG |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 16, "image_size": 32, "patch_size": 8}
 CONFIG |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
 
+MAMBA = {"state_size": 4, "residual_in_fp32": True}
 MAMBA2 = {"state_size": 4, "num_heads": 4, "n_groups": 1, "expand": 2, "chunk_size": 4}
+T5 = {"d_ff": 24, "num_decoder_layers": 2, "use_cache": False}  # torch 2.11 cannot trace the creation of the cache
+WHISPER = {"num_key_value_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1, "encoder_ffn_dim": 24}
+WHISPER |= {"decoder_ffn_dim": 24, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16}
+CONVNEXT = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "patch_size": 4}
 # Layers without experts, whose operators take no float64.
 QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
 QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 8, "num_layers": 2}
+DIT |= {"sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10}
+TIMM_CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "num_classes": 5}
+TIMM_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 2, "num_classes": 5}
+SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2)}
+
+# Name of the model -> its options, and the number of layers of each kind that convert() replaces.
+MODELS = {
+    "BertForMaskedLM": ({}, {"LayerNorm by LayerNorm": 6}),
+    "GPT2LMHeadModel": ({}, {"LayerNorm by LayerNorm": 5}),
+    "ViTForImageClassification": ({}, {"LayerNorm by LayerNorm": 5}),
+    "WhisperForConditionalGeneration": (WHISPER, {"LayerNorm by LayerNorm": 9}),
+    "LlamaForCausalLM": ({}, {"LlamaRMSNorm by RMSNorm": 5}),
+    "GemmaForCausalLM": ({}, {"GemmaRMSNorm by RMSNorm": 5}),
+    "Qwen3ForCausalLM": ({}, {"Qwen3RMSNorm by RMSNorm": 9}),  # also normalizes queries and keys
+    "T5ForConditionalGeneration": (T5, {"T5LayerNorm by RMSNorm": 12}),
+    "ConvNextForImageClassification": (
+        CONVNEXT,
+        {"ConvNextLayerNorm by LayerNorm": 4, "ConvNextLayerNorm by LayerNorm2d": 4, "LayerNorm by LayerNorm": 1},
+    ),
+    "MambaForCausalLM": (MAMBA, {"MambaRMSNorm by RMSNorm": 3}),
+    "Mamba2ForCausalLM": (MAMBA2, {"Mamba2RMSNorm by RMSNorm": 3, "MambaRMSNormGated by GatedRMSNorm": 2}),
+    "Qwen3NextForCausalLM": (
+        QWEN3_NEXT,
+        {"Qwen3NextRMSNorm by RMSNorm": 7, "Qwen3NextRMSNormGated by GatedRMSNorm": 1},
+    ),
+    "diffusers DiTTransformer2DModel": (DIT, {"LayerNorm by LayerNorm": 5}),  # without parameters, in adaptive blocks
+    "timm convnext_tiny": (TIMM_CONVNEXT, {"LayerNorm by LayerNorm": 4, "LayerNorm2d by LayerNorm2d": 5}),
+    "timm vit_tiny_patch16_224": (TIMM_VIT, {"LayerNorm by LayerNorm": 5}),
+    "timm vit_tiny_patch16_224 with LayerScale": (TIMM_VIT | {"init_values": 0.1}, {"LayerNorm by LayerNorm": 5}),
+    "timm swin_tiny_patch4_window7_224": (SWIN, {"LayerNorm by LayerNorm": 11}),
+    "torch TransformerEncoder": ({}, {"LayerNorm by LayerNorm": 5}),
+}
+
+
+def model_and_inputs(name, dtype):
+    """Return a model of the table with random parameters, and its inputs."""
+    model = randomize(build_model(name, MODELS[name][0])).to(dtype)
+    return model, build_inputs(model, dtype)
 
 
 def build_model(name, options):
-    package, _, model = name.rpartition(" ")
+    package, _, model = name.removesuffix(" with LayerScale").rpartition(" ")
     if package == "timm":
         return pytest.importorskip("timm").create_model(model, **options)
     if package == "diffusers":

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 import layernorm_ext
 from support.reference import F64
@@ -143,52 +142,35 @@ def build(text, names=NAMES):
     return namespace["program"]
 
 
-class Recorded:
-    """A tensor or a tuple in a graph, with a fake value, as Dynamo records it."""
+class Recorded(torch.fx.Proxy):
+    """A tensor in a graph that records assignments too."""
 
-    def __init__(self, node):
-        self.node = node
+    def __iadd__(self, other):
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
-    def __getattr__(self, name):
-        return partial(record, self.node.graph, "call_method", name, self)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        (graph,) = {arg.node.graph for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls)}
-        return record(graph, "call_function", function, *args, **(kwargs or {}))
+    def __setitem__(self, index, value):
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
 
-def record(graph, op, target, *args, **kwargs):
-    args, kwargs = tree_map_only(Recorded, lambda each: each.node, (args, kwargs))
-    node = graph.create_node(op, target, args, kwargs)
-    values = tree_map_only(torch.fx.Node, lambda each: each.meta["example_value"], (args, kwargs))
-    function = getattr(torch.Tensor, target) if op == "call_method" else target
-    node.meta["example_value"] = function(*values[0], **values[1])
-    return Recorded(node)
+class Tracer(torch.fx.Tracer):
+    def proxy(self, node):
+        return Recorded(node, self)
 
 
-def _operator(function, reverse=False):
-    def method(self, *others):
-        operands = (others[0], self) if reverse else (self, *others)
-        return record(self.node.graph, "call_function", function, *operands)
-
-    return method
-
-
-for _name in ("add", "mul", "iadd", "getitem", "setitem"):
-    setattr(Recorded, f"__{_name}__", _operator(getattr(operator, _name)))
-for _name in ("add", "mul"):
-    setattr(Recorded, f"__r{_name}__", _operator(getattr(operator, _name), reverse=True))
+class RecordValues(torch.fx.Interpreter):
+    def run_node(self, node):
+        node.meta["example_value"] = super().run_node(node)
+        return node.meta["example_value"]
 
 
 def graph_of(text, seed):
     """Return the module that Dynamo makes of a program, recorded in a hundredth of its time."""
-    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    tracer = Tracer()
 
     @contextlib.contextmanager
     def no_grad():
         for enabled in (False, True):
-            record(graph, "call_function", torch._C._set_grad_enabled, enabled)
+            tracer.create_proxy("call_function", torch._C._set_grad_enabled, (enabled,), {})
             if not enabled:
                 yield
 
@@ -197,15 +179,10 @@ def graph_of(text, seed):
         return torch.ops.layernorm.forward.default(x, shape, weight, bias, default, rms=rms, **options)[0]
 
     names = NAMES | {"no_grad": no_grad, "layer_norm": partial(norm, False), "rms_norm": partial(norm, True)}
-    arguments = []
-    for name, leaf in zip(SHAPES, inputs(seed), strict=True):
-        node = graph.placeholder(name)
-        node.meta["example_value"] = mode.from_tensor(leaf.detach())
-        arguments.append(Recorded(node))
-    with mode, torch.no_grad():
-        results = build(text, names)(*arguments)
-    graph.output(tuple(each.node for each in results))
-    return torch.fx.GraphModule({}, graph)
+    module = torch.fx.GraphModule({}, tracer.trace(build(text, names)))
+    with FakeTensorMode() as mode, torch.no_grad():
+        RecordValues(module).run(*(mode.from_tensor(leaf.detach()) for leaf in inputs(seed)))
+    return module
 
 
 def results_of(function, seed):

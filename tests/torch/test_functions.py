@@ -87,16 +87,16 @@ def test_outputs_require_gradients_if_the_formula_does(member, mask):
         copy.requires_grad_(wanted)
     outputs, expected = member(*tensors), member.formula(*wide)
     assert [y.requires_grad for y in outputs] == [y.requires_grad for y in expected]
-    if expected[0].requires_grad:
-        wanted = [i for i in range(4) if mask[i]]
-        gradients, expected_gradients = (
-            torch.autograd.grad(
-                loss([y for y in results if y.requires_grad]), [of[i] for i in wanted], materialize_grads=True
+    for first in range(len(outputs)):  # of all outputs, and of the sum alone
+        some = [i for i in range(first, len(outputs)) if expected[i].requires_grad]
+        if some:
+            options = {"materialize_grads": True, "retain_graph": True}
+            gradients, expected_gradients = (
+                torch.autograd.grad(loss([results[i] for i in some]), [t for t in of if t.requires_grad], **options)
+                for results, of in ((outputs, tensors), (expected, wide))
             )
-            for results, of in ((outputs, tensors), (expected, wide))
-        )
-        # Some ten roundings of sums of at most 240 products.
-        assert_near(gradients, expected_gradients, 1e-13, [F64] * len(wanted))
+            # Some ten roundings of sums of at most 240 products.
+            assert_near(gradients, expected_gradients, 1e-13, [F64] * sum(mask))
 
 
 @family
@@ -203,13 +203,6 @@ def test_batched_gradients(member, shape):
                 for a, e in zip(actual, expected, strict=True):
                     if e is not None:  # sums of 30 products in another order
                         torch.testing.assert_close(a[i], e, rtol=1e-12, atol=1e-12)
-
-
-@family
-def test_functionalized_calls_have_the_same_bits(member):
-    shape = (2, 5, 8)
-    x, r, w, b = (torch.randn(size) for size in (shape, shape, 8, 8))
-    assert_same_bits(torch.func.functionalize(member)(x, r, w, b), member(x, r, w, b))
 
 
 def test_functionalized_calls_change_the_residual():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.models import randomize
-from support.packages import assert_close, build_inputs, build_model, logits_and_gradients
+from support.packages import MODELS, assert_close, logits_and_gradients, model_and_inputs
 from support.reference import F64
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -13,24 +13,18 @@ from layernorm_ext import convert, fusion
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torchvision", "one_thread")]
 
-TIMM_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 2, "num_classes": 5}
-SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2)}
-
-# Name of the model -> its options, the number of norms, and the joined calls. All have two layers.
-MODELS = {
-    "BertForMaskedLM": ({}, 6, {"add": 4}),
-    "GPT2LMHeadModel": ({}, 5, {"add": 4}),
-    "ViTForImageClassification": ({}, 5, {"add": 4}),
-    "LlamaForCausalLM": ({}, 5, {"add": 4}),
-    "GemmaForCausalLM": ({}, 5, {"add": 4}),
-    "Qwen3ForCausalLM": ({}, 9, {"add": 4}),
-    # torch 2.11 cannot trace the creation of its cache.
-    "T5ForConditionalGeneration": ({"d_ff": 24, "num_decoder_layers": 2, "use_cache": False}, 12, {"add": 10}),
-    "timm vit_tiny_patch16_224": (TIMM_VIT, 5, {"add": 4}),
-    "timm vit_tiny_patch16_224 with LayerScale": (TIMM_VIT | {"init_values": 0.1}, 5, {"gate and add": 4}),
-    "timm swin_tiny_patch4_window7_224": (SWIN, 11, {"add": 7}),
-    "torch TransformerEncoder": ({}, 5, {"add": 4}),
+# Name of the model -> the joined calls: most have two layers, and two norms in each behind an addition.
+JOINED = dict.fromkeys(MODELS, {"add": 4})
+JOINED |= dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), {})
+JOINED |= dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), {})  # residuals of float32 beside float64
+JOINED |= {
+    "WhisperForConditionalGeneration": {"add": 3},
+    "T5ForConditionalGeneration": {"add": 10},
+    "diffusers DiTTransformer2DModel": {"gate, add and modulate": 2, "modulate": 3},
+    "timm vit_tiny_patch16_224 with LayerScale": {"gate and add": 4},
+    "timm swin_tiny_patch4_window7_224": {"add": 7},
 }
+
 
 TIMES = torch.tensor([1, 2])
 LAYERS = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "patch_size": 2}
@@ -40,13 +34,6 @@ ROWS = {"hidden_states": (6, 4)}
 
 # Model of diffusers -> its options, the shapes of its inputs without the batch, other inputs, norms, and joined calls.
 DIFFUSERS = {
-    "DiTTransformer2DModel": (
-        IMAGES | {"num_embeds_ada_norm": 10},
-        IMAGE,
-        {"timestep": TIMES, "class_labels": TIMES},
-        5,
-        {"gate, add and modulate": 2, "modulate": 3},
-    ),
     "PixArtTransformer2DModel": (
         IMAGES | {"cross_attention_dim": 16, "caption_channels": 12, "use_additional_conditions": False},
         IMAGE | TEXT,
@@ -113,11 +100,10 @@ def compare(model, inputs, norms, joined):
     assert dict(fusion.fuse_neighbors.counts) == joined and counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", JOINED)
 def test_norms_of_models_are_joined(name):
-    options, norms, joined = MODELS[name]
-    model = randomize(build_model(name.removesuffix(" with LayerScale"), options)).double().eval()
-    compare(model, build_inputs(model, F64), norms, joined)
+    model, inputs = model_and_inputs(name, F64)
+    compare(model.eval(), inputs, sum(MODELS[name][1].values()), JOINED[name])
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)

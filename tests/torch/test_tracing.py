@@ -95,16 +95,18 @@ def test_exported_programs_can_keep_the_kernels(strict):
         torch.testing.assert_close(each.module()(x), model(x), **SAME_BITS)
 
 
-def test_exported_and_traced_programs_run_without_this_package(tmp_path):
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_exported_traced_and_scripted_programs_run_without_this_package(tmp_path):
     model, x = torch.nn.Sequential(LayerNorm(8), layernorm_ext.RMSNorm(8)), torch.randn(3, 8)
-    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
-    torch.jit.trace(model, x).save(tmp_path / "model.pt")
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "exported.pt2")
+    torch.jit.trace(model, x).save(tmp_path / "traced.pt")
+    torch.jit.script(model).save(tmp_path / "scripted.pt")
     torch.save((x, model(x)), tmp_path / "expected.pt")
     code = (
         "import sys, torch; sys.modules['layernorm_ext'] = None\n"
         "x, expected = torch.load('expected.pt')\n"
-        "torch.testing.assert_close(torch.export.load('model.pt2').module()(x), expected)\n"
-        "torch.testing.assert_close(torch.jit.load('model.pt')(x), expected)\n"
+        "programs = torch.export.load('exported.pt2').module(), *map(torch.jit.load, ('traced.pt', 'scripted.pt'))\n"
+        "for program in programs: torch.testing.assert_close(program(x), expected)\n"
         "assert not hasattr(torch.ops.layernorm, 'forward')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
@@ -204,12 +206,15 @@ class RowsOfImages(LayerNorm):
 
 @pytest.mark.parametrize("cls", [RowsOfImages, LayerNorm2d, RMSNorm2d])
 def test_compiled_training_between_convolutions(cls):
-    """Inductor makes tensors near a convolution channels last, including statistics, but fails for other sizes then."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), cls(8), torch.nn.Conv2d(8, 4, 3, padding=1))
+    """Inductor makes tensors near a convolution channels last, including statistics, but fails for other sizes then.
+
+    Without this layout, it cannot order the symbolic strides of views of images: no view may be saved.
+    """
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), cls(8), torch.nn.Conv2d(8, 4, 3))
     compiled, channels_last = torch.compile(model, fullgraph=True), cls is RowsOfImages
     with torch._inductor.config.patch(layout_optimization=channels_last):
-        for height, width in ((8, 8), (12, 10), (7, 9))[: 1 if channels_last else None]:
-            x = torch.randn(2, 3, height, width)
+        for shape in ((2, 3, 8, 9), (2, 3, 12, 10), (3, 3, 7, 9))[: 1 if channels_last else None]:
+            x = torch.randn(shape)
             gradients = [parameter_gradients(model, lambda f=f, x=x: f(x)) for f in (compiled, model)]
             torch.testing.assert_close(*gradients, **REORDERED_BY_INDUCTOR)
 
@@ -231,17 +236,6 @@ def test_symbolic_groups():
         for traced in (compiled, exported):
             assert torch.equal(traced(x), Model()(x))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm2d, layernorm_ext.RMSNorm2d])
-def test_compiled_images_of_changing_sizes(norm):
-    """Inductor cannot order the symbolic strides of views of images between convolutions: no view may be saved."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), norm(8), torch.nn.Conv2d(8, 4, 3))
-    compiled = torch.compile(model, fullgraph=True)
-    for samples, side in ((2, 8), (2, 10), (3, 11)):
-        x = torch.randn(samples, 3, side, side + 1)
-        gradients = [parameter_gradients(model, lambda f=f, x=x: f(x)) for f in (compiled, model)]
-        torch.testing.assert_close(*gradients, **REORDERED_BY_INDUCTOR)
 
 
 def test_compiled_training_under_autocast_matches_eager():
@@ -278,15 +272,16 @@ def test_compiled_autograd_matches_eager():
 
 
 def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
-    class ForwardAndBackward(torch.nn.Module):
-        def forward(self, dy, x, w, b):
-            output, mean, rstd = torch.ops.layernorm.forward(x, x.shape[-1:], w, b)
-            return output, *torch.ops.layernorm.backward(dy, x, x.shape[-1:], mean, rstd, w, b, [True, True, True])
+    class AddNormAndBackward(torch.nn.Module):
+        def forward(self, dy, x, residual, w, b):
+            shape = x.shape[-1:]
+            first = torch.ops.layernorm.forward(x, shape, w, b)[0]
+            output, total, mean, rstd = torch.ops.layernorm.forward.fused(first, shape, w, b, 1e-5, residual)
+            return output, total, *torch.ops.layernorm.backward(dy, total, shape, mean, rstd, w, b, [True, True, True])
 
-    module, tensors = ForwardAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (8,), (8,))]
-    package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(module, tuple(tensors)), package_path=str(tmp_path / "module.pt2")
-    )
+    module, tensors = AddNormAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (3, 8), (8,), (8,))]
+    program = torch.export.export(module, tuple(tensors))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
     actual = torch._inductor.aoti_load_package(package)(*tensors)
     torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
 
@@ -316,19 +311,8 @@ def test_jit_trace_of_a_converted_model_has_the_operators_of_the_original(cls):
     assert kinds[0] == kinds[1]
 
 
-def test_jit_trace_can_be_trained():
-    """Gradients of the traced aten operators match those of the kernels."""
-    model = Model()
-    traced, x = torch.jit.trace(model, model.input(3)), model.input(7).requires_grad_()
-    results = [with_gradients(lambda *_, f=f: sum(f(x), ()), [x, model.w, model.b]) for f in (traced, model)]
-    torch.testing.assert_close(*results, **ANOTHER_ORDER)
-
-
 # Adaptive norms
 
-
-adaptive_modules = pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm])
-adding_modules = pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm, AddAdaLayerNorm, AddAdaRMSNorm])
 
 # Shapes of the input, of scale and of shift, and the number of normalized dimensions.
 MODULATIONS = {
@@ -347,7 +331,7 @@ MODULATIONS = {
 }
 
 
-@adding_modules
+@pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm, AddAdaLayerNorm, AddAdaRMSNorm])
 @pytest.mark.parametrize("sizes", MODULATIONS.values(), ids=MODULATIONS)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_every_shape_of_scale_and_shift(cls, sizes):
@@ -374,20 +358,13 @@ def test_every_shape_of_scale_and_shift(cls, sizes):
     torch.testing.assert_close(program.module()(*arguments), expected, **SAME_BITS)
 
 
-@adaptive_modules
+@pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm])
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
 def test_adaptive_output_is_rounded_once(cls, dtypes):
-    """Eager calls have the bits of the operator with a zero-centered weight, which test_family.py tests.
-
-    aten's operators may round to the other neighbour, which is one eps away.
-    """
-    x, scale, shift = tensors = randn((4, 6, 64), dtypes[0]), randn((4, 64), dtypes[1]), randn((4, 64), dtypes[1])
+    """aten's operators may round to the other neighbour, which is one eps away."""
+    tensors = randn((4, 6, 64), dtypes[0]), randn((4, 64), dtypes[1]), randn((4, 64), dtypes[1])
     module = cls(64)
     actual, expected = torch.export.export(module, tensors).module()(*tensors), module(*tensors)
-    options = {"rms": cls is AdaRMSNorm, "zero_centered_weight": True}
-    assert torch.equal(
-        expected, torch.ops.layernorm.forward(x, (64,), scale[:, None], shift[:, None], 1e-6, **options)[0]
-    )
     eps = torch.finfo(dtypes[0]).eps
     torch.testing.assert_close(actual, expected, rtol=eps, atol=1e-6)
     assert (actual != expected).double().mean() < 0.02  # two roundings would differ in a tenth of the elements
@@ -406,33 +383,34 @@ def test_jit_traces_of_parameters_of_images(shape, setting):
 # Sizes and numbers that are known only at run time
 
 
-def select(parameter, rows):
-    return parameter[rows] if parameter.dim() > 1 and len(parameter) == len(rows) else parameter
+def of_selected_rows(function):
+    """Return a function of some rows of an input and of a parameter or, if all rows share it, of the parameter."""
+    return lambda x, w, rows: function(x[rows], w[rows] if len(w) == len(rows) else w)
 
 
-DATA_DEPENDENT = {
-    "layer_norm": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), 2 * select(w, rows)),
-    "weight alone": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows)),
-    "positions": lambda x, w, rows: layer_norm(
-        x.transpose(0, 1)[:, rows], (8,), select(w, rows).transpose(0, 1), 2 * select(w, rows).transpose(0, 1)
-    ),
-    "shared bias": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(8)),
-    "bias of one sample": lambda x, w, rows: layer_norm(x[rows], (8,), select(w, rows), torch.ones(1, 1, 8)),
-    "add_layer_norm": lambda x, w, rows: layernorm_ext.add_layer_norm(x[rows], x[rows], (8,), select(w, rows))[0],
-    "in place": lambda x, w, rows: layernorm_ext.add_rms_norm(
-        x[rows], 2 * x[rows], (8,), select(w, rows), inplace=True
-    )[0],
-    "gate": lambda x, w, rows: layernorm_ext.add_rms_norm(x[rows], x[rows], (8,), gate=select(w, rows))[0],
-    "gated norm": lambda x, w, rows: layernorm_ext.gated_rms_norm(x[rows], x[rows], (8,), w[0, 0], num_groups=2),
-    "ada_layer_norm": lambda x, w, rows: layernorm_ext.ada_layer_norm(x[rows], (8,), select(w, rows), select(w, rows)),
-    "ada_rms_norm": lambda x, w, rows: layernorm_ext.ada_rms_norm(x[rows], (8,), select(w, rows)),
-    "item": lambda x, w, rows: layernorm_ext.ada_layer_norm(
-        x[:1].expand(rows.sum().item(), *x.shape[1:]), (8,), w[:1].expand(rows.sum().item(), *w.shape[1:])
-    ),
-    "images": lambda x, w, rows: layer_norm_2d(
-        x[rows].movedim(-1, 1), select(w, rows).movedim(-1, 1), select(w, rows).movedim(-1, 1)
-    ),
+def of_repeated_rows(function):
+    def repeat(t, rows):
+        return t[:1].expand(rows.sum().item(), *t.shape[1:])
+
+    return lambda x, w, rows: function(repeat(x, rows), repeat(w, rows))
+
+
+FUNCTIONS = {
+    "layer_norm": lambda x, w: layer_norm(x, (8,), w, 2 * w),
+    "weight alone": lambda x, w: layer_norm(x, (8,), w),
+    "positions": lambda x, w: layer_norm(x.transpose(0, 1), (8,), w.transpose(0, 1), 2 * w.transpose(0, 1)),
+    "shared bias": lambda x, w: layer_norm(x, (8,), w, torch.ones(8)),
+    "bias of one sample": lambda x, w: layer_norm(x, (8,), w, torch.ones(1, 1, 8)),
+    "add_layer_norm": lambda x, w: layernorm_ext.add_layer_norm(x, x, (8,), w)[0],
+    "in place": lambda x, w: layernorm_ext.add_rms_norm(x, 2 * x, (8,), w, inplace=True)[0],
+    "gate": lambda x, w: layernorm_ext.add_rms_norm(x, x, (8,), gate=w)[0],
+    "gated norm": lambda x, w: layernorm_ext.gated_rms_norm(x, x, (8,), w[0, 0], num_groups=2),
+    "ada_layer_norm": lambda x, w: layernorm_ext.ada_layer_norm(x, (8,), w, w),
+    "ada_rms_norm": lambda x, w: layernorm_ext.ada_rms_norm(x, (8,), w),
+    "images": lambda x, w: layer_norm_2d(x.movedim(-1, 1), w.movedim(-1, 1), w.movedim(-1, 1)),
 }
+DATA_DEPENDENT = {name: of_selected_rows(function) for name, function in FUNCTIONS.items()}
+DATA_DEPENDENT["item"] = of_repeated_rows(FUNCTIONS["ada_rms_norm"])
 PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
 
 
