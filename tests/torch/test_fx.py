@@ -10,7 +10,7 @@ import torch
 from support.family import module_and_inputs, module_cases
 
 import layernorm_ext
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, layer_norm, layer_norm_2d, rms_norm
 
 # A model has some ten layers, and float32 rounds each of some ten operations per layer by 6e-8.
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
@@ -40,6 +40,19 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
     results = [call(*(x * 1 for x in inputs)) for call in (module, graph, saved)]  # a leaf cannot change in place
     for actual in results[1:]:
         torch.testing.assert_close(actual, results[0], rtol=0, atol=0)
+
+
+def test_proxies_stand_for_any_argument():
+    """The parser of eager calls refuses a proxy for a number, and would not tell an override from a wrong type."""
+    tensor = torch.randn(2, 8)
+
+    def calls(x, shape, eps):
+        results = layer_norm(x, shape, eps=eps), layer_norm(tensor, shape), layer_norm(tensor, (8,), eps=eps)
+        return *results, rms_norm(tensor, shape, eps=eps), layer_norm_2d(tensor, eps=eps)
+
+    arguments = torch.randn(3, 8), (8,), 0.5
+    graph = torch.fx.symbolic_trace(calls)
+    torch.testing.assert_close(graph(*arguments), calls(*arguments), rtol=0, atol=0)
 
 
 # Other packages
