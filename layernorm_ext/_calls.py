@@ -128,8 +128,10 @@ def norm(
     options |= {} if num_groups == 1 else {"num_groups": num_groups}
     options |= {} if activation is None else {"activation": activation}
     aten = tracing.records_aten()
-    # The operators have other names for some arguments, and nested tensors refuse them by their own error.
-    if aten or adaptive or input_scale is not None or not is_dynamo_compiling():
+    # The operators have other names for some arguments, and nested tensors would refuse an operator by their own error.
+    tensors = (input, weight, bias, residual, gate, input_scale)
+    has_nested = any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
+    if aten or adaptive or input_scale is not None or has_nested:
         tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, adaptive, **options)
     arguments = (input, normalized_shape, weight, bias, eps)
     if aten:

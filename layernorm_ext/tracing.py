@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -110,13 +111,16 @@ def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
         return [int(size) for size in sizes]
 
 
-def check(*arguments: Any, **options: Any) -> None:
+def check(input: Tensor, normalized_shape: Sequence[Any], *arguments: Any, **options: Any) -> None:
     """Raise the errors that the kernels raise, with the names of the public functions, without a node in the graph."""
     if not torch.compiler.is_dynamo_compiling():
         schema = torch.ops.layernorm.check.default._schema.arguments
-        _C.check(*arguments, *(options.get(a.name, a.default_value) for a in schema if a.kwarg_only))
+        values = (options.get(a.name, a.default_value) for a in schema if a.kwarg_only)
+        # The compiled function takes no integers of other libraries.
+        sizes = [size if isinstance(size, (int, torch.SymInt, Tensor)) else index(size) for size in normalized_shape]
+        _C.check(input, sizes, *arguments, *values)
     elif not _is_exporting():  # an exported program would keep the operator
-        torch.ops.layernorm.check(*arguments, **options)
+        torch.ops.layernorm.check(input, normalized_shape, *arguments, **options)
 
 
 def norm(
