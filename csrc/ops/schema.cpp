@@ -12,6 +12,8 @@ namespace layernorm {
 #define ALL_OPTIONS FIRST_OPTIONS ", SymInt? num_groups=None, str? activation=None, bool gate_first=False"
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
+// An absent result is an undefined Tensor: AOTInductor (torch 2.13) would need the type Tensor?, which torch.jit.trace
+// refuses.
 void Operators::define(torch::Library& m) {
   // Compiled code passes tensors in the order of strides that the tracer saw. With the default tag, which fixes the
   // strides themselves, Inductor also spells out all options, and parsing them takes 2 us a call (AMD EPYC Zen 4).
