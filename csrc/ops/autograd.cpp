@@ -43,7 +43,7 @@ bool wants_any_gradient(const Args& args) {
 
 optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// The derivative of forward.
+// The derivative of forward. The gradient of an input beside a float32 residual is float32; autograd converts it.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
     const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_factor] = wanted;
@@ -82,15 +82,12 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
                             scale ? g.grad_input_scale : g.grad_gate};
     if (!wants_input) result[0] = Tensor();
     if (!wants_residual) result[3] = Tensor();
-    // With a residual, the gradient of the sum has the residual's dtype.
-    const auto type = static_cast<at::ScalarType>(input_type);
-    if (result[0].defined() && result[0].scalar_type() != type) result[0] = result[0].to(type);
     result.resize(z || scale ? 5 : has_residual ? 4 : 3);
     return result;
   }
 
   auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, input_scale, scaled_input); }
-  auto values() { return std::tuple_cat(std::tie(normalized_shape, has_residual, input_type), options.fields()); }
+  auto values() { return std::tuple_cat(std::tie(normalized_shape, has_residual), options.fields()); }
 
   std::string name() const override { return "LayerNormBackward"; }
 
@@ -102,7 +99,6 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   Saved scaled_input;  // only if the gradient of input_scale is wanted
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
-  int64_t input_type = 0;  // an at::ScalarType
   Options options;
 };
 
@@ -168,7 +164,6 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
                                             : torch::autograd::collect_next_edges(*input, w, b));
   }
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
-  node->input_type = static_cast<int64_t>(input->scalar_type());
   node->options = options;
   if (gate && !keeps_gate) {  // the gradient of the bias is that of the plain norm
     node->options.activation = static_cast<int64_t>(Activation::kNone);

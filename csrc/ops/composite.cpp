@@ -124,6 +124,7 @@ struct Rows {
       sizes = {options.num_groups, sizes[0] / options.num_groups};
     }
     Tensor result = at::sum_to(gradient, sizes);
+    if (result.is_same(gradient)) result = result.clone();  // an operator returns none of its arguments
     // Flattened before it gets its shape, because a reshape to the same sizes keeps the strides of dimensions of
     // size 1.
     if (options.images && result.dim() > 1) result = result.movedim(-1, 1).reshape(-1);

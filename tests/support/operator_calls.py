@@ -40,7 +40,7 @@ def right_call(name, rng):
     kind = rng.choice(kinds)
     own_sizes = [rng.choice([1, size]) for size in batch]
     images = bool(batch) and len(shape) == 1 and rng.random() < 0.3
-    may_have_groups = len(shape) == 1 and not images
+    may_have_groups = "fused" in name and len(shape) == 1 and not images
     num_groups = rng.choice([n for n in (1, 2, 4, 11) if may_have_groups and shape[0] % n == 0] or [1])
     flags = {flag: rng.random() < 0.3 for flag in ("rms", "zero_centered_weight", "memory_efficient")}
     flags["memory_efficient"] &= kind != "activation"
@@ -65,7 +65,8 @@ def right_call(name, rng):
     args["bias"] = rng.choice([None, parameter()])
     if "fused" in name:
         args["input_scale"] = parameter() if kind == "gated residual" else None
-    args |= flags | {"images": images} | {"num_groups": num_groups}
+        args["num_groups"] = num_groups
+    args |= flags | {"images": images}
     if kind == "activation":
         args["gate"] = draw(rng.choice([dtype, wide]))
         args |= {"activation": rng.choice(["silu", "sigmoid"]), "gate_first": rng.random() < 0.5}
