@@ -333,7 +333,7 @@ def _join_neighbors(norm: Node) -> str | None:
     y = _only(norm.users)
     if y is None or y.target is not operator.getitem or y.args[1] != 0:
         return None
-    if given["memory_efficient"] or given["images"] or given["num_groups"] is not None:
+    if given["memory_efficient"] or given["images"]:
         return None
     dims = len(given["normalized_shape"])
     is_plain = given["weight"] is None and given["bias"] is None

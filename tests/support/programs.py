@@ -100,6 +100,7 @@ def inputs(seed):
 def source(seed):
     """Return a program that runs in eager mode: a function of the inputs that returns some of its tensors."""
     rng = random.Random(seed)
+    torch.manual_seed(seed)  # of dropout and rand_like
     tensors = dict(zip(SHAPES, (leaf.clone() for leaf in inputs(seed)), strict=True))
     lines = []
 
