@@ -39,7 +39,7 @@ struct Member {
   bool adds = false;      // a residual
   bool adaptive = false;  // the parameters are scale and shift
   bool images = false;    // the channels are the second dimension
-  bool gated = false;     // a gated norm; a residual may have a gate in any case
+  bool gated = false;     // a gated norm; the gate of a function that adds is an input_scale
 
   constexpr bool has_bias() const { return adaptive || !rms; }
   constexpr bool has_default_eps() const { return rms && !adaptive; }  // that of the dtype
@@ -61,7 +61,8 @@ constexpr Member kFamily[] = {
     {"rms_norm_2d", true, false, false, true},
 };
 
-// Whether functional.py must handle a call: it normalizes nested tensors and chooses the operators that tracers record.
+// Whether norm() of _calls.py must handle a call: it normalizes nested tensors and chooses the operators that tracers
+// record.
 // torch.export and make_fx trace with dispatch modes.
 bool needs_python(const Tensor& input) {
   return input.is_nested() || at::tracer::impl::is_dispatch_enabled() ||
@@ -176,7 +177,7 @@ struct Arguments {
   bool inplace = false;
 };
 
-ForwardOutputs call_forward(const Member& member, const Arguments& arguments) {
+ForwardOutputs call_member(const Member& member, const Arguments& arguments) {
   const auto& [input, residual, weight, bias, gate, normalized_shape, eps, activation, options, inplace] = arguments;
   ForwardArgs args = {input, normalized_shape, weight, bias, eps, options, residual};
   if (member.gated) {
@@ -191,7 +192,7 @@ ForwardOutputs call_forward(const Member& member, const Arguments& arguments) {
     args.input_scale = gate;
     args.inplace = inplace;
   }
-  if (member.adaptive || args.input_scale) {  // whose names differ from those of the operator
+  if (member.adaptive || args.input_scale) {  // the public names differ from the operator's
     check_call(args, member.adaptive);
   } else {
     check_layouts(args);
@@ -219,7 +220,7 @@ PyObject* evaluate(PyObject*, PyObject* args, PyObject* kwargs) {
   ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
-    outputs = call_forward(member, arguments);
+    outputs = call_member(member, arguments);
   }
   if (!member.adds) return THPVariable_Wrap(std::move(outputs.output));
   return pybind11::make_tuple(std::move(outputs.output), std::move(outputs.sum)).release().ptr();

@@ -54,8 +54,8 @@ class Allocator {
 // Parameters (weight, bias and input_scale) and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0
 // says that all groups share them.
 //
-// A gated norm has parameters of Acc, no residual and no memory_efficient. An input_scale stands beside a residual (in
-// backward: beside scaled_input). With channels_first, there is no gate, no residual and no grad_sum.
+// A gated norm has parameters of Acc, no residual and no memory_efficient. Forward has an input_scale only with a
+// residual. With channels_first, there is no gate, no residual and no grad_sum.
 struct Params {
   int64_t groups, rows, cols;  // each >= 1
   View weight, bias;           // of param_dtype; absent: ones, zeros
@@ -88,10 +88,10 @@ struct BackwardParams : Params {
   View grad_sum;                // of sum_dtype, added to grad_input; may be absent
   View grad_input;              // of sum_dtype; absent if not wanted
   View grad_weight, grad_bias;  // of param_dtype; absent if not wanted
-  View grad_gate;               // of dtype; absent if not wanted, or without grad_input
-  View scaled_input;            // of dtype: the input that input_scale multiplies, or else absent
-  View grad_scaled_input;       // of dtype: input_scale * grad_input; absent if not wanted, or without grad_input
-  View grad_input_scale;        // of param_dtype; absent if not wanted, or without grad_input
+  View grad_gate;               // of dtype; absent if not wanted
+  View scaled_input;            // of dtype: the input that input_scale multiplied; only with grad_input_scale
+  View grad_scaled_input;       // of dtype: input_scale * grad_input; absent if not wanted; only with grad_input
+  View grad_input_scale;        // of param_dtype; absent if not wanted; only with grad_input
   bool memory_efficient;        // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
 };
 

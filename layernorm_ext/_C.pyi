@@ -2,7 +2,8 @@ from typing import Any
 
 from torch import Tensor
 
-# The entries of the public functions, with the same arguments. They return None if Python must record other operators.
+# The public functions, with the same arguments. They return None if an argument has an override, or if Python must
+# record other operators or handle nested tensors. plain_layer_norm takes five positional arguments.
 def layer_norm(*args: Any, **options: bool) -> Tensor | None: ...
 def plain_layer_norm(*args: Any) -> Tensor | None: ...
 def rms_norm(*args: Any, **options: bool) -> Tensor | None: ...

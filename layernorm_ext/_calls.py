@@ -1,4 +1,4 @@
-"""The roads of a public function: the compiled function in eager mode, and operators in the graph of a tracer."""
+"""The two paths of a public function: the compiled function in eager mode, and operators in the graph of a tracer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
             results = getattr(_C, function.__name__)(*arguments, **options)
         except TypeError:
-            if not _has_override(arguments, options):  # which may stand for any argument
+            if not _has_override(arguments, options):  # which may take the place of any argument
                 raise
         else:
             if results is not None:
@@ -54,11 +54,11 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         first = names.index(_SHAPE) + 1 if _SHAPE in names else 1
         keywords = dict(zip(names[first:], arguments[first:], strict=True)) | options
         return handle_torch_function(function, (*arguments, *options.values()), *arguments[:first], **keywords)
-    return norm(**dict(zip(names, arguments, strict=True)), **members, **options)
+    return norm(function.__name__, **dict(zip(names, arguments, strict=True)), **members, **options)
 
 
 def _has_override(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether an argument overrides functions.
+    """Return whether an argument or an active mode overrides functions.
 
     Nested tensors do not count: they would mistake a function for torch's of the same name.
     """
@@ -69,6 +69,7 @@ def _has_override(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
 
 
 def norm(
+    name: str,
     input: Tensor,
     normalized_shape: Sequence[int] = (),
     weight: Tensor | None = None,
@@ -91,19 +92,20 @@ def norm(
 ) -> Any:
     """Compute any function of the family by operators that a tracer can record; also of nested tensors.
 
-    ``activation`` is None for norms that are not gated, and ``inplace`` for functions without a residual.
+    ``name`` is that of the function. ``activation`` is None for norms that are not gated, and ``inplace`` for functions
+    without a residual.
     """
     if eps is None and rms and not adaptive:
         eps = 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
     if eps is None:
-        raise TypeError("layer_norm(): argument 'eps' must be float, not NoneType")
+        raise TypeError(f"{name}(): argument 'eps' must be float, not NoneType")
     check_residual(input, residual, inplace)
     # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls one
     # with the item of a tensor, as torch's functions do.
     if eps == 0:
         eps = 0.0
     if activation is not None and not input.is_nested:
-        check_gate_options(activation, num_groups, normalized_shape, input, rms)
+        check_gate_options(name, activation, num_groups, normalized_shape, input)
     if images:
         normalized_shape = () if input.is_nested else input.shape[1:2]
     if input.is_nested and not images:
@@ -111,7 +113,7 @@ def norm(
         alike = {"residual": residual}
         (parameters if activation is None else alike)["gate"] = gate
         options: dict[str, Any] = {"eps": eps, "rms": rms, "num_groups": num_groups, "inplace": inplace}
-        component = partial(norm, adaptive=adaptive, activation=activation, gate_first=gate_first, **options)
+        component = partial(norm, name, adaptive=adaptive, activation=activation, gate_first=gate_first, **options)
         component = partial(component, zero_centered_weight=zero_centered_weight, memory_efficient=memory_efficient)
         return norm_nested(component, input, normalized_shape, parameters, alike, **options)
     if adaptive:
@@ -171,12 +173,11 @@ def gate_options_error(activation: str, num_groups: int, normalized_shape: Seque
 
 
 def check_gate_options(
-    activation: str, num_groups: int, normalized_shape: Sequence[int], input: Tensor, rms: bool
+    name: str, activation: str, num_groups: int, normalized_shape: Sequence[int], input: Tensor
 ) -> None:
     """Raise the errors of eager calls for options of gated norms, which a plain norm without a gate ignores."""
     if not is_integer(num_groups):
-        name, kind = "gated_rms_norm" if rms else "gated_layer_norm", type(num_groups).__name__
-        raise TypeError(f"{name}(): argument 'num_groups' must be int, not {kind}")
+        raise TypeError(f"{name}(): argument 'num_groups' must be int, not {type(num_groups).__name__}")
     error = gate_options_error(activation, num_groups, normalized_shape)
     if error is not None:
         raise RuntimeError(f"{error} and input of shape {list(input.shape)}")

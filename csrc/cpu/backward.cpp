@@ -9,7 +9,7 @@
 // are
 //
 //   dinput = dx * scale
-//   dscale = sum over rows of dx * input
+//   dinput_scale = sum over rows of dx * input
 //
 // Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
 // sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
@@ -61,7 +61,7 @@ class SegmentSums {
     if (rows_ + count > kSumRows) next_sum();
     const int64_t buffer = is_first_ ? buffer_ : second_buffer_;
     finish_(b_, buffer, group, r, count, rows_ == 0, c, any_special, begin_, n_);
-    if (b_.has_scale_gradients) scale_loop(b_, buffer, group, r, count, rows_ == 0, begin_, n_);
+    if (b_.has_input_scale_gradients) input_scale_loop(b_, buffer, group, r, count, rows_ == 0, begin_, n_);
     rows_ += count;
   }
 
@@ -75,7 +75,7 @@ class SegmentSums {
     if (!is_first_) {
       add_buffer(b_.dweight(buffer_), b_.dweight(second_buffer_));
       add_buffer(b_.dbias(buffer_), b_.dbias(second_buffer_));
-      add_buffer(b_.dscale(buffer_), b_.dscale(second_buffer_));
+      add_buffer(b_.dinput_scale(buffer_), b_.dinput_scale(second_buffer_));
     }
     is_first_ = false;
     rows_ = 0;
@@ -118,7 +118,7 @@ void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, i
   };
   store(b.dweight(buffer), b.p.grad_weight);
   store(b.dbias(buffer), b.p.grad_bias);
-  store(b.dscale(buffer), b.p.grad_input_scale);
+  store(b.dinput_scale(buffer), b.p.grad_input_scale);
 }
 
 // Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.

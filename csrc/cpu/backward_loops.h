@@ -1,4 +1,5 @@
-// The loops over rows of backward.cpp, which has the formulas: the sums loop, the gradients loop and the scale loop.
+// The loops over rows of backward.cpp, which has the formulas: the sums loop, the gradients loop and the input_scale
+// loop.
 #pragma once
 
 #include <cmath>
@@ -60,7 +61,7 @@ struct Backward {
   Acc* sums(int64_t buffer) const { return partials + buffer * pitch; }
   Acc* dweight(int64_t buffer) const { return p.grad_weight.data || p.grad_bias.data ? sums(buffer) : nullptr; }
   Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? sums(buffer) + padded_cols : nullptr; }
-  Acc* dscale(int64_t buffer) const { return p.grad_input_scale.data ? sums(buffer) + 2 * padded_cols : nullptr; }
+  Acc* dinput_scale(int64_t buffer) const { return p.grad_input_scale.data ? sums(buffer) + 2 * padded_cols : nullptr; }
 
   const BackwardParams& p;
   const Chunks chunks = {p.cols, kChunk<Acc>};
@@ -69,7 +70,7 @@ struct Backward {
   const int64_t padded_cols = cpu::padded_cols(p);
   const int64_t pitch = ParameterGradients(p).count * padded_cols;
   const Acc weight_offset = p.zero_centered_weight;
-  const bool has_scale_gradients = cpu::has_scale_gradients(p);
+  const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
   const Coefficients<Acc> coefficients = {sums(policy.buffers + policy.second_buffers),
                                           p.groups * p.rows};  // of all rows
@@ -436,29 +437,29 @@ auto choose_gradients(const B& b) {
 // The gradients of the scale of an input, and of that input, from dx, which the gradients loop has stored. The loop is
 // apart, so that other calls have no instruction for it.
 template <class B>
-void scale_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
-                int64_t n) {
+void input_scale_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
+                      int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
   const auto* const scale = b.p.input_scale.template row<const typename B::W>(group, 0);
   const X* const dx = b.p.grad_input.template row<const X>(group, r);
   const T* const input = b.p.scaled_input.template row<const T>(group, r);
   T* const dinput = b.p.grad_scaled_input.template row<T>(group, r);
-  auto* const dscale = b.dscale(buffer);
+  auto* const dinput_scale = b.dinput_scale(buffer);
   const int64_t dx_stride = b.p.grad_input.row_stride, input_stride = b.p.scaled_input.row_stride,
                 dinput_stride = b.p.grad_scaled_input.row_stride;
   for_each_pack<typename B::Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     const auto factor = load<X>(scale + j, lanes);
     Pack<typename B::Acc> sum = {};
-    if (dscale && !first) sum = read(dscale + j, AllLanes{});
+    if (dinput_scale && !first) sum = read(dinput_scale + j, AllLanes{});
     for (int64_t k = 0; k < count; ++k) {
       const auto v = load<X>(dx + k * dx_stride + j, lanes);
-      if (dscale) sum = fma(v, load<X>(input + k * input_stride + j, lanes), sum);
+      if (dinput_scale) sum = fma(v, load<X>(input + k * input_stride + j, lanes), sum);
       if (dinput) {
         store<X, B::kMayHaveNan>(dinput + k * dinput_stride + j, v * factor, lanes);
       }
     }
-    if (dscale) write(dscale + j, sum, AllLanes{});
+    if (dinput_scale) write(dinput_scale + j, sum, AllLanes{});
   });
 }
 

@@ -213,7 +213,7 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
   const Prefetch row_prefetch = {single.rows ? max(single.rows, kCount) : 0, single.output};
-  // Stores a row that has a gate or a scale.
+  // Stores a row that has a gate or is scaled by a power of two.
   const auto store_row = [&](int64_t row, const Statistics<Acc, 1>& row_stats, Acc scale) {
     const auto store_output = [&](auto streaming, auto gated) {
       normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, group, row, values, chunks, row_stats, scale,

@@ -49,20 +49,22 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The gradients of the parameters, in the order of their partial sums.
 struct ParameterGradients {
   explicit ParameterGradients(const BackwardParams& p)
-      : weight(p.grad_weight), bias(p.grad_bias), scale(p.grad_input_scale), count(scale.data ? 3 : 2) {}
+      : weight(p.grad_weight), bias(p.grad_bias), input_scale(p.grad_input_scale), count(input_scale.data ? 3 : 2) {}
 
-  bool any() const { return weight.data || bias.data || scale.data; }
-  bool any_per_group() const { return weight.group_stride || bias.group_stride || scale.group_stride; }
-  bool all_per_group() const { return is_per_group(weight) && is_per_group(bias) && is_per_group(scale); }
+  bool any() const { return weight.data || bias.data || input_scale.data; }
+  bool any_per_group() const { return weight.group_stride || bias.group_stride || input_scale.group_stride; }
+  bool all_per_group() const { return is_per_group(weight) && is_per_group(bias) && is_per_group(input_scale); }
 
-  const View weight, bias, scale;
-  const int64_t count;  // of the rows of partial sums in a buffer; only a scale needs the third
+  const View weight, bias, input_scale;
+  const int64_t count;  // of the rows of partial sums in a buffer; only an input_scale needs the third
 
  private:
   static bool is_per_group(const View& gradient) { return !gradient.data || gradient.group_stride; }
 };
 // Whether the scale of an input, or that input, has gradients.
-inline bool has_scale_gradients(const BackwardParams& p) { return p.grad_scaled_input.data || p.grad_input_scale.data; }
+inline bool has_input_scale_gradients(const BackwardParams& p) {
+  return p.grad_scaled_input.data || p.grad_input_scale.data;
+}
 
 inline int64_t padded_cols(const Params& p) { return ceil_div(p.cols, kMaxPackSize) * kMaxPackSize; }
 

@@ -237,7 +237,7 @@ struct BackwardPolicy {
     // The next block of short rows fits into the first-level cache beside this one.
     prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
     // The next reader of a smaller dx would lose more than streaming stores gain. The gradients of a scale read dx.
-    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x.element_bytes) && !has_scale_gradients(p);
+    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x.element_bytes) && !has_input_scale_gradients(p);
     prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
   }
 

@@ -42,7 +42,7 @@ void dispatch_flags(const F& f, bool flag, Flags... flags) {
 // ---- the order of summation -----------------------------------------------------------------------------------------
 //
 // The order depends only on the dtype and the number of columns, not on the threads or on how many rows a loop handles:
-//   1. the elements of a chunk, each in the lane that holds it, in kPacks packs in turn;
+//   1. within a chunk, each lane of kPacks packs, which take turns, adds its elements in order;
 //   2. the packs of the chunk, then their lanes;
 //   3. the chunks of a run in order, in double;
 //   4. the runs in order, in double. Rows of up to 256 chunks have one chunk in each run.
@@ -312,7 +312,7 @@ void add_partials(const BackwardParams& p, const AccOf<X>* partials, int64_t seg
   const int64_t tile_elements = gradients.count * segments / groups * kMaxPackSize;
   parallel_for(groups * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
     for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
-      const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.scale};
+      const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.input_scale};
       const auto* sums = partials;
       for (const View* gradient : in_order) {
         const int64_t count = gradient->group_stride ? segments / groups : segments;

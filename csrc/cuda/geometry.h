@@ -39,7 +39,7 @@ enum Flag : unsigned {
   kWeight = 1 << 2,
   kBias = 1 << 3,
   kZeroCentered = 1 << 4,
-  kWideParameters = 1 << 5,  // weight, bias and scale are float beside 16-bit input
+  kWideParameters = 1 << 5,  // weight, bias and input_scale are float beside 16-bit input
   kInCluster = 1 << 6,       // a cluster shares a row
   kStoresSums = 1 << 7,      // the first of two launches whose blocks share a row
   kLoadsSums = 1 << 8,       // the second of them

@@ -62,7 +62,7 @@ struct Slice {
     const bool vectors = kMapping == Mapping::kVectors || (kMapping == Mapping::kGeneral && step_of_elements == 1);
     return vectors ? lane * kVec : lane;
   }
-  // The column of element j, relative to `begin`, apart from that of element 0.
+  // The distance of element j's column from that of element 0.
   __device__ __forceinline__ int step_to(int j) const {
     return j / kVec * (kVec * lanes()) + j % kVec * element_step();
   }

@@ -8,7 +8,8 @@
 //   dx = rstd * P(g)      dweight = sum over rows of dy * xhat      dbias = sum over rows of dy
 //
 // and P(z) = z - xhat * mean(z * xhat) for RMSNorm. With a residual, x is the sum of input and residual, and the
-// gradient of the returned sum is added to dx.
+// gradient of the returned sum is added to dx. If x is input_scale * input + residual, dinput = input_scale * dx and
+// dinput_scale = sum over rows of dx * input.
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
@@ -47,7 +48,7 @@ optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(s
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
     const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_factor] = wanted;
-    const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());
+    const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());  // the sum is the first output
     const Tensor& grad_output = grads.back();
     const auto scale = as_optional(input_scale.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
     const auto z = as_optional(gate.unpack(*this));
@@ -94,7 +95,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   // Tensors that the wanted gradients do not need are absent.
   Saved input;  // the sum if there is a residual; the output if memory_efficient; absent if only the bias is wanted
   Saved weight, mean, rstd;
-  Saved bias;  // only if memory_efficient, for the dtype or shape of its gradient, or for that of a gate
+  Saved bias;  // only if memory_efficient, for the gradient of a gate, or if its shape or dtype is not the weight's
   Saved gate, input_scale;
   Saved scaled_input;  // only if the gradient of input_scale is wanted
   std::vector<c10::SymInt> normalized_shape;

@@ -125,8 +125,7 @@ struct Rows {
     }
     Tensor result = at::sum_to(gradient, sizes);
     if (result.is_same(gradient)) result = result.clone();  // an operator returns none of its arguments
-    // Flattened before it gets its shape, because a reshape to the same sizes keeps the strides of dimensions of
-    // size 1.
+    // Flatten first: a reshape to the same sizes would keep the strides of dimensions of size 1.
     if (options.images && result.dim() > 1) result = result.movedim(-1, 1).reshape(-1);
     const auto shape = type.sizes(normalized_shape);
     if (result.dim() != static_cast<int64_t>(shape.size())) result = result.reshape_symint(shape);

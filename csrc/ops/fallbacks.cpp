@@ -25,13 +25,14 @@ void copy_to_layout(Tensor& result, const Tensor& input) {
   if (result.defined()) result = at::empty_like(input, result.options()).copy_(result);
 }
 
-// Images whose channels are not the last dimension in memory.
+// Whether the input is images whose channels are not the last dimension in memory.
 bool are_channels_first(const Tensor& input, const Options& options) {
   return options.images && !input.movedim(1, -1).is_contiguous();
 }
 
-// Expands the parameters in place: all get the batch sizes in which any of them differs from 1 or, if all have these
-// already, those of the input. A parameter that all rows share stays as it is. With a dtype, converts them as well.
+// Replaces the parameters of a call by views that this object owns: all get the batch sizes in which any of them
+// differs from 1 or, if all have these already, those of the input. A parameter that all rows share stays as it is.
+// With a dtype, converts them as well.
 class ExpandedParameters {
  public:
   template <class Args>

@@ -1,4 +1,5 @@
-// Calls that the kernels cannot take: a fallback changes a call, and calls forward or backward of the backend again.
+// What host.cpp does with calls that the kernels cannot take. Most functions change the call, and call forward or
+// backward of the backend again.
 #pragma once
 
 #include "ops.h"

@@ -100,7 +100,7 @@ class _Comparison:
         self.accepted, self.dtypes = self._first_accepted()
 
     def _first_accepted(self) -> tuple[tuple[int, ...], _Dtypes]:
-        """Return a size and dtypes that the module accepts, the widest dtypes of which there is one."""
+        """Return the first size, and the widest dtypes, that the module accepts."""
         # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
         for dtype, parameter_dtype in itertools.product(_FLOATS[:2], _FLOATS[:2] if self.parameters else (None,)):
             dtypes = dtype, parameter_dtype, dtype if self.has_gate else None

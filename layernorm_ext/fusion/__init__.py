@@ -3,8 +3,8 @@
 One call of the operator ``layernorm::forward`` replaces a residual sum with a gate, a norm, and a modulation::
 
     s = residual + gate * x
-    y = norm(s)                  ->  output, s = forward(x, weight=scale, bias=shift, residual=residual, gate=gate)
-    output = y * (1 + scale) + shift
+    y = norm(s)                         ->  output, s = forward(x, weight=scale, bias=shift, residual=residual,
+    output = y * (1 + scale) + shift                            input_scale=gate, zero_centered_weight=True)
 
 Everything but the norm may be missing. The operator's autograd serves training. Example::
 

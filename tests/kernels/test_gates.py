@@ -1,4 +1,4 @@
-"""Gates: beside a residual, where they are parameters, and in gated norms, where they have the shape of the input.
+"""Gates: beside a residual, where the operators call them input_scale, and in gated norms.
 
 test_functions.py and the other tests of the family (support/family.py) test derivatives, transforms and tracers.
 """
@@ -173,8 +173,8 @@ def activate(z, name):
 def check_gated_norm(backend, x, gate, weight, bias, dy, *, activation, gate_first, rms, zero_centered_weight=False):
     """Compare forward and backward of rows with float64.
 
-    The arithmetic rounds some twenty times, relative to the largest value of each result. A test below compares the
-    activations themselves.
+    The tolerance is three times the some twenty roundings of the arithmetic, relative to the largest value of each
+    result. A test below compares the activations themselves.
     """
     options = {"rms": rms, "zero_centered_weight": zero_centered_weight}
     options |= {"activation": activation, "gate_first": gate_first}

@@ -179,7 +179,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* stub, cons
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* stub, void**) {
-  --queries;  // a launch is none
+  --queries;  // answer() counts a query, and a launch is not one
   return answer(stub, [&](const Kernel& kernel) {
     const auto launch = describe(*config);
     const std::string why = gpu_models::refusal(*gpu, kernel, launch, kernel.allowed);

@@ -367,7 +367,7 @@ def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
 # Gates
 
 
-# Of input, weight, bias, gate, scaled input and its scale, of which a call has either the gate or the last two.
+# Masks for the gradients of input, weight, bias, gate, scaled_input and input_scale; a call has a gate or the last two.
 GATED_MASKS = [
     [True] * 6,
     [True, False, False, False, True, False],
