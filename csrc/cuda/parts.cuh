@@ -8,8 +8,8 @@ namespace layernorm::cuda {
 using PartValue = Acc[3];
 
 // The blocks of a cluster send the values to each other's shared memory. Four buffers, which take turns, suffice: a
-// block sends the value of row r only after it has received that of row r - 2 from every block, and each of them sent it
-// only after a barrier that follows its reads of row r - 4.
+// block sends the value of row r only after it has received that of row r - 2 from every block, and each of them sent
+// that only after a barrier that follows its reads of row r - 4.
 //
 // Without a cluster, a launch stores the values in the workspace, and the next launch loads them.
 class PartExchange {
