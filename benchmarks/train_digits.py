@@ -88,7 +88,7 @@ class Run:
         loss = self.model.loss(*batch)
         loss.backward()
         self.optimizer.step()
-        self.losses.append(loss.item())  # which waits for the device
+        self.losses.append(loss.item())  # item() waits for the device
         self.seconds.append(time.perf_counter() - start)
         self.schedule.step()
 

@@ -42,7 +42,7 @@ struct Member {
   bool gated = false;     // a gated norm; the gate of a function that adds is an input_scale
 
   constexpr bool has_bias() const { return adaptive || !rms; }
-  constexpr bool has_default_eps() const { return rms && !adaptive; }  // that of the dtype
+  constexpr bool has_default_eps() const { return rms && !adaptive; }  // the epsilon of the dtype
   constexpr bool has_memory_efficient() const { return !rms && !adds && !adaptive && !gated; }
 };
 

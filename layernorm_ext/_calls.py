@@ -44,7 +44,7 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
             results = getattr(_C, function.__name__)(*arguments, **options)
         except TypeError:
-            if not _has_override(arguments, options):  # which may take the place of any argument
+            if not _has_override(arguments, options):  # an override may take the place of any argument
                 raise
         else:
             if results is not None:

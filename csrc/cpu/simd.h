@@ -143,7 +143,7 @@ template <>
 struct ExpConstants<float> {
   using Bits = uint32_t;
   static constexpr int kMantissaBits = 23;
-  static constexpr float kLeast = -104;  // whose exp is zero in float
+  static constexpr float kLeast = -104;  // exp(kLeast) is zero in float
   static constexpr float kInverseLn2 = 0x1.715476p+0f, kLn2First = 0x1.63p-1f, kLn2Rest = -0x1.bd0106p-13f;
   static constexpr float kShift = 0x1p64f, kRound = 0x1.8p23f + 127 + 64;
   static constexpr float kCoefficients[] = {0x1.6a23e6p-10f, 0x1.123a2p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f,

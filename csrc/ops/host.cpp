@@ -102,7 +102,7 @@ MaybeOwned kernel_parameter(const OptionalTensorRef& t, at::ScalarType type, con
   if (t->scalar_type() == type && views.fits_parameter(*t)) return MaybeOwned::borrowed(*t);
   Tensor converted = t->to(type);
   converted = has_pixels(*t, options) ? channels_last(converted) : converted.contiguous();
-  if (!views.fits_parameter(converted)) converted = converted.clone();  // which is aligned
+  if (!views.fits_parameter(converted)) converted = converted.clone();  // a new tensor is aligned
   return MaybeOwned::owned(std::move(converted));
 }
 

@@ -233,7 +233,7 @@ def _change(module: Module, cls: type[Module], attributes: dict[str, object], pa
     state, old_cls = vars(module), module.__class__
     old = {name: state[name] for name in attributes if name in state}
     added = [name for name in attributes if name not in state]
-    module.__class__ = cls  # which may fail, and then nothing has changed
+    module.__class__ = cls  # this may fail, and then nothing has changed
     state.update(attributes)
     state[_CHANGE] = _Change(old_cls, cls, old, [*added, *parameters])
     module._parameters.update(dict.fromkeys(parameters))

@@ -167,7 +167,7 @@ def _replacement(module: Module) -> Module:
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
         raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
-    if cls not in TORCH_LAYERS:  # whose shapes are attributes
+    if cls not in TORCH_LAYERS:  # the shapes of torch's layers are attributes
         for parameter in module.parameters():
             full_shape(parameter)  # raises an error if it is unknown
     build = builds[-1]

@@ -130,7 +130,7 @@ SKIPPED = {
         "output differs by",
     ),
     "absent activation": (with_children(torch_forward, act=None), "it takes input of size"),
-    "children beside the activation": (  # whose parameters may be zeros that training changes
+    "children beside the activation": (  # their parameters may be zeros that training changes
         with_children(lambda self, x: self.act(torch_forward(self, x)), act=torch.nn.PReLU(), a=torch.nn.Identity()),
         "it has a parameter act.weight",
     ),

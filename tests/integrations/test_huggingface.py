@@ -66,7 +66,7 @@ def test_kernelized_models_compile_without_graph_breaks(name, kernels):
     model, inputs = model_and_inputs(name, F32)
     expected = logits_and_gradients(model, inputs)
     kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
-    backend = "inductor" if "Next" in name else "aot_eager"  # which cannot run the original model's backward either
+    backend = "inductor" if "Next" in name else "aot_eager"  # aot_eager cannot run Next's original backward either
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert_close(logits_and_gradients(compiled, inputs), expected, 1e-5)  # some ten layers with ten roundings of 6e-8
 
@@ -132,7 +132,7 @@ def test_every_decorated_class_of_transformers_gets_its_output_and_dtype(kernels
     assert len(classes) > 100 and count["RMSNormZeroCentered"] >= 12
     assert count["RMSNormGated"] >= 8 and count["RMSNormGateFirst"] >= 5
     for cls, name in classes.items():
-        gate_dtypes = [F32, BF16] * ("Gate" in name) + [None] * (name != "RMSNormGated")  # which needs a gate
+        gate_dtypes = [F32, BF16] * ("Gate" in name) + [None] * (name != "RMSNormGated")  # RMSNormGated needs a gate
         for x_dtype, dtype, gate_dtype in itertools.product((F64, F32, F16, BF16), (F64, F32, F16, BF16), gate_dtypes):
             layer, x = build_layer(cls).to(dtype), torch.randn(3, 8).to(x_dtype)
             gate = (torch.randn(3, 8).to(gate_dtype),) if gate_dtype else ()

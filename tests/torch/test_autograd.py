@@ -54,7 +54,7 @@ CASES = [
 CASES += [
     (batches, adds, [True] * 4, {"rms": not adds, "zero_centered_weight": True})
     for batches, adds in itertools.product(GROUPS.values(), (False, True))
-    if batches != GROUPS["many rows"]  # whose finite differences take seconds
+    if batches != GROUPS["many rows"]  # finite differences of many rows take seconds
 ]
 
 

@@ -81,7 +81,7 @@ struct Thread {
 
   std::vector<Transfer> open_copies;              // cp.async, not committed
   std::deque<std::vector<Transfer>> copy_groups;  // committed, oldest first
-  Messages known_messages;                        // that this thread has waited for
+  Messages known_messages;                        // this thread has waited for them
   bool waited_for_previous_grid;                  // or a thread before it, and then both at a block barrier
 };
 

@@ -101,7 +101,7 @@ ON_H200 = [
     (lambda host: host.resident_blocks(SMALL, 128, 50 * KIB), "no resident block of 128 threads with 51200 bytes"),
     (lambda host: host.launch(BACKWARD, y=132, threads=1024), None),
     (lambda host: host.launch(BACKWARD, y=133, threads=1024), "more persistent blocks than are resident: 133 of 132"),
-    (lambda host: host.launch(LARGE, y=133), None),  # which is not persistent
+    (lambda host: host.launch(LARGE, y=133), None),  # these blocks are not persistent
     (lambda host: host.launch(UNLISTED), "not among the kernels for this GPU"),
     (lambda host: host.library.cudaDeviceGetAttribute(None, 13, 0), "unknown attribute 13"),
 ]
