@@ -62,8 +62,7 @@ constexpr Member kFamily[] = {
 };
 
 // Whether norm() of _calls.py must handle a call: it normalizes nested tensors and chooses the operators that tracers
-// record.
-// torch.export and make_fx trace with dispatch modes.
+// record. torch.export and make_fx trace with dispatch modes.
 bool needs_python(const Tensor& input) {
   return input.is_nested() || at::tracer::impl::is_dispatch_enabled() ||
          c10::impl::TorchDispatchModeTLS::any_modes_set();

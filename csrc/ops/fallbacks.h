@@ -1,5 +1,5 @@
-// What host.cpp does with calls that the kernels cannot take. Most functions change the call, and call forward or
-// backward of the backend again.
+// The functions to which host.cpp passes calls that the kernels cannot take. Most of them change the call, and call
+// forward or backward of the backend again.
 #pragma once
 
 #include "ops.h"
