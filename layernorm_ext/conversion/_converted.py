@@ -1,0 +1,151 @@
+"""The classes of converted layers, whose forward computes a norm of this package by the attributes of the original."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ..functional import gated_layer_norm, gated_rms_norm, layer_norm, layer_norm_2d, rms_norm, rms_norm_2d
+from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, _check_channels
+from ..modules_fused import GatedLayerNorm, GatedRMSNorm, TakesSeveralInputs
+
+FUNCTIONS: dict[type[Module], Callable[..., Tensor]] = {
+    LayerNorm: layer_norm,
+    LayerNorm2d: layer_norm_2d,
+    RMSNorm: rms_norm,
+    RMSNorm2d: rms_norm_2d,
+    GatedLayerNorm: gated_layer_norm,
+    GatedRMSNorm: gated_rms_norm,
+}
+_IMAGES, _GATED = (LayerNorm2d, RMSNorm2d), (GatedLayerNorm, GatedRMSNorm)
+
+
+def is_ours(cls: type) -> bool:
+    """Return whether a class is this package's or that of a converted layer."""
+    return issubclass(cls, (LayerNorm, RMSNorm)) or hasattr(cls, "_converted_from")
+
+
+# The output dtype for the dtypes of input, weight and gate, if it is not that of the input.
+OutputDtypes = dict[tuple[torch.dtype | None, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm that a foreign layer computes, and the names of the layer's attributes, which each call reads.
+
+    Attributes:
+        kind: The layer of this package that computes the same.
+        weight: The name of the weight; one that is not called ``weight`` may have the shape ``[C, 1, 1]`` or similar.
+        bias: The name of the bias, as for the weight.
+        eps: The name of eps.
+        default_eps: The value of eps, if no attribute has it or the attribute is None.
+        groups: The name of the width of a group, ``group_size``, or of the number of groups.
+        children: The names of the modules that are applied to the result in turn.
+        options: The other arguments of the function.
+        output_dtypes: See above.
+    """
+
+    kind: type[Module]
+    weight: str | None
+    bias: str | None
+    eps: str | None
+    default_eps: float | None
+    groups: str | None
+    children: tuple[str, ...]
+    options: dict[str, Any] = field(hash=False)
+    output_dtypes: OutputDtypes = field(hash=False, default_factory=dict)
+
+
+def compute(layer: Module, norm: Norm, input: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Compute the norm of a layer of any class."""
+    weight, bias = (_parameter(layer, name) for name in (norm.weight, norm.bias))
+    arguments = {"weight": weight, **norm.options}
+    if norm.bias is not None:
+        arguments["bias"] = bias
+    eps = None if norm.eps is None else getattr(layer, norm.eps)
+    arguments["eps"] = norm.default_eps if eps is None else eps
+    shape = getattr(layer, "normalized_shape", None) if weight is None else weight.shape
+    if isinstance(shape, int):
+        shape = (shape,)
+    if norm.kind not in _IMAGES:
+        arguments["normalized_shape"] = input.shape[-1:] if shape is None else shape
+    elif weight is None and shape is not None:
+        _check_channels(input, shape[0])
+    if gate is not None or norm.kind in _GATED:
+        arguments["gate"] = gate
+    if norm.groups is not None:
+        arguments["num_groups"] = num_groups(layer, norm.groups, arguments["normalized_shape"][0])
+    x = _widen(input, norm.output_dtypes, weight, gate) if norm.output_dtypes else input
+    y = FUNCTIONS[norm.kind](x, **arguments)
+    y = _round(y, input, norm.output_dtypes, weight, gate) if norm.output_dtypes else y
+    for name in norm.children:
+        y = getattr(layer, name)(y)
+    return y
+
+
+def _parameter(layer: Module, name: str | None) -> Any:
+    value = None if name is None else getattr(layer, name)
+    return value if value is None or name in ("weight", "bias") else value.flatten()
+
+
+def num_groups(layer: Module, name: str, width: int) -> Any:
+    """Return the number of groups of a gated norm, whose attribute has it or the width of a group."""
+    value = getattr(layer, name)
+    return width // value if name == "group_size" else value
+
+
+@torch.fx.wrap  # symbolic tracing knows no dtypes
+def _widen(input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
+    """Convert the input to the wider of its own dtype and the output's."""
+    dtype = output_dtypes.get(_dtypes(input, *others))
+    return input if dtype is None else input.to(torch.promote_types(input.dtype, dtype))
+
+
+@torch.fx.wrap
+def _round(output: Tensor, input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
+    dtype = output_dtypes.get(_dtypes(input, *others))
+    return output if dtype is None else output.to(dtype)
+
+
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+@cache
+def converted_class(original: Any, norm: Norm) -> type[Module]:
+    """Return the subclass of a layer's class whose forward computes a norm of this package."""
+    parameters = list(inspect.signature(original.forward).parameters)
+    bases = (TakesSeveralInputs, original) if "gate" in parameters else (original,)
+
+    class Converted(*bases):  # type: ignore[misc]
+        __doc__, __module__, __qualname__ = original.__doc__, original.__module__, original.__qualname__
+        _converted_from = original
+
+        # The tools of torch take the names of the arguments from the wrapped function.
+        @wraps(original.forward, updated=())
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            if parameters[1] in kwargs:
+                kwargs["input"] = kwargs.pop(parameters[1])
+            return compute(self, norm, *args, **kwargs)
+
+        def extra_repr(self) -> str:
+            return ", ".join(filter(None, [super().extra_repr(), f"converted to {norm.kind.__name__}"]))
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _new, (original, norm), self.__getstate__()
+
+    Converted.__name__ = original.__name__
+    return Converted
+
+
+def _new(original: Any, norm: Norm) -> Any:
+    """Return a layer without state, for pickle and copy."""
+    cls = converted_class(original, norm)
+    return cls.__new__(cls)
