@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -25,13 +25,13 @@ from ._comparison import (
     TORCH_LAYERS,
     Comparison,
     SkippedError,
+    first_tensor,
     full_shape,
     has_activation,
     shortened,
     takes_gate,
-    tensor_attribute,
 )
-from ._converted import FUNCTIONS, Norm, converted_class, is_ours, num_groups
+from ._converted import FUNCTIONS, Norm, converted_class, is_ours, num_groups, sizes
 
 Build = Callable[[Any], LayerNorm | RMSNorm]
 
@@ -47,9 +47,8 @@ _PACKAGES = re.compile(
 _NAME = re.compile("(layer|rms)_?norm", re.IGNORECASE)
 
 # Names of the attributes of candidates. A class that has none for eps may be based on torch.nn.functional.normalize.
-_WEIGHTS = ("weight", "gamma", "scale", "g")
-_BIASES = ("bias", "beta", "b")
 _EPS = ("eps", "variance_epsilon")
+_SHAPE = "normalized_shape"
 _GROUPS = ("group_size", "n_groups", "num_groups")  # the width of a group, or the number of groups
 
 _DEVICES = {"cpu", "meta", "cuda"} if _build_info.with_cuda else {"cpu", "meta"}
@@ -197,11 +196,13 @@ def _new_class(cls: Any, norm: Norm) -> type[Module]:
 
 def _norm(module: Any, ours: Any) -> Norm:
     """Describe how a module computes the same as ``ours``, by the names of its attributes."""
-    parameters = {"weight": _first_tensor(module, _WEIGHTS), "bias": _first_tensor(module, _BIASES)}
-    weight, bias = (
-        name if tensor is not None and getattr(ours, ours_name, None) is not None else None
-        for ours_name, (name, tensor) in parameters.items()
-    )
+
+    def name_of(parameter: str) -> str | None:
+        name, tensor = first_tensor(module, parameter)
+        return None if tensor is None or getattr(ours, parameter, None) is None else name
+
+    shape = getattr(module, _SHAPE, None)
+    has_shape = isinstance(shape, (int, tuple, list)) and sizes(shape) == ours.normalized_shape
     names = (name for name in _EPS if hasattr(module, name) and getattr(module, name) in (None, ours.eps))
     eps = next(names, None)
     options = options_of(ours)
@@ -212,8 +213,9 @@ def _norm(module: Any, ours: Any) -> Norm:
         groups = None
     return Norm(
         kind=type(ours),
-        weight=weight,
-        bias=bias,
+        weight=name_of("weight"),
+        bias=name_of("bias"),
+        shape=_SHAPE if has_shape else None,
         eps=eps,
         default_eps=ours.eps if eps is None or getattr(module, eps) is None else None,
         groups=groups,
@@ -224,8 +226,8 @@ def _norm(module: Any, ours: Any) -> Norm:
 
 def _candidates(module: Any) -> Iterator[Module]:
     """Yield all layers that a module with the common attributes may be."""
-    weight_name, weight = _first_tensor(module, _WEIGHTS)
-    bias_name, bias = _first_tensor(module, _BIASES)
+    weight_name, weight = first_tensor(module, "weight")
+    bias_name, bias = first_tensor(module, "bias")
     shape = _shape(module, weight_name, weight)
     rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
     has_gate = takes_gate(module)
@@ -278,17 +280,10 @@ def _groups(module: Module, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _first_tensor(module: Module, names: Sequence[str]) -> tuple[str, torch.Tensor | None]:
-    """Return the first of these names that is a tensor's, and the tensor."""
-    tensors = ((name, tensor_attribute(module, name)) for name in names)
-    return next(((name, tensor) for name, tensor in tensors if tensor is not None), (names[0], None))
-
-
 def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[int, ...]:
     """Return the sizes over which a module may normalize, or no sizes if it may take rows of any width."""
-    shape = getattr(module, "normalized_shape", None)
-    if shape is not None:
-        return (shape,) if isinstance(shape, int) else tuple(shape)
+    if getattr(module, _SHAPE, None) is not None:
+        return sizes(getattr(module, _SHAPE))
     if weight is None:
         return ()
     shape = full_shape(weight)

@@ -42,6 +42,9 @@ _SCALES = (30, 1e3, 1e-3)
 # _WIDTH.
 TORCH_LAYERS, _WIDTH = {torch.nn.LayerNorm: LayerNorm, torch.nn.RMSNorm: RMSNorm}, 8
 
+# Names of the parameters of candidates, for each parameter of this package's layers.
+_NAMES = {"weight": ("weight", "gamma", "scale", "g"), "bias": ("bias", "beta", "b")}
+
 # Layers with children of these names apply them to the result of the norm. To compare the norm, and the order of the
 # children, functions that do not commute take their places.
 ACTIVATION: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Tanh()}
@@ -82,7 +85,7 @@ class Comparison:
         children = {name: ACTIVATION[name] for name in module._modules} if has_activation(module) else {}
         self.others: dict[str, object] = {"_modules": children} if children else {}
         names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
-        own = [name for name in (norm.weight, norm.bias) if name is not None]
+        own = [first_tensor(module, parameter)[0] for parameter in ours._parameters]
         unknown = [name for name in names if name not in own and name.partition(".")[0] not in children]
         if unknown:
             raise SkippedError(f"it has a parameter {unknown[0]}")
@@ -217,7 +220,11 @@ class Comparison:
             theirs = self._results(self.original, dtypes, inputs[dtypes[0]])
             if not isinstance(theirs, Exception):
                 outputs[dtypes] = theirs["output"]
-        others: OutputDtypes = {dtypes: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
+        others: OutputDtypes = {
+            (dtype, None if self.norm.weight is None else parameter_dtype, gate_dtype): output.dtype
+            for (dtype, parameter_dtype, gate_dtype), output in outputs.items()
+            if output.dtype != dtype
+        }
         self.norm = replace(self.norm, output_dtypes=others)
         for dtypes, expected in outputs.items():
             mine = self._results(self.replacement, dtypes, inputs[dtypes[0]])
@@ -274,6 +281,12 @@ def tensor_attribute(module: Module, name: str) -> Tensor | None:
     """Return a parameter, which some tools keep as another attribute, or ``None``."""
     value = getattr(module, name, None)
     return value if isinstance(value, Tensor) else None
+
+
+def first_tensor(module: Module, parameter: str) -> tuple[str, Tensor | None]:
+    """Return a name of ``weight`` or ``bias`` in a module, and the tensor: the first one that is there."""
+    tensors = ((name, tensor_attribute(module, name)) for name in _NAMES[parameter])
+    return next(((name, tensor) for name, tensor in tensors if tensor is not None), (parameter, None))
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class Norm:
         kind: The layer of this package that computes the same.
         weight: The name of the weight; one that is not called ``weight`` may have the shape ``[C, 1, 1]`` or similar.
         bias: The name of the bias, as for the weight.
+        shape: The name of the sizes to normalize over; otherwise they are those of the weight, or any width.
         eps: The name of eps.
         default_eps: The value of eps, if no attribute has it or the attribute is None.
         groups: The name of the width of a group, ``group_size``, or of the number of groups.
@@ -55,6 +56,7 @@ class Norm:
     kind: type[Module]
     weight: str | None
     bias: str | None
+    shape: str | None
     eps: str | None
     default_eps: float | None
     groups: str | None
@@ -71,17 +73,18 @@ def compute(layer: Module, norm: Norm, input: Tensor, gate: Tensor | None = None
         arguments["bias"] = bias
     eps = None if norm.eps is None else getattr(layer, norm.eps)
     arguments["eps"] = norm.default_eps if eps is None else eps
-    shape = getattr(layer, "normalized_shape", None) if weight is None else weight.shape
-    if isinstance(shape, int):
-        shape = (shape,)
+    if norm.shape is not None:
+        shape = sizes(getattr(layer, norm.shape))
+    else:
+        shape = input.shape[-1:] if weight is None else weight.shape
     if norm.kind not in _IMAGES:
-        arguments["normalized_shape"] = input.shape[-1:] if shape is None else shape
-    elif weight is None and shape is not None:
+        arguments["normalized_shape"] = shape
+    elif norm.shape is not None:
         _check_channels(input, shape[0])
     if gate is not None or norm.kind in _GATED:
         arguments["gate"] = gate
     if norm.groups is not None:
-        arguments["num_groups"] = num_groups(layer, norm.groups, arguments["normalized_shape"][0])
+        arguments["num_groups"] = num_groups(layer, norm.groups, shape[0])
     x = _widen(input, norm.output_dtypes, weight, gate) if norm.output_dtypes else input
     y = FUNCTIONS[norm.kind](x, **arguments)
     y = _round(y, input, norm.output_dtypes, weight, gate) if norm.output_dtypes else y
@@ -93,6 +96,10 @@ def compute(layer: Module, norm: Norm, input: Tensor, gate: Tensor | None = None
 def _parameter(layer: Module, name: str | None) -> Any:
     value = None if name is None else getattr(layer, name)
     return value if value is None or name in ("weight", "bias") else value.flatten()
+
+
+def sizes(shape: Any) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def num_groups(layer: Module, name: str, width: int) -> Any:
