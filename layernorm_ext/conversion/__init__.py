@@ -53,7 +53,9 @@ def convert(model: Module) -> ConversionReport:
     with the reason.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
-    device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
+    device, mode, name in the ``state_dict`` and all references to it. Torch's own layers become :class:`LayerNorm` and
+    :class:`RMSNorm`. Any other layer becomes a subclass of its own class, which still finds it by ``isinstance``: its
+    ``forward`` takes the same arguments and reads the original's attributes in each call, so that later changes count.
 
     The fast path of :class:`torch.nn.TransformerEncoderLayer` in inference never calls its normalization layers. It is
     disabled if one was replaced, and so is the conversion of padded input to nested tensors in
@@ -100,7 +102,9 @@ def convert(model: Module) -> ConversionReport:
 
 
 def revert(model: Module) -> None:
-    """Undo :func:`convert`: restore the classes and attributes of all modules.
+    """Undo :func:`convert`: restore the classes of all modules, and the fast paths.
+
+    Attributes and parameters that have changed since then keep their values.
 
     Args:
         model: A converted model, a part of one, or a copy.
@@ -145,10 +149,10 @@ def register_conversion(cls: type[Module] | str, build: _candidates.Build | None
         cls: A class whose ``forward`` takes only the input, or also a ``gate``. Or a class name
             ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
-            or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
-            parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
-            all layers are tried, also with a zero-centered weight. The attributes that they need may have the names
-            that ``docs/convert.md`` lists.
+            or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that computes the same; no
+            subclass. The values of its parameters are not used, so the device can be "meta". If ``None``, all layers
+            are tried, also with a zero-centered weight. The parameters of the module, and the attributes that these
+            layers need, may have the names that ``docs/convert.md`` lists.
 
     Raises:
         TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
@@ -162,10 +166,10 @@ def register_conversion(cls: type[Module] | str, build: _candidates.Build | None
         ...
         ...     def forward(self, x):
         ...         return self.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        >>> register_conversion(MyNorm, lambda norm: RMSNorm(norm.weight.shape, eps=1e-6, device="meta"))
+        >>> register_conversion(MyNorm, lambda norm: layernorm_ext.RMSNorm(norm.weight.shape, eps=1e-6, device="meta"))
         >>> model = MyNorm(8)
         >>> len(convert(model).replaced), model
-        (1, RMSNorm((8,), eps=1e-06, elementwise_affine=True))
+        (1, MyNorm(converted to RMSNorm))
     """
     is_name = isinstance(cls, str) and ("." in cls or "*" in cls)
     if not is_name and not (isinstance(cls, type) and issubclass(cls, Module)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn import Module
 from ..functional import gated_layer_norm, gated_rms_norm, layer_norm, layer_norm_2d, rms_norm, rms_norm_2d
 from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, _check_channels
 from ..modules_fused import GatedLayerNorm, GatedRMSNorm, TakesSeveralInputs
+from ..tracing import constant_sizes
 
 FUNCTIONS: dict[type[Module], Callable[..., Tensor]] = {
     LayerNorm: layer_norm,
@@ -73,10 +74,11 @@ def compute(layer: Module, norm: Norm, input: Tensor, gate: Tensor | None = None
         arguments["bias"] = bias
     eps = None if norm.eps is None else getattr(layer, norm.eps)
     arguments["eps"] = norm.default_eps if eps is None else eps
+    shape: Sequence[int]
     if norm.shape is not None:
         shape = sizes(getattr(layer, norm.shape))
     else:
-        shape = input.shape[-1:] if weight is None else weight.shape
+        shape = constant_sizes(input.shape[-1:] if weight is None else weight.shape)
     if norm.kind not in _IMAGES:
         arguments["normalized_shape"] = shape
     elif norm.shape is not None:

@@ -6,6 +6,7 @@ Each layer of the table LAYERS passes the same tests.
 import contextlib
 import copy
 import inspect
+import io
 import itertools
 import pickle
 
@@ -441,10 +442,11 @@ def test_arguments_keep_their_names_in_copies_and_tools(cls):
     graph = torch.fx.symbolic_trace(layer)
     assert [node.target for node in graph.graph.find_nodes(op="placeholder")] == list(inputs)
     compiled = torch.compile(Calls(layer, list(inputs)), backend="aot_eager", fullgraph=True)
-    pickled = pickle.dumps(layer)
+    pickled, file = pickle.dumps(layer), io.BytesIO()
+    torch.save(layer, file)
     copies = [copy.deepcopy(layer), pickle.loads(pickled)]
     _converted.converted_class.cache_clear()  # as in another process
-    copies += [pickle.loads(pickled)]
+    copies += [pickle.loads(pickled), torch.load(io.BytesIO(file.getvalue()), weights_only=False)]
     for other in (*copies, graph):
         torch.testing.assert_close(other(**inputs), expected, **SAME_BITS)
     torch.testing.assert_close(compiled(*inputs.values()), expected, **SAME_BITS)
@@ -454,8 +456,10 @@ def test_arguments_keep_their_names_in_copies_and_tools(cls):
     larger = {name: torch.cat([x, x]) for name, x in inputs.items()}
     shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
     program = torch.export.export(layer, (), inputs, dynamic_shapes=shapes).module()
-    tolerance = 4 * torch.finfo(dtype).eps + 1e-5  # torch.export records aten's operators
-    torch.testing.assert_close(program(**larger), layer(**larger), rtol=tolerance, atol=tolerance)
+    traced = torch.jit.trace(layer, example_kwarg_inputs=inputs, check_trace=False)
+    tolerance = 4 * torch.finfo(dtype).eps + 1e-5  # both record aten's operators
+    for other in (program, traced):
+        torch.testing.assert_close(other(**larger), layer(**larger), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])

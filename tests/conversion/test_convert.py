@@ -116,16 +116,20 @@ def test_converted_restores_the_model_after_an_error():
     assert [snapshot(module) for module in model.modules()] == before
 
 
-def test_revert_refuses_a_layer_whose_class_changed_again():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(5), torch.nn.LayerNorm(5))
-    convert(model)
+@pytest.mark.parametrize(
+    ("cls", "name"), [(torch.nn.LayerNorm, "layernorm_ext.modules.LayerNorm"), (LikeLlama, "support.models.LikeLlama")]
+)
+def test_revert_refuses_a_layer_whose_class_changed_again(cls, name):
+    register_conversion(LikeLlama)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), cls(5))
+    assert len(convert(model).replaced) == 2
     parametrize.register_parametrization(model[1], "weight", torch.nn.Softplus())
-    with pytest.raises(RuntimeError, match=r"Expected 1 to be a layernorm_ext\.modules\.LayerNorm, .*Parametrized"):
+    with pytest.raises(RuntimeError, match=f"Expected 1 to be a {re.escape(name)}, as .*Parametrized"):
         revert(model)
     assert type(model[0]) is LayerNorm  # nothing was reverted
     parametrize.remove_parametrizations(model[1], "weight")
     revert(model)
-    assert {type(module) for module in model} == {torch.nn.LayerNorm}
+    assert [type(module) for module in model] == [torch.nn.LayerNorm, cls]
 
 
 def test_conversion_recompiles_a_compiled_model():
@@ -306,6 +310,14 @@ def test_converted_encoders_leave_the_fast_path_until_reverted(options, padded):
     revert(model)
     assert [snapshot(module) for module in model.modules()] == before
     assert run()[1]
+
+
+def test_revert_keeps_a_fast_path_that_was_enabled_since():
+    model = transformer_encoder()
+    convert(model)
+    model.layers[0].activation_relu_or_gelu = 2  # of another activation
+    revert(model)
+    assert [layer.activation_relu_or_gelu for layer in model.layers] == [2, 1] and model.use_nested_tensor
 
 
 def test_fast_path_is_switched_off_if_any_layer_is_replaced():
