@@ -8,10 +8,9 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -106,9 +105,8 @@ def _key(value: object) -> Hashable:
 _COMPARABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The class that a module should get, and the description of this package's layer that computes the same."""
+class Choice(NamedTuple):
+    """The class that a module should get, and the ``repr`` of this package's layer that computes the same."""
 
     cls: type[Module]
     text: str
@@ -160,7 +158,8 @@ def _checked_builds(module: Module) -> list[Build | None]:
 
 
 def _choice(module: Module) -> Choice:
-    cls, builds = type(module), _checked_builds(module)
+    cls: Any = type(module)
+    builds = _checked_builds(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
@@ -183,15 +182,11 @@ def _choice(module: Module) -> Choice:
         comparison = Comparison(module, ours, _norm(module, ours))
         reason = comparison.difference()
         if reason is None:
-            return Choice(_new_class(cls, comparison.norm), repr(ours))
+            norm = comparison.norm
+            is_plain = norm.kind is TORCH_LAYERS.get(cls) and not norm.options and not norm.output_dtypes
+            return Choice(norm.kind if is_plain else converted_class(cls, norm), repr(ours))
         reasons.append(f"not {ours!r}: {reason}")
     raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
-
-
-def _new_class(cls: Any, norm: Norm) -> type[Module]:
-    """Return the class of this package for torch's own layers, which have all its attributes."""
-    plain = TORCH_LAYERS.get(cls) is norm.kind and not norm.options and not norm.output_dtypes
-    return norm.kind if plain else converted_class(cls, norm)
 
 
 def _norm(module: Any, ours: Any) -> Norm:
@@ -206,8 +201,8 @@ def _norm(module: Any, ours: Any) -> Norm:
     names = (name for name in _EPS if hasattr(module, name) and getattr(module, name) in (None, ours.eps))
     eps = next(names, None)
     options = options_of(ours)
-    groups = _groups(module, ours.normalized_shape)
-    if groups is not None and num_groups(module, groups, *ours.normalized_shape) == options.get("num_groups"):
+    groups, number = _groups(module, ours.normalized_shape)
+    if number == options.get("num_groups"):
         del options["num_groups"]
     else:
         groups = None
@@ -226,8 +221,7 @@ def _norm(module: Any, ours: Any) -> Norm:
 
 def _candidates(module: Any) -> Iterator[Module]:
     """Yield all layers that a module with the common attributes may be."""
-    weight_name, weight = first_tensor(module, "weight")
-    bias_name, bias = first_tensor(module, "bias")
+    (weight_name, weight), (_, bias) = first_tensor(module, "weight"), first_tensor(module, "bias")
     shape = _shape(module, weight_name, weight)
     rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
     has_gate = takes_gate(module)
@@ -263,21 +257,19 @@ def _gate_options(module: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
         raise SkippedError("it takes a gate, but has neither a weight nor a normalized_shape")
     if module._modules:
         raise SkippedError(f"it takes a gate and has a child {next(iter(module._modules))}")
-    groups = _groups(module, shape)
-    number = 1 if groups is None else num_groups(module, groups, *shape)
     return [
-        {"activation": activation, "gate_first": gate_first, "num_groups": number}
+        {"activation": activation, "gate_first": gate_first, "num_groups": _groups(module, shape)[1]}
         for activation, gate_first in itertools.product(("silu", "sigmoid"), (True, False))
     ]
 
 
-def _groups(module: Module, shape: tuple[int, ...]) -> str | None:
-    """Return the name of the attribute that has the number of groups or their width."""
+def _groups(module: Module, shape: tuple[int, ...]) -> tuple[str | None, int]:
+    """Return the name of the attribute that has the number of groups or their width, and the number."""
     for name in _GROUPS:
         value = getattr(module, name, None)
         if isinstance(value, int) and len(shape) == 1 and value > 0 and shape[0] % value == 0:
-            return name
-    return None
+            return name, num_groups(module, name, *shape)
+    return None, 1
 
 
 def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[int, ...]:

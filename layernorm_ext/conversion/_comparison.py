@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
-from ._converted import Norm, OutputDtypes, compute
+from ._converted import Norm, OutputDtypes
 
 
 class SkippedError(Exception):
@@ -67,18 +67,10 @@ def takes_gate(module: Module) -> bool:
 
 
 class Comparison:
-    """Calls a module and its replacement with the same inputs, parameters and other attributes.
-
-    Attributes:
-        norm: The replacement, to which the comparison adds the output dtypes of the module.
-    """
+    """Calls a module and its replacement with the same inputs, parameters and other attributes."""
 
     def __init__(self, module: Module, ours: Any, norm: Norm) -> None:
-        """Find an input that the module accepts.
-
-        Raises:
-            SkippedError: The module differs from all replacements.
-        """
+        """Find an input that the module accepts, or raise the reason why the module differs from all replacements."""
         self.module, self.ours, self.norm = module, ours, norm
         self.original: Callable[..., Tensor] = type(module).forward
         self.has_gate = takes_gate(module)
@@ -152,15 +144,11 @@ class Comparison:
         except Exception as error:  # foreign code may raise anything
             return error
 
-    def replacement(self, layer: Module, *inputs: Tensor) -> Tensor:
-        """Compute the replacement with the attributes of a layer."""
-        return compute(layer, self.norm, *inputs)
-
     def _both(self, *arguments: Any, **options: Any) -> list[Any]:
-        return [self._results(forward, *arguments, **options) for forward in (self.original, self.replacement)]
+        return [self._results(forward, *arguments, **options) for forward in (self.original, self.norm.compute)]
 
     def difference(self) -> str | None:
-        """Return how the results differ, if they do; set the output dtypes of the replacement."""
+        """Return how the results differ, if they do; otherwise, ``norm`` has the output dtypes of the module."""
         return self._of_all_sizes() or self._of_large_numbers() or self._of_all_dtypes()
 
     def _of_all_sizes(self) -> str | None:
@@ -227,7 +215,7 @@ class Comparison:
         }
         self.norm = replace(self.norm, output_dtypes=others)
         for dtypes, expected in outputs.items():
-            mine = self._results(self.replacement, dtypes, inputs[dtypes[0]])
+            mine = self._results(self.norm.compute, dtypes, inputs[dtypes[0]])
             names = " and ".join(str(dtype) for dtype in dtypes if dtype)
             if isinstance(mine, Exception):
                 return f"it takes {names}: {shortened(mine)}"

@@ -27,72 +27,51 @@ FUNCTIONS: dict[type[Module], Callable[..., Tensor]] = {
 }
 _IMAGES, _GATED = (LayerNorm2d, RMSNorm2d), (GatedLayerNorm, GatedRMSNorm)
 
-
-def is_ours(cls: type) -> bool:
-    """Return whether a class is this package's or that of a converted layer."""
-    return issubclass(cls, (LayerNorm, RMSNorm)) or hasattr(cls, "_converted_from")
-
-
 # The output dtype for the dtypes of input, weight and gate, if it is not that of the input.
 OutputDtypes = dict[tuple[torch.dtype | None, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm that a foreign layer computes, and the names of the layer's attributes, which each call reads.
+    """The norm that a foreign layer computes, by the names of the layer's attributes, which each call reads."""
 
-    Attributes:
-        kind: The layer of this package that computes the same.
-        weight: The name of the weight; one that is not called ``weight`` may have the shape ``[C, 1, 1]`` or similar.
-        bias: The name of the bias, as for the weight.
-        shape: The name of the sizes to normalize over; otherwise they are those of the weight, or any width.
-        eps: The name of eps.
-        default_eps: The value of eps, if no attribute has it or the attribute is None.
-        groups: The name of the width of a group, ``group_size``, or of the number of groups.
-        children: The names of the modules that are applied to the result in turn.
-        options: The other arguments of the function.
-        output_dtypes: See above.
-    """
-
-    kind: type[Module]
-    weight: str | None
+    kind: type[Module]  # the layer of this package that computes the same
+    weight: str | None  # one that is not called weight may have the shape [C, 1, 1] or similar; so may a bias
     bias: str | None
-    shape: str | None
+    shape: str | None  # without it, the shape of the weight or, without a weight, the width of the input
     eps: str | None
-    default_eps: float | None
-    groups: str | None
-    children: tuple[str, ...]
-    options: dict[str, Any] = field(hash=False)
+    default_eps: float | None  # if no attribute has eps, or the attribute is None
+    groups: str | None  # "group_size" is the width of a group; others are the number of groups
+    children: tuple[str, ...]  # modules that are applied to the result in turn
+    options: dict[str, Any] = field(hash=False)  # further arguments of the function
     output_dtypes: OutputDtypes = field(hash=False, default_factory=dict)
 
-
-def compute(layer: Module, norm: Norm, input: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Compute the norm of a layer of any class."""
-    weight, bias = (_parameter(layer, name) for name in (norm.weight, norm.bias))
-    arguments = {"weight": weight, **norm.options}
-    if norm.bias is not None:
-        arguments["bias"] = bias
-    eps = None if norm.eps is None else getattr(layer, norm.eps)
-    arguments["eps"] = norm.default_eps if eps is None else eps
-    shape: Sequence[int]
-    if norm.shape is not None:
-        shape = sizes(getattr(layer, norm.shape))
-    else:
-        shape = constant_sizes(input.shape[-1:] if weight is None else weight.shape)
-    if norm.kind not in _IMAGES:
-        arguments["normalized_shape"] = shape
-    elif norm.shape is not None:
-        _check_channels(input, shape[0])
-    if gate is not None or norm.kind in _GATED:
-        arguments["gate"] = gate
-    if norm.groups is not None:
-        arguments["num_groups"] = num_groups(layer, norm.groups, shape[0])
-    x = _widen(input, norm.output_dtypes, weight, gate) if norm.output_dtypes else input
-    y = FUNCTIONS[norm.kind](x, **arguments)
-    y = _round(y, input, norm.output_dtypes, weight, gate) if norm.output_dtypes else y
-    for name in norm.children:
-        y = getattr(layer, name)(y)
-    return y
+    def compute(self, layer: Module, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Compute the norm of a layer of any class."""
+        weight, bias = _parameter(layer, self.weight), _parameter(layer, self.bias)
+        eps = None if self.eps is None else getattr(layer, self.eps)
+        arguments = {"weight": weight, "eps": self.default_eps if eps is None else eps, **self.options}
+        if self.bias is not None:
+            arguments["bias"] = bias
+        shape: Sequence[int]
+        if self.shape is not None:
+            shape = sizes(getattr(layer, self.shape))
+        else:
+            shape = constant_sizes(input.shape[-1:] if weight is None else weight.shape)
+        if self.kind not in _IMAGES:
+            arguments["normalized_shape"] = shape
+        elif self.shape is not None:
+            _check_channels(input, shape[0])
+        if gate is not None or self.kind in _GATED:
+            arguments["gate"] = gate
+        if self.groups is not None:
+            arguments["num_groups"] = num_groups(layer, self.groups, shape[0])
+        x = _widen(input, self.output_dtypes, weight, gate) if self.output_dtypes else input
+        y = FUNCTIONS[self.kind](x, **arguments)
+        y = _round(y, input, self.output_dtypes, weight, gate) if self.output_dtypes else y
+        for name in self.children:
+            y = getattr(layer, name)(y)
+        return y
 
 
 def _parameter(layer: Module, name: str | None) -> Any:
@@ -105,9 +84,7 @@ def sizes(shape: Any) -> tuple[int, ...]:
 
 
 def num_groups(layer: Module, name: str, width: int) -> Any:
-    """Return the number of groups of a gated norm, whose attribute has it or the width of a group."""
-    value = getattr(layer, name)
-    return width // value if name == "group_size" else value
+    return width // getattr(layer, name) if name == "group_size" else getattr(layer, name)
 
 
 @torch.fx.wrap  # symbolic tracing knows no dtypes
@@ -142,7 +119,7 @@ def converted_class(original: Any, norm: Norm) -> type[Module]:
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             if parameters[1] in kwargs:
                 kwargs["input"] = kwargs.pop(parameters[1])
-            return compute(self, norm, *args, **kwargs)
+            return norm.compute(self, *args, **kwargs)
 
         def extra_repr(self) -> str:
             return ", ".join(filter(None, [super().extra_repr(), f"converted to {norm.kind.__name__}"]))
@@ -158,3 +135,8 @@ def _new(original: Any, norm: Norm) -> Any:
     """Return a layer without state, for pickle and copy."""
     cls = converted_class(original, norm)
     return cls.__new__(cls)
+
+
+def is_ours(cls: type) -> bool:
+    """Return whether a class is this package's or that of a converted layer."""
+    return issubclass(cls, (LayerNorm, RMSNorm)) or hasattr(cls, "_converted_from")
