@@ -22,7 +22,7 @@ from ._compatibility import check_torch
 check_torch()
 
 from . import conversion, functional, modules, modules_fused, tracing
-from ._ops import register_with_torch
+from ._ops import register_with_dtensor
 from .conversion import *
 from .functional import *
 from .modules import *
@@ -37,4 +37,4 @@ __all__ += modules_fused.__all__
 __all__ += tracing.__all__
 __version__ = metadata.version("layernorm-ext")
 
-register_with_torch()
+register_with_dtensor()

@@ -32,10 +32,15 @@ _OPTIONS: dict[str, Any] = {
 _ALIASES = {"weight": ("gamma", "gain"), "bias": ("beta",)}
 
 
+def options_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the options of a module that are not the defaults."""
+    values = {option: getattr(module, option, default) for option, default in _OPTIONS.items()}
+    return {option: value for option, value in values.items() if value != _OPTIONS[option]}
+
+
 def describe_options(module: torch.nn.Module) -> str:
     """Return the options of a module that are not the defaults, for its description."""
-    values = {option: getattr(module, option, default) for option, default in _OPTIONS.items()}
-    return "".join(f", {option}={value!r}" for option, value in values.items() if value != _OPTIONS[option])
+    return "".join(f", {option}={value!r}" for option, value in options_of(module).items())
 
 
 def _factor_of(weight: Tensor | None, zero_centered: bool) -> Tensor | None:

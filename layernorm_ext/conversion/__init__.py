@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
-from ..modules import LayerNorm, RMSNorm
 from . import _candidates
-from ._candidates import MODULE_ATTRIBUTES, choose, class_name
-from ._comparison import SkippedError, shortened, tensor_attribute
+from ._candidates import Choice, choose, class_name
+from ._comparison import TORCH_LAYERS, SkippedError, shortened
+from ._converted import is_ours
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
 
@@ -53,7 +53,9 @@ def convert(model: Module) -> ConversionReport:
     with the reason.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
-    device, mode, name in the ``state_dict`` and all references to it. ``forward`` takes the input by the same name.
+    device, mode, name in the ``state_dict`` and all references to it. Torch's own layers become :class:`LayerNorm` and
+    :class:`RMSNorm`. Any other layer becomes a subclass of its own class, which still finds it by ``isinstance``: its
+    ``forward`` takes the same arguments and reads the original's attributes in each call, so that later changes count.
 
     The fast path of :class:`torch.nn.TransformerEncoderLayer` in inference never calls its normalization layers. It is
     disabled if one was replaced, and so is the conversion of padded input to nested tensors in
@@ -84,23 +86,25 @@ def convert(model: Module) -> ConversionReport:
     """
     report = ConversionReport()
     modules = _named_modules(model)
-    known: dict[Hashable, Module | SkippedError] = {}  # for each kind of layer
+    known: dict[Hashable, Choice | SkippedError] = {}  # for each kind of layer
     choices = [choose(module, known) for _, module in modules]
     for (name, module), choice in zip(modules, choices, strict=True):  # afterwards, so that an error changes nothing
         if choice is not None:
-            cls = type(module)
-            reason = choice if isinstance(choice, SkippedError) else _become(module, choice)
-            if reason is None:
-                report.replaced[name] = f"{class_name(cls)} by {choice!r}"
+            cls = class_name(type(module))
+            result = _become(module, choice) if isinstance(choice, Choice) else choice
+            if isinstance(result, Choice):
+                report.replaced[name] = f"{cls} by {result.text}"
             else:
-                report.skipped[name] = f"{class_name(cls)}: {reason}"
+                report.skipped[name] = f"{cls}: {result}"
     for name, module in modules:
         _disable_fast_path(report, name, module)
     return report
 
 
 def revert(model: Module) -> None:
-    """Undo :func:`convert`: restore the classes and attributes of all modules.
+    """Undo :func:`convert`: restore the classes of all modules, and the fast paths.
+
+    Attributes and parameters that have changed since then keep their values.
 
     Args:
         model: A converted model, a part of one, or a copy.
@@ -145,10 +149,10 @@ def register_conversion(cls: type[Module] | str, build: _candidates.Build | None
         cls: A class whose ``forward`` takes only the input, or also a ``gate``. Or a class name
             ``"package.module.Class"``, in which ``*`` matches anything. Subclasses are not included.
         build: A function that takes a module of the class and returns the ``LayerNorm``, ``LayerNorm2d``, ``RMSNorm``
-            or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that should replace it. Its
-            parameters must have the same names; their values are not used, so the device can be "meta". If ``None``,
-            all layers are tried, also with a zero-centered weight. The attributes that they need may have the names
-            that ``docs/convert.md`` lists.
+            or ``RMSNorm2d``, with a gate the ``GatedLayerNorm`` or ``GatedRMSNorm``, that computes the same; no
+            subclass. The values of its parameters are not used, so the device can be "meta". If ``None``, all layers
+            are tried, also with a zero-centered weight. The parameters of the module, and the attributes that these
+            layers need, may have the names that ``docs/convert.md`` lists.
 
     Raises:
         TypeError: ``cls`` is neither a class of modules nor a name with its module, or ``build`` is no function. Or,
@@ -162,10 +166,10 @@ def register_conversion(cls: type[Module] | str, build: _candidates.Build | None
         ...
         ...     def forward(self, x):
         ...         return self.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        >>> register_conversion(MyNorm, lambda norm: RMSNorm(norm.weight.shape, eps=1e-6, device="meta"))
+        >>> register_conversion(MyNorm, lambda norm: layernorm_ext.RMSNorm(norm.weight.shape, eps=1e-6, device="meta"))
         >>> model = MyNorm(8)
         >>> len(convert(model).replaced), model
-        (1, RMSNorm((8,), eps=1e-06, elementwise_affine=True))
+        (1, MyNorm(converted to RMSNorm))
     """
     is_name = isinstance(cls, str) and ("." in cls or "*" in cls)
     if not is_name and not (isinstance(cls, type) and issubclass(cls, Module)):
@@ -185,77 +189,66 @@ def _named_modules(model: Module) -> list[tuple[str, Module]]:
 # Changes to a module
 
 
-@dataclass(frozen=True)
-class _Change:
-    """The state that revert() restores."""
-
-    old_cls: type[Module]
-    new_cls: type[Module]
-    old_attributes: dict[str, object]
-    added: list[str]  # attributes and parameters
-
-
-_CHANGE = "_before_conversion"  # an attribute of the changed module, so that copies of the module have it
+# Attributes that convert() sets. Copies of the module have them, too.
+_ORIGINAL = "_converted_from"  # the class; of foreign layers, it is an attribute of the new class
+_FAST_PATH = "_fast_path"  # the name and the value of the attribute that enabled it
 
 
 def _is_changed(module: Module) -> bool:
-    return _CHANGE in vars(module)
+    return _FAST_PATH in vars(module) or _original(module) is not None
 
 
-def _become(module: Module, ours: Module) -> SkippedError | None:
-    """Give a module the class of ``ours``, and the attributes that not every module has, or return why not."""
-    attributes = {name: value for name, value in vars(ours).items() if name not in MODULE_ATTRIBUTES}
+def _original(module: Module) -> type[Module] | None:
+    return vars(module).get(_ORIGINAL, getattr(type(module), _ORIGINAL, None))
+
+
+def _become(module: Module, choice: Choice) -> Choice | SkippedError:
+    """Change the class of a module, or return why it cannot change."""
+    original = type(module)
     try:
-        missing = [name for name in ours._parameters if tensor_attribute(module, name) is None]
-        attributes |= {name: None for name in missing if name in vars(module)}  # such as a flag called bias
-        _change(module, type(ours), attributes, [name for name in missing if not hasattr(module, name)])
-    except Exception as error:  # a class may have __slots__ or refuse to change
+        module.__class__ = choice.cls
+    except Exception as error:  # a class may refuse to change
         return SkippedError(f"its class cannot change: {shortened(error)}")
-    return None
+    if original in TORCH_LAYERS:
+        vars(module)[_ORIGINAL] = original
+    return choice
 
 
 def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None:
     """Set the attribute of an encoder or its layer that enables the fast path, if that would leave out our norms."""
-    cls, attribute, value = type(module), "", None
+    cls, attribute, off = type(module), "", None
     try:
         if issubclass(cls, TransformerEncoderLayer) and _calls_ours(module):
-            attribute, value = "activation_relu_or_gelu", 0
+            attribute, off = "activation_relu_or_gelu", 0
         if issubclass(cls, TransformerEncoder) and any(map(_calls_ours, module.layers)):
-            attribute, value = "use_nested_tensor", False
-        if attribute and getattr(module, attribute):
-            _change(module, cls, {attribute: value}, [])
-            report.fast_paths[name] = f"{class_name(cls)}.{attribute} = {value}"
+            attribute, off = "use_nested_tensor", False
+        value = getattr(module, attribute) if attribute else None
+        if value:
+            setattr(module, attribute, off)
+            vars(module)[_FAST_PATH] = attribute, value
+            report.fast_paths[name] = f"{class_name(cls)}.{attribute} = {off}"
     except Exception as error:  # from a subclass
         report.skipped[name] = f"{class_name(cls)}: {shortened(error)}"
-
-
-def _change(module: Module, cls: type[Module], attributes: dict[str, object], parameters: list[str]) -> None:
-    state, old_cls = vars(module), module.__class__
-    old = {name: state[name] for name in attributes if name in state}
-    added = [name for name in attributes if name not in state]
-    module.__class__ = cls  # this may fail, and then nothing has changed
-    state.update(attributes)
-    state[_CHANGE] = _Change(old_cls, cls, old, [*added, *parameters])
-    module._parameters.update(dict.fromkeys(parameters))
 
 
 def _restore(modules: Iterable[tuple[str, Module]]) -> None:
     modules = list(modules)
     for name, module in modules:
-        expected = vars(module)[_CHANGE].new_cls
-        if type(module) is not expected:
+        expected = [cls for cls in type(module).__mro__ if cls in TORCH_LAYERS.values() or _ORIGINAL in vars(cls)]
+        if _original(module) is not None and type(module) is not expected[0]:
             raise RuntimeError(
-                f"Expected {name or 'the model'} to be a {class_name(expected)}, as convert has left it, but got a "
+                f"Expected {name or 'the model'} to be a {class_name(expected[0])}, as convert has left it, but got a "
                 f"{class_name(type(module))}; undo that change first"
             )
     for _, module in modules:
-        change = vars(module).pop(_CHANGE)
-        module.__class__ = change.old_cls
-        for name in change.added:
-            owner = vars(module) if name in vars(module) else module._parameters
-            del owner[name]
-        vars(module).update(change.old_attributes)
+        original = _original(module)
+        if original is not None:
+            module.__class__ = original
+            vars(module).pop(_ORIGINAL, None)
+        attribute, value = vars(module).pop(_FAST_PATH, ("", None))
+        if attribute and not getattr(module, attribute):
+            setattr(module, attribute, value)
 
 
 def _calls_ours(layer: Any) -> bool:
-    return any(issubclass(type(child), (LayerNorm, RMSNorm)) for child in layer._modules.values())
+    return any(is_ours(type(child)) for child in layer._modules.values())

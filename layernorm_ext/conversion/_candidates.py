@@ -7,29 +7,30 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _build_info
-from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
+from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, options_of
 from ..modules_fused import GatedLayerNorm, GatedRMSNorm, is_of_parallel_style
 from ._comparison import (
+    ACTIVATION,
     TORCH_LAYERS,
+    Comparison,
     SkippedError,
-    difference,
+    first_tensor,
     full_shape,
     has_activation,
     shortened,
     takes_gate,
-    tensor_attribute,
 )
-from ._replacements import apply_activation, of_any_width, rename_parameters, take_argument
+from ._converted import FUNCTIONS, Norm, converted_class, is_ours, num_groups, sizes
 
 Build = Callable[[Any], LayerNorm | RMSNorm]
 
@@ -45,9 +46,8 @@ _PACKAGES = re.compile(
 _NAME = re.compile("(layer|rms)_?norm", re.IGNORECASE)
 
 # Names of the attributes of candidates. A class that has none for eps may be based on torch.nn.functional.normalize.
-_WEIGHTS = ("weight", "gamma", "scale", "g")
-_BIASES = ("bias", "beta", "b")
 _EPS = ("eps", "variance_epsilon")
+_SHAPE = "normalized_shape"
 _GROUPS = ("group_size", "n_groups", "num_groups")  # the width of a group, or the number of groups
 
 _DEVICES = {"cpu", "meta", "cuda"} if _build_info.with_cuda else {"cpu", "meta"}
@@ -69,7 +69,7 @@ def _builds(cls: type) -> list[Build | None]:
 def _is_normalization(module: Module) -> bool:
     """Return whether to replace or report a module: its class or a base is registered, or its name says so."""
     cls = type(module)
-    if issubclass(cls, (LayerNorm, RMSNorm)):
+    if is_ours(cls):
         return False
     if issubclass(cls, tuple(key for key in REGISTRY if isinstance(key, type))):
         return True
@@ -78,8 +78,7 @@ def _is_normalization(module: Module) -> bool:
     return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
-MODULE_ATTRIBUTES = frozenset(vars(Module()))
-_REPLACED_METHODS = ("__call__", "_apply", "_load_from_state_dict")  # a replacement has torch's
+_MODULE_ATTRIBUTES = frozenset(vars(Module()))
 
 
 def _kind(module: Module) -> Hashable:
@@ -87,7 +86,7 @@ def _kind(module: Module) -> Hashable:
 
     Only numbers, strings and the like are compared, because other objects may compare as they like.
     """
-    attributes = [(name, _key(value)) for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
+    attributes = [(name, _key(value)) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     children: Iterable[Hashable] = module._modules
@@ -106,8 +105,15 @@ def _key(value: object) -> Hashable:
 _COMPARABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def choose(module: Module, known: dict[Hashable, Module | SkippedError]) -> Module | SkippedError | None:
-    """Return a layer of this package that computes the same as a module, or the reason why there is none.
+class Choice(NamedTuple):
+    """The class that a module should get, and the ``repr`` of this package's layer that computes the same."""
+
+    cls: type[Module]
+    text: str
+
+
+def choose(module: Module, known: dict[Hashable, Choice | SkippedError]) -> Choice | SkippedError | None:
+    """Return the class that a module should get, or the reason why there is none.
 
     ``known`` has the choices for kinds of modules. For modules that are no normalization layers, the result is None.
     """
@@ -123,10 +129,7 @@ def choose(module: Module, known: dict[Hashable, Module | SkippedError]) -> Modu
                 torch.autocast("cpu", enabled=False),
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
-                choice = _replacement(module)
-            if not type(choice).__module__.startswith("layernorm_ext."):
-                return choice  # it may have attributes that layers must not share
-            known[kind] = choice
+                known[kind] = _choice(module)
         return known[kind]
     except _BuildError:
         raise
@@ -149,16 +152,14 @@ def _checked_builds(module: Module) -> list[Build | None]:
     builds = _builds(cls)
     if not builds:
         raise SkippedError("not registered by layernorm_ext.register_conversion")
-    overridden = [name for name in _REPLACED_METHODS if getattr(cls, name) is not getattr(Module, name)]
-    if overridden:
-        raise SkippedError(f"its class overrides {overridden[0]}")
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
     return builds
 
 
-def _replacement(module: Module) -> Module:
-    cls, builds = type(module), _checked_builds(module)
+def _choice(module: Module) -> Choice:
+    cls: Any = type(module)
+    builds = _checked_builds(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
@@ -173,24 +174,54 @@ def _replacement(module: Module) -> Module:
     build = builds[-1]
     reasons = []
     for ours in _candidates(module) if build is None else [build(module)]:
-        if not isinstance(ours, (LayerNorm, RMSNorm)):
+        if type(ours) not in FUNCTIONS:
             raise _BuildError(
                 f"Expected build to return a LayerNorm, LayerNorm2d, RMSNorm or RMSNorm2d of layernorm_ext for a "
                 f"{class_name(cls)}, but got {ours!r}"
             )
-        reason = difference(module, ours)
+        comparison = Comparison(module, ours, _norm(module, ours))
+        reason = comparison.difference()
         if reason is None:
-            if parameters[1].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                take_argument(ours, parameters[1].name)
-            return ours
+            norm = comparison.norm
+            is_plain = norm.kind is TORCH_LAYERS.get(cls) and not norm.options and not norm.output_dtypes
+            return Choice(norm.kind if is_plain else converted_class(cls, norm), repr(ours))
         reasons.append(f"not {ours!r}: {reason}")
     raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
 
 
+def _norm(module: Any, ours: Any) -> Norm:
+    """Describe how a module computes the same as ``ours``, by the names of its attributes."""
+
+    def name_of(parameter: str) -> str | None:
+        name, tensor = first_tensor(module, parameter)
+        return None if tensor is None or getattr(ours, parameter, None) is None else name
+
+    shape = getattr(module, _SHAPE, None)
+    has_shape = isinstance(shape, (int, tuple, list)) and sizes(shape) == ours.normalized_shape
+    names = (name for name in _EPS if hasattr(module, name) and getattr(module, name) in (None, ours.eps))
+    eps = next(names, None)
+    options = options_of(ours)
+    groups, number = _groups(module, ours.normalized_shape)
+    if number == options.get("num_groups"):
+        del options["num_groups"]
+    else:
+        groups = None
+    return Norm(
+        kind=type(ours),
+        weight=name_of("weight"),
+        bias=name_of("bias"),
+        shape=_SHAPE if has_shape else None,
+        eps=eps,
+        default_eps=ours.eps if eps is None or getattr(module, eps) is None else None,
+        groups=groups,
+        children=tuple(name for name in ACTIVATION if name in module._modules),
+        options=options,
+    )
+
+
 def _candidates(module: Any) -> Iterator[Module]:
     """Yield all layers that a module with the common attributes may be."""
-    weight_name, weight = _first_tensor(module, _WEIGHTS)
-    bias_name, bias = _first_tensor(module, _BIASES)
+    (weight_name, weight), (_, bias) = first_tensor(module, "weight"), first_tensor(module, "bias")
     shape = _shape(module, weight_name, weight)
     rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
     has_gate = takes_gate(module)
@@ -213,13 +244,11 @@ def _candidates(module: Any) -> Iterator[Module]:
             if eps is not None:
                 layers.append(layer_norm(size, eps, bias=bias is not None, device="meta", **options))
     if bias is None and not module._modules and not has_gate:  # one class has a weight that it never uses
-        layers += [of_any_width(cls, each) for cls in (RMSNorm, RMSNorm2d) for each in all_rms_eps]
-    for ours in layers:
-        if "act" in module._modules:
-            apply_activation(ours)
-        if (weight_name, bias_name) != ("weight", "bias"):
-            rename_parameters(ours, weight_name, bias_name)
-        yield ours
+        for rms_norm, each in itertools.product((RMSNorm, RMSNorm2d), all_rms_eps):
+            layer: Any = rms_norm(1, each, elementwise_affine=False)
+            layer.normalized_shape = ()  # any width
+            layers.append(layer)
+    yield from layers
 
 
 def _gate_options(module: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -228,29 +257,25 @@ def _gate_options(module: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
         raise SkippedError("it takes a gate, but has neither a weight nor a normalized_shape")
     if module._modules:
         raise SkippedError(f"it takes a gate and has a child {next(iter(module._modules))}")
-    num_groups = 1
-    for name in _GROUPS:
-        groups = getattr(module, name, None)
-        if isinstance(groups, int) and len(shape) == 1 and groups > 0 and shape[0] % groups == 0:
-            num_groups = shape[0] // groups if name == "group_size" else groups
-            break
     return [
-        {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
+        {"activation": activation, "gate_first": gate_first, "num_groups": _groups(module, shape)[1]}
         for activation, gate_first in itertools.product(("silu", "sigmoid"), (True, False))
     ]
 
 
-def _first_tensor(module: Module, names: Sequence[str]) -> tuple[str, torch.Tensor | None]:
-    """Return the first of these names that is a tensor's, and the tensor."""
-    tensors = ((name, tensor_attribute(module, name)) for name in names)
-    return next(((name, tensor) for name, tensor in tensors if tensor is not None), (names[0], None))
+def _groups(module: Module, shape: tuple[int, ...]) -> tuple[str | None, int]:
+    """Return the name of the attribute that has the number of groups or their width, and the number."""
+    for name in _GROUPS:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and len(shape) == 1 and value > 0 and shape[0] % value == 0:
+            return name, num_groups(module, name, *shape)
+    return None, 1
 
 
 def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[int, ...]:
     """Return the sizes over which a module may normalize, or no sizes if it may take rows of any width."""
-    shape = getattr(module, "normalized_shape", None)
-    if shape is not None:
-        return (shape,) if isinstance(shape, int) else tuple(shape)
+    if getattr(module, _SHAPE, None) is not None:
+        return sizes(getattr(module, _SHAPE))
     if weight is None:
         return ()
     shape = full_shape(weight)

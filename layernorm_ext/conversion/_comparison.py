@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from textwrap import shorten
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
-from ._replacements import keep_output_dtypes
+from ._converted import Norm, OutputDtypes
 
 
 class SkippedError(Exception):
@@ -36,8 +38,12 @@ _SMALLEST_SCALE = 1e-8
 # The scales of the samples of further inputs and gates, of both signs: some layers clamp large numbers.
 _SCALES = (30, 1e3, 1e-3)
 
-# Torch's own layers compute the same for all sizes. They are compared in sizes of at most _WIDTH.
-TORCH_LAYERS, _WIDTH = (torch.nn.LayerNorm, torch.nn.RMSNorm), 8
+# Torch's own layers become this package's. They compute the same for all sizes, and are compared in sizes of at most
+# _WIDTH.
+TORCH_LAYERS, _WIDTH = {torch.nn.LayerNorm: LayerNorm, torch.nn.RMSNorm: RMSNorm}, 8
+
+# Names of the parameters of candidates, for each parameter of this package's layers.
+_NAMES = {"weight": ("weight", "gamma", "scale", "g"), "bias": ("bias", "beta", "b")}
 
 # Layers with children of these names apply them to the result of the norm. To compare the norm, and the order of the
 # children, functions that do not commute take their places.
@@ -60,37 +66,28 @@ def takes_gate(module: Module) -> bool:
     return list(inspect.signature(type(module).forward).parameters)[2:] == ["gate"]
 
 
-def difference(module: Module, ours: Any) -> str | None:
-    """Return how the results differ, if they do; set the output dtypes of ``ours``.
-
-    Raises:
-        SkippedError: The module differs from all replacements.
-    """
-    comparison = _Comparison(module, ours)
-    return comparison.of_all_sizes() or comparison.of_large_numbers() or comparison.of_all_dtypes()
-
-
-class _Comparison:
+class Comparison:
     """Calls a module and its replacement with the same inputs, parameters and other attributes."""
 
-    def __init__(self, module: Module, ours: Any) -> None:
-        self.module, self.ours = module, ours
+    def __init__(self, module: Module, ours: Any, norm: Norm) -> None:
+        """Find an input that the module accepts, or raise the reason why the module differs from all replacements."""
+        self.module, self.ours, self.norm = module, ours, norm
+        self.original: Callable[..., Tensor] = type(module).forward
         self.has_gate = takes_gate(module)
         children = {name: ACTIVATION[name] for name in module._modules} if has_activation(module) else {}
         self.others: dict[str, object] = {"_modules": children} if children else {}
         names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
-        unknown = [name for name in names if name not in ours._parameters and name.partition(".")[0] not in children]
+        own = [first_tensor(module, parameter)[0] for parameter in ours._parameters]
+        unknown = [name for name in names if name not in own and name.partition(".")[0] not in children]
         if unknown:
             raise SkippedError(f"it has a parameter {unknown[0]}")
         shape = tuple(ours.normalized_shape)
-        is_reduced = (
-            type(module) in TORCH_LAYERS and type(ours) in (LayerNorm, RMSNorm) and module.normalized_shape == shape
-        )
+        is_reduced = type(module) in TORCH_LAYERS and module.normalized_shape == shape
         if is_reduced:
             shape = tuple(min(size, _WIDTH) for size in shape)
             self.others["normalized_shape"] = shape
         self.shape = shape
-        tensors = {name: tensor_attribute(module, name) for name in ours._parameters}
+        tensors = {name: tensor_attribute(module, name) for name in own}
         shapes = {name: shape if is_reduced else full_shape(p) for name, p in tensors.items() if p is not None}
         self.parameters = {name: _random(size, seed) for seed, (name, size) in enumerate(shapes.items())}
         eps = torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)
@@ -105,9 +102,9 @@ class _Comparison:
         for dtype, parameter_dtype in itertools.product(_FLOATS[:2], _FLOATS[:2] if self.parameters else (None,)):
             dtypes = dtype, parameter_dtype, dtype if self.has_gate else None
             for size in self.sizes:
-                if not isinstance(self._results(self.module, dtypes, *self._sample(size)), Exception):
+                if not isinstance(self._results(self.original, dtypes, *self._sample(size)), Exception):
                     return size, dtypes
-        error = self._results(self.module, dtypes, *self._sample(self.sizes[0]))
+        error = self._results(self.original, dtypes, *self._sample(self.sizes[0]))
         raise SkippedError(f"it refuses every input: {shortened(error)}")
 
     def _sample(self, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -120,7 +117,7 @@ class _Comparison:
 
     def _results(
         self,
-        layer: Module,
+        forward: Callable[..., Tensor],
         dtypes: _Dtypes,
         x: Tensor,
         dy: Tensor | None = None,
@@ -136,7 +133,7 @@ class _Comparison:
         for tensor in tensors:
             tensor.requires_grad_(dy is not None)
         try:
-            y = _forward(layer, list(inputs.values()), copies, self.others | attributes)
+            y = forward(_double(self.module, copies, self.others | attributes), *inputs.values())
             if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
@@ -148,9 +145,13 @@ class _Comparison:
             return error
 
     def _both(self, *arguments: Any, **options: Any) -> list[Any]:
-        return [self._results(layer, *arguments, **options) for layer in (self.module, self.ours)]
+        return [self._results(forward, *arguments, **options) for forward in (self.original, self.norm.compute)]
 
-    def of_all_sizes(self) -> str | None:
+    def difference(self) -> str | None:
+        """Return how the results differ, if they do; otherwise, ``norm`` has the output dtypes of the module."""
+        return self._of_all_sizes() or self._of_large_numbers() or self._of_all_dtypes()
+
+    def _of_all_sizes(self) -> str | None:
         """Compare outputs and gradients for all sizes and, for one size, in the other mode."""
         dtype, parameter_dtype, _ = self.dtypes
         gates = (dtype, None) if self.has_gate else (None,)  # some layers need a gate, while ours are then plain norms
@@ -176,7 +177,7 @@ class _Comparison:
                         return f"{value} differs by {distance.max():.2g}{mode}"
         return None
 
-    def of_large_numbers(self) -> str | None:
+    def _of_large_numbers(self) -> str | None:
         """Compare outputs for inputs, and then gates, of several scales."""
         x, one = _random(self.accepted, 2) + 1, torch.ones((), device="cpu")
         samples = self.accepted[0]
@@ -191,7 +192,7 @@ class _Comparison:
                 return f"output for large {name} differs by {distance.max():.2g}"
         return None
 
-    def of_all_dtypes(self) -> str | None:
+    def _of_all_dtypes(self) -> str | None:
         """Compare outputs for all combinations of dtypes; set the output dtypes of the replacement."""
         # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
         dims = range(len(self.accepted))
@@ -204,17 +205,19 @@ class _Comparison:
         gates = (*_FLOATS, None) if self.has_gate else (None,)
         outputs = {}
         for dtypes in itertools.product(_FLOATS, _FLOATS if self.parameters else (None,), gates):
-            theirs = self._results(self.module, dtypes, inputs[dtypes[0]])
+            theirs = self._results(self.original, dtypes, inputs[dtypes[0]])
             if not isinstance(theirs, Exception):
                 outputs[dtypes] = theirs["output"]
-        tensors = 3 if self.has_gate else 2
-        others = {dtypes[:tensors]: output.dtype for dtypes, output in outputs.items() if output.dtype != dtypes[0]}
-        if others:
-            keep_output_dtypes(self.ours, others)
+        others: OutputDtypes = {
+            (dtype, None if self.norm.weight is None else parameter_dtype, gate_dtype): output.dtype
+            for (dtype, parameter_dtype, gate_dtype), output in outputs.items()
+            if output.dtype != dtype
+        }
+        self.norm = replace(self.norm, output_dtypes=others)
         for dtypes, expected in outputs.items():
-            mine = self._results(self.ours, dtypes, inputs[dtypes[0]])
+            mine = self._results(self.norm.compute, dtypes, inputs[dtypes[0]])
             names = " and ".join(str(dtype) for dtype in dtypes if dtype)
-            if isinstance(mine, Exception):  # from a user's subclass of ours
+            if isinstance(mine, Exception):
                 return f"it takes {names}: {shortened(mine)}"
             if mine["output"].dtype != expected.dtype:
                 return f"output of {names} is {expected.dtype} instead of {mine['output'].dtype}"
@@ -241,8 +244,8 @@ def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
     return scale * _random(tuple(x.shape), 4)
 
 
-def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor], others: dict[str, Any]) -> Tensor:
-    """Call a module without hooks, with these parameters and other attributes. It may change copies of its state."""
+def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
+    """Return a module without hooks, with these parameters and other attributes. It may change copies of its state."""
     double: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
@@ -250,7 +253,7 @@ def _forward(module: Module, inputs: list[Tensor], parameters: dict[str, Tensor]
             vars(double)[name] = copy(value) if type(value) in _CONTAINERS else value
     buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     vars(double).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
-    return type(module).forward(double, *inputs)
+    return double
 
 
 def shortened(error: object) -> str:
@@ -266,6 +269,12 @@ def tensor_attribute(module: Module, name: str) -> Tensor | None:
     """Return a parameter, which some tools keep as another attribute, or ``None``."""
     value = getattr(module, name, None)
     return value if isinstance(value, Tensor) else None
+
+
+def first_tensor(module: Module, parameter: str) -> tuple[str, Tensor | None]:
+    """Return a name of ``weight`` or ``bias`` in a module, and the tensor: the first one that is there."""
+    tensors = ((name, tensor_attribute(module, name)) for name in _NAMES[parameter])
+    return next(((name, tensor) for name, tensor in tensors if tensor is not None), (parameter, None))
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

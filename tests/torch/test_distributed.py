@@ -44,6 +44,7 @@ from layernorm_ext import (
     layer_norm,
     layer_norm_2d,
     register_conversion,
+    revert,
 )
 
 PROCESSES = 4
@@ -322,13 +323,13 @@ def norms_of_several_inputs_take_a_layout_for_each(mesh):
             assert convert(norm).replaced
         parallelize_module(norm, mesh, SequenceParallel())
         if is_converted_first:
-            with pytest.raises(RuntimeError, match="all inputs of _?GatedRMSNorm.* to be distributed"):
+            with pytest.raises(RuntimeError, match="all inputs of WithGate to be distributed"):
                 norm(x, z)
         else:
             assert "convert the model before it is parallelized" in convert(norm).skipped[""]
 
 
-# Models that are converted after they were sharded. Each process has a chunk of the batch.
+# Models that are converted before or after they are sharded. Each process has a chunk of the batch.
 
 
 def torch_model():
@@ -363,6 +364,28 @@ def assert_output_and_gradients(parallel, full_gradients):
     if gradients:
         expected = torch.autograd.grad(model(chunks).sin().sum() / PROCESSES, list(model.parameters()))
         torch.testing.assert_close(gradients, [*expected], **ANOTHER_ORDER)
+
+
+@in_four_processes
+def converted_layers_are_sharded_by_their_class(mesh):
+    """FSDP wraps the layers that it would wrap without the conversion."""
+    register_conversion(SubclassNorm)
+    register_conversion(WithGate)
+    norms = (nn.LayerNorm, nn.RMSNorm, WithGate)
+    parallel = torch_model()
+    assert len(convert(parallel).replaced) == 5
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    parallel = FullyShardedDataParallel(parallel, auto_wrap_policy=ModuleWrapPolicy(set(norms)), **options)
+    assert len(FullyShardedDataParallel.fsdp_modules(parallel)) == 6  # the model and five norms
+    assert_output_and_gradients(parallel, lambda: None)
+
+    parallel = torch_model()
+    assert len(convert(parallel).replaced) == 5
+    for module in [*(module for module in parallel if isinstance(module, norms)), parallel]:
+        fully_shard(module, mesh=mesh)
+    assert_output_and_gradients(parallel, lambda: [p.grad.full_tensor() for p in parallel.parameters()])
+    with pytest.raises(RuntimeError, match="got a .*FSDPSubclassNorm; undo that change first"):
+        revert(parallel[5])
 
 
 @in_four_processes

@@ -10,7 +10,7 @@ import torch
 from support.family import module_and_inputs, module_cases
 
 import layernorm_ext
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, layer_norm, layer_norm_2d, rms_norm
+from layernorm_ext import convert, layer_norm, layer_norm_2d, rms_norm
 
 # A model has some ten layers, and float32 rounds each of some ten operations per layer by 6e-8.
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
@@ -86,7 +86,7 @@ def test_torchvision_extracts_all_features_of_a_converted_model(one_thread, torc
         assert convert(extractor).replaced
     else:
         convert(model)
-        leaves = {"leaf_modules": [LayerNorm, LayerNorm2d, RMSNorm]}
+        leaves = {"leaf_modules": [torch.nn.LayerNorm, torch.nn.RMSNorm]}
         extractor = features.create_feature_extractor(model, names, tracer_kwargs=leaves)
     torch.testing.assert_close(dict(extractor(x)), dict(expected), **ROUNDED_TEN_LAYERS)
 

@@ -1,4 +1,4 @@
-"""torch's conventions and tools: strides, types of eps, quantization, per-sample gradients, TorchScript, imports."""
+"""torch's conventions and tools: strides, types of eps, quantization, TorchScript, imports."""
 
 import copy
 import subprocess
@@ -13,7 +13,6 @@ from support.models import save_and_load
 from support.reference import F64
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
-from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils.flop_counter import FlopCounterMode
 
 import layernorm_ext
@@ -80,68 +79,17 @@ def between_linear_layers(norm):
     return torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8))
 
 
-def quantize_eagerly(model, x):
-    model = quantization.QuantWrapper(model)
-    model.qconfig = quantization.get_default_qconfig("x86")
-    return quantization.quantize(model, torch.nn.Module.__call__, [x])
-
-
-@pytest.fixture
-def x86_engine(monkeypatch):
-    monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero_centered"])
-def test_eager_quantization_uses_torchs_quantized_layer(x86_engine, bias, zero_centered):
-    ours = between_linear_layers(layernorm_ext.LayerNorm(8, bias=bias, zero_centered_weight=zero_centered))
-    ours[1].weight.data.normal_()
-    theirs = copy.deepcopy(ours)
-    theirs[1] = torch.nn.LayerNorm(8, bias=bias)
-    theirs.load_state_dict(ours.state_dict())
-    theirs[1].weight.data += zero_centered
-    x = torch.randn(50, 8)
-    quantized = quantize_eagerly(ours, x)
-    assert type(quantized.module[1]) is torch.ao.nn.quantized.LayerNorm
-    # The observers of the two models see outputs that differ by roundings, which may change a result by one step.
-    step = (quantized(x).max() - quantized(x).min()) / 127
-    torch.testing.assert_close(quantized(x), quantize_eagerly(theirs, x)(x), rtol=0, atol=step.item())
-
-
 @pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm(8), layernorm_ext.RMSNorm(8)], ids=["layer", "rms"])
-def test_fx_quantization_keeps_our_layers_in_float(x86_engine, norm):
+def test_fx_quantization_keeps_our_layers_in_float(monkeypatch, norm):
+    monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
     model, x = between_linear_layers(norm), torch.randn(50, 8)
     mapping = quantization.get_default_qconfig_mapping("x86")
     prepared = quantize_fx.prepare_fx(copy.deepcopy(model).eval(), mapping, (x,))
     prepared(x)
     quantized = quantize_fx.convert_fx(prepared)
     assert isinstance(getattr(quantized, "0"), torch.ao.nn.quantized.Linear)
-    assert layernorm_ext.AddLayerNorm not in quantization.get_default_static_quant_module_mappings()
     # Three layers quantize numbers up to 4 in steps of 2^-5.
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
-
-
-# Per-sample gradients
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-def test_per_sample_gradients_match_those_of_single_samples(bias):
-    norm = layernorm_ext.LayerNorm((3, 8), bias=bias, dtype=F64)
-    norm.weight.data.normal_()
-    x, dy = torch.randn(4, 5, 3, 8, dtype=F64, requires_grad=True), torch.randn(4, 5, 3, 8, dtype=F64)
-    call_for_per_sample_grads(norm, loss_reduction="sum")(x).backward(dy)
-    (dx,) = torch.autograd.grad(norm(x), x, dy)
-    torch.testing.assert_close(x.grad, dx, rtol=1e-12, atol=1e-12)  # a few roundings of float64
-    for sample in range(4):
-        expected = torch.autograd.grad(norm(x[sample]), list(norm.parameters()), dy[sample])
-        for parameter, gradient in zip(norm.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad_sample[sample], gradient, rtol=1e-12, atol=1e-12)
-
-
-def test_per_sample_gradients_refuse_zero_centered_weights():
-    norm = layernorm_ext.LayerNorm(8, zero_centered_weight=True)
-    with pytest.raises(RuntimeError, match="zero_centered_weight"):
-        call_for_per_sample_grads(norm)(torch.randn(4, 8))
 
 
 # TorchScript: the layers that replace torch's compile to torch's functions; the others raise torch's errors
@@ -195,7 +143,7 @@ def test_flop_counter_counts_as_many_operations_as_for_the_original(cls):
     assert sum(expected["Global"].values()) == 5 * (2 * 50 * 8 * 8)  # x needs no gradient
 
 
-# Registrations when torch's modules are imported
+# The registration when DTensor is imported
 
 
 def run_in_new_process(code):
@@ -229,7 +177,7 @@ print(len(sys.meta_path) - count)
     assert run_in_new_process(code) == "0\n"
 
 
-def test_loaders_of_modules_with_a_registration_pickle():
+def test_the_loader_of_dtensor_pickles():
     """Before the import, and after it, when a loader is as it would be without this package."""
     code = """
 import importlib.util, pickle, sys, layernorm_ext
@@ -237,7 +185,7 @@ name = "torch.distributed.tensor"
 assert name not in sys.modules
 for _ in range(2):
     loader = pickle.loads(pickle.dumps(importlib.util.find_spec(name).loader))
-    print(loader.name, "layernorm_ext.registrations.dtensor" in sys.modules, *sorted(vars(loader)))
+    print(loader.name, "layernorm_ext._dtensor" in sys.modules, *sorted(vars(loader)))
     importlib.import_module(name)
 """
     name = "torch.distributed.tensor"
