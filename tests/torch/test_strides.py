@@ -5,13 +5,17 @@ those of RMSNorm without a residual have torch's. Gradients of images are laid o
 are contiguous.
 """
 
+import io
 import math
+import warnings
 
 import pytest
 import torch
 from support.family import EPS, MEMBERS, family
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
+
+from layernorm_ext import GatedRMSNorm, LayerNorm2d, RMSNorm2d, fusion, trace_as
 
 # Each of these functions returns a tensor of four dimensions in another layout.
 LAYOUTS = {
@@ -28,25 +32,23 @@ LAYOUTS = {
         :, : t.size(1)
     ],
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 class Call:
     """A call of a function of the family: its tensors, and the strides of its results and gradients."""
 
-    def __init__(self, member, layout, others_layout=None, parameter_shape=(8,)):
+    def __init__(self, member, layout, others_layout, parameter_shape):
         self.member = member
+        self.context = f"{member.name}, {layout}, {others_layout}, {list(parameter_shape)}"
         shape = (2, 8, 4, 6) if member.takes_images else (2, 4, 6, 8)
+        x, r = LAYOUTS[layout](torch.randn(shape)), LAYOUTS[others_layout](torch.randn(shape))
         parameters = [torch.randn(parameter_shape) for _ in range(2)]
-        self.tensors = [layout(torch.randn(shape)), (others_layout or layout)(torch.randn(shape)), *parameters]
-        x, r = self.tensors[:2]
-        contiguous = torch.empty(shape)
+        self.tensors = [x, r, *parameters]
+        output = contiguous = torch.empty(shape)
         if member.takes_images:
             output = torch.empty_like(x)
         elif "rms" in member.name and not member.adds:
             output = torch.nn.functional.rms_norm(x, (8,))
-        else:
-            output = contiguous
         results = [output, r.clone() if "inplace" in member.options else contiguous][: 1 + member.adds]
         gradients = [output if member.takes_images else contiguous] * 2 + parameters
         takes = [True, member.takes_two, True, member.takes_bias]
@@ -60,83 +62,72 @@ class Call:
         results = self.member.function(*arguments, eps=EPS, **options)
         return results if self.member.adds else (results,)
 
-    def check(self, results, gradients=()):
-        assert [y.stride() for y in results] == self.strides
-        for i, (gradient, stride) in enumerate(zip(gradients, self.strides_of_gradients, strict=False)):
-            assert stride is None or gradient.stride() == stride, i
+    def leaves(self):
+        return [t.detach().requires_grad_() for t in self.tensors]
+
+    def check(self, results, gradients=(None,) * 4):
+        assert [y.stride() for y in results] == self.strides, self.context
+        for i, (gradient, strides) in enumerate(zip(gradients, self.strides_of_gradients, strict=True)):
+            if gradient is not None and strides is not None:
+                assert gradient.stride() == strides, f"gradient {i} of {self.context}"
 
 
-def calls(layout, members=MEMBERS):
-    """Return calls whose other tensors have the same layout or are contiguous, with parameters of several shapes."""
-    result = []
-    for member in members:
-        result += [Call(member, layout), Call(member, layout, torch.Tensor.contiguous)]
-        result.append(Call(member, LAYOUTS["contiguous"], layout))
-        if member.takes_images:
-            result.append(Call(member, layout, parameter_shape=(2, 8)))
-        else:
-            result += [
-                Call(member, layout, parameter_shape=shape) for shape in ((2, 1, 1, 8), (1, 4, 1, 8), (2, 4, 6, 8))
-            ]
-    return result
-
-
-def each_call(function):
-    return layouts(family(lambda layout, member: [function(call) for call in calls(layout, [member])]))
+def calls(member):
+    """Return calls whose tensors have the same layout or different ones, with parameters of several shapes."""
+    full, per_sample = ((2, 8), (2, 8)) if member.takes_images else ((2, 4, 6, 8), (2, 1, 1, 8))
+    for layout in LAYOUTS:
+        yield Call(member, layout, layout, (8,))
+        yield Call(member, layout, "contiguous", per_sample)
+        yield Call(member, "contiguous", layout, full)
 
 
 def upstream(results):
     """Return upstream gradients of other layouts: expanded, as those of a sum over the rows, and transposed."""
-    yield [torch.randn(len(y), 1, 1, 1).expand_as(y) for y in results]
-    yield [torch.randn(y.shape[::-1]).permute(3, 2, 1, 0) for y in results]
+    yield [torch.randn(len(y), 1, 1, 1, device=y.device).expand_as(y) for y in results]
+    yield [torch.randn(y.shape[::-1], device=y.device).permute(3, 2, 1, 0) for y in results]
 
 
-def leaves(call):
-    return [t.detach().requires_grad_() for t in call.tensors]
-
-
-@layouts
 @family
-@pytest.mark.parametrize("create_graph", [False, True], ids=["", "create_graph"])
-def test_eager_calls(member, layout, create_graph):
-    for call in calls(layout, [member]):
-        tensors = leaves(call)
+def test_eager_calls(member):
+    """Also with create_graph, whose gradients are those of aten's operations, and second derivatives."""
+    for call in calls(member):
+        tensors = call.leaves()
         results = call(*tensors)
         for grads in upstream(results):
-            options = {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
+            options = {"retain_graph": True, "allow_unused": True}
+            call.check(results, torch.autograd.grad(results, tensors, grads, **options))
+            first = torch.autograd.grad(results, tensors, grads, create_graph=True, **options)
+            call.check(results, first)
+            if "memory_efficient" not in member.options:  # it has no second derivative
+                loss = sum(g.square().sum() for g in first if g is not None)
+                call.check(results, torch.autograd.grad(loss, tensors, **options))
+
+
+@family
+def test_meta_tensors(member):
+    for call in calls(member):
+        tensors = [torch.empty_strided(t.shape, t.stride(), device="meta", requires_grad=True) for t in call.tensors]
+        results = call(*tensors)
+        for grads in upstream(results):
+            options = {"retain_graph": True, "allow_unused": True}
             call.check(results, torch.autograd.grad(results, tensors, grads, **options))
 
 
-@layouts
 @family
-def test_second_derivatives(member, layout):
-    if "memory_efficient" in member.options:
-        return
-    for call in calls(layout, [member]):
-        tensors = leaves(call)
-        results = call(*tensors)
-        for grads in upstream(results):
-            first = torch.autograd.grad(results, tensors, grads, create_graph=True, allow_unused=True)
-            loss = sum(g.square().sum() for g in first if g is not None)
-            second = torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True)
-            call.check(results, second)
-
-
-@layouts
-@family
-def test_function_transforms(member, layout):
-    for call in calls(layout, [member]):
+def test_function_transforms(member):
+    for call in calls(member):
         results, pull = vjp(call, *call.tensors)
         for grads in upstream(results):
             call.check(results, pull(tuple(grads)))
-        if any(0 in t.stride() for t in call.tensors):  # torch makes no dual tensors of these
+        if any(0 in t.stride() for t in call.tensors):  # torch makes no dual tensors of expanded ones
             continue
-        for results in jvp(call, tuple(call.tensors), tuple(map(torch.randn_like, call.tensors))):
+        tangents = tuple(map(torch.randn_like, call.tensors))
+        for results in jvp(call, tuple(call.tensors), tangents):
             call.check(results)
         with forward_ad.dual_level():
-            duals = [forward_ad.make_dual(t, torch.randn_like(t)) for t in call.tensors]
-            call.check(call(*duals))
-            call.check([forward_ad.unpack_dual(y).tangent for y in call(*duals)])
+            results = call(*map(forward_ad.make_dual, call.tensors, tangents))
+            call.check(results)
+            call.check([forward_ad.unpack_dual(y).tangent for y in results])
 
 
 def batch(t):
@@ -145,34 +136,115 @@ def batch(t):
     return torch.randn(3 * size).as_strided((3, *t.shape), (size, *t.stride()))
 
 
-@layouts
 @family
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("batched", [(0, 1, 2, 3), (2, 3)], ids=str)
-def test_vmap(member, layout, dim, batched):
-    for call in calls(layout, [member]):
-        if "inplace" in member.options and (batched == (2, 3) or dim == 1):  # the residual must have the batch
-            continue
+@pytest.mark.parametrize(("batched", "dim"), [((0, 1, 2, 3), 0), ((0, 1, 2, 3), 1), ((2, 3), 0)], ids=str)
+def test_vmap(member, batched, dim):
+    if "inplace" in member.options and (batched == (2, 3) or dim == 1):  # the residual must have the batch
+        return
+    for call in calls(member):
         tensors = [batch(t).movedim(0, dim) if i in batched else t for i, t in enumerate(call.tensors)]
         in_dims = tuple(dim if i in batched else None for i in range(4))
-        results = vmap(call, in_dims)(*tensors)
-        assert results[0].stride(0) == math.prod(results[0].shape[1:])
-        call.check([y[0] for y in results])
 
         def gradients(*tensors, call=call):
             results, pull = vjp(call, *tensors)
             return pull(tuple(map(torch.ones_like, results)))
 
+        results = vmap(call, in_dims)(*tensors)
+        assert results[0].stride(0) == math.prod(results[0].shape[1:])
         call.check([y[0] for y in results], [t[0] for t in vmap(gradients, in_dims)(*tensors)])
 
 
-@layouts
-@family
-def test_meta_tensors(member, layout):
-    for call in calls(layout, [member]):
-        tensors = [torch.empty_strided(t.shape, t.stride(), device="meta", requires_grad=True) for t in call.tensors]
-        results = call(*tensors)
-        for grads in upstream(results):
-            grads = [g.to("meta") for g in grads]
-            options = {"retain_graph": True, "allow_unused": True}
-            call.check(results, torch.autograd.grad(results, tensors, grads, **options))
+# Tracers
+
+SOME = ["contiguous", "transposed batch", "channels_last", "expanded rows"]  # graphs take 0.1 s for a call
+
+
+class Calls(torch.nn.Module):
+    """Calls all functions."""
+
+    def __init__(self, layouts):
+        super().__init__()
+        self.calls = [Call(member, layout, layout, (8,)) for layout in layouts for member in MEMBERS]
+        self.tensors = [t for call in self.calls for t in call.tensors]
+
+    def forward(self, *tensors):
+        return [call(*tensors[4 * i : 4 * i + 4]) for i, call in enumerate(self.calls)]
+
+    def check(self, results):
+        for call, each in zip(self.calls, results, strict=True):
+            call.check(each)
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["", "fusion"])
+def test_compiled_calls(joins):
+    module, backend = Calls(SOME[2:] if joins else SOME), fusion.eager if joins else "aot_eager"
+    tensors = [t.detach().requires_grad_() for t in module.tensors]
+    results = torch.compile(module, fullgraph=True, backend=backend)(*tensors)
+    outputs = [y for each in results for y in each]
+    grads = [next(upstream([y]))[0] for y in outputs]
+    gradients = torch.autograd.grad(outputs, tensors, grads, allow_unused=True)
+    for i, (call, each) in enumerate(zip(module.calls, results, strict=True)):
+        call.check(each, gradients[4 * i : 4 * i + 4])
+
+
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+def test_calls_compiled_for_inference(operators):
+    """The gradients of aten's operators have torch's strides."""
+    module = Calls(SOME)
+    with trace_as(operators), torch.no_grad():
+        module.check(torch.compile(module, fullgraph=True, backend="aot_eager")(*module.tensors))
+
+
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+def test_exported_programs(operators):
+    module = Calls(SOME)
+    with trace_as(operators):
+        program = torch.export.export(module, tuple(module.tensors))
+    for each in (program, program.run_decompositions()):
+        module.check(each.module()(*module.tensors))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("operators", ["kernel", "aten"])
+def test_jit_traces(operators):
+    for call in Calls(LAYOUTS).calls:
+        with trace_as(operators):
+            traced = torch.jit.trace(call.__call__, tuple(call.tensors), check_trace=False)
+        call.check(traced(*call.tensors))
+
+
+class ViewsResult(torch.nn.Module):
+    """A convolution, a norm of its transposed output, and a view of the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = torch.nn.Conv1d(8, 8, 1), GatedRMSNorm(8, num_groups=2)
+
+    def forward(self, x):
+        return self.norm(self.convolution(x).transpose(1, 2)).view(-1, 4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:You are using the legacy TorchScript-based ONNX export")
+def test_tracers_view_the_norm_of_a_transposed_tensor():
+    model, x = ViewsResult(), torch.randn(2, 8, 5)
+    for program in (torch.export.export(model, (x,)).module(), torch.jit.trace(model, x)):
+        torch.testing.assert_close(program(x), model(x))
+    torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:You are using the legacy TorchScript-based ONNX export")
+@pytest.mark.parametrize("cls", [LayerNorm2d, RMSNorm2d])
+def test_modules_of_images_in_torchscript(cls):
+    """Scripted modules return the strides of eager calls. Traces of a layer warn of nothing."""
+    norm = cls(8)
+    scripted = torch.jit.script(norm)
+    for name, layout in LAYOUTS.items():
+        x = layout(torch.randn(2, 8, 4, 6)).requires_grad_()
+        y = scripted(x)
+        assert y.stride() == torch.empty_like(x).stride(), name
+        torch.testing.assert_close(y, norm(x))
+        torch.testing.assert_close(*(torch.autograd.grad(f(x).sin().sum(), x) for f in (scripted, norm)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        torch.jit.trace(norm, x)
+        torch.onnx.export(norm, (x,), io.BytesIO(), dynamo=False)
