@@ -232,7 +232,7 @@ def _memory_order(tensor: Tensor) -> list[int]:
             place = i
             for j in reversed(range(i)):
                 inner, outer = strides[order[j]], strides[order[place]]
-                if inner == 0 or outer == 0:  # torch inserts expanded dimensions nowhere else
+                if inner == 0 or outer == 0:  # as in torch, expanded dimensions stay in place
                     continue
                 if inner < outer:
                     break

@@ -15,7 +15,7 @@ from support.family import EPS, MEMBERS, family
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
-from layernorm_ext import GatedRMSNorm, LayerNorm2d, RMSNorm2d, fusion, trace_as
+from layernorm_ext import GatedRMSNorm, LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, trace_as
 
 # Each of these functions returns a tensor of four dimensions in another layout.
 LAYOUTS = {
@@ -248,3 +248,13 @@ def test_modules_of_images_in_torchscript(cls):
         warnings.simplefilter("error", torch.jit.TracerWarning)
         torch.jit.trace(norm, x)
         torch.onnx.export(norm, (x,), io.BytesIO(), dynamo=False)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+def test_jagged_tensors_normalized_over_the_ragged_dimension(compiles):
+    def function(x):
+        return (layer_norm(x, x.shape[1:]), *add_rms_norm(x, x, x.shape[1:]))
+
+    x = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5, 2)], layout=torch.jagged).transpose(1, 2)
+    results = torch.compile(function, backend="aot_eager")(x) if compiles else function(x)
+    assert all(y.values().is_contiguous() for y in results)
