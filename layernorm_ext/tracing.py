@@ -189,16 +189,15 @@ def norm(
         output = output if bias is None else output + bias
     output = output if output_factor is None else output * output_factor
     output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
+    channels_last = [0, *range(2, input.dim()), 1]
     if num_groups != 1:
         output = output.reshape_as(input)  # the older exporter to ONNX would fix the batch size in flatten()
+        keeps_format = rms and input.dim() in (4, 5) and _memory_order(input) == channels_last
+        output = _in_order(output, channels_last if keeps_format else sorted(channels_last))
     if images:
-        output = output.movedim(input.dim() - 1, 1)
-    channels_last = [0, *range(2, input.dim()), 1]
-    order = _memory_order(input) if images or (rms and num_groups != 1 and input.dim() in (4, 5)) else []
-    if images and order != channels_last:  # otherwise the output, whose rows are contiguous, has this order
-        output = _in_order(output, order)
-    elif num_groups != 1:
-        output = _in_order(output, channels_last if order == channels_last else list(range(input.dim())))
+        output, order = output.movedim(input.dim() - 1, 1), _memory_order(input)
+        if order != channels_last:  # otherwise the output has this order, because its rows are contiguous
+            output = _in_order(output, order)
     return output, total
 
 
