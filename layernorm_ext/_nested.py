@@ -123,9 +123,9 @@ def _norm_over_ragged(
     inplace: bool | None,
 ) -> Any:
     """Normalize the values of a jagged tensor over dimensions that include the ragged one, with torch's precision."""
-    x, total = values, None
+    x, total = values.contiguous(), None  # and so are the sum and the output
     if residual is not None:
-        x = values + residual
+        x = x + residual
         total = residual.copy_(x) if inplace else x
     x = tracing.cast(x, tracing.accumulation_dtype(values))
     dims = range(x.dim() - len(normalized_shape), x.dim())

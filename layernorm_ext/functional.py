@@ -414,10 +414,11 @@ def gated_rms_norm(
     .. math::
         u = x * f(\mathrm{gate}) \qquad y = \frac{u}{\sqrt{\mathrm{E}[u^2] + \epsilon}} * \mathrm{weight}
 
-    Arguments, results and errors are those of :func:`gated_layer_norm`, and the default of ``eps`` is that of
-    :func:`rms_norm`. Sources: Yang, Kautz and Hatamizadeh, `Gated Delta Networks <https://arxiv.org/abs/2412.06464>`_,
-    2024; with ``gate_first``, Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024; Zhang and
-    Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+    Arguments, results and errors are those of :func:`gated_layer_norm`, and the default of ``eps`` and the memory
+    format of the output are those of :func:`rms_norm`. Sources: Yang, Kautz and Hatamizadeh, `Gated Delta Networks
+    <https://arxiv.org/abs/2412.06464>`_, 2024; with ``gate_first``, Dao and Gu, `Transformers are SSMs
+    <https://arxiv.org/abs/2405.21060>`_, 2024; Zhang and Sennrich, `Root Mean Square Layer Normalization
+    <https://arxiv.org/abs/1910.07467>`_, 2019.
 
     Example:
         >>> x, gate = torch.randn(2, 3, 16).chunk(2, dim=-1)

@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from .functional import layer_norm, layer_norm_2d, rms_norm, rms_norm_2d
+from .tracing import constant_sizes
 
 __all__ = ["LayerNorm", "LayerNorm2d", "LazyLayerNorm", "RMSNorm", "RMSNorm2d"]
 
@@ -231,9 +232,8 @@ class LayerNorm2d(LayerNorm):
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
         if is_scripting():
             weight, rows = _factor_of(self.weight, self.zero_centered_weight), input.movedim(1, -1)
-            return torch.nn.functional.layer_norm(rows, self.normalized_shape, weight, self.bias, self.eps).movedim(
-                -1, 1
-            )
+            rows = torch.nn.functional.layer_norm(rows, self.normalized_shape, weight, self.bias, self.eps)
+            return _images_like(input, rows)
         _check_channels(input, self.normalized_shape[0])
         return layer_norm_2d(
             input,
@@ -274,7 +274,7 @@ class RMSNorm2d(RMSNorm):
         """Normalize ``x``, of dtype float64, float32, float16 or bfloat16."""
         if is_scripting():
             weight, rows = _factor_of(self.weight, self.zero_centered_weight), x.movedim(1, -1)
-            return torch.nn.functional.rms_norm(rows, self.normalized_shape, weight, self.eps).movedim(-1, 1)
+            return _images_like(x, torch.nn.functional.rms_norm(rows, self.normalized_shape, weight, self.eps))
         _check_channels(x, self.normalized_shape[0])
         return rms_norm_2d(x, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
@@ -285,9 +285,17 @@ def _checked_num_channels(num_channels: int) -> int:
     return num_channels
 
 
+def _images_like(input: Tensor, rows: Tensor) -> Tensor:
+    """Return normalized rows as images with the strides of ``torch.empty_like(input)``, for torch.jit.script."""
+    images = rows.movedim(-1, 1)
+    if input.movedim(1, -1).is_contiguous():
+        return images
+    return torch.empty_like(input, dtype=rows.dtype).copy_(images)
+
+
 def _check_channels(input: Tensor, num_channels: int) -> None:
     # torch.fx passes a proxy, which control flow must not depend on.
-    if isinstance(input, Tensor) and input.dim() >= 2 and input.size(1) != num_channels:
+    if isinstance(input, Tensor) and input.dim() >= 2 and constant_sizes([input.size(1)]) != [num_channels]:
         raise RuntimeError(f"Expected input of shape [N, {num_channels}, *], but got input of size{list(input.shape)}")
 
 

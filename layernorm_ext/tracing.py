@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from operator import index
 from typing import Any, Literal
 
@@ -27,7 +26,8 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     :func:`torch.nn.functional.layer_norm` or :func:`torch.nn.functional.rms_norm`, with additions, permutations and
     dtype conversions as the arguments require. Such a graph runs without this package, other tools can read it,
     compilers may fuse the norm with its neighbours, and the results have torch's precision: the error grows with the
-    mean, and numbers whose squares overflow (1e20 in float32) give NaN or zero. ``None`` restores the defaults:
+    mean, and numbers whose squares overflow (1e20 in float32) give NaN or zero. The strides of the results are those
+    of eager calls, and those of gradients are torch's. ``None`` restores the defaults:
     ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
     :func:`torch.export.export`, :func:`torch.onnx.export` and :func:`torch.jit.trace`.
 
@@ -163,7 +163,7 @@ def norm(
         x = cast(x, accumulate_dtype) * cast(input_scale, accumulate_dtype)
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = cast(cast(x, accumulate_dtype) + cast(added, accumulate_dtype), residual.dtype)
+        x = cast(cast(x, accumulate_dtype) + cast(added, accumulate_dtype), residual.dtype).contiguous()
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = cast(weight, accumulate_dtype) + 1
@@ -189,10 +189,15 @@ def norm(
         output = output if bias is None else output + bias
     output = output if output_factor is None else output * output_factor
     output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
+    channels_last = [0, *range(2, input.dim()), 1]
     if num_groups != 1:
         output = output.reshape_as(input)  # the older exporter to ONNX would fix the batch size in flatten()
+        keeps_format = rms and input.dim() in (4, 5) and _memory_order(input) == channels_last
+        output = _in_order(output, channels_last if keeps_format else sorted(channels_last))
     if images:
-        output = _with_format_of(input, output.movedim(input.dim() - 1, 1))
+        output, order = output.movedim(input.dim() - 1, 1), _memory_order(input)
+        if order != channels_last:  # otherwise the output has this order, because its rows are contiguous
+            output = _in_order(output, order)
     return output, total
 
 
@@ -218,12 +223,29 @@ def _without_pixels(parameter: Tensor) -> Tensor:
     return parameter.flatten(1) if all(statically_known_true(size == 1) for size in sizes) else parameter
 
 
-def _with_format_of(input: Tensor, output: Tensor) -> Tensor:
-    """Return the images that torch's functions have computed from ``input``, channels last, in its memory format."""
-    batch, channels, *pixels = input.stride()
-    strides = batch, *pixels, channels
-    is_channels_last = strides[-1] < strides[-2] and all(a >= b for a, b in pairwise(strides))
-    return output if is_channels_last else output.contiguous()
+def _memory_order(tensor: Tensor) -> list[int]:
+    """Return the dimensions of ``torch.empty_like(tensor)`` in the order of their strides, the largest first."""
+    strides, order = tensor.stride(), list(reversed(range(tensor.dim())))
+    if not tensor.is_contiguous():  # otherwise comparisons of symbolic strides would restrict the sizes
+        for i in range(1, tensor.dim()):
+            place = i
+            for j in reversed(range(i)):
+                inner, outer = strides[order[j]], strides[order[place]]
+                if inner == 0 or outer == 0:  # as in torch, expanded dimensions stay in place
+                    continue
+                if inner < outer:
+                    break
+                if inner > outer:
+                    order[j], order[place] = order[place], order[j]
+                    place = j
+    return order[::-1]
+
+
+def _in_order(tensor: Tensor, order: list[int]) -> Tensor:
+    """Return a tensor that is contiguous if its dimensions are permuted to ``order``."""
+    if order == sorted(order):
+        return tensor.contiguous()
+    return tensor.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
 
 
 def accumulation_dtype(input: Tensor) -> torch.dtype:

@@ -4,6 +4,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/exp2.h>
 #include <ATen/ops/log2.h>
 #include <ATen/ops/maximum.h>
@@ -18,6 +19,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "checks.h"
 #include "geometry.h"
@@ -90,18 +92,45 @@ Tensor derivative(const Tensor& gate, const Options& options) {
   return static_cast<Activation>(options.activation) == Activation::kSilu ? s * (gate * rest + 1) : s * rest;
 }
 
-// A call's tensors as rows: the normalized dimensions are the last ones, as geometry.h describes.
+// The dimensions of a tensor by descending strides.
+at::DimVector memory_order(const Tensor& t) {
+  at::DimVector order(t.dim());
+  std::iota(order.begin(), order.end(), 0);
+  const auto strides = t.sym_strides();
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return TORCH_GUARD_OR_FALSE(strides[a].sym_gt(strides[b])); });
+  return order;
+}
+
+// A contiguous copy of a tensor, or the tensor. Its gradient is contiguous as well, because it is reshaped to one
+// dimension.
+Tensor with_contiguous_gradient(const Tensor& t) { return t.reshape(-1).view_symint(t.sym_sizes()); }
+
+// Calls f(t) with the dimensions of t in another order.
+template <class F>
+Tensor in_order(const Tensor& t, at::IntArrayRef order, const F& f) {
+  if (order.empty()) return f(t);
+  at::DimVector inverse(order.size());
+  for (size_t d = 0; d < order.size(); ++d) inverse[order[d]] = static_cast<int64_t>(d);
+  return f(t.permute(order)).permute(inverse);
+}
+
+// A call's tensors as rows: the normalized dimensions are the last ones, as geometry.h describes. Tensors, results and
+// gradients are contiguous or, for images, laid out as at::empty_like(input).
 struct Rows {
   template <class Args>
   explicit Rows(const Args& args)
       : dims(args.input->dim()),
         normalized_dims(static_cast<int64_t>(args.normalized_shape.size())),
-        options(args.options) {}
+        options(args.options) {
+    if (options.images) order = memory_order(at::empty_like(*args.input));
+  }
 
   // The input, another tensor of its shape, a statistic or a parameter, as rows.
   Tensor operator()(const Tensor& t) const {
-    if (t.dim() == normalized_dims && !options.has_groups()) return t;
-    Tensor rows = t.dim() == normalized_dims ? t : with_all_dims(t, dims, normalized_dims, options);
+    Tensor rows = t.dim() == dims ? in_order(t, order, with_contiguous_gradient) : t;
+    if (t.dim() == normalized_dims && !options.has_groups()) return rows;
+    if (t.dim() != normalized_dims) rows = with_all_dims(rows, dims, normalized_dims, options);
     if (options.images) rows = rows.movedim(1, -1);
     if (!options.has_groups()) return rows;
     return rows.unflatten_symint(-1, {options.num_groups, rows.sym_size(-1) / options.num_groups});
@@ -109,10 +138,13 @@ struct Rows {
   optional<Tensor> operator()(const OptionalTensorRef& t) const {
     return t ? optional<Tensor>((*this)(*t)) : std::nullopt;
   }
-  // The inverse for tensors with the dimensions of the input, and for statistics.
-  Tensor undo(Tensor rows) const {
-    if (rows.defined() && options.has_groups()) rows = rows.flatten(-2);
-    return rows.defined() && options.images ? rows.movedim(-1, 1) : rows;
+  // The inverse for tensors with the dimensions of the input.
+  Tensor undo(const Tensor& rows) const { return undo(rows, order); }
+  // The inverse for these and for statistics, in another order.
+  Tensor undo(Tensor rows, at::IntArrayRef order) const {
+    if (!rows.defined()) return rows;
+    if (options.has_groups()) rows = rows.flatten(-2);
+    return in_order(options.images ? rows.movedim(-1, 1) : rows, order, [](const Tensor& t) { return t.contiguous(); });
   }
   // The gradient of a parameter from the gradients of its values in each row.
   Tensor sum(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
@@ -125,15 +157,14 @@ struct Rows {
     }
     Tensor result = at::sum_to(gradient, sizes);
     if (result.is_same(gradient)) result = result.clone();  // an operator returns none of its arguments
+    if (options.images && result.dim() > 1) result = result.movedim(-1, 1);
     // Flatten first: a reshape to the same sizes would keep the strides of dimensions of size 1.
-    if (options.images && result.dim() > 1) result = result.movedim(-1, 1).reshape(-1);
-    const auto shape = type.sizes(normalized_shape);
-    if (result.dim() != static_cast<int64_t>(shape.size())) result = result.reshape_symint(shape);
-    return result.to(type.dtype);
+    return result.reshape(-1).view_symint(type.sizes(normalized_shape)).to(type.dtype);
   }
 
   int64_t dims, normalized_dims;
   const Options& options;
+  at::DimVector order;  // of the dimensions of the input and its like in memory, see in_order()
 };
 
 // The terms of the derivatives of one call, in the accumulation type.
@@ -202,7 +233,9 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   sum = rows.undo(sum);
   // The residual changes last, because other arguments may share its memory.
   if (args.inplace) sum = args.residual->copy_(sum);
-  return {rows.undo(y.to(input.scalar_type())), sum, rows.undo(d.mean), rows.undo(rstd.detach() * d.scale)};
+  const auto order = keeps_channels_last(args) ? memory_order(args.input) : rows.order;
+  return {rows.undo(y.to(input.scalar_type()), order), sum, rows.undo(d.mean, {}),
+          rows.undo(rstd.detach() * d.scale, {})};
 }
 
 BackwardOutputs backward_composite(const BackwardArgs& args) {

@@ -29,6 +29,13 @@ Shape statistics_shape(const Sizes& input_sizes, int64_t normalized_dims, const 
   return shape;
 }
 
+// Whether the output has the memory format channels_last of the input, which RMSNorm keeps as in torch.
+inline bool keeps_channels_last(const ForwardArgs& args) {
+  const Options& options = args.options;
+  return options.rms && !options.images && !args.residual &&
+         args.input->suggest_memory_format() != at::MemoryFormat::Contiguous;
+}
+
 // A parameter with all dimensions of the input.
 inline Tensor with_all_dims(Tensor parameter, int64_t dims, int64_t normalized_dims, const Options& options) {
   const bool at_end = options.images && parameter.dim() > 1;

@@ -12,6 +12,7 @@
 #include "../kernel_params.h"
 #include "checks.h"
 #include "fallbacks.h"
+#include "geometry.h"
 #include "launch_scope.h"
 #include "ops.h"
 #include "types.h"
@@ -88,11 +89,8 @@ Tensor allocate_like(const Tensor& input, at::ScalarType type, bool images) {
                         : at::empty_strided(input.sizes(), input.strides(), options);
 }
 
-// RMSNorm keeps the memory format channels_last, as in torch.
 Tensor with_format(Tensor output, const ForwardArgs& args) {
-  if (!args.options.rms || args.residual || args.options.images) return output;
-  const auto format = args.input->suggest_memory_format();
-  return format == at::MemoryFormat::Contiguous ? output : output.clone(format);
+  return keeps_channels_last(args) ? output.clone(args.input->suggest_memory_format()) : output;
 }
 
 // A parameter as the kernels read it; undefined if absent.
