@@ -199,9 +199,10 @@ struct ForwardPolicy {
     block = together == kRows && p.cols <= 192 ? kBlockRows : together;
     // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
-    // Stores that cross cache lines are slower. The sums share no loads, unless there is a scale, so their rows are
-    // stored one by one from aligned addresses on. The output would lose more by reading the weights for each row.
-    sums_together = p.cols < kMinAlignedCols || is_aligned(p.sum, x_bytes) ? together : 1;
+    // The sums share no loads, unless there is a scale, so their rows are stored one by one from aligned addresses on.
+    // The output would lose more by reading the weights for each row than it would gain.
+    const bool shares_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
+    sums_together = p.cols < kMinAlignedCols || shares_scale ? together : 1;
     // The next reader of a smaller output would lose more than streaming stores gain, and short rows gain nothing.
     const bool output_is_aligned = is_aligned(p.output, output_bytes);
     streams = kHasStreamingStores && y.is_long() && y.bytes >= int64_t{1} << 24 &&
