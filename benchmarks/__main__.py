@@ -59,8 +59,8 @@ OUT = click.Option(["--out"], type=click.Path(path_type=Path), default=Path("bui
 NAMES = choices("--contenders", CONTENDERS, lambda: list(installed()), show_default="all installed")
 PASS = choices("--passes", PASSES, ",".join(PASSES))
 KERNEL_SHAPES = {
-    "cpu": "32x128 32x768 512x768 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 64x65536 65536x64 "
-    "262144x32",
+    "cpu": "32x128 32x768 512x768 487x513 244x1025 4096x768 4097x771 8192x1024 1024x4096 256x16384 1024x16384 "
+    "64x65536 65536x64 262144x32",
     "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
 }

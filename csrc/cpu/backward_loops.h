@@ -279,10 +279,11 @@ struct GradientOperands {
     if (Wanted::kDbias) write(dbias + j, columns.dbias, AllLanes{});
   }
 
-  // Stores dx of a row, counted from r, for a pack of columns, and adds the row to the partial sums.
+  // Adds a row, counted from r, to the partial sums of a pack of columns, and returns dx.
   template <class Lanes>
-  [[gnu::always_inline]] void add_row(int64_t row, const RowCoefficients<Acc>& c, int64_t j, Lanes lanes,
-                                      ColumnSums<Acc>& columns) const {
+  [[gnu::always_inline]] Pack<Acc> add_row(int64_t row, const RowCoefficients<Acc>& c, int64_t j, Lanes lanes,
+                                           ColumnSums<Acc>& columns) const {
+    Pack<Acc> result = {};
     auto v = load<X>(dy + row * dy_stride + j, lanes);
     if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
     if constexpr (Wanted::kDbias) columns.dbias = columns.dbias + v;
@@ -292,11 +293,17 @@ struct GradientOperands {
       if constexpr (Wanted::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
       if constexpr (Wanted::kDx) {
         const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
-        auto result = fma(xhat, c.minus_mean_g_xhat, g) * c.rstd_scaled;
+        result = fma(xhat, c.minus_mean_g_xhat, g) * c.rstd_scaled;
         if constexpr (Wanted::kSpecial) result = result * scale;
         if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
-        store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Wanted::kStreaming>(lanes));
       }
+    }
+    return result;
+  }
+  template <class Lanes>
+  [[gnu::always_inline]] void store_dx(int64_t row, int64_t j, Lanes lanes, const Pack<Acc>& result) const {
+    if constexpr (Wanted::kDx) {
+      store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Wanted::kStreaming>(lanes));
     }
   }
 
@@ -334,7 +341,15 @@ void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r
   int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
   for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
     auto columns = operands.load_columns(j, lanes);
-    for (int k = 0; k < kCount; ++k) operands.add_row(k, rows[k], j, lanes, columns);
+    if constexpr (kStoresLast<kCount>) {
+      Pack<Acc> dx[kCount];
+#pragma GCC unroll 4
+      for (int k = 0; k < kCount; ++k) dx[k] = operands.add_row(k, rows[k], j, lanes, columns);
+#pragma GCC unroll 4
+      for (int k = 0; k < kCount; ++k) operands.store_dx(k, j, lanes, dx[k]);
+    } else {
+      for (int k = 0; k < kCount; ++k) operands.store_dx(k, j, lanes, operands.add_row(k, rows[k], j, lanes, columns));
+    }
     operands.store_sums(j, columns);
     if (prefetches) {
       if (kCount > 1 && j >= row_end) {
@@ -366,7 +381,10 @@ void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_
     for (int64_t row = 0; row < count; ++row) {
       RowCoefficients<Acc> coefficients;
       coefficients.load(c, row);
-      for (int i = 0; i < packs; ++i) operands.add_row(row, coefficients, j + i * kStep, lanes, columns[i]);
+      for (int i = 0; i < packs; ++i) {
+        operands.store_dx(row, j + i * kStep, lanes,
+                          operands.add_row(row, coefficients, j + i * kStep, lanes, columns[i]));
+      }
       prefetch_packs<packs>(next_x + row * operands.x_stride + j);
       prefetch_packs<packs>(next_dy + row * operands.dy_stride + j);
     }

@@ -34,9 +34,21 @@ struct Statistics {
   bool in_range;           // no sum overflowed, and no squares underflowed
   const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
 
-  Statistics<Acc, 1> row(int k) const {
-    using One = PerRow<Acc, 1>;
-    return {One{center[k]}, One{correction[k]}, One{rstd[k]}, in_range, nullptr};
+  // The statistics of kSome rows from row k on.
+  template <int kSome>
+  decltype(auto) rows(int k) const {
+    if constexpr (kSome == kCount) {
+      return *this;
+    } else {
+      Statistics<Acc, kSome> some = {};
+      some.in_range = in_range;
+      for (int i = 0; i < kSome; ++i) {
+        some.center[i] = center[k + i];
+        some.correction[i] = correction[k + i];
+        some.rstd[i] = rstd[k + i];
+      }
+      return some;
+    }
   }
 };
 
@@ -48,7 +60,7 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks
   const W* const scale = p.input_scale.row<const W>(group, 0);
   X* const sum = p.sum.row<X>(group, r);
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
-    for_each_pack<AccOf<X>, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, begin, n, [&](int64_t j, auto lanes) {
       const auto factor = load_weight<X>(scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
         const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
@@ -157,6 +169,7 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
+  constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
   const Activation activation = p.activation;
   const T* const z = gated ? p.gate.row<const T>(group, r) : nullptr;
@@ -167,11 +180,11 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
-    for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+    for_each_stored_pack<Acc, kAligned, streaming>(y, begin, n, [&](int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
       if (bias) b = load<X>(bias + j, lanes);
-      for (int k = 0; k < kCount; ++k) {
+      const auto compute = [&](int k) __attribute__((always_inline)) {
         Pack<Acc> d;
         if constexpr (has_differences) {
           d = read(stats.differences + j * kCount + k * kPackSize<Acc>, AllLanes{});
@@ -187,8 +200,20 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
           v = v + b;
         }
         if constexpr (gated) v = v * activate(load<X>(z + k * z_stride + j, lanes), activation);
+        return v;
+      };
+      const auto store_result = [&](int k, const Pack<Acc>& v) __attribute__((always_inline)) {
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
         if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead);
+      };
+      if constexpr (kStoresLast<kCount>) {
+        Pack<Acc> results[kCount];
+#pragma GCC unroll 4
+        for (int k = 0; k < kCount; ++k) results[k] = compute(k);
+#pragma GCC unroll 4
+        for (int k = 0; k < kCount; ++k) store_result(k, results[k]);
+      } else {
+        for (int k = 0; k < kCount; ++k) store_result(k, compute(k));
       }
       for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
       for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
@@ -229,18 +254,28 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
     }
   };
   if (stats.in_range) {
-    const auto store_output = [&](auto streaming, auto has_differences) {
-      normalize<Threads, kCount, false, streaming, has_differences, false, T, X, W>(p, group, r, values, chunks, stats,
-                                                                                    /*scale=*/1, prefetch);
+    const auto store_output = [&](auto rows, int k, auto streaming, auto has_differences) {
+      normalize<Threads, rows, false, streaming, has_differences, false, T, X, W>(
+          p, group, r + k, values, chunks, stats.template rows<rows>(k), /*scale=*/1, prefetch);
     };
+    constexpr Constant<kCount> kAll;
+    constexpr Constant<min(kCount, kFewRows)> kFew;
+    constexpr std::bool_constant<kMayStream> kStreaming;
+    constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
-      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.row(k), /*scale=*/1);
+      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.template rows<1>(k), /*scale=*/1);
     } else if (kMayStream && policy.streams) {
-      store_output(std::bool_constant<kMayStream>{}, std::false_type{});
+      if (policy.outputs_together == 1) {
+        for (int k = 0; k < kCount; ++k) store_output(Constant<1>{}, k, kStreaming, std::false_type{});
+      } else {
+        store_output(kAll, 0, kStreaming, std::false_type{});
+      }
     } else if (kMayKeepDifferences<kPacks, T, X> && stats.differences) {
-      store_output(std::false_type{}, std::bool_constant<kMayKeepDifferences<kPacks, T, X>>{});
+      store_output(kAll, 0, std::false_type{}, kDifferences);
+    } else if (policy.outputs_together < kCount) {
+      for (int k = 0; k < kCount; k += kFew) store_output(kFew, k, std::false_type{}, std::false_type{});
     } else {
-      store_output(std::false_type{}, std::false_type{});
+      store_output(kAll, 0, std::false_type{}, std::false_type{});
     }
     for (int k = 0; k < kCount; ++k) {
       if (mean) mean[k * p.mean.row_stride] = static_cast<Acc>(double(stats.center[k]) + stats.correction[k]);
@@ -274,8 +309,15 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
       constexpr bool kDiffers = !std::is_same_v<T, X>, kScaleDiffers = kDiffers || !std::is_same_v<T, W>;
-      p.input_scale.data ? add_residual<Threads, kCount, kScaleDiffers, T, X, W>(p, group, r + k, chunks)
-                         : add_residual<Threads, kCount, kDiffers, T, X, W>(p, group, r + k, chunks);
+      const auto add = [&](auto rows, int64_t row) {
+        p.input_scale.data ? add_residual<Threads, rows, kScaleDiffers, T, X, W>(p, group, row, chunks)
+                           : add_residual<Threads, rows, kDiffers, T, X, W>(p, group, row, chunks);
+      };
+      if (kCount > 1 && policy.sums_together == 1) {
+        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, r + k + i);
+      } else {
+        add(Constant<kCount>{}, r + k);
+      }
     }
     const X* const x = values.row<const X>(group, r + k);
     const auto find = [&](auto... to) {

@@ -42,8 +42,8 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
   run_on_threads(n, grain, call, &f);
 }
 
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The gradients of the parameters, in the order of their partial sums.

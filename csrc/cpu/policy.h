@@ -22,6 +22,12 @@ struct ArraySize {
 
   bool is_narrow() const { return row_bytes <= 4096; }
   bool is_long() const { return row_bytes >= 8192; }
+  // Whether rows are about a multiple of 4 KiB apart. They then take the same places of the first-level cache, and a
+  // load waits for a store to another row, because the last 12 bits of their addresses are about equal.
+  bool rows_collide() const {
+    const int64_t rest = row_bytes % 4096;
+    return row_bytes > 2048 && min(rest, 4096 - rest) < 24 * element_bytes;
+  }
   bool is_in_memory() const { return bytes > int64_t{1} << 23; }  // smaller arrays are taken to be in the caches
 
   int64_t rows, element_bytes, row_bytes, bytes;
@@ -124,13 +130,26 @@ constexpr int kRows = 4, kFewRows = 2;
 template <class T, class X>
 constexpr bool kHandlesRowsTogether = std::is_same_v<T, X>;
 
+// Whether a loop loads all rows that it handles together before it stores the first, so that no load waits for a store
+// to another row (ArraySize::rows_collide). More rows, and AVX2, have too few registers for it.
+template <int kCount>
+constexpr bool kStoresLast = kVectorBytes == 64 && kCount == kFewRows;
+
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Whether streaming stores can write an array. They write whole aligned vectors past the caches, without reading the
-// cache lines that they overwrite.
-inline bool can_stream(const View& array, int64_t element_bytes) {
-  const auto is_aligned = [&](int64_t elements) { return elements * element_bytes % kVectorBytes == 0; };
-  return kHasStreamingStores && is_aligned(array.row_stride) && is_aligned(array.group_stride) &&
+// Single rows of at least so many columns are stored from an aligned address on, see for_each_stored_pack().
+constexpr int64_t kMinAlignedCols = 128;
+
+// The number of elements before the first that is at a multiple of kVectorBytes.
+template <class T>
+int64_t elements_to_boundary(const T* p) {
+  return static_cast<int64_t>(-reinterpret_cast<uintptr_t>(p) % kVectorBytes / sizeof(T));
+}
+
+// Whether all rows of an array begin at multiples of kVectorBytes.
+inline bool is_aligned(const View& array, int64_t element_bytes) {
+  const auto is_multiple = [&](int64_t elements) { return elements * element_bytes % kVectorBytes == 0; };
+  return is_multiple(array.row_stride) && is_multiple(array.group_stride) &&
          reinterpret_cast<uintptr_t>(array.data) % kVectorBytes == 0;
 }
 
@@ -180,21 +199,39 @@ struct ForwardPolicy {
     block = together == kRows && p.cols <= 192 ? kBlockRows : together;
     // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
+    // The sums share no loads, unless there is a scale, so their rows are stored one by one from aligned addresses on.
+    // The output would lose more by reading the weights for each row than it would gain.
+    const bool shares_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
+    sums_together = p.cols < kMinAlignedCols || shares_scale ? together : 1;
     // The next reader of a smaller output would lose more than streaming stores gain, and short rows gain nothing.
-    streams = y.is_long() && y.bytes >= int64_t{1} << 24 && can_stream(p.output, output_bytes);
+    const bool output_is_aligned = is_aligned(p.output, output_bytes);
+    streams = kHasStreamingStores && y.is_long() && y.bytes >= int64_t{1} << 24 &&
+              (output_is_aligned || can_stream_single(p, y));
+    outputs_together = streams && !output_is_aligned ? 1 : together;
+    // Rows of 4 KiB of float16 are as fast four together.
+    const bool is_half_4k = p.sum_dtype == Dtype::kFloat16 && x.row_bytes == 4096;
+    if (x.rows_collide() && !is_half_4k) outputs_together = min(outputs_together, kFewRows);
     prefetch_together = prefetch(p, x, y, together);
     prefetch_single = prefetch(p, x, y, 1);
   }
 
   bool is_narrow;
-  bool shares_rows;   // whether all threads share each row
-  int64_t together;   // the rows that the loops handle together
-  int64_t block;      // the rows whose statistics are computed before the output starts
-  int64_t kept_rows;  // differences are kept of blocks of up to so many rows
-  bool streams;       // whether the output is written with streaming stores
+  bool shares_rows;                         // whether all threads share each row
+  int64_t together;                         // the rows that the loops handle together
+  int64_t sums_together, outputs_together;  // the same for the loops that store the sums and the output
+  int64_t block;                            // the rows whose statistics are computed before the output starts
+  int64_t kept_rows;                        // differences are kept of blocks of up to so many rows
+  bool streams;                             // whether the output is written with streaming stores
   Prefetch prefetch_together, prefetch_single;
 
  private:
+  // Whether streaming stores may write rows that are not aligned, one by one. 16-bit rows of less than 16 KiB are
+  // faster together, and gated rows without streaming.
+  static bool can_stream_single(const ForwardParams& p, const ArraySize& y) {
+    return p.activation == Activation::kNone && (y.element_bytes > 2 || y.row_bytes >= 16384) &&
+           reinterpret_cast<uintptr_t>(p.output.data) % y.element_bytes == 0;
+  }
+
   // The output is prefetched with the input, because a store to a line in memory would wait for it. The hardware
   // prefetches it better if rows are short, or single rows of up to 8 KiB of 32- or 64-bit elements.
   static Prefetch prefetch(const ForwardParams& p, const ArraySize& x, const ArraySize& y, int64_t count) {
@@ -237,7 +274,8 @@ struct BackwardPolicy {
     // The next block of short rows fits into the first-level cache beside this one.
     prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
     // The next reader of a smaller dx would lose more than streaming stores gain. The gradients of a scale read dx.
-    streams = x.bytes >= int64_t{1} << 23 && can_stream(p.grad_input, x.element_bytes) && !has_input_scale_gradients(p);
+    streams = x.bytes >= int64_t{1} << 23 && kHasStreamingStores && is_aligned(p.grad_input, x.element_bytes) &&
+              !has_input_scale_gradients(p);
     prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
   }
 
@@ -267,12 +305,11 @@ struct BackwardPolicy {
       together = block = 1;
       return;
     }
-    // Four wide rows are slower in memory. They are also slower if they are a multiple of 4 KiB apart, because they
-    // take the same places of the first-level cache. Narrow rows that exceed 2 KiB of 32- or 64-bit elements are slower
-    // because four such streams are read more slowly.
-    const bool is_short = x.row_bytes <= (x.element_bytes == 2 ? 4095 : 2048);
-    const bool is_wide_in_cache = !x.is_narrow() && !x.is_in_memory() && x.row_bytes % 4096 != 0;
-    together = is_short || is_wide_in_cache ? kRows : kFewRows;
+    // Four wide rows are slower in memory, and four rows that collide in the caches as well. Narrow rows that exceed
+    // 2 KiB of 32- or 64-bit elements are slower because four such streams are read more slowly.
+    const bool is_short = x.row_bytes <= (x.element_bytes == 2 ? 4096 : 2048);
+    const bool is_wide_in_cache = !x.is_narrow() && !x.is_in_memory();
+    together = (is_short || is_wide_in_cache) && !x.rows_collide() ? kRows : kFewRows;
     // Short rows would wait for the coefficients of each row, so a block has as many as 8 KiB hold.
     block = max(together, min(kMaxBlockRows, 8192 / x.row_bytes / kRows * kRows));
   }

@@ -105,6 +105,29 @@ inline void for_each_pack(int64_t begin, int64_t n, const F& f) {
 }
 static_assert(kNarrowPacks <= 2 && kWidePacks <= 2, "for_each_pack handles one whole pack at the end");
 
+// Calls f(j, lanes) for the packs that cover columns [begin, begin + n) of a loop that adds nothing up and stores to a
+// row. If aligned, the first pack ends where the row's stores are aligned, which streaming stores of single rows need.
+// Other short rows do without, because the additional pack takes as long as it saves.
+template <class Acc, bool aligned, bool streaming, class T, class F>
+inline void for_each_stored_pack(const T* row, int64_t begin, int64_t n, const F& f) {
+  if constexpr (!aligned) {
+    for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) __attribute__((always_inline)) { f(j, lanes); });
+  } else {
+    constexpr int64_t kStep = kPackSize<Acc>;
+    const int64_t end = begin + n;
+    int64_t j = begin, lanes = 0;
+    if (streaming || n >= kMinAlignedCols) lanes = min(n, elements_to_boundary(row + begin));
+    do {  // the first pack, whole packs, and the last pack, without a second copy of f for the first lanes
+      if (lanes) {
+        f(j, FirstLanes{static_cast<int>(lanes)});
+        j += lanes;
+      }
+      for (; j + kStep <= end; j += kStep) f(j, AllLanes{});
+      lanes = end - j;
+    } while (lanes);
+  }
+}
+
 // The chunks of a row, in up to kMaxRuns runs of adjacent chunks.
 struct Chunks {
   Chunks(int64_t cols, int64_t chunk)

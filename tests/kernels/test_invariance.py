@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.backends import ALL, assert_same_bits, run, run_images, run_pixels
+from support.backends import ALL, assert_same_bits, installed, run, run_images, run_pixels
 from support.family import MEMBERS
 from support.inputs import LAYOUTS, all_dtypes, amid_nans, arguments, data_dtypes, randn, random_args, transposed
-from support.reference import BF16, F16, F32, F64, dtypes_id, statistics_dtype
+from support.reference import BF16, F16, F32, F64, RESIDUALS, dtypes_id, statistics_dtype
+
+import layernorm_ext
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -86,6 +88,47 @@ def test_layout_of_images(backend, dtype, layout):
         statistics = layout(results.mean), layout(results.rstd)
         gradients = backend.backward(dy, images, (6,), *statistics, w, b, ALL, images=True)
         assert_same_bits(gradients, results.gradients)
+
+
+# Addresses
+
+
+def at_address(tensor, offset):
+    """Return a copy that begins `offset` bytes after a multiple of 64, and the memory around it, which holds 0xff."""
+    memory = torch.full((tensor.nbytes + 256,), 0xFF, dtype=torch.uint8)
+    begin = 64 - memory.data_ptr() % 64 + offset
+    copy = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+    return copy.view(tensor.shape).copy_(tensor), (memory[:begin], memory[begin + tensor.nbytes :])
+
+
+@pytest.mark.parametrize("dtypes", RESIDUALS, ids=dtypes_id)
+@pytest.mark.parametrize("cols", [77, 130, 1023, 2048, 2049, 4100])
+def test_address_of_every_tensor(dtypes, cols):
+    """Each begins at any byte, and so do the sums that replace the residual; widths move the other results' rows."""
+    dtype, parameter_dtype, residual_dtype = dtypes
+    x, r, dy = (randn((7, cols), t) for t in (dtype, residual_dtype, dtype))
+    w, b = (randn(cols, parameter_dtype) for _ in range(2))
+    expected = run(installed("cpu"), x, dy, w, b, residual=r, grad_sum=r)
+    for offset in range(64):
+        (x_at, _), (w_at, _), (b_at, _), (dy_at, _) = (at_address(t, offset) for t in (x, w, b, dy))
+        r_at, around = at_address(r, 63 - offset)
+        results = run(installed("cpu"), x_at, dy_at, w_at, b_at, residual=r_at, grad_sum=r_at)
+        assert_same_bits(results, expected, offset)
+        output, total = layernorm_ext.add_layer_norm(x_at, r_at, (cols,), w_at, b_at, inplace=True)
+        assert total.data_ptr() == r_at.data_ptr() and all((part == 0xFF).all() for part in around)
+        assert_same_bits((output, total), (expected.output, expected.total), offset)
+
+
+@all_dtypes
+@pytest.mark.parametrize("rows, cols", [(2, 2097704), (520, 8193), (1030, 8200), (4099, 2049)])
+def test_rows_of_large_outputs(use_threads, dtypes, rows, cols):
+    """Streaming stores need aligned addresses, where a row begins and where a thread takes over a part of it."""
+    x, _, w, b = random_args(installed("cpu"), dtypes, rows, cols)
+    for threads in (1, 4):
+        use_threads(threads)
+        output = layernorm_ext.layer_norm(x, (cols,), w, b)
+        parts = torch.cat([layernorm_ext.layer_norm(part, (cols,), w, b) for part in x.split(max(1, rows // 13))])
+        assert_same_bits((output,), (parts,), threads)
 
 
 # Other rows
