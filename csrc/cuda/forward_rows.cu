@@ -154,16 +154,19 @@ struct ThreadPart {
   __device__ __forceinline__ void normalize() const {
     Vec<X> x[kRows][kVectors];
     Acc pivots[kRows];
+    // The first vector of a block's row is requested first, because the estimate of the mean needs it first.
+    Vec<X> first[1];
+    fill(first[0], X(0.0f));
+    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(first, row_number(0));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r));
-    Vec<X> head[1] = {x[0][0]};
-    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(head, row_number(0));
+    const Vec<X> head = is_block() ? first[0] : x[0][0];
     const int64_t group = index_of(row_number(0)).group;
     prefetch_parameter(p.weight, kWeight, group);
     prefetch_parameter(p.bias, kBias, group);
 
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) pivots[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head[0] : x[r][0]);
+    for (int r = 0; r < kRows; ++r) pivots[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head : x[r][0]);
     int buffer = 0;
     Moments moments[kRows];
     reduce_moments(moments, pivots, plan.row_threads, plan.cols, has(kRms), buffer, [&](Acc(&sums)[2 * kRows]) {
