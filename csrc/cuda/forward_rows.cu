@@ -38,6 +38,11 @@ struct ThreadPart {
   __device__ __forceinline__ unsigned vector_index(int i) const { return i * threads + thread; }
   __device__ __forceinline__ bool holds(int i) const { return vector_index(i) < plan.vectors; }
 
+  // The same part for another phase of a row: see compute_again(). Predicates would wait in registers.
+  __device__ __forceinline__ ThreadPart rebuilt() const {
+    return {p, plan, threads, kRows == 1 ? compute_again(thread) : thread};
+  }
+
   // The thread's row r among all rows, which may not exist.
   __device__ __forceinline__ unsigned row_number(int r) const {
     if (is_block()) return blockIdx.x;
@@ -180,9 +185,9 @@ struct ThreadPart {
     Moments moments[kRows];
     reduce_moments(moments, pivots, plan.row_threads, plan.cols, has(kRms), buffer, [&](Acc(&sums)[2 * kRows]) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) sum(&sums[2 * r], x[r], moments[r]);
+      for (int r = 0; r < kRows; ++r) rebuilt().sum(&sums[2 * r], x[r], moments[r]);
     });
-    finish(x, moments, groups);
+    rebuilt().finish(x, moments, groups);
   }
 
   // Stores the results of the rows.
@@ -223,9 +228,17 @@ struct ThreadPart {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The blocks that fit on a multiprocessor. A block of several rows has 128 threads, and one of a row up to 256.
+// The blocks that fit on a multiprocessor. A block of several rows has 128 threads, and one of a row up to 256. Three
+// of the latter leave a thread 80 registers, with which float32 rows spill in code for 10.0 and later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <class X>
+constexpr int kMinBlocksOfOneRow = sizeof(X) == 4 ? 2 : 3;
+#else
+template <class X>
+constexpr int kMinBlocksOfOneRow = 3;
+#endif
 template <class X, int kRows>
-constexpr int kMinBlocksPerSM = kRows == 1 ? 2 : 4;
+constexpr int kMinBlocksPerSM = kRows == 1 ? kMinBlocksOfOneRow<X> : 4;
 template <int kRows>
 constexpr int kMaxThreads = kRows == 1 ? 256 : kThreadsOfShortRows;
 
