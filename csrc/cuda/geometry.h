@@ -136,7 +136,7 @@ class FastDivisor {
   // The quotient, if both numbers fit into an int. Takes fewer instructions.
   __device__ __forceinline__ unsigned divide_short(unsigned n) const {
     const unsigned divisor = static_cast<unsigned>(divisor_);
-    const unsigned product = __umulhi(n, static_cast<unsigned>(reciprocal_ >> 32));
+    const auto product = static_cast<unsigned>(n * (reciprocal_ >> 32) >> 32);
     return n - product * divisor >= divisor ? product + 1 : product;
   }
 
