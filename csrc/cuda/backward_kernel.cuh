@@ -116,6 +116,21 @@ struct JoinedSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
+// A block takes its segments in turn, and `rounds` rounds of each; a round has rows_per_round rows. Copies run ahead by
+// the number of stages, also into the next segment. Warps of different rows meet only at the block's barriers. With a
+// lag of one, round r sums row r and then finishes row r - 1; one more round at the end of a segment finishes its last
+// row. The time line of a block with a lag, B being the block's barrier:
+//
+//   round 0:    sum row 0, put its sums
+//   round 1: B, get and send the sums of row 0; sum row 1, put its sums; receive parts and finish row 0; fetch
+//   round 2: B, get and send the sums of row 1; sum row 2, put its sums; receive parts and finish row 1; fetch
+//
+// A warp that has passed B in round r may run ahead of the others up to B in round r + 1: it puts the sums of row r
+// into one buffer of WarpSums while others still get those of row r - 1 from the other one. Without a lag, put(), B and
+// get() belong to the same round. Warps that hold whole rows have no barrier in a round, and run ahead freely until the
+// sums of the columns are added (add_rows_of_block()), at the end of a segment or after kRoundsPerSum rounds. The
+// blocks of a row in parts run ahead as PartExchange says. Joined blocks have one segment each, send the sums of its
+// columns, and wait only at the end.
 template <class T, class X, class Path>
 __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, Path::kIsWarp ? 2 : 1)
     backward_rows(const BackwardParams p, const BackwardPlan plan) {
@@ -314,6 +329,9 @@ struct Choice {
   BackwardPlan plan;
 };
 
+// The order of decisions: the division of a row, the threads of a block, the instance for the usual options, the
+// segments, which follow from its resident blocks, the joined blocks, the real instance, and the grid. Segments decide
+// the order of summation, and so the bits; the real instance, which options change, decides only stages and blocks.
 template <class T, class X>
 Choice choose(const BackwardParams& p) {
   BackwardPlan plan = {};

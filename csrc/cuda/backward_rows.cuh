@@ -166,9 +166,11 @@ struct Rows {
     }
   }
 
-  // Adds this thread's part of a row to the sums. Elements after the end are zeros, and so must be their d.
+  // Adds this thread's part of a row to the sums, unless they are loaded. Elements after the end are zeros, and so must
+  // be their d.
   __device__ __forceinline__ void add_to_sums(RowSums& sums, int stage, const Statistics& statistics,
                                               const Acc (&weight)[kElements], int64_t group) const {
+    if (flags.has(kLoadsSums)) return;
     const auto slice = this->slice.rebuilt();
     const Arrays from = arrays_at(stage);
     const auto add = [&](auto has_end) {

@@ -38,6 +38,11 @@ struct ThreadPart {
   __device__ __forceinline__ unsigned vector_index(int i) const { return i * threads + thread; }
   __device__ __forceinline__ bool holds(int i) const { return vector_index(i) < plan.vectors; }
 
+  // The same part for another phase of a row: see compute_again(). Predicates would wait in registers.
+  __device__ __forceinline__ ThreadPart rebuilt() const {
+    return {p, plan, threads, kRows == 1 ? compute_again(thread) : thread};
+  }
+
   // The thread's row r among all rows, which may not exist.
   __device__ __forceinline__ unsigned row_number(int r) const {
     if (is_block()) return blockIdx.x;
@@ -47,12 +52,18 @@ struct ThreadPart {
   __device__ __forceinline__ bool exists(unsigned row) const {
     return row < static_cast<unsigned>(p.groups) * static_cast<unsigned>(p.rows);
   }
-  __device__ __forceinline__ RowIndex index_of(unsigned row) const {
-    return find_group(exists(row) ? row : 0, has(kHasGroups), plan.rows);
+  // The group of a row. A row that does not exist has the group of row 0.
+  __device__ __forceinline__ unsigned group_of(unsigned row) const {
+    return has(kHasGroups) && exists(row) ? plan.rows.divide_short(row) : 0;
+  }
+  __device__ __forceinline__ RowIndex index_of(unsigned row, unsigned group) const {
+    const unsigned rows_before = group * static_cast<unsigned>(plan.rows.divisor());
+    return {group, exists(row) ? row - rows_before : 0};
   }
   template <class E>
-  __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, unsigned row) const {
-    return has(kHasGroups) ? address<E>(view, index_of(row)) : stride.address<E>(view, row);
+  __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, unsigned row,
+                                           unsigned group) const {
+    return has(kHasGroups) ? address<E>(view, index_of(row, group)) : stride.address<E>(view, row);
   }
 
   // Loads `count` vectors from this thread's vector `begin` on, with default values where there are none.
@@ -73,11 +84,12 @@ struct ThreadPart {
 
   // Loads vectors of x: the input, or its sum with a residual. A scale multiplies the input before that.
   template <int kCount>
-  __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row) const {
+  __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned group) const {
     const bool exists = this->exists(row);
-    load<false>(x, exists, address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, row), 0, X(0.0f));
+    load<false>(x, exists, address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, row, group), 0,
+                X(0.0f));
     if (!has(kResidual)) return;
-    const T* const from = address_of<const T>(p.input, plan.input_stride, row);
+    const T* const from = address_of<const T>(p.input, plan.input_stride, row, group);
     constexpr int kBatch = std::min(kCount, 2);  // vectors of the input that fit into registers
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kBatch) {
@@ -91,7 +103,7 @@ struct ThreadPart {
         if (has(kInputScale)) {
           Acc scale[kVec];
           with_parameter_type<T>(plan.flags, [&](auto element) {
-            load_parameter<decltype(element)>(scale, p.input_scale, exists, index_of(row).group, begin + i, 0);
+            load_parameter<decltype(element)>(scale, p.input_scale, exists, group, begin + i, 0);
           });
           for (int e = 0; e < kVec; ++e) a[e] = fma(scale[e], b[e], a[e]);
         } else {
@@ -154,27 +166,33 @@ struct ThreadPart {
   __device__ __forceinline__ void normalize() const {
     Vec<X> x[kRows][kVectors];
     Acc pivots[kRows];
+    unsigned groups[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r));
-    Vec<X> head[1] = {x[0][0]};
-    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(head, row_number(0));
-    const int64_t group = index_of(row_number(0)).group;
-    prefetch_parameter(p.weight, kWeight, group);
-    prefetch_parameter(p.bias, kBias, group);
+    for (int r = 0; r < kRows; ++r) groups[r] = group_of(row_number(r));
+    // The first vector of a block's row is requested first, because the estimate of the mean needs it first.
+    Vec<X> first[1];
+    fill(first[0], X(0.0f));
+    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(first, row_number(0), groups[0]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r), groups[r]);
+    const Vec<X> head = is_block() ? first[0] : x[0][0];
+    prefetch_parameter(p.weight, kWeight, groups[0]);
+    prefetch_parameter(p.bias, kBias, groups[0]);
 
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) pivots[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head[0] : x[r][0]);
+    for (int r = 0; r < kRows; ++r) pivots[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head : x[r][0]);
     int buffer = 0;
     Moments moments[kRows];
     reduce_moments(moments, pivots, plan.row_threads, plan.cols, has(kRms), buffer, [&](Acc(&sums)[2 * kRows]) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) sum(&sums[2 * r], x[r], moments[r]);
+      for (int r = 0; r < kRows; ++r) rebuilt().sum(&sums[2 * r], x[r], moments[r]);
     });
-    finish(x, moments);
+    rebuilt().finish(x, moments, groups);
   }
 
   // Stores the results of the rows.
-  __device__ __forceinline__ void finish(Vec<X> (&x)[kRows][kVectors], const Moments (&moments)[kRows]) const {
+  __device__ __forceinline__ void finish(Vec<X> (&x)[kRows][kVectors], const Moments (&moments)[kRows],
+                                         const unsigned (&groups)[kRows]) const {
     Normalizer normalizers[kRows];
     T* outputs[kRows];
     bool exist[kRows];
@@ -182,24 +200,22 @@ struct ThreadPart {
     for (int r = 0; r < kRows; ++r) {
       const unsigned row = row_number(r);
       exist[r] = exists(row);
-      outputs[r] = address_of<T>(p.output, plan.output_stride, row);
+      outputs[r] = address_of<T>(p.output, plan.output_stride, row, groups[r]);
       normalizers[r] = Normalizer(moments[r], plan);
-      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, plan, index_of(row));
+      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, plan, index_of(row, groups[r]));
       if (has(kResidual)) {
         // The sum may replace the residual, whose first vector all threads have read before the sums.
-        X* const sums = address_of<X>(p.sum, plan.sum_stride, row);
+        X* const sums = address_of<X>(p.sum, plan.sum_stride, row, groups[r]);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) store(exist[r], sums, x[r][i], i);
       }
     }
-    const int64_t group = index_of(row_number(0)).group;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       Acc weight[kVec], bias[kVec];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (r == 0) load_parameters(weight, bias, group, i);
-        if (r > 0 && has(kHasGroups)) load_parameters(weight, bias, index_of(row_number(r)).group, i);
+        if (r == 0 || groups[r] != groups[r - 1]) load_parameters(weight, bias, groups[r], i);
         Acc v[kVec];
         x[r][i] = compute_again(x[r][i]);
         widen(v, x[r][i]);
@@ -212,9 +228,17 @@ struct ThreadPart {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The blocks that fit on a multiprocessor. A block of several rows has 128 threads, and one of a row up to 256.
+// The blocks that fit on a multiprocessor. A block of several rows has 128 threads, and one of a row up to 256. Three
+// of the latter leave a thread 80 registers, with which float32 rows spill in code for 10.0 and later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <class X>
+constexpr int kMinBlocksOfOneRow = sizeof(X) == 4 ? 2 : 3;
+#else
+template <class X>
+constexpr int kMinBlocksOfOneRow = 3;
+#endif
 template <class X, int kRows>
-constexpr int kMinBlocksPerSM = kRows == 1 ? 2 : 4;
+constexpr int kMinBlocksPerSM = kRows == 1 ? kMinBlocksOfOneRow<X> : 4;
 template <int kRows>
 constexpr int kMaxThreads = kRows == 1 ? 256 : kThreadsOfShortRows;
 

@@ -133,6 +133,12 @@ class FastDivisor {
     const int64_t rest = n - product * divisor_;
     return rest >= divisor_ ? Result{product + 1, rest - divisor_} : Result{product, rest};
   }
+  // The quotient, if both numbers fit into an int. Takes fewer instructions.
+  __device__ __forceinline__ unsigned divide_short(unsigned n) const {
+    const unsigned divisor = static_cast<unsigned>(divisor_);
+    const auto product = static_cast<unsigned>(n * (reciprocal_ >> 32) >> 32);
+    return n - product * divisor >= divisor ? product + 1 : product;
+  }
 
  private:
   int64_t divisor_;

@@ -12,6 +12,13 @@ namespace layernorm::cuda {
 //   kElements  neighbouring lanes own neighbouring elements, which they read without bank conflicts at any alignment.
 //              The lanes of a row copy the aligned 16 bytes ("granules") that cover it, and need __syncwarp().
 //   kGeneral   the columns of either, chosen at run time; rows are copied and read as with kElements.
+// Example: 1023 bfloat16 columns are not whole vectors of 8, so kElements. A warp covers 16 * 32 = 512 columns, and the
+// row has two warps, which begin at columns 0 and 512. For each warp, lane l owns the columns begin + l + 32 * j, for j
+// from 0 to 15: lane 0 has 0, 32, ..., 480 and lane 31 has 31, 63, ..., 511; in the second warp, lane 0 has 512, 544,
+// ..., 992 and lane 30 has 542, ..., 1022. The last column of its lane 31 would be 1023, which does not exist and is 0.
+// Row r starts 2046 * r bytes after the first: 14 bytes after a multiple of 16 for r = 1, so that offset_of() is 14,
+// and fetch() copies 65 granules for the first warp, two by each lane and the last one by lane 0.
+// With 1024 columns, kVectors: lane l owns begin + 8 * l to begin + 8 * l + 7, and the eight columns 256 further.
 // The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
 enum class Mapping { kVectors, kElements, kGeneral };
 
