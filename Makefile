@@ -27,6 +27,7 @@ test-all:
 test-device:
 	python -m pytest -n auto --dist loadfile tools/cuda_emulator
 	python -m pytest -n auto --backends emulated -k emulated
+	python -m pytest -n auto --backends "registers clusters launches" -m every_path tests/kernels
 
 # It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
 VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tools/aarch64/values.cpp

@@ -26,15 +26,17 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         names = metafunc.config.getoption("backends").split()
-        metafunc.parametrize("backend", names, indirect=True, scope="session")
+        metafunc.parametrize("backend", names, indirect=True)
 
 
 def pytest_collection_modifyitems(items):
     def applies(item):
         backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
-        if backend in ("cuda", "emulated") and "use_threads" in item.fixturenames:  # CPU threads
+        if backend in (None, "cpu"):
+            return True
+        if "use_threads" in item.fixturenames:  # CPU threads
             return False
-        return backend != "emulated" or not item.get_closest_marker("large")  # it processes 10^7 elements per second
+        return backend == "cuda" or not item.get_closest_marker("large")  # emulated: 10^7 elements per second
 
     items[:] = [item for item in items if applies(item)]
     # The longest tests start first, so that no worker of pytest-xdist ends long after the others.
@@ -60,9 +62,11 @@ def torchvision():
         return importlib.import_module("torchvision")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def backend(request):
-    return BACKENDS[request.param]()
+    backend = BACKENDS[request.param]()
+    with backend.limits():
+        yield backend
 
 
 @pytest.fixture(autouse=True)
@@ -110,4 +114,5 @@ def pytest_report_header():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes or seconds; skipped for further instruction sets")
+    config.addinivalue_line("markers", "every_path: also for all paths of the CUDA kernels (support/backends.py)")
     config.addinivalue_line("markers", "integration: needs the extra test-all; runs with -m integration")

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import torch
 
-from . import allocator, blocks, compare, models, norm, plots, report
+from . import blocks, compare, norm, plots, report
 from .cases import PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
@@ -152,8 +152,6 @@ add_benchmark("overhead", norm.measure_overhead, product, dtypes("fp32"), NAMES,
 add_benchmark("accuracy", norm.measure_accuracy, norm.accuracy_points, dtypes(",".join(PAIRS)), NAMES)
 add_benchmark("family", blocks.measure_family, FAMILY_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", blocks.measure_compiled, partial(product, blocks.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
-add_benchmark("models", models.measure, partial(product, models.MODELS), seconds(2.0))
-add_benchmark("allocator", allocator.measure, partial(product, allocator.SETTINGS), seconds(1.0))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 RUN = click.Argument(["run"], type=click.Path(exists=True, dir_okay=False, path_type=Path))
 cli.add_command(

@@ -18,26 +18,23 @@ class Layout(NamedTuple):
 
     A cell has the figures of all contenders, divided by commas, unless the column is that of a contender. The other
     fields differ between the cases of a cell, which has the geometric mean, the least and the most of several cases.
-    The figures are times or, if there is a base, ratios: more than 1 is slower than "ours", or faster than "torch".
+    The figures are ratios to the base: more than 1 is slower than "ours", or faster than "torch".
     """
 
     line: str
     columns: tuple[str, ...]
-    base: str | None
+    base: str
 
 
 LAYOUTS = {
     "kernels": Layout("pass", ("dtypes", "contender"), "ours"),
     "family": Layout("norm", ("dtypes", "pass", "contender"), "ours"),
     "compile": Layout("block", ("dtypes", "pass"), "torch"),
-    "allocator": Layout("setting", ("case",), None),
 }
 
 
-def figures(times: dict[str, float], base: str | None) -> dict[str, float]:
+def figures(times: dict[str, float], base: str) -> dict[str, float]:
     """Return the figure of each contender but the base."""
-    if base is None:
-        return times
     others = {name: us for name, us in times.items() if name != base}
     return {name: us / times[base] if base == "ours" else times[base] / us for name, us in others.items()}
 
@@ -70,8 +67,6 @@ def describe(figures: list[float], noise: float) -> str:
     if len(figures) > 1:
         return f"{statistics.geometric_mean(figures):.2f} ({min(figures):.2f} to {max(figures):.2f})"
     (figure,) = figures
-    if figure >= 100:
-        return f"{figure:,.0f}"
     return f"({figure:.2f})" if 1 / noise < figure < noise else f"{figure:.2f}"
 
 

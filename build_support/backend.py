@@ -1,4 +1,4 @@
-"""A PEP 517 backend: setuptools, plus a rule about torch.
+"""A PEP 517 backend: setuptools, plus a rule about torch. It refuses other systems than Linux at its first step.
 
 The extension must be compiled for the torch that it will be loaded into, but pip's isolated build environment hides the
 installed torch, and build-system.requires would download another one. Therefore the build sees a torch that is
@@ -11,12 +11,13 @@ import functools
 from setuptools import build_meta
 from setuptools.build_meta import build_sdist, get_requires_for_build_sdist  # noqa: F401  (need no torch)
 
-from . import BuildError, target_torch
+from . import BuildError, check_system, target_torch
 
 
 def _requiring_torch(hook):
     @functools.wraps(hook)
     def get_requires(*args, **kwargs):
+        check_system()
         requirements = hook(*args, **kwargs)
         return requirements if target_torch.make_importable() else [*requirements, target_torch.REQUIREMENT]
 
@@ -26,6 +27,7 @@ def _requiring_torch(hook):
 def _with_torch(hook):
     @functools.wraps(hook)
     def build(*args, **kwargs):
+        check_system()
         if not target_torch.make_importable():
             raise BuildError("torch is not installed", "pip install torch first")
         return hook(*args, **kwargs)

@@ -22,14 +22,13 @@ import torch
 from setuptools.command.build_py import build_py
 from torch.utils import cpp_extension
 
-from . import BuildError, cuda, target_torch
+from . import BuildError, check_system, cuda, jobs, target_torch
 
 NAME = "layernorm_ext._C"
 SOURCES = [*sorted([*glob.glob("csrc/*.cpp"), *glob.glob("csrc/ops/*.cpp")]), "csrc/cpu/dispatch.cpp"]
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu"))
 # These include no torch header and are compiled once per CPU capability.
 KERNEL_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/channels_first.cpp", "csrc/cpu/forward.cpp"]
-MEMORY_PER_JOB = 2 * 1024**3  # bytes; the largest compilation takes 1.2 GiB
 # Only explicit multiply-adds are fused, so that results do not depend on the compiler's choice.
 KERNEL_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 
@@ -46,6 +45,7 @@ if IS_X86:
 
 def setup_arguments() -> dict:
     """Return the arguments of setup() for the torch that can be imported."""
+    check_system()
     major, minor = map(int, torch.__version__.split(".")[:2])
     if (major, minor) < target_torch.OLDEST:
         raise BuildError(
@@ -106,14 +106,16 @@ class BuildExtension(cpp_extension.BuildExtension):
         self.force = True
 
     def run(self):
-        """Report the plan, build with one compiler process per core, and record the plan."""
+        """Report the plan, build with as many compiler processes as max_jobs() allows, and record the plan."""
         plan = self.extensions[0].plan
         target = "CUDA and the CPU" if plan.toolkit else "the CPU alone"
         # pip shows warnings even where it hides the other output of a build.
         warnings.warn(f"layernorm-ext is built for {target}: {plan.reason}", stacklevel=1)
-        os.environ.setdefault("MAX_JOBS", str(_max_jobs()))
+        os.environ.setdefault("MAX_JOBS", str(jobs.max_jobs()))
         super().run()
-        Path(self.get_ext_fullpath(NAME)).with_name("_build_info.py").write_text(_build_info(plan))
+        version = self.get_finalized_command("egg_info").egg_version  # with the tag of a wheel
+        info = f"{_build_info(plan)}version = {version!r}\n"
+        Path(self.get_ext_fullpath(NAME)).with_name("_build_info.py").write_text(info)
 
     def build_extension(self, ext):
         """Compile all sources in one ninja file, or reuse the module of the last build if the fingerprint is the same.
@@ -239,12 +241,6 @@ def _build_info(plan: cuda.Plan) -> str:
         "debug": is_debug(),
     }
     return "# Written by the build.\n" + "".join(f"{name} = {value!r}\n" for name, value in facts.items())
-
-
-def _max_jobs() -> int:
-    """Return the number of cores, or fewer if the memory is less than MEMORY_PER_JOB for each; ninja would add two."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY_PER_JOB))
 
 
 def _host_compiler() -> list[str]:

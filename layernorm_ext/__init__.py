@@ -2,7 +2,6 @@
 
 import os
 import sys
-from importlib import metadata
 from importlib.machinery import PathFinder
 
 # In the root of a checkout, `python -m` finds this file before the installed package. The checkout has no compiled
@@ -21,7 +20,7 @@ from ._compatibility import check_torch
 
 check_torch()
 
-from . import conversion, functional, modules, modules_fused, tracing
+from . import _build_info, conversion, functional, modules, modules_fused, tracing
 from ._ops import register_with_dtensor
 from .conversion import *
 from .functional import *
@@ -35,6 +34,6 @@ __all__ += functional.__all__
 __all__ += modules.__all__
 __all__ += modules_fused.__all__
 __all__ += tracing.__all__
-__version__ = metadata.version("layernorm-ext")
+__version__ = _build_info.version
 
 register_with_dtensor()

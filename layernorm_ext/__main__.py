@@ -9,7 +9,6 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +58,7 @@ def print_environment() -> None:
     built_with = f"CUDA for {_build_info.cuda_architectures}" if _build_info.with_cuda else "no CUDA"
     print(f"python          {platform.python_version()}")
     print(f"torch           {torch.__version__} (CUDA {torch.version.cuda})")
-    print(f"layernorm_ext   {version('layernorm-ext')}")
+    print(f"layernorm_ext   {_build_info.version}")
     print(f"built           for torch {_build_info.torch_version}, {built_with}: {_build_info.cuda_reason}")
     print(f"cpu             {_C.cpu_capability()} kernels, {torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):

@@ -1,4 +1,5 @@
 # build_support/extension.py writes _build_info.py.
+version: str
 torch_version: str
 torch_cuda_version: str | None
 with_cuda: bool

@@ -160,9 +160,9 @@ def add_layer_norm(
             for an input ``[B, S, N]``, for example, ``[B, N]`` is a gate per sample, and ``[N]`` is one for all rows.
             If ``weight`` or ``bias`` have batch sizes other than 1 as well, these must be equal. Ones if ``None``.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
-        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor. Backward reads
-            the sum. If the next call overwrites it in turn, backward raises an error, as after
-            :meth:`torch.Tensor.add_`, so that a chain of such calls cannot be trained.
+        inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor. No other
+            argument may share memory with it. Backward reads the sum. If the next call overwrites it in turn, backward
+            raises an error, as after :meth:`torch.Tensor.add_`, so that a chain of such calls cannot be trained.
 
     Returns:
         Output and sum, each of the shape of ``input``. The output has the dtype of ``input``, the sum that of
@@ -170,7 +170,8 @@ def add_layer_norm(
 
     Raises:
         RuntimeError: As :func:`layer_norm`. Or ``residual`` cannot be changed in place: it is a leaf that requires
-            grad, a view while autograd records, or several of its elements share memory.
+            grad, a view while autograd records, several of its elements share memory, or it shares memory with another
+            argument.
         NotImplementedError: The dtype of ``input`` is not supported.
 
     Example:

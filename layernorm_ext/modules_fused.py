@@ -86,9 +86,10 @@ class AddLayerNorm(TakesSeveralInputs, LayerNorm):
     <https://arxiv.org/abs/1607.06450>`_, 2016.
 
     Args:
-        inplace: Whether to overwrite the residual with the sum. A chain of such modules cannot be trained, see
-            :func:`layernorm_ext.add_layer_norm`. Without a residual, the sum is ``input`` itself, unless
-            ``residual_in_fp32`` converts it, so that the next block overwrites the caller's tensor.
+        inplace: Whether to overwrite the residual with the sum. It may share memory with no other argument, and a
+            chain of such modules cannot be trained, see :func:`layernorm_ext.add_layer_norm`. Without a residual, the
+            sum is ``input`` itself, unless ``residual_in_fp32`` converts it, so that the next block overwrites the
+            caller's tensor.
         residual_in_fp32: Whether the sum is float32 without a residual, as in a first block. The following blocks then
             have a float32 residual, in which no digit of a float16 or bfloat16 input is lost.
 
@@ -277,8 +278,8 @@ class AddAdaLayerNorm(AdaLayerNorm):
     Args:
         normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
         eps: Added to the variance.
-        inplace: Whether to overwrite the residual with the sum. A chain of such modules cannot be trained, see
-            :func:`layernorm_ext.add_layer_norm`.
+        inplace: Whether to overwrite the residual with the sum. It may share memory with no other argument, and a
+            chain of such modules cannot be trained, see :func:`layernorm_ext.add_layer_norm`.
 
     Shape:
         Input, residual, output and sum: ``[*, normalized_shape[0], ..., normalized_shape[-1]]``. Scale, shift and gate:

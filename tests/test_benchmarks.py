@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 CliRunner = pytest.importorskip("click.testing").CliRunner
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import allocator, blocks, cases, compare, contenders, norm, report, timing  # noqa: E402
+from benchmarks import blocks, cases, compare, contenders, norm, report, timing  # noqa: E402
 
 QUICK = ["--seconds", "0.001"]
 ALL = "ours,torch,torch.compile"
@@ -88,16 +88,6 @@ def test_blocks_are_compiled_as_written_fused_and_by_hand(run):
     found = [(r["block"], r["pass"], r["contender"]) for r in records]
     contenders = {BLOCKS[0]: ["written", "fused", "torch"], BLOCKS[1]: ["written", "fused", "by hand", "torch"]}
     assert found == [(b, p, c) for b in BLOCKS for p in ("forward", "training") for c in contenders[b]]
-    assert all(r["status"] == "ok" and r["of_torch"] > 0 for r in records)
-
-
-def test_allocator_settings_are_those_of_new_processes(run, monkeypatch):
-    for setting in list(allocator.SETTINGS)[1:]:
-        monkeypatch.delitem(allocator.SETTINGS, setting)
-    _, records = run("allocator", *QUICK)
-    assert [(r["case"], r["contender"]) for r in records] == list(
-        product(["residual, norm", "training step"], ["ours", "torch"])
-    )
     assert all(r["status"] == "ok" and r["of_torch"] > 0 for r in records)
 
 
@@ -179,12 +169,6 @@ TIMES = [("ours", 2.0, 1e-7), ("torch", 3.0, 2e-7), ("copy", 1.0, None), ("apex"
             [{"block": "norm", "dtypes": "bf16", "pass": "forward"}],
             [("written", 3.1, 1e-7), ("fused", 1.0, None), ("torch", 3.0, 1e-7)],
             [["block", "bf16 forward"], ["norm", "(0.97), 3.00"]],
-        ),
-        (
-            "allocator",
-            [{"setting": "default", "case": "step"}],
-            [("ours", 1234.5, None), ("torch", 2345.6, None)],
-            [["setting", "step"], ["default", "1,234, 2,346"]],
         ),
     ],
 )

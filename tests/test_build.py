@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 import torch
 from setuptools import Distribution
 
-from build_support import BuildError, cuda, extension, target_torch
+import layernorm_ext
+from build_support import BuildError, backend, cuda, extension, jobs, target_torch
 from layernorm_ext import _C, _build_info, _compatibility
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +60,28 @@ def test_missing_ninja_is_an_error(monkeypatch, tmp_path):
     command = SimpleNamespace(build_temp=str(tmp_path), get_ext_fullpath=lambda name: str(tmp_path / "_C.so"))
     with pytest.raises(BuildError, match="ninja is not on PATH; pip install ninja"):
         extension.BuildExtension.build_extension(command, SimpleNamespace(name="_C", plan=cuda.Plan("FORCE_CUDA=0")))
+
+
+@pytest.mark.parametrize(("system", "name"), [("Darwin", "macOS"), ("Windows", "Windows"), ("FreeBSD", "FreeBSD")])
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: backend.get_requires_for_build_wheel(),
+        lambda: backend.get_requires_for_build_editable(),
+        lambda: backend.prepare_metadata_for_build_wheel("."),
+        lambda: backend.build_wheel("."),
+        lambda: backend.build_editable("."),
+        lambda: extension.setup_arguments(),
+    ],
+    ids=["requires", "requires, editable", "metadata", "wheel", "editable", "setup.py"],
+)
+def test_other_systems_are_refused_before_anything_is_compiled(monkeypatch, step, system, name):
+    """The first step comes before pip downloads torch. Only Linux has sched_getaffinity()."""
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    message = f"cannot be built: {name} is not supported; use Linux .x86-64 or aarch64., on Windows in WSL 2"
+    with pytest.raises(BuildError, match=message):
+        step()
 
 
 # CUDA or not
@@ -166,6 +190,81 @@ def test_toolkit_is_found_behind_a_wrapper_of_nvcc(monkeypatch, tmp_path):
     assert (homes[0], homes[2], homes[-1]) == (tmp_path, Path("/real/toolkit"), Path("/x/nvidia/cu13"))
 
 
+# How many compilers run at once
+
+
+GIB = 1024**3
+JOBS = [
+    pytest.param({}, 64, id="no limits"),
+    pytest.param({"proc/self/cgroup": "0::/\n"}, 64, id="no files"),
+    pytest.param({"sys/fs/cgroup/memory.max": f"{8 * GIB}\n"}, 4, id="memory"),
+    pytest.param({"sys/fs/cgroup/memory.max": f"{GIB}\n"}, 1, id="little memory"),
+    pytest.param({"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 64, id="unlimited"),
+    pytest.param({"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3, id="cores"),
+    pytest.param({"sys/fs/cgroup/cpu.max": "20000 100000\n"}, 1, id="less than a core"),
+    pytest.param(
+        {
+            "proc/self/cgroup": "0::/user.slice/build.scope\n",
+            "sys/fs/cgroup/user.slice/build.scope/memory.max": f"{16 * GIB}\n",
+            "sys/fs/cgroup/user.slice/build.scope/cpu.max": "700000 100000\n",
+        },
+        7,
+        id="nested group",
+    ),
+    pytest.param(
+        {
+            "proc/self/cgroup": "0::/user.slice/build.scope\n",
+            "sys/fs/cgroup/user.slice/build.scope/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/memory.max": f"{6 * GIB}\n",
+        },
+        3,
+        id="ancestor",
+    ),
+    pytest.param(
+        {"proc/self/cgroup": "0::/../other\n", "sys/fs/cgroup/memory.max": f"{8 * GIB}\n"}, 4, id="outside the root"
+    ),
+    pytest.param(
+        {
+            "proc/self/cgroup": "5:memory:/docker/1f\n4:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/\n",
+            "sys/fs/cgroup/memory/docker/1f/memory.limit_in_bytes": f"{10 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/1f/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/1f/cpu.cfs_period_us": "100000\n",
+        },
+        5,
+        id="version 1, memory",
+    ),
+    pytest.param(
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/docker/1f\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "600000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        6,
+        id="version 1, cores, the container's group as the root",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), JOBS)
+def test_compilers_respect_the_limits_of_a_container(monkeypatch, tmp_path, files, expected):
+    """The host has 64 cores and 256 GiB."""
+    sizes = {"SC_PHYS_PAGES": 256 * GIB // 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    if files:
+        files = {"proc/self/cgroup": "0::/\n"} | files
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert jobs.max_jobs(tmp_path) == expected
+
+
+def test_max_jobs_of_this_machine():
+    assert 1 <= jobs.max_jobs() <= len(os.sched_getaffinity(0))
+
+
 # The compiled module
 
 
@@ -269,6 +368,7 @@ def test_metadata_describes_the_build():
     assert _build_info.torch_version == torch.__version__
     assert _build_info.cuda_reason
     assert _build_info.with_cuda == bool(_build_info.cuda_architectures)
+    assert layernorm_ext.__version__ == importlib.metadata.version("layernorm-ext")
 
 
 def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_path):
@@ -323,6 +423,22 @@ def test_checkout_without_compiled_module_uses_the_installed_package(checkout):
     files = {Path(file) for file in run(sys.executable, "-c", code, cwd=checkout).split()}
     files.remove(checkout / "layernorm_ext" / "__init__.py")
     assert files and all(file.is_relative_to(Path(_C.__file__).parent) for file in files)
+
+
+def test_import_needs_no_metadata():
+    """A copied folder has none, nor have the programs of some bundlers."""
+    code = (
+        "from importlib.metadata import Distribution, PackageNotFoundError as Missing\n"
+        "find = Distribution.from_name\n"
+        "def find_others(name):\n"
+        "    if name.startswith('layernorm'): raise Missing(name)\n"
+        "    return find(name)\n"
+        "Distribution.from_name = find_others\n"
+        "import layernorm_ext, layernorm_ext.__main__\n"
+        "layernorm_ext.__main__.print_environment()\n"
+        "print(layernorm_ext.__version__)"
+    )
+    assert run(sys.executable, "-c", code).splitlines()[-1] == importlib.metadata.version("layernorm-ext")
 
 
 def failed_import(folder, *options):

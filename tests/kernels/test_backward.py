@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.backends import ALL, Results, assert_same_bits, check, rows_and_images, run
+from support.backends import ALL, Results, assert_same_bits, check, every_path, rows_and_images, run
 from support.inputs import (
     all_dtypes,
     data_dtypes,
@@ -132,10 +132,12 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
 # Extreme values
 
 
-# Tiny squares underflow in the CUDA kernels. An eps of at least this, in float32 and in float64, hides their loss.
-SMALLEST_EPS = {"cpu": (0.0, 0.0), "cuda": (1e-30, 1e-280), "emulated": (1e-30, 1e-280)}
+def smallest_eps(backend, dtype):
+    """Return an eps that hides the loss of tiny squares, which underflow in the CUDA kernels."""
+    return 0.0 if backend.name == "cpu" else 1e-280 if dtype == F64 else 1e-30
 
 
+@every_path
 @rows_and_images
 @all_dtypes
 @pytest.mark.parametrize("cols", [2, 7, 64, 300, 1100, 5000])
@@ -148,12 +150,14 @@ def test_hard_values(backend, run, dtypes, cols, rms, rows, eps):
 
     An ordinary row keeps the bits that it has beside another one.
     """
-    eps = max(eps, SMALLEST_EPS[backend.name][dtypes[0] == F64])
+    eps = max(eps, smallest_eps(backend, dtypes[0]))
     x = torch.cat([rows(dtypes[0], cols), randn((1, cols), dtypes[0])]).to(backend.device)
     _, dy, w, b = random_args(backend, dtypes, *x.shape)
     dy = dy / 256 if rows is tiny_rows else dy  # else float16 gradients overflow
     results = run(backend, x, dy, w, b, eps, rms=rms)
     check(results, x, dy, w, b, eps, rms=rms)
+    some = [False, True, False]  # a pass of its own for the weight's gradient
+    assert_same_bits(run(backend, x, dy, w, b, eps, mask=some, rms=rms), results.requested(some))
     ordinary = run(backend, x[[-1, -1]], dy[[-1, -1]], w, b, eps, rms=rms)
     assert_same_bits(results.rows(-1), ordinary.rows(0))
 
@@ -161,6 +165,7 @@ def test_hard_values(backend, run, dtypes, cols, rms, rows, eps):
 CONSTANTS = [0.0, -0.0, 1.0, 0.1, -0.7, 1 / 3, 3.14159265, 1e-3, 1234.567, -54321.0, 1e-5, 65504.0]
 
 
+@every_path
 @rows_and_images
 @all_dtypes
 @pytest.mark.parametrize("eps", [1e-5, 1e-20, 1e-45, 1e-300])
@@ -169,7 +174,7 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
 
     The gradients are divided by the root of eps, if its reciprocal is a number. That of the weight is exactly zero.
     """
-    eps = max(eps, SMALLEST_EPS[backend.name][dtypes[0] == F64])
+    eps = max(eps, smallest_eps(backend, dtypes[0]))
     limits = torch.finfo(dtypes[0])
     # A mean of 3 to 37 elements of the values between 0 and 1 may be off by a rounding, whose square overflows if it is
     # divided by a tiny eps.
@@ -196,6 +201,19 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
             assert not results.grad_weight.any()
             if eps**-0.5 < limits.max / 1000:
                 check_backward(results.gradients, dy, x, w, b, eps, context=(cols,))
+
+
+@every_path
+@rows_and_images
+def test_variance_of_constant_rows_is_not_negative(backend, run):
+    """It may be rounded. The squared rounding errors of the last means underflow, so that their sum is less than the
+    square of the average error."""
+    exponents = torch.tensor([*range(-10, 27), *[-52] * 20])
+    constants = torch.linspace(1, 1.99, len(exponents)) * 2.0**exponents
+    for step, cols in ((1, 7), (3, 300), (13, 5000)):
+        x = constants[::step, None].repeat(1, cols).to(backend.device)
+        small_eps, no_eps = (run(backend, x, x, eps=eps, mask=[False] * 3) for eps in (1e-30, 0.0))
+        assert not small_eps.output.any() and no_eps.rstd.gt(10).all(), cols
 
 
 @rows_and_images
@@ -228,13 +246,18 @@ def test_flushing_subnormal_numbers_keeps_gradients_of_huge_rows(backend, run, d
     assert_same_bits(results, expected)
 
 
+@every_path
 @rows_and_images
 @data_dtypes
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=str)
 @pytest.mark.parametrize("cols", [5, 300, 1100])
 def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
-    """Other rows keep their bits. Parameter gradients, which add up all rows, become NaN."""
+    """Other rows keep their bits, also those that are read again because their sums overflow.
+
+    Parameter gradients, which add up all rows, become NaN.
+    """
     x, dy, _, _ = random_args(backend, (dtype, dtype), 41, cols)
+    x[2::4] *= torch.finfo(dtype).max / 100
     expected = run(backend, x, dy)
     for row in (0, 1, 3, 5, 40):  # positions among four or two rows that are processed together, and a single row
         others, col = torch.arange(41) != row, (row * 17) % cols

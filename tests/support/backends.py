@@ -1,5 +1,7 @@
 """The backends under test, the results of their operators, and the comparison of results with float64."""
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ class Backend:
     device: str
     ops: object  # the namespace of torch.ops
     layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
+    limits: Callable = contextlib.nullcontext  # the context in which its tests run
 
     @property
     def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
@@ -41,15 +44,31 @@ def installed(device):
     return Backend(device, device, torch.ops.layernorm, layernorm_ext.layer_norm)
 
 
-def emulated():
+def emulated(name, mode="plain", **limits):
     """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
     import emulated_build  # in tools/cuda_emulator
 
-    ops = emulated_build.library(emulated_build.PLAIN).ops
-    return Backend("emulated", "cpu", ops, lambda *args, **kwargs: ops.forward(*args, **kwargs)[0])
+    library = emulated_build.library(mode)
+    schedule = functools.partial(library.schedule, **limits)
+    return Backend(name, "cpu", library.ops, lambda *args, **kwargs: library.ops.forward(*args, **kwargs)[0], schedule)
 
 
-BACKENDS = {"cpu": lambda: installed("cpu"), "cuda": lambda: installed("cuda"), "emulated": emulated}
+# Limits of the emulated GPU (emulated_build.Library.schedule) by which rows of any length take the kernels for rows in
+# registers, for rows that a cluster shares, and for rows of two launches; pixels are staged in the first case.
+PATHS = {
+    "registers": {},
+    "clusters": {"path_limit": 0},
+    "launches": {"path_limit": 0, "architecture": 80},
+}
+BACKENDS = {
+    "cpu": lambda: installed("cpu"),
+    "cuda": lambda: installed("cuda"),
+    "emulated": lambda: emulated("emulated"),
+    **{name: functools.partial(emulated, name, "checked", **limits) for name, limits in PATHS.items()},
+}
+
+# A test with this mark also runs on each path of the CUDA kernels with every memory access checked: make test-device.
+every_path = pytest.mark.every_path
 
 
 class Results(NamedTuple):

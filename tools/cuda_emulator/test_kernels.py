@@ -1,7 +1,8 @@
 """Every path of the CUDA kernels runs in the emulator with each memory access checked.
 
 Sizes are few, and at the limits where one kernel takes over from another. The ordinary tests compare the results of
-many more inputs with float64, in a faster mode of the emulator: `--backends emulated`. float64 has no kernels.
+many more inputs with float64, in a faster mode of the emulator: `--backends emulated`. Those of hard values, NaN and
+constant rows also run on each path with each access checked: `-m every_path`. float64 has no kernels.
 """
 
 import itertools
@@ -11,8 +12,19 @@ import random
 import emulated_build
 import pytest
 import torch
-from support.backends import ALL, MASKS, Results, assert_same_bits, check, check_images, run, run_images, run_pixels
-from support.inputs import amid_nans, hard_rows, randn, random_args
+from support.backends import (
+    ALL,
+    MASKS,
+    PATHS,
+    Results,
+    assert_same_bits,
+    check,
+    check_images,
+    run,
+    run_images,
+    run_pixels,
+)
+from support.inputs import amid_nans, randn, random_args
 from support.reference import (
     BF16,
     DTYPES,
@@ -27,8 +39,7 @@ from support.reference import (
     xhat_error_from_output,
 )
 
-WEIGHT_ONLY, NONE = [False, True, False], [False, False, False]
-
+NONE = [False, False, False]
 
 kernel_dtypes = pytest.mark.parametrize("dtypes", [d for d in DTYPES if F64 not in d], ids=dtypes_id)
 residual_dtypes = pytest.mark.parametrize(
@@ -41,12 +52,6 @@ def library():
     return emulated_build.library(emulated_build.CHECKED)
 
 
-# Options of library.schedule() that choose the kernels for rows of any length.
-PATHS = {
-    "in a cluster": {"path_limit": 0},
-    "in two launches": {"path_limit": 0, "architecture": 80},
-    "in registers": {},
-}
 # path_limit for images: with 0, nothing fits into shared memory. Else images of 24 pixels are copied by 16 bytes.
 STAGED = [emulated_build.UNLIMITED, 0]
 staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
@@ -55,11 +60,6 @@ rows_and_pixels = pytest.mark.parametrize(
     [*((run, path) for path in PATHS.values()), *((run_pixels, {"path_limit": limit}) for limit in STAGED)],
     ids=[*PATHS, "staged pixels", "pixels"],
 )
-
-
-def block_columns(dtype, vectors=260):
-    """Return the columns of an unaligned row that takes several warps, or several chunks of 32 vectors."""
-    return vectors * 16 // dtype.itemsize + 3
 
 
 # Schedules
@@ -298,52 +298,7 @@ def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
             check(run(library, x, dy, w, bias), x, dy, w, bias)
 
 
-# Values that are hard to normalize, on every path: short rows reach the kernels for long ones only here.
-
-
-@rows_and_pixels
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
-def test_hard_values_match_float64(library, dtypes, run, path):
-    for cols in (7, block_columns(dtypes[0], 300)):  # ten chunks, of which a block takes two
-        x = hard_rows(dtypes[0], cols)
-        dy, w, b = randn(x.shape, dtypes[0], offset=1), randn(cols, dtypes[1]), randn(cols, dtypes[1])
-        with library.schedule(cols, **path):
-            for mask in (ALL, WEIGHT_ONLY):
-                check(run(library, x, dy, w, b, mask=mask), x, dy, w, b, context=(cols, mask))
-
-
-@rows_and_pixels
-def test_nan_and_inf_stay_in_their_row(library, run, path):
-    for cols in (5, 40, block_columns(F32)):
-        x, dy, w, b = random_args(library, (F32, F32), 9, cols)
-        x[1::2] *= 1e37  # read again after the sums have overflowed
-        x[2, 3], x[4, 0] = torch.inf, torch.nan
-        with library.schedule(cols, **path):
-            results = run(library, x, dy, w, b, mask=[True, False, False])
-        wrong = torch.zeros(9, dtype=torch.bool)
-        wrong[[2, 4]] = True
-        for result in (results.output, results.grad_input):
-            assert torch.equal(result.isnan().all(1), wrong) and torch.equal(result.isnan().any(1), wrong), cols
-
-
-# Values of all sizes. The squared rounding errors of the last means underflow, so that their sum is less than the
-# square of the average error.
-EXPONENTS = torch.tensor([*range(-10, 27), *[-52] * 20])
-CONSTANTS = torch.linspace(1, 1.99, len(EXPONENTS)) * 2.0**EXPONENTS
-
-
-@rows_and_pixels
-def test_constant_rows_have_no_deviation(library, run, path):
-    """The output and the gradient of the weight are exactly zero; the variance may be rounded, but is not negative."""
-    huge = torch.tensor([0.9, -0.9, 0.01]) * torch.finfo(F32).max
-    for step, cols in ((1, 7), (3, 300), (13, 5000)):
-        x = torch.cat([CONSTANTS[::step], huge])[:, None].repeat(1, cols)
-        with library.schedule(cols, **path):
-            results = run(library, x, torch.ones_like(x), mask=WEIGHT_ONLY)
-            x = x[:-3]
-            small_eps, no_eps = (run(library, x, x, eps=eps, mask=NONE) for eps in (1e-30, 0.0))
-        assert not (results.output.any() or results.grad_weight.any() or small_eps.output.any()), cols
-        assert no_eps.rstd.gt(10).all(), cols
+# Sums of gradients
 
 
 @pytest.mark.parametrize("rows", [257, 511])
