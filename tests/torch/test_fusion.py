@@ -31,8 +31,9 @@ needs_lists = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def forget_counts():
+def forget_counts(monkeypatch):
     fuse_neighbors.counts.clear()
+    monkeypatch.setattr(fuse_neighbors, "raises", True)
 
 
 def tensors(dtype=F64, shape=(2, 3, 8)):
