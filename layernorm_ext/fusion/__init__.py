@@ -82,20 +82,14 @@ class FuseNeighbors(CustomGraphPass):
         with self._caught("the graph"):
             if norms and not is_sorted(graph):
                 stable_topological_sort(graph)  # Inductor sorts behind custom passes
-            if norms and any(map(misleads, graph.nodes)):
+            if any(map(misleads, graph.nodes)):
                 _logger.debug("a node changes a shape in place or observes a gradient: all norms are left")
-                norms_to_join = []
-            else:
-                norms_to_join = norms
+            elif norms:
                 _remove_conversions_without_effect(graph)
-            writes = Writes(graph) if norms_to_join else None
-            for norm in norms_to_join:
-                name = norm.name
-                with self._caught(name):
-                    kind = _join_neighbors(norm, writes)
-                    joined.update([kind] if kind else [])
-                    if not kind:
-                        _logger.debug("%s is left: it has no neighbors that the operator can take", name)
+                writes = Writes(graph)
+                for norm in norms:
+                    with self._caught(norm.name):
+                        joined.update(filter(None, [_join_neighbors(norm, writes)]))
         self.counts += joined
         _logger.info("%d norms%s", len(norms), ": " * bool(joined) + ", ".join(f"{k} {n}" for k, n in joined.items()))
 
@@ -369,8 +363,12 @@ def _join_neighbors(norm: Node, writes: Writes) -> str | None:
     modulations = [*(_modulations(y, dims) if is_plain else ()), None]
     sums = [*_sums(given["input"], dims), None]
     choices = [(s, m) for m in modulations for s in sums if s] + [(None, m) for m in modulations if m]
-    matches = (_Match(norm, y, given, dims, writes, *choice) for choice in choices)
-    return next((match.kind for match in matches if match.fits() and match.join()), None)
+    for choice in choices:
+        match = _Match(norm, y, given, dims, writes, *choice)
+        if match.fits() and match.join():
+            return match.kind
+        _logger.debug("%s: %s is not joined: an order, a shape, a write or a border forbids it", norm.name, match.kind)
+    return None
 
 
 @dataclass(frozen=True)
