@@ -372,8 +372,8 @@ def test_graphs_of_other_operators_are_left(log):
     assert log() == ["0 norms", "1 norms"]
 
 
-@pytest.mark.parametrize("backend", [fusion.eager, "inductor"])
-def test_a_hook_on_a_sum_that_leaves_a_checkpoint(backend):
+@pytest.mark.parametrize("compiler", [fusion.eager, "inductor"])
+def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
     """The parent may observe the gradient of the sum, and the pass sees one graph."""
 
     def hooked(x, r, *_):
@@ -386,7 +386,7 @@ def test_a_hook_on_a_sum_that_leaves_a_checkpoint(backend):
         return y, t
 
     with torch._inductor.config.patch(pre_grad_custom_pass=fuse_neighbors):
-        assert compare(hooked, backend=backend) == {}
+        assert compare(hooked, backend=compiler) == {}
 
 
 class Statistics(torch.nn.Module):
@@ -472,17 +472,19 @@ def test_unflatten_after_the_pass(child):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sizes_and_keywords_of_views(text, joined, dynamic):
     counts = compare(function_of(text), dynamic=dynamic)
-    assert joined is None or counts == joined
+    is_size_a_node = dynamic and "x + r, normalized_shape" in text  # nothing is joined there, and nothing raises
+    assert joined is None or counts == ({} if is_size_a_node else joined)
 
 
 def test_an_unsorted_graph():
-    graph = torch.fx.Graph()
-    program = exported(Parent(), randn((2, 3, 8), F64), randn((2, 3, 8), F64))
-    graph = program.graph
-    placeholder = next(iter(graph.nodes))
-    next(iter(reversed(graph.nodes))).prepend(placeholder)
-    fuse_neighbors(graph)
-    graph.lint()
+    """Inductor sorts behind custom passes, so another pass may leave a node before what it reads."""
+    with trace_as("kernel"):
+        program = torch.export.export(Parent(), (randn((2, 3, 8), F64), randn((2, 3, 8), F64)))
+    total = next(node for node in program.graph.nodes if node.target is torch.ops.aten.add.Tensor)
+    program.graph.output_node().prepend(total)
+    fuse_neighbors(program.graph)
+    program.graph.lint()
+    assert dict(fuse_neighbors.counts) == ADD
 
 
 def test_an_exception_leaves_the_graph(monkeypatch, caplog):
