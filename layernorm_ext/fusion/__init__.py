@@ -27,17 +27,19 @@ imported by ``import layernorm_ext``, because Inductor's modules take a second t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -46,15 +48,7 @@ from torch.utils._pytree import tree_leaves
 import layernorm_ext
 
 from . import _graph_order
-from ._graph_order import (
-    are_on_one_stream,
-    fake_tensor,
-    is_call,
-    is_written_behind,
-    may_write_between,
-    misleads,
-    recorded,
-)
+from ._graph_order import Writes, are_on_one_stream, fake_tensor, is_call, is_sorted, misleads, recorded
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
@@ -68,10 +62,14 @@ class FuseNeighbors(CustomGraphPass):
     Attributes:
         counts: The number of calls of each kind, such as ``"gate and add"``, in all graphs since the last
             ``counts.clear()``. Graphs from Inductor's cache are not counted.
+        raises: Whether an exception inside the pass reaches the caller. By default, it is logged as a warning once, and
+            the norm stays as it is.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.raises = False
+        self._has_warned = False
 
     def uuid(self) -> bytes:
         """Return the part of Inductor's cache key that depends on this pass."""
@@ -81,12 +79,30 @@ class FuseNeighbors(CustomGraphPass):
         """Join the norms of a graph with their neighbors, in place."""
         norms = [node for node in graph.nodes if node.target is _ops.forward.default]
         joined: Counter[str] = Counter()
-        if norms and not any(map(misleads, graph.nodes)):
-            _remove_conversions_without_effect(graph)
-            joined.update(kind for kind in map(_join_neighbors, norms) if kind)
+        with self._caught("the graph"):
+            if norms and not is_sorted(graph):
+                stable_topological_sort(graph)  # Inductor sorts behind custom passes
+            if any(map(misleads, graph.nodes)):
+                _logger.debug("a node changes a shape in place or observes a gradient: all norms are left")
+            elif norms:
+                _remove_conversions_without_effect(graph)
+                writes = Writes(graph)
+                for norm in norms:
+                    with self._caught(norm.name):
+                        joined.update(filter(None, [_join_neighbors(norm, writes)]))
         self.counts += joined
         _logger.info("%d norms%s", len(norms), ": " * bool(joined) + ", ".join(f"{k} {n}" for k, n in joined.items()))
-        graph.lint()
+
+    @contextlib.contextmanager
+    def _caught(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self.raises:
+                raise
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            _logger.log(level, "%s is left because of an unexpected exception", name, exc_info=True)
 
 
 fuse_neighbors = FuseNeighbors()
@@ -113,7 +129,9 @@ _SPELLINGS = {
 }
 _OPERATIONS: dict[Any, str] = {target: name for name, targets in _SPELLINGS.items() for target in targets}
 _OPERANDS = {"add": ("input", "other"), "mul": ("input", "other"), "addcmul": ("input", "tensor1", "tensor2")}
-_UNSQUEEZE = {operator.getitem, torch.unsqueeze, _aten.unsqueeze.default, "unsqueeze"}
+_RESHAPES = {torch.reshape, torch.flatten, torch.unsqueeze, "reshape", "view", "flatten", "unsqueeze"}
+_RESHAPES |= {_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.flatten.using_ints}
+_VIEWS = {operator.getitem, *_RESHAPES}
 _CONVERSIONS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous"}
 _NO_EFFECT = {"alpha": 1, "value": 1, "out": None}
 
@@ -128,6 +146,11 @@ def _operands(node: Any, operation: str) -> tuple[Any, ...] | None:
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     operands = tuple(given.pop(name, None) for name in names)
     return operands if _has_no_effect(given) else None
+
+
+def _source(view: Node) -> Any:
+    """Return what a view reads, which may be a keyword argument."""
+    return view.args[0] if view.args else view.kwargs.get("input", view.kwargs.get("self"))
 
 
 def _has_no_effect(options: dict[str, Any]) -> bool:
@@ -147,9 +170,9 @@ def _remove_conversions_without_effect(graph: Graph) -> None:
     for node in list(graph.nodes):
         is_conversion = node.op == "call_method" and node.target in _CONVERSIONS and node.kwargs.keys() <= {"dtype"}
         if is_conversion and not any(isinstance(arg, bool) for arg in node.args):  # copy=True
-            source, value = fake_tensor(node.args[0]), fake_tensor(node)
+            source, value = fake_tensor(_source(node)), fake_tensor(node)
             if source is not None and _are_interchangeable(source, value):
-                node.replace_all_uses_with(node.args[0])
+                node.replace_all_uses_with(_source(node))
                 graph.erase_node(node)
 
 
@@ -247,7 +270,7 @@ class _Modulation:
 def _sums(source: Any, dims: int) -> Iterator[_Sum]:
     """Yield the ways in which a norm over the last ``dims`` dimensions reads a sum, the most complete first."""
     view = source if _keeps_rows(source, dims) else None
-    total = view.args[0] if view else source
+    total = _source(view) if view else source
     for residual, factors, nodes in _products_plus(total):
         for gate, x in _orders(factors):
             if _are_alike(total, x, residual) and _is_gate(gate, total, dims):
@@ -275,9 +298,9 @@ def _is_gate(gate: Any, total: Any, dims: int) -> bool:
 
 def _keeps_rows(node: Any, dims: int) -> bool:
     """Return whether a node reshapes batch dimensions only."""
-    if not (is_call(node) and node.target in ("reshape", "view")):
+    if not (is_call(node) and node.target in _RESHAPES):
         return False
-    new, old = map(fake_tensor, (node, node.args[0]))
+    new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
     return _are_equal(new.shape[-dims:], old.shape[-dims:])
@@ -303,9 +326,9 @@ def _one_plus(factor: Any, y: Node, dims: int) -> Iterator[tuple[Node, Node, lis
     if not _is_parameter(factor, y, dims):
         return
     views, node = [], factor
-    while is_call(node) and node.target in _UNSQUEEZE:
+    while is_call(node) and node.target in _VIEWS:
         views.append(node)
-        node = node.args[0]
+        node = _source(node)
     for one, scale in _orders(_operands(node, "add")):
         dtypes = {value.dtype for value in map(fake_tensor, (scale, factor, y)) if value is not None}
         if type(one) in (int, float) and one == 1 and fake_tensor(scale) is not None and len(dtypes) == 1:
@@ -324,7 +347,7 @@ _ARGUMENTS = _ops.forward.default._schema.arguments
 _OPTIONS = {argument.name: argument.default_value for argument in _ARGUMENTS if argument.kwarg_only}
 
 
-def _join_neighbors(norm: Node) -> str | None:
+def _join_neighbors(norm: Node, writes: Writes) -> str | None:
     """Replace a norm and its neighbors by one call if possible, and return what was joined."""
     given: dict[str, Any] = {argument.name: argument.default_value for argument in _ARGUMENTS}
     given |= dict(zip(given, norm.args, strict=False)) | norm.kwargs
@@ -335,13 +358,17 @@ def _join_neighbors(norm: Node) -> str | None:
         return None
     if given["memory_efficient"] or given["images"]:
         return None
-    dims = len(given["normalized_shape"])
+    dims = len(map_arg(given["normalized_shape"], recorded))
     is_plain = given["weight"] is None and given["bias"] is None
     modulations = [*(_modulations(y, dims) if is_plain else ()), None]
     sums = [*_sums(given["input"], dims), None]
     choices = [(s, m) for m in modulations for s in sums if s] + [(None, m) for m in modulations if m]
-    matches = (_Match(norm, y, given, *choice) for choice in choices)
-    return next((match.kind for match in matches if match.fits() and match.join()), None)
+    for choice in choices:
+        match = _Match(norm, y, given, dims, writes, *choice)
+        if match.fits() and match.join():
+            return match.kind
+        _logger.debug("%s: %s is not joined: an order, a shape, a write or a border forbids it", norm.name, match.kind)
+    return None
 
 
 @dataclass(frozen=True)
@@ -351,8 +378,11 @@ class _Match:
     norm: Node
     y: Node
     given: dict[str, Any]
+    dims: int
+    writes: Writes
     total: _Sum | None
     modulation: _Modulation | None
+    new: list[Node] = field(default_factory=list)  # the inserted nodes, in order
 
     @property
     def kind(self) -> str:
@@ -388,11 +418,18 @@ class _Match:
 
     def fits(self) -> bool:
         """Return whether the operator takes the batch sizes of all parameters together."""
-        dims, given = len(self.given["normalized_shape"]), [self.given["weight"], self.given["bias"]]
+        dims, given = self.dims, [self.given["weight"], self.given["bias"]]
+        if self.total and self.is_observed(self.total.total):
+            return False
         parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else given
         if self.total and self.total.view and not all(p is None or _is_shared(p, dims) for p in parameters):
             return False  # rows of the reshaped sum have other batch dimensions
         return _share_groups(dims, *parameters, self.total and self.total.gate)
+
+    def is_observed(self, total: Node) -> bool:
+        """Return whether the body of a higher-order operator returns the sum, whose gradient its parent may observe."""
+        is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # Dynamo sets it on bodies
+        return is_body and any(user.op == "output" for user in total.users)
 
     def place(self) -> Node | None:
         """Return the node before which the call belongs, or None if there is no such node.
@@ -402,61 +439,91 @@ class _Match:
         and waits for them do not change either.
         """
         first, last = min(self.replaced), max(self.replaced)
-        views = [view.args[1:] for view in self.modulation.views] if self.modulation else []
-        inputs = [leaf for leaf in tree_leaves([self.arguments, views]) if isinstance(leaf, Node)]
+        inputs = [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Node)]
+        for view in self.modulation.views if self.modulation else ():
+            inputs += [node for node in view.all_input_nodes if node is not _source(view)]
         place = max([first, *(node.next for node in inputs)])
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
         if any(user < place for user in users) or not set(inputs).isdisjoint(self.replaced):
             return None
         saved = [self.total.total] if self.total else []
         saved += inputs if self.modulation or (self.total and self.total.gate) else []
-        is_changed = may_write_between(min([first, *self.read]), last) or is_written_behind(last, saved)
+        is_changed = self.writes.between(min([first, *self.read]), last) or self.writes.behind(last, saved)
         return place if are_on_one_stream([*self.replaced, *self.read]) and not is_changed else None
 
     def join(self) -> bool:
         """Insert the call, and let the nodes of the result and of the sum take its results; return whether they fit."""
-        place, graph, arguments = self.place(), self.norm.graph, self.arguments
-        if place is None:
+        place = self.place()
+        stack = self.module_stack(place) if place else None
+        if place is None or stack is None:
             return False
+        is_done = False
+        try:
+            results = self.insert(place)
+            is_done = all(_are_interchangeable(recorded(node), fake_tensor(old)) for old, node in results.items())
+        finally:
+            if not is_done:
+                for node in reversed(self.new):
+                    self.norm.graph.erase_node(node)
+        if not is_done:
+            return False
+        for node in [*self.new, *results]:
+            if "nn_module_stack" in node.meta:
+                node.meta["nn_module_stack"] = stack
+        for old, node in results.items():
+            _become(old, node)
+        for node in sorted([*self.replaced, *self.read], reverse=True):
+            if not node.users and node not in results:
+                node.graph.erase_node(node)
+        return True
+
+    def module_stack(self, place: Node) -> dict[str, Any] | None:
+        """Return the modules that contain all replaced nodes, or None if the call splits the nodes of another one.
+
+        torch.export.unflatten makes a module of consecutive nodes, and no tuple may cross its border.
+        """
+        stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in self.replaced]
+        depth = 0
+        while all(len(stack) > depth and stack[depth] == stacks[0][depth] for stack in stacks):
+            depth += 1
+        if "val" in self.norm.meta and any(len(stack) > depth for stack in stacks):
+            around = [node for node in (place.prev, place) if node not in self.replaced]
+            around += [self.result.next]
+            inner = [list(node.meta.get("nn_module_stack", {}))[depth : depth + 1] for node in around]
+            if len(inner) > 1 and any(each and each == inner[-1] for each in inner[:-1]):
+                return None
+        return dict(stacks[0][:depth])
+
+    def insert(self, place: Node) -> dict[Node, Node]:
+        """Insert the call, and return the nodes that take the place of the result and of the sum."""
+        graph, arguments = self.norm.graph, self.arguments
         with graph.inserting_before(place):
-            new = []
             for view in reversed(self.modulation.views if self.modulation else ()):
                 arguments["weight"] = self._copy_of_view(view, arguments["weight"])
-                new.append(arguments["weight"])
             options = {name: arguments.pop(name) for name in _OPTIONS}
             options = {name: value for name, value in options.items() if value != _OPTIONS[name]}
             target = _ops.forward.fused if self.total else _ops.forward.default
             call = self._call(target, tuple(arguments.values()), options)
             results = {self.result: self._call(operator.getitem, (call, 0))}
-            new += [call, results[self.result]]
             if self.total:
                 results[self.total.total] = self._call(operator.getitem, (call, 1))
-                new.append(results[self.total.total])
         if self.total and self.total.view:
             with graph.inserting_before(self.result):
                 results[self.result] = self._copy_of_view(self.total.view, results[self.result])
-                new.append(results[self.result])
-        if not all(_are_interchangeable(recorded(node), fake_tensor(old)) for old, node in results.items()):
-            for node in reversed(new):
-                graph.erase_node(node)
-            return False
-        for old, node in results.items():
-            _become(old, node)
-        for node in sorted([*self.replaced, *self.read], reverse=True):
-            if not node.users and node not in results:
-                graph.erase_node(node)
-        return True
+        return results
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         return self._with_value(self.norm.graph.call_function(target, args, kwargs))
 
     def _copy_of_view(self, view: Node, source: Node) -> Node:
         """Insert the view of another tensor."""
+        given = {name: value for name, value in view.kwargs.items() if value is not _source(view)}
         args = source, *view.args[1:]
-        return self._with_value(self.norm.graph.create_node(view.op, view.target, args, view.kwargs))
+        return self._with_value(self.norm.graph.create_node(view.op, view.target, args, given))
 
     def _with_value(self, node: Node) -> Node:
         """Record what the tracer records: the stack of the norm, and a fake value."""
+        self.new.append(node)
         args, kwargs = map_arg((node.args, node.kwargs), recorded)
         function = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
         node.meta = self.norm.meta.copy()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
-import itertools
+import operator
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 
 def is_call(node: Any) -> bool:
@@ -31,8 +32,8 @@ def fake_tensor(node: Any) -> Tensor | None:
 
 
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
-# Functions with side effects that their names do not show: running statistics and renormalized embeddings.
-_SIDE_EFFECTS = {"batch_norm", "instance_norm", "embedding", "embedding_bag"}
+# Running statistics, which neither names nor aten's schemas show to be written.
+_STATISTICS = re.compile("(batch|instance)_norm|^_?sync_batch")
 _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
 _KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
 _IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but not index and is_not
@@ -63,25 +64,26 @@ def _may_write(node: Node) -> bool:
     if str(target).startswith("streams."):  # torch.ops.streams, such as the wait for another stream
         return True
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
+        return target._schema.is_mutable or bool(_STATISTICS.search(str(target)))
     if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
         return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
     name, module = _name(node), getattr(target, "__module__", None)
     if module == "_operator":
         return _IN_PLACE_OPERATOR.match(name) is not None
-    if _IN_PLACE.search(name) or name in _SIDE_EFFECTS or node.kwargs.get("out") is not None or _is_in_place(node):
+    if _IN_PLACE.search(name) or _STATISTICS.search(name) or node.kwargs.get("out") is not None:
+        return True
+    if _argument(node, "inplace", False) is not False or _argument(node, "max_norm", None) is not None:
         return True
     is_function = isinstance(target, (types.FunctionType, types.BuiltinFunctionType))
     return node.op == "call_function" and not (is_function and (module in _KNOWN_MODULES or target is getattr))
 
 
-def _is_in_place(node: Node) -> bool:
-    """Return whether the argument ``inplace`` of a function such as dropout is true, in any position."""
+def _argument(node: Node, name: str, default: Any) -> Any:
+    """Return an argument of a Python function, in any position."""
     parameters = _parameters(node.target)
-    inplace = node.kwargs.get("inplace", False)
-    if "inplace" in parameters and len(node.args) > parameters.index("inplace"):
-        inplace = node.args[parameters.index("inplace")]
-    return inplace is not False
+    if name in parameters and len(node.args) > parameters.index(name):
+        return node.args[parameters.index(name)]
+    return node.kwargs.get(name, default)
 
 
 @cache
@@ -89,27 +91,38 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
 
 
-def may_write_between(first: Node, last: Node) -> bool:
-    """Return whether a node from the first to the last one may change what another one reads."""
-    return any(map(_may_write, itertools.takewhile(lambda node: node is not last.next, _from(first))))
-
-
-def _from(node: Node) -> Iterator[Node]:
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
 def are_on_one_stream(nodes: Iterable[Node]) -> bool:
     """Return whether the nodes are in one region of ``torch.cuda.stream``, or in none."""
     return len({node.meta.get("custom", {}).get("stream") for node in nodes}) == 1
 
 
-def is_written_behind(last: Node, tensors: Iterable[Node]) -> bool:
-    """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
-    storages = set(map(_storage, tensors)) - {None}
-    writes = filter(_may_write, _from(last.next))
-    return any(not storages.isdisjoint(map(_storage, node.all_input_nodes)) for node in writes)
+def is_sorted(graph: Graph) -> bool:
+    """Return whether each node comes after all that it reads."""
+    return not any(source > node for node in graph.nodes for source in node.all_input_nodes)
+
+
+class Writes:
+    """The nodes of a graph that may write. Joining norms neither adds nor removes one."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._nodes = list(filter(_may_write, graph.nodes))
+        self._last = {_storage(written): node for node in self._nodes for written in _written(node)}
+
+    def between(self, first: Node, last: Node) -> bool:
+        """Return whether a node from the first to the last one may change what another one reads."""
+        index = bisect.bisect_left(self._nodes, first)
+        return index < len(self._nodes) and self._nodes[index] <= last
+
+    def behind(self, last: Node, tensors: Iterable[Node]) -> bool:
+        """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
+        writes = (self._last.get(storage) for storage in set(map(_storage, tensors)) - {None})
+        return any(write is not None and write > last for write in writes)
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the nodes that a node may write: the first argument of an assignment, else all that it reads."""
+    is_assignment = node.target is operator.setitem or (node.op == "call_method" and _name(node) == "copy_")
+    return [node.args[0]] if is_assignment and isinstance(node.args[0], Node) else node.all_input_nodes
 
 
 def _storage(node: Node) -> int | None:

@@ -31,8 +31,9 @@ needs_lists = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def forget_counts():
+def forget_counts(monkeypatch):
     fuse_neighbors.counts.clear()
+    monkeypatch.setattr(fuse_neighbors, "raises", True)
 
 
 def tensors(dtype=F64, shape=(2, 3, 8)):
@@ -325,8 +326,8 @@ def test_checkpoints_and_regions_of_a_model():
     """The body of a checkpoint is a graph of its own; a submodule may be compiled alone."""
 
     def checkpointed(*arguments):
-        y, total = checkpoint(block, *arguments, use_reentrant=False)
-        return norm(y + total), total
+        y = checkpoint(lambda *each: block(*each)[0], *arguments, use_reentrant=False)
+        return norm(t := y + arguments[0]), t
 
     assert compare(checkpointed) == ALL | ADD
     fuse_neighbors.counts.clear()
@@ -369,6 +370,135 @@ def test_graphs_of_other_operators_are_left(log):
     fuse_neighbors(traced.graph)  # without recorded values
     assert_same(traced(x), norm(x + x))
     assert log() == ["0 norms", "1 norms"]
+
+
+@pytest.mark.parametrize("compiler", [fusion.eager, "inductor"])
+def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
+    """The parent may observe the gradient of the sum, and the pass sees one graph."""
+
+    def hooked(x, r, *_):
+        def body(x, r):
+            t = x + r
+            return norm(t).sin(), t
+
+        y, t = checkpoint(body, x, r, use_reentrant=False)
+        t.register_hook(lambda g: g * 3)
+        return y, t
+
+    with torch._inductor.config.patch(pre_grad_custom_pass=fuse_neighbors):
+        assert compare(hooked, backend=compiler) == {}
+
+
+class Statistics(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, z, scale, shift):
+        y = norm(x)
+        if self.function is F.batch_norm:
+            F.batch_norm(z, scale, shift, training=True)
+        else:
+            F.instance_norm(z, scale, shift, use_input_stats=True)
+        return y * (1 + scale) + shift
+
+
+class Child(torch.nn.Module):
+    def forward(self, t):
+        return norm(t) * 2
+
+
+class Parent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child = Child()
+
+    def forward(self, x, r):
+        t = x + r
+        return self.child(t), t
+
+
+class SplitChild(torch.nn.Module):
+    def forward(self, t):
+        return norm(t.sin() * 0 + t) * 2 + t.cos()
+
+
+def exported(module, *arguments):
+    with trace_as("kernel"):
+        program = torch.export.export(module, arguments)
+    fuse_neighbors(program.graph)
+    program.graph.lint()
+    return program
+
+
+@pytest.mark.parametrize("function", [F.batch_norm, F.instance_norm])
+def test_statistics_are_written_before_they_are_read(function):
+    """The schemas of aten do not say that these operators write."""
+    arguments = [randn((2, 3, 8), F64), randn((4, 8, 5), F64), torch.zeros(8, dtype=F64), torch.ones(8, dtype=F64)]
+    copies = [[t.clone() for t in arguments] for _ in range(2)]
+    program = exported(Statistics(function), *arguments)
+    assert_same(program.module()(*copies[0]), Statistics(function)(*copies[1]))
+
+
+@pytest.mark.parametrize("child", [Child, SplitChild])
+def test_unflatten_after_the_pass(child):
+    module = Parent()
+    module.child = child()
+    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
+    program = exported(module, *arguments)
+    assert child is SplitChild or dict(fuse_neighbors.counts) == ADD
+    assert_same(torch.export.unflatten(program)(*arguments), module(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "joined"),
+    [
+        ("two(x + r, normalized_shape=x.shape[-1:])", ADD),
+        ("two(x, normalized_shape=x.shape[-1:])", {}),
+        ("norm(x, normalized_shape=x.size()[2:]) * torch.unsqueeze(input=1 + s[:, 0], dim=1)", MODULATE),
+        ("norm(x, normalized_shape=x.size()[2:]) * (1 + s[:, 0]).unsqueeze(dim=1)", MODULATE),
+        ("norm(x, normalized_shape=(8,)) * (1 + s[:, 0]).view(-1, 1, 8)", MODULATE),
+        ("(norm((t := x + r).flatten(0, 1)), t)", ADD),
+        ("(norm(torch.reshape(t := x + r, (-1, 8))), t)", ADD),
+        ("(norm((t := x + r).unsqueeze(0)), t)", ADD),
+        ("two(x + r)[0] + F.embedding(torch.zeros(2, 3, dtype=torch.long), w[None])", ADD),
+        (
+            "t = x + r; y = norm(t); states = torch.zeros(2, *t.shape, dtype=t.dtype); states[0] = t; return y, states",
+            ADD,
+        ),
+        ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", None),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes_and_keywords_of_views(text, joined, dynamic):
+    counts = compare(function_of(text), dynamic=dynamic)
+    is_size_a_node = dynamic and "x + r, normalized_shape" in text  # nothing is joined there, and nothing raises
+    assert joined is None or counts == ({} if is_size_a_node else joined)
+
+
+def test_an_unsorted_graph():
+    """Inductor sorts behind custom passes, so another pass may leave a node before what it reads."""
+    with trace_as("kernel"):
+        program = torch.export.export(Parent(), (randn((2, 3, 8), F64), randn((2, 3, 8), F64)))
+    total = next(node for node in program.graph.nodes if node.target is torch.ops.aten.add.Tensor)
+    program.graph.output_node().prepend(total)
+    fuse_neighbors(program.graph)
+    program.graph.lint()
+    assert dict(fuse_neighbors.counts) == ADD
+
+
+def test_an_exception_leaves_the_graph(monkeypatch, caplog):
+    """A fault costs one norm its neighbors, and not the user the compilation; the log has it once."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fuse_neighbors, "raises", False)
+    monkeypatch.setattr(fuse_neighbors, "_has_warned", False)
+    monkeypatch.setattr(fusion, "_are_interchangeable", fail)
+    with caplog.at_level(logging.WARNING, "layernorm_ext.fusion"):
+        assert compare(function_of("two(norm(x + r) + r)")) == {}
+    assert len([each for each in caplog.records if each.name == "layernorm_ext.fusion"]) == 1
 
 
 # Numbers and memory
