@@ -21,7 +21,7 @@ from ._compatibility import check_torch
 check_torch()
 
 from . import _build_info, conversion, functional, modules, modules_fused, tracing
-from ._ops import register_with_dtensor
+from ._ops import register_with_torch
 from .conversion import *
 from .functional import *
 from .modules import *
@@ -36,4 +36,4 @@ __all__ += modules_fused.__all__
 __all__ += tracing.__all__
 __version__ = _build_info.version
 
-register_with_dtensor()
+register_with_torch()

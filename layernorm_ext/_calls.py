@@ -1,183 +1,184 @@
-"""The two paths of a public function: the compiled function in eager mode, and operators in the graph of a tracer."""
+"""Calls of the public functions that the C++ function ``norm`` leaves to Python, and overrides of these functions."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 
 from . import tracing
 from ._nested import norm_nested
-from ._ops import _C
 
-_AFFINE, _ADAPTIVE, _SHAPE = ("weight", "bias", "eps"), ("scale", "shift", "eps"), "normalized_shape"
-# name -> the positional parameters, and what distinguishes the function from layer_norm
-_FAMILY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "layer_norm": (("input", _SHAPE, *_AFFINE), {}),
-    "rms_norm": (("input", _SHAPE, "weight", "eps"), {"rms": True}),
-    "add_layer_norm": (("input", "residual", _SHAPE, *_AFFINE), {}),
-    "add_rms_norm": (("input", "residual", _SHAPE, "weight", "eps"), {"rms": True}),
-    "ada_layer_norm": (("input", _SHAPE, *_ADAPTIVE), {"adaptive": True}),
-    "ada_rms_norm": (("input", _SHAPE, *_ADAPTIVE), {"adaptive": True, "rms": True}),
-    "add_ada_layer_norm": (("input", "residual", _SHAPE, *_ADAPTIVE), {"adaptive": True}),
-    "add_ada_rms_norm": (("input", "residual", _SHAPE, *_ADAPTIVE), {"adaptive": True, "rms": True}),
-    "gated_layer_norm": (("input", "gate", _SHAPE, *_AFFINE), {}),
-    "gated_rms_norm": (("input", "gate", _SHAPE, "weight", "eps"), {"rms": True}),
-    "layer_norm_2d": (("input", *_AFFINE), {"images": True}),
-    "rms_norm_2d": (("input", "weight", "eps"), {"images": True, "rms": True}),
-}
+ACTIVATIONS = ("silu", "sigmoid")
 
 
-def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function of the family by its override, by its compiled function, or by operators that a tracer records.
-
-    ``arguments`` are all positional parameters.
-    """
-    # torch.compile cannot trace the compiled function.
-    if not is_dynamo_compiling():
-        try:
-            results = getattr(_C, function.__name__)(*arguments, **options)
-        except TypeError:
-            if not _has_override(arguments, options):  # an override may take the place of any argument
-                raise
-        else:
-            if results is not None:
-                return results
-    names, members = _FAMILY[function.__name__]
-    if _has_override(arguments, options):
-        first = names.index(_SHAPE) + 1 if _SHAPE in names else 1
-        keywords = dict(zip(names[first:], arguments[first:], strict=True)) | options
-        return handle_torch_function(function, (*arguments, *options.values()), *arguments[:first], **keywords)
-    return norm(function.__name__, **dict(zip(names, arguments, strict=True)), **members, **options)
-
-
-def _has_override(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether an argument or an active mode overrides functions.
-
-    Nested tensors do not count: they would mistake a function for torch's of the same name.
-    """
-    if not has_torch_function((*arguments, *options.values())):
-        return False
+def has_nested(*arguments: object) -> bool:
+    """Return whether an argument is a nested tensor."""
     with torch._C.DisableTorchFunctionSubclass():  # do not call the override for is_nested
-        return not any(isinstance(argument, Tensor) and argument.is_nested for argument in arguments)
+        return any(isinstance(argument, Tensor) and argument.is_nested for argument in arguments)
+
+
+def override(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call the overrides (__torch_function__) of a function's arguments and of active modes.
+
+    The options that are False are left out, because an override may know only those of torch.
+    """
+    values = (*arguments, *options.values())
+    if has_nested(*values) and not torch._C._is_torch_function_mode_enabled():
+        with torch._C.DisableTorchFunctionSubclass():  # it would take the function for torch's of the same name
+            return function(*arguments, **options)
+    options = {name: value for name, value in options.items() if value is not False}
+    return handle_torch_function(function, values, *arguments, **options)
+
+
+def default_eps(input: Any) -> float:
+    """Return the eps of RMSNorm if it is absent: the machine epsilon of the accumulation type."""
+    return 2.0**-52 if getattr(input, "dtype", None) == torch.float64 else 2.0**-23
+
+
+def is_sigmoid(activation: str, input: Tensor) -> bool:
+    """Return whether an activation is the sigmoid and not SiLU."""
+    if activation not in ACTIVATIONS:
+        error = f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}"'
+        raise RuntimeError(f"{error} and input of shape {list(input.shape)}")
+    return activation == "sigmoid"
 
 
 def norm(
     name: str,
     input: Tensor,
-    normalized_shape: Sequence[int] = (),
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float | None = None,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    *,
-    rms: bool = False,
-    adaptive: bool = False,
-    images: bool = False,
-    activation: str | None = None,
-    gate_first: bool = False,
-    num_groups: int = 1,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    input_scale: Tensor | None = None,
     inplace: bool | None = None,
+    rms: bool = False,
+    images: bool = False,
+    num_groups: int = 1,
+    sigmoid: bool = False,
+    gate_first: bool = False,
 ) -> Any:
-    """Compute any function of the family by operators that a tracer can record; also of nested tensors.
+    """Compute the public function of this name. The other arguments are the operators'.
 
-    ``name`` is that of the function. ``activation`` is None for norms that are not gated, and ``inplace`` for functions
-    without a residual.
+    ``normalized_shape`` is empty for images, and ``inplace`` is None for functions without a residual. The public
+    functions call the C++ function of this name and signature (csrc/python.cpp), which calls this one for arguments
+    that are not the usual ones, and while a tracer records operators.
     """
-    if eps is None and rms and not adaptive:
-        eps = 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
-    if eps is None:
-        raise TypeError(f"{name}(): argument 'eps' must be float, not NoneType")
-    check_residual(input, residual, inplace)
-    # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls one
-    # with the item of a tensor, as torch's functions do.
-    if eps == 0:
-        eps = 0.0
-    if activation is not None and not input.is_nested:
-        check_gate_options(name, activation, num_groups, normalized_shape, input)
+    tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
+    tensors["input_scale"] = input_scale
+    options: dict[str, Any] = {"rms": rms, "zero_centered_weight": zero_centered_weight, "images": images}
+    options |= {"memory_efficient": memory_efficient, "sigmoid": sigmoid, "gate_first": gate_first}
+    normalized_shape, eps = _check_types(name, tensors, normalized_shape, eps, inplace, num_groups, options)
+    # Defaults are left out, because they take time in each call of a graph.
+    options = {option: True for option, value in options.items() if value}
+    options |= {} if num_groups == 1 else {"num_groups": num_groups}
+    if input.is_nested and not images:
+        component = partial(norm, name, eps=eps, inplace=inplace, **options)
+        parameters = {"weight": weight, "bias": bias, "input_scale": input_scale}
+        alike = {"residual": residual, "gate": gate}
+        nested_options: dict[str, Any] = {"eps": eps, "inplace": inplace, "rms": rms, "num_groups": num_groups}
+        nested_options["zero_centered_weight"] = zero_centered_weight
+        return norm_nested(component, input, normalized_shape, parameters, alike, **nested_options)
     if images:
         normalized_shape = () if input.is_nested else input.shape[1:2]
-    if input.is_nested and not images:
-        parameters = {"scale": scale, "shift": shift} if adaptive else {"weight": weight, "bias": bias}
-        alike = {"residual": residual}
-        (parameters if activation is None else alike)["gate"] = gate
-        options: dict[str, Any] = {"eps": eps, "rms": rms, "num_groups": num_groups, "inplace": inplace}
-        component = partial(norm, name, adaptive=adaptive, activation=activation, gate_first=gate_first, **options)
-        component = partial(component, zero_centered_weight=zero_centered_weight, memory_efficient=memory_efficient)
-        return norm_nested(component, input, normalized_shape, parameters, alike, **options)
-    if adaptive:
-        weight, bias = scale, shift
-    input_scale = None
-    if activation is None:
-        input_scale, gate = gate, None
-    elif gate is None:
-        activation, gate_first = None, False
     normalized_shape = tracing.constant_sizes(normalized_shape)
-    # Defaults are left out, because they take time in each call of a graph.
-    flags = {"rms": rms, "zero_centered_weight": zero_centered_weight or adaptive, "images": images}
-    options = {name: True for name, value in (flags | {"gate_first": gate_first}).items() if value}
-    options |= {} if num_groups == 1 else {"num_groups": num_groups}
-    options |= {} if activation is None else {"activation": activation}
-    aten = tracing.records_aten()
-    # The operators have other names for some arguments, and nested tensors would refuse an operator by their own error.
-    tensors = (input, weight, bias, residual, gate, input_scale)
-    has_nested = any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
-    if aten or adaptive or input_scale is not None or has_nested:
-        tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, adaptive, **options)
+    records_aten = tracing.records_aten()
+    if records_aten or has_nested(*tensors.values()):  # which the operators would refuse by their own error
+        tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, **options)
     arguments = (input, normalized_shape, weight, bias, eps)
-    if aten:
+    if records_aten:
+        options.pop("memory_efficient", None)
         output, total = tracing.norm(*arguments, residual, gate, input_scale, inplace=bool(inplace), **options)
         return output if residual is None else (output, total)
-    options |= {"memory_efficient": True} if memory_efficient else {}
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
-    if residual is None and gate is None and num_groups == 1:
+    if residual is None and gate is None:
         return ops.forward.default(*arguments, **options)[0]
     factors = (gate,) if input_scale is None else (gate, input_scale)
     output, total, *_ = ops.forward.fused(*arguments, residual, *factors, **options)
     return output if residual is None else (output, total)
 
 
-def check_residual(input: Tensor, residual: Tensor | None, inplace: bool | None) -> None:
-    """Raise the error of eager calls for a missing residual; ``inplace`` is None for functions without one."""
-    if residual is None and inplace is not None:
-        raise TypeError(f"argument 'residual' must be Tensor, not NoneType, for input of shape {list(input.shape)}")
-
-
 def is_integer(value: object) -> bool:
     return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
-def gate_options_error(activation: str, num_groups: int, normalized_shape: Sequence[int]) -> str | None:
-    """Return the error of an unknown activation, or of groups that do not divide the normalized dimension."""
-    if activation not in ("silu", "sigmoid"):
-        return f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}"'
-    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
-        return (
-            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
-            f"normalized_shape = {list(normalized_shape)}"
-        )
-    return None
+def _check_types(
+    name: str,
+    tensors: dict[str, Any],
+    normalized_shape: Any,
+    eps: Any,
+    inplace: bool | None,
+    num_groups: Any,
+    options: dict[str, Any],
+) -> tuple[Sequence[int], float]:
+    """Raise torch's errors for arguments of wrong types; return the numbers that operators take."""
+    for argument, tensor in tensors.items():
+        is_required = argument == "input" or (argument == "residual" and inplace is not None)
+        if not isinstance(tensor, Tensor) and (is_required or tensor is not None):
+            raise _type_error(name, argument, "Tensor", tensor)
+    for argument, flag in {**options, "inplace": bool(inplace) if inplace is None else inplace}.items():
+        if not isinstance(flag, bool):
+            raise _type_error(name, argument, "bool", flag)
+    if not is_integer(num_groups) and not (isinstance(num_groups, Tensor) and num_groups.dim() == 0):
+        raise _type_error(name, "num_groups", "int", num_groups)
+    if is_dynamo_compiling():
+        if eps is None:
+            raise _type_error(name, "eps", "float", eps)
+        # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls
+        # one with the item of a tensor, as torch's functions do.
+        return normalized_shape, 0.0 if eps == 0 else eps
+    if not isinstance(normalized_shape, (tuple, list)):
+        raise _type_error(name, "normalized_shape", "tuple of ints", normalized_shape)
+    if not torch.jit.is_tracing():
+        normalized_shape = [_as_integer(name, size, i) for i, size in enumerate(normalized_shape)]
+    is_number = isinstance(eps, (Real, torch.SymFloat))
+    if not is_number and not (isinstance(eps, Tensor) and eps.dim() == 0 and not eps.requires_grad):
+        raise _type_error(name, "eps", "float", eps)
+    number: Any = eps if isinstance(eps, torch.SymFloat) else float(eps)
+    return normalized_shape, number
 
 
-def check_gate_options(
-    name: str, activation: str, num_groups: int, normalized_shape: Sequence[int], input: Tensor
-) -> None:
-    """Raise the errors of eager calls for options of gated norms, which a plain norm without a gate ignores."""
-    if not is_integer(num_groups):
-        raise TypeError(f"{name}(): argument 'num_groups' must be int, not {type(num_groups).__name__}")
-    error = gate_options_error(activation, num_groups, normalized_shape)
-    if error is not None:
-        raise RuntimeError(f"{error} and input of shape {list(input.shape)}")
+def _as_integer(name: str, size: Any, position: int) -> Any:
+    try:
+        if not isinstance(size, bool):
+            return size if isinstance(size, torch.SymInt) else index(size)
+    except TypeError:
+        pass
+    expected = f"tuple of ints, but found element of type {_type_name(size)} at pos {position}"
+    raise _type_error(name, "normalized_shape", expected)
+
+
+def _type_name(value: object) -> str:
+    """Return the name of a type as torch's errors spell it."""
+    cls = type(value)
+    return f"numpy.{cls.__name__}" if cls.__module__ == "numpy" else cls.__name__
+
+
+def _type_error(name: str, argument: str, expected: str, *value: object) -> TypeError:
+    """Return the error of torch's parser, with the argument's name and position in the public function."""
+    from . import functional
+
+    position = ""
+    if not is_dynamo_compiling():
+        parameters = inspect.signature(getattr(functional, name)).parameters
+        if argument not in parameters:
+            argument = {"weight": "scale", "bias": "shift", "input_scale": "gate"}[argument]
+        if parameters[argument].kind is not inspect.Parameter.KEYWORD_ONLY:
+            position = f" (position {list(parameters).index(argument) + 1})"
+    given = "".join(f", not {_type_name(each)}" for each in value)
+    return TypeError(f"{name}(): argument '{argument}'{position} must be {expected}{given}")

@@ -96,8 +96,8 @@ def _forward(*arguments: Any, **options: Any) -> list[Rule]:
     return [([output, mean, rstd], placements[:-3]) for (output, _, mean, rstd), placements in rules]
 
 
-@_register(_ops.backward.fused)
-def _backward_fused(
+@_register(_ops.backward.default)
+def _backward(
     grad_output: DTensorSpec,
     input: DTensorSpec,
     normalized_shape: Sequence[int],
@@ -125,15 +125,10 @@ def _backward_fused(
             return batch if model == batch else summed
 
         # The gradient of an absent parameter has the shape of the other parameter, if any.
-        gradients = [batch, gradient(w or b), gradient(b or w), batch, batch, gradient(scale)]
-        wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=False)]
+        gradients = [batch, gradient(w or b), gradient(b or w), _like(gate, batch)]
+        gradients += [_like(input_scale, batch), None if scale is None else gradient(scale)]
+        wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True)]
         tensors = [batch, batch, None, _like(mean, batch), batch, w, b, None]
         others = [_like(grad_sum, batch), _like(gate, batch), scale, _like(scaled_input, batch)]
         rules.append((wanted, [*tensors, *others]))
     return rules
-
-
-@_register(_ops.backward.default)
-def _backward(*arguments: Any, **options: Any) -> list[Rule]:
-    """Return the rules of ``backward.fused`` for the first three gradients, whose mask is shorter, without a gate."""
-    return [(gradients, placements[:-3]) for gradients, placements in _backward_fused(*arguments, **options)]

@@ -25,13 +25,18 @@ def norm_nested(
     rms: bool,
     num_groups: int,
     inplace: bool | None,
+    zero_centered_weight: bool,
 ) -> Any:
     """Call ``norm`` for all values of a jagged tensor, or for each component of other nested tensors.
 
     The tensors in ``alike`` have the components of ``input``. ``norm`` takes them and the parameters by name.
     """
     jagged, dims, residual = input.layout == torch.jagged, len(normalized_shape), alike["residual"]
-    for name, parameter in parameters.items():
+    public_names = {"input_scale": "input_scale (gate)"}  # in errors, as in those of the operators
+    if zero_centered_weight:
+        public_names |= {"weight": "weight (scale)", "bias": "bias (shift)"}
+    named = {public_names.get(name, name): parameter for name, parameter in parameters.items()}
+    for name, parameter in named.items():
         if parameter is not None and parameter.dim() != dims:
             raise RuntimeError(
                 f"Expected {name} to be of same shape as normalized_shape for a nested input, but got {name} of "
@@ -57,13 +62,13 @@ def norm_nested(
                 "Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = "
                 f"{num_groups}, normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
             )
-        gate = alike.get("gate")
+        gate = alike["gate"]
         if gate is not None:
             raise RuntimeError(
                 f"Expected gate to be None for normalized_shape = {list(normalized_shape)}, which includes the ragged "
                 f"dimension, but got gate of shape {list(gate.shape)}"
             )
-        for name, tensor in parameters.items():
+        for name, tensor in named.items():
             if tensor is not None:
                 raise RuntimeError(
                     f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "

@@ -1,4 +1,4 @@
-"""Loads the compiled module, which defines ``torch.ops.layernorm``, and registers the operators with DTensor."""
+"""Loads the compiled module, which defines ``torch.ops.layernorm``, and registers with torch's tools."""
 
 import sys
 from collections.abc import Sequence
@@ -10,13 +10,19 @@ from types import ModuleType
 
 from . import _C
 
-__all__ = ["_C", "register_with_dtensor"]
+__all__ = ["_C", "norm", "register_with_torch"]
 
-_DTENSOR, _REGISTRATION = "torch.distributed.tensor", f"{__package__}._dtensor"
+norm = _C.norm
+
+# Modules of torch, and this package's modules that register with them.
+_REGISTRATIONS = {
+    "torch._dynamo": f"{__package__}._dynamo",
+    "torch.distributed.tensor": f"{__package__}._dtensor",
+}
 
 
 class _RegisterAfterImport:
-    """An import hook that registers the operators with DTensor as soon as it is imported.
+    """An import hook that registers with a module of torch as soon as it is imported.
 
     Importing DTensor here would increase the import time of torch by half. A check for DTensor in every call would slow
     down all users, and an explicit import would be forgotten.
@@ -24,7 +30,7 @@ class _RegisterAfterImport:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == _DTENSOR else None
+        spec = PathFinder.find_spec(name, path, target) if name in _REGISTRATIONS else None
         if spec and spec.loader:
             vars(spec.loader)["exec_module"] = partial(_execute_and_register, spec.loader)
         return spec
@@ -33,13 +39,14 @@ class _RegisterAfterImport:
 def _execute_and_register(loader: Loader, module: ModuleType) -> None:
     del vars(loader)["exec_module"]  # from now on the loader is as it would be without this package
     loader.exec_module(module)
-    import_module(_REGISTRATION)
+    import_module(_REGISTRATIONS[module.__name__])
 
 
-def register_with_dtensor() -> None:
-    """Register now if DTensor is already imported, otherwise when it is imported."""
+def register_with_torch() -> None:
+    """Register with torch's tools: now if they are already imported, otherwise when they are imported."""
     # A reload must not add a second hook, and may have defined the class again.
     others = [finder for finder in sys.meta_path if getattr(finder, "__module__", None) != __name__]
     sys.meta_path[:] = [_RegisterAfterImport, *others]
-    if sys.modules.get(_DTENSOR):
-        import_module(_REGISTRATION)
+    for name, registration in _REGISTRATIONS.items():
+        if sys.modules.get(name):
+            import_module(registration)

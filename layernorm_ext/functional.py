@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function_variadic as has_override
 
-from ._calls import call
-from ._ops import _C
+from ._calls import default_eps, is_sigmoid, override
+from ._ops import norm
 
 __all__ = ["ada_layer_norm", "ada_rms_norm", "add_ada_layer_norm", "add_ada_rms_norm", "add_layer_norm"]
 __all__ += ["add_rms_norm", "gated_layer_norm", "gated_rms_norm", "layer_norm", "layer_norm_2d", "rms_norm"]
@@ -87,12 +88,10 @@ def layer_norm(
         >>> layer_norm(x, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
-    # plain_layer_norm() saves the 0.4 us of call(). Overrides may know torch's arguments only.
-    if not (zero_centered_weight or memory_efficient):
-        plain = None if is_dynamo_compiling() else _C.plain_layer_norm(input, normalized_shape, weight, bias, eps)
-        return call(layer_norm, input, normalized_shape, weight, bias, eps) if plain is None else plain
-    options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
-    return call(layer_norm, input, normalized_shape, weight, bias, eps, **options)
+    if has_override(input, normalized_shape, weight, bias, eps):
+        options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
+        return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
+    return norm("layer_norm", input, normalized_shape, weight, bias, eps, zero_centered_weight, memory_efficient)
 
 
 def rms_norm(
@@ -117,8 +116,12 @@ def rms_norm(
         A tensor of the shape and dtype of ``input``. As in torch, it is ``channels_last`` (``channels_last_3d``) if
         ``input`` is, else contiguous.
     """
-    options = {"zero_centered_weight": True} if zero_centered_weight else {}  # as in layer_norm
-    return call(rms_norm, input, normalized_shape, weight, eps, **options)
+    if has_override(input, normalized_shape, weight, eps):
+        options = {"zero_centered_weight": zero_centered_weight}
+        return override(rms_norm, input, normalized_shape, weight=weight, eps=eps, **options)
+    eps = default_eps(input) if eps is None else eps
+    options = {"rms": True, "zero_centered_weight": zero_centered_weight}
+    return norm("rms_norm", input, normalized_shape, weight, None, eps, **options)
 
 
 def add_layer_norm(
@@ -180,8 +183,13 @@ def add_layer_norm(
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-    options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    return call(add_layer_norm, input, residual, normalized_shape, weight, bias, eps, **options)
+    if has_override(input, residual, weight, bias, gate):
+        options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        arguments = input, residual, normalized_shape
+        return override(add_layer_norm, *arguments, weight=weight, bias=bias, eps=eps, **options)
+    options = {"residual": residual, "input_scale": gate, "inplace": inplace}
+    options |= {"zero_centered_weight": zero_centered_weight}
+    return norm("add_layer_norm", input, normalized_shape, weight, bias, eps, **options)
 
 
 def add_rms_norm(
@@ -204,8 +212,13 @@ def add_rms_norm(
     default of ``eps`` is that of :func:`rms_norm`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
-    return call(add_rms_norm, input, residual, normalized_shape, weight, eps, **options)
+    if has_override(input, residual, weight, gate):
+        options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
+        return override(add_rms_norm, input, residual, normalized_shape, weight=weight, eps=eps, **options)
+    eps = default_eps(input) if eps is None else eps
+    options = {"residual": residual, "input_scale": gate, "inplace": inplace}
+    options |= {"rms": True, "zero_centered_weight": zero_centered_weight}
+    return norm("add_rms_norm", input, normalized_shape, weight, None, eps, **options)
 
 
 def ada_layer_norm(
@@ -247,7 +260,9 @@ def ada_layer_norm(
         >>> ada_layer_norm(x, (8,), scale, shift).shape
         torch.Size([2, 3, 8])
     """
-    return call(ada_layer_norm, input, normalized_shape, scale, shift, eps)
+    if has_override(input, scale, shift):
+        return override(ada_layer_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
+    return norm("ada_layer_norm", input, normalized_shape, scale, shift, eps, zero_centered_weight=True)
 
 
 def ada_rms_norm(
@@ -267,7 +282,9 @@ def ada_rms_norm(
     <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    return call(ada_rms_norm, input, normalized_shape, scale, shift, eps)
+    if has_override(input, scale, shift):
+        return override(ada_rms_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
+    return norm("ada_rms_norm", input, normalized_shape, scale, shift, eps, rms=True, zero_centered_weight=True)
 
 
 def add_ada_layer_norm(
@@ -299,7 +316,13 @@ def add_ada_layer_norm(
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-    return call(add_ada_layer_norm, input, residual, normalized_shape, scale, shift, eps, gate=gate, inplace=inplace)
+    if has_override(input, residual, scale, shift, gate):
+        options = {"gate": gate, "inplace": inplace}
+        arguments = input, residual, normalized_shape
+        return override(add_ada_layer_norm, *arguments, scale=scale, shift=shift, eps=eps, **options)
+    options = {"residual": residual, "input_scale": gate, "inplace": inplace}
+    options |= {"zero_centered_weight": True}
+    return norm("add_ada_layer_norm", input, normalized_shape, scale, shift, eps, **options)
 
 
 def add_ada_rms_norm(
@@ -323,7 +346,13 @@ def add_ada_rms_norm(
     Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer
     Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    return call(add_ada_rms_norm, input, residual, normalized_shape, scale, shift, eps, gate=gate, inplace=inplace)
+    if has_override(input, residual, scale, shift, gate):
+        options = {"gate": gate, "inplace": inplace}
+        arguments = input, residual, normalized_shape
+        return override(add_ada_rms_norm, *arguments, scale=scale, shift=shift, eps=eps, **options)
+    options = {"residual": residual, "input_scale": gate, "inplace": inplace}
+    options |= {"rms": True, "zero_centered_weight": True}
+    return norm("add_ada_rms_norm", input, normalized_shape, scale, shift, eps, **options)
 
 
 def gated_layer_norm(
@@ -388,9 +417,13 @@ def gated_layer_norm(
         >>> gated_layer_norm(x, gate, (8,), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 3, 8])
     """
-    options = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
-    options["zero_centered_weight"] = zero_centered_weight
-    return call(gated_layer_norm, input, gate, normalized_shape, weight, bias, eps, **options)
+    options: dict[str, Any] = {"gate_first": gate_first, "num_groups": num_groups}
+    options |= {"zero_centered_weight": zero_centered_weight}
+    if has_override(input, gate, weight, bias):
+        arguments, options = (input, gate, normalized_shape), options | {"activation": activation}
+        return override(gated_layer_norm, *arguments, weight=weight, bias=bias, eps=eps, **options)
+    options |= {"gate": gate, "sigmoid": is_sigmoid(activation, input)}
+    return norm("gated_layer_norm", input, normalized_shape, weight, bias, eps, **options)
 
 
 def gated_rms_norm(
@@ -426,9 +459,14 @@ def gated_rms_norm(
         >>> gated_rms_norm(x, gate, (8,), torch.ones(8), gate_first=True, num_groups=2).shape
         torch.Size([2, 3, 8])
     """
-    options = {"activation": activation, "gate_first": gate_first, "num_groups": num_groups}
-    options["zero_centered_weight"] = zero_centered_weight
-    return call(gated_rms_norm, input, gate, normalized_shape, weight, eps, **options)
+    options: dict[str, Any] = {"gate_first": gate_first, "num_groups": num_groups}
+    options |= {"zero_centered_weight": zero_centered_weight}
+    if has_override(input, gate, weight):
+        arguments, options = (input, gate, normalized_shape), options | {"activation": activation}
+        return override(gated_rms_norm, *arguments, weight=weight, eps=eps, **options)
+    eps = default_eps(input) if eps is None else eps
+    options |= {"gate": gate, "sigmoid": is_sigmoid(activation, input), "rms": True}
+    return norm("gated_rms_norm", input, normalized_shape, weight, None, eps, **options)
 
 
 def layer_norm_2d(
@@ -455,9 +493,9 @@ def layer_norm_2d(
         input: Tensor of shape ``[N, C, *]``, with any number of further dimensions, and dtype float64, float32, float16
             or bfloat16. Channels may have any stride if the pixels of a channel are contiguous; ``channels_last`` is
             read in place, and other layouts are copied.
-        weight: Tensor of any of these dtypes. Its shape is ``[C]``; or ``[N, C]``, for a weight per image; or has as
-            many dimensions as ``input``, where each size except ``C`` is the input's or 1. Ones if ``None``.
-        bias: Like ``weight``. If both vary between pixels, they vary in the same dimensions. Zeros if ``None``.
+        weight: Tensor of any of these dtypes. Its shape is ``[C]`` or, for a weight per image, ``[N, C]`` or
+            ``[N, C, 1, ...]``. Ones if ``None``.
+        bias: Like ``weight``. Zeros if ``None``.
         eps: Added to the variance.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         memory_efficient: Whether to save the output for backward instead of the input. See :class:`LayerNorm`.
@@ -472,7 +510,9 @@ def layer_norm_2d(
         torch.Size([2, 8, 4, 4])
     """
     options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
-    return call(layer_norm_2d, input, weight, bias, eps, **options)
+    if has_override(input, weight, bias, eps):
+        return override(layer_norm_2d, input, weight=weight, bias=bias, eps=eps, **options)
+    return norm("layer_norm_2d", input, (), weight, bias, eps, images=True, **options)
 
 
 def rms_norm_2d(
@@ -487,4 +527,8 @@ def rms_norm_2d(
     :func:`layernorm_ext.rms_norm`, so that rows and images give the same results. Source: Zhang and Sennrich, `Root
     Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    return call(rms_norm_2d, input, weight, eps, zero_centered_weight=zero_centered_weight)
+    options = {"zero_centered_weight": zero_centered_weight}
+    if has_override(input, weight, eps):
+        return override(rms_norm_2d, input, weight=weight, eps=eps, **options)
+    eps = default_eps(input) if eps is None else eps
+    return norm("rms_norm_2d", input, (), weight, None, eps, rms=True, images=True, **options)

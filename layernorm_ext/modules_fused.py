@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ._calls import gate_options_error, is_integer
+from ._calls import ACTIVATIONS, is_integer
 from .functional import (
     ada_layer_norm,
     ada_rms_norm,
@@ -343,9 +343,13 @@ class AddAdaRMSNorm(AddAdaLayerNorm):
 def _check_gate_options(activation: str, num_groups: int, normalized_shape: tuple[int, ...]) -> None:
     if not is_integer(num_groups):
         raise TypeError(f"Expected num_groups to be an int, but got num_groups={num_groups!r}")
-    error = gate_options_error(activation, num_groups, normalized_shape)
-    if error is not None:
-        raise ValueError(error)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}"')
+    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
+        raise ValueError(
+            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
+            f"normalized_shape = {list(normalized_shape)}"
+        )
 
 
 class GatedLayerNorm(TakesSeveralInputs, LayerNorm):

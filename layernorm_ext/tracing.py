@@ -29,7 +29,7 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     mean, and numbers whose squares overflow (1e20 in float32) give NaN or zero. The strides of the results are those
     of eager calls, and those of gradients are torch's. ``None`` restores the defaults:
     ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
-    :func:`torch.export.export`, :func:`torch.onnx.export` and :func:`torch.jit.trace`.
+    :func:`torch.export.export` and :func:`torch.onnx.export`. :func:`torch.jit.trace` always records aten's operators.
 
     A call sets the choice for all threads of the process. A ``with`` statement restores the choice before it at its
     end; like :class:`torch.set_grad_enabled`, the object can be used again. Statements of several threads must not
@@ -88,9 +88,9 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
 
 def records_aten() -> bool:
     """Return whether an active tracer should record aten's operators."""
-    if _operators is not None:
-        return _operators == "aten" and (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    return _is_exporting() or torch.jit.is_tracing()
+    if torch.jit.is_tracing():  # it cannot record operators with absent results
+        return True
+    return _is_exporting() if _operators is None else _operators == "aten" and torch.compiler.is_compiling()
 
 
 def _is_exporting() -> bool:
@@ -137,13 +137,16 @@ def norm(
     zero_centered_weight: bool = False,
     images: bool = False,
     num_groups: int = 1,
-    activation: str | None = None,
+    sigmoid: bool = False,
     gate_first: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
     accumulate_dtype = accumulation_dtype(input)
     dims = len(normalized_shape)
+
+    if images:  # [N, C, 1, ...] as [N, C], so that autograd gives the gradient contiguous strides
+        weight, bias = (p if p is None or p.dim() <= 2 else p.flatten(1) for p in (weight, bias))
 
     def rows(tensor: Tensor | None) -> Any:
         return tensor if tensor is None else _rows(tensor, input.dim(), dims, images, num_groups)
@@ -154,7 +157,7 @@ def norm(
     total = output_factor = None
     if gate is not None:
         factor = cast(gate, accumulate_dtype)
-        factor = F.silu(factor) if activation == "silu" else torch.sigmoid(factor)
+        factor = torch.sigmoid(factor) if sigmoid else F.silu(factor)
         if gate_first:
             x = cast(x, accumulate_dtype) * factor
         else:
@@ -204,23 +207,11 @@ def norm(
 def _rows(tensor: Tensor, dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:
     """Return a tensor or a parameter of a call with the normalized dimensions last; see csrc/ops/geometry.h."""
     if tensor.dim() > normalized_dims:
-        if images:
-            tensor = _without_pixels(tensor)
         while tensor.dim() < dims:
             tensor = tensor.unsqueeze(-1 if images else -1 - normalized_dims)
         if images:
             tensor = tensor.movedim(1, dims - 1)  # torch's older ONNX exporter does not support -1
     return tensor if num_groups == 1 else tensor.unflatten(-1, (num_groups, tensor.shape[-1] // num_groups))
-
-
-def _without_pixels(parameter: Tensor) -> Tensor:
-    """Return a parameter ``[N, C, 1, 1]`` as ``[N, C]``, so that autograd gives its gradient contiguous strides."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
-
-    if parameter.dim() <= 2:
-        return parameter
-    sizes = constant_sizes(parameter.shape[2:])
-    return parameter.flatten(1) if all(statically_known_true(size == 1) for size in sizes) else parameter
 
 
 def _memory_order(tensor: Tensor) -> list[int]:

@@ -17,7 +17,7 @@
 #include "composite.h"
 #include "geometry.h"
 #include "node.h"
-#include "ops.h"
+#include "norm.h"
 
 namespace layernorm {
 namespace {
@@ -42,8 +42,6 @@ bool wants_any_gradient(const Args& args) {
 
 // ---- the nodes ------------------------------------------------------------------------------------------------------
 
-optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
-
 // The derivative of forward. The gradient of an input beside a float32 residual is float32; autograd converts it.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
@@ -65,7 +63,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
                                         wants_factor && z,
                                         wants_input && scale,
                                         wants_factor && scale};
-      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, mask, grad_sum, options, z, scale, scaled});
+      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, mask, grad_sum, z, scale, scaled, options});
     } else if (grad_sum) {  // the gradients of the sum alone
       const auto acc = rstd.unpack(*this).scalar_type();
       g.grad_input = *grad_sum;
@@ -133,13 +131,10 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
                   args.residual->_base().sym_sizes());
       torch::autograd::check_inplace(*args.residual, records);
     }
-    ForwardArgs below = args;
-    // Without a graph there is no backward, so memory_efficient makes no difference.
-    if (!records) below.options.memory_efficient = false;
     ForwardOutputs outputs;
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      outputs = call_forward(below);
+      outputs = call_forward(args);
     }
     if (args.inplace) torch::autograd::increment_version(*args.residual);
     return outputs;
@@ -154,7 +149,7 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool keeps_gate = gate && (keeps_input || !options.gate_first);
   const bool keeps_scale = input_scale && node->has_residual && wants(input, input_scale);
-  const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(options) && wants(gate);
+  const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(args) && wants(gate);
   if (keeps_gate || keeps_scale) {
     const Tensor& factor = keeps_gate ? *gate : *input_scale;
     node->set_next_edges(torch::autograd::collect_next_edges(*input, w, b, residual ? *residual : Tensor(), factor));
@@ -166,10 +161,6 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   }
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->options = options;
-  if (gate && !keeps_gate) {  // the gradient of the bias is that of the plain norm
-    node->options.activation = static_cast<int64_t>(Activation::kNone);
-    node->options.gate_first = false;
-  }
   ForwardOutputs outputs = call();
   auto& [output, sum, mean, rstd] = outputs;
   // The sum is the first output, as hooks of a residual that is overwritten require.
@@ -206,14 +197,18 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
   return outputs;
 }
 
-}  // namespace
-
-void Operators::implement_autograd(torch::Library& m) {
-  implement<forward_autograd, backward_autograd>(m);
-  m.impl("check_allocated", torch::CppFunction::makeFallthrough());
+BackwardOutputs backward_batched(const BackwardArgs& args) {
+  return args.options.memory_efficient ? backward_memory_efficient(args) : backward_composite(args);
 }
 
+}  // namespace
+
+TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { implement<forward_autograd, backward_autograd>(m); }
+
 // vmap uses the batching rules of the composite's aten operations.
-void Operators::implement_vmap(torch::Library& m) { implement<forward_composite, backward_composite>(m); }
+TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { implement<forward_composite, backward_composite>(m); }
+
+// So does torch.autograd.grad(is_grads_batched=True), whose fallback cannot return absent tensors.
+TORCH_LIBRARY_IMPL(layernorm, Batched, m) { implement<forward_composite, backward_batched>(m); }
 
 }  // namespace layernorm

@@ -7,7 +7,6 @@
 #include <array>
 
 #include "geometry.h"
-#include "types.h"
 
 namespace layernorm {
 
@@ -43,11 +42,12 @@ void check_parameter_shape(const NamedParameter& parameter, const Tensor& input,
     bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
     for (size_t d = 0; fits && d < shape.size(); ++d) {
       const bool is_channels = d == 1 || shape.size() == 1;
-      fits = is_channels ? are_equal(shape[d], sizes[1]) : broadcasts_to(shape[d], sizes[d]);
+      fits = is_channels ? are_equal(shape[d], sizes[1])
+             : d == 0    ? broadcasts_to(shape[d], sizes[d])
+                         : are_equal(shape[d], 1);
     }
-    TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, *], with C = ", sizes[1],
-                " and each other size equal to the input's or 1, but got ", name, " of shape ", shape,
-                " and input of shape ", sizes);
+    TORCH_CHECK(fits, "Expected ", name, " of shape [C], [N, C] or [N, C, 1, ...], with C = ", sizes[1],
+                " and N = ", sizes[0], " or 1, but got ", name, " of shape ", shape, " and input of shape ", sizes);
     return;
   }
   const size_t own_dims = shape.size() - std::min(normalized_shape.size(), shape.size());
@@ -69,9 +69,9 @@ void check_batch_sizes(const Tensor& input, const NamedParameters& parameters, i
   const auto has_batch_dims = [&](const Tensor& t) { return t.dim() > normalized_dims; };
   // The size of dimension d of the input; the parameter may lack it.
   const auto size = [&](const Tensor& t, int64_t d) {
-    return d < t.dim() - (options.images ? 0 : normalized_dims) ? t.sym_size(d) : c10::SymInt(1);
+    return options.images || d < t.dim() - normalized_dims ? t.sym_size(d) : c10::SymInt(1);
   };
-  const int64_t end = options.images ? input.dim() : input.dim() - normalized_dims;
+  const int64_t end = options.images ? 1 : input.dim() - normalized_dims;
   for (size_t i = 0; i < parameters.size(); ++i) {
     for (size_t k = i + 1; k < parameters.size(); ++k) {
       const auto &first = parameters[i], &second = parameters[k];
@@ -79,7 +79,6 @@ void check_batch_sizes(const Tensor& input, const NamedParameters& parameters, i
         continue;
       c10::SymBool equal = true, first_is_shared = true, second_is_shared = true;
       for (int64_t d = 0; d < end; ++d) {
-        if (options.images && d == 1) continue;
         const auto a = size(*first.tensor, d), b = size(*second.tensor, d);
         equal = equal.sym_and(a.sym_eq(b));
         first_is_shared = first_is_shared.sym_and(a.sym_eq(1));
@@ -135,36 +134,29 @@ void check_residual(const OptionalTensorRef& residual, const Tensor& input) {
   check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
 }
 
-// Checks the gate of a gated norm, or that there is none.
+// Refuses combinations that no kernel has. `other` is a residual or its gradient.
 template <class Args>
-void check_gate(const Args& args) {
-  const Tensor& input = args.input;
+void check_combination(const Args& args, const char* name, const OptionalTensorRef& other) {
   const Options& options = args.options;
-  const auto& gate = args.gate;
-  if (options.activation == 0) {
-    TORCH_CHECK(!gate, "Expected gate to be None without an activation, but got gate of shape ", gate->sym_sizes(),
-                " with activation = None and input of shape ", input.sym_sizes());
-    TORCH_CHECK(!options.gate_first,
-                "Expected gate_first to be False without an activation, but got True with activation = None and input "
-                "of shape ",
-                input.sym_sizes());
-    return;
+  const auto refuse = [&](const char* tensor, const OptionalTensorRef& t, const char* option) {
+    TORCH_CHECK(!t, "Expected ", tensor, " to be None with ", option, ", but got ", tensor, " of shape ",
+                t->sym_sizes(), " and input of shape ", args.input->sym_sizes());
+  };
+  const auto refuse_residual = [&](const char* option) {
+    refuse(name, other, option);
+    refuse("input_scale (gate)", args.input_scale, option);
+  };
+  if (args.gate) refuse_residual("a gate");
+  if (options.has_groups()) refuse_residual("num_groups other than 1");
+  for (const auto& [given, option] :
+       {std::pair(options.images, "images=True"), std::pair(options.memory_efficient, "memory_efficient=True")}) {
+    if (!given) continue;
+    refuse_residual(option);
+    refuse("gate", args.gate, option);
   }
-  TORCH_CHECK(gate, "Expected gate to be a tensor with activation = \"", *activation_name(options.activation),
-              "\", but got None for input of shape ", input.sym_sizes());
-  check_parameter_type("gate", input, *gate);
-  check_like("gate", *gate, input, /*other_type=*/true);
-  TORCH_CHECK(!options.memory_efficient,
-              "Expected memory_efficient=False with a gate, but got True with a gate of shape ", gate->sym_sizes(),
-              " and input of shape ", input.sym_sizes());
-}
-
-// Refuses what only a norm with a residual has, beside a gate.
-void check_not_gated(const char* name, const OptionalTensorRef& tensor, const OptionalTensorRef& gate,
-                     const Tensor& input) {
-  TORCH_CHECK(!tensor || !gate, "Expected ", name, " to be None with a gate, but got ", name, " of shape ",
-              tensor->sym_sizes(), " with gate of shape ", gate->sym_sizes(), " and input of shape ",
-              input.sym_sizes());
+  TORCH_CHECK(!options.memory_efficient || !options.rms,
+              "Expected memory_efficient=False with rms=True, but got True for input of shape ",
+              args.input->sym_sizes());
 }
 
 void check_statistic(const char* name, const Tensor& statistic, const Tensor& input, SymIntArrayRef shape) {
@@ -178,6 +170,13 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 
 }  // namespace
 
+const char* public_name(std::string_view name, const Options& options) {
+  if (name == "input_scale") return "input_scale (gate)";
+  if (options.zero_centered_weight && name == "weight") return "weight (scale)";
+  if (options.zero_centered_weight && name == "bias") return "bias (shift)";
+  return name.data();
+}
+
 void check_layout(const char* name, const Tensor& tensor) {
   const bool nested = tensor.is_nested(), quantized = tensor.is_quantized();  // and of layout Strided or Jagged
   if (!nested && !quantized && tensor.layout() == at::kStrided) return;
@@ -187,14 +186,23 @@ void check_layout(const char* name, const Tensor& tensor) {
                                           : c10::str(name, " of layout ", tensor.layout()));
 }
 
-void check_layouts(const ForwardArgs& args) { for_each_tensor(args, check_layout); }
-void check_layouts(const BackwardArgs& args) { for_each_tensor(args, check_layout); }
+namespace {
+
+template <class Args>
+void check_all_layouts(const Args& args) {
+  for_each_tensor(args, [&](const char* name, const Tensor& t) { check_layout(public_name(name, args.options), t); });
+}
+
+}  // namespace
+
+void check_layouts(const ForwardArgs& args) { check_all_layouts(args); }
+void check_layouts(const BackwardArgs& args) { check_all_layouts(args); }
 
 namespace {
 
 // Checks what forward and backward share.
 template <class Args>
-void check_norm(const Args& args, const ParameterNames& names) {
+void check_norm(const Args& args) {
   const Tensor& input = args.input;
   const SymIntArrayRef normalized_shape = args.normalized_shape;
   const Options& options = args.options;
@@ -205,10 +213,11 @@ void check_norm(const Args& args, const ParameterNames& names) {
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
               "normalized_shape = ",
               normalized_shape);
-  const NamedParameters named = {
-      {{names.weight, args.weight}, {names.bias, args.bias}, {names.input_scale, args.input_scale}}};
-  // torch checks a weight and a bias without batch dimensions, if they are not a scale and a shift, before the input.
-  const bool may_precede_input = std::string_view(names.weight) == "weight" && !options.images;
+  const NamedParameters named = {{{options.zero_centered_weight ? "weight (scale)" : "weight", args.weight},
+                                  {options.zero_centered_weight ? "bias (shift)" : "bias", args.bias},
+                                  {"input_scale (gate)", args.input_scale}}};
+  // torch checks a weight and a bias without batch dimensions before the input. It has no zero-centered ones.
+  const bool may_precede_input = !options.zero_centered_weight && !options.images;
   const auto precedes_input = [&](const NamedParameter& parameter) {
     return may_precede_input && &parameter != &named[2] && parameter.tensor->dim() <= static_cast<int64_t>(count);
   };
@@ -237,7 +246,10 @@ void check_norm(const Args& args, const ParameterNames& names) {
   for (const auto& [name, tensor] : named) {
     if (tensor) check_parameter_type(name, input, *tensor);
   }
-  check_gate(args);
+  if (args.gate) {
+    check_parameter_type("gate", input, *args.gate);
+    check_like("gate", *args.gate, input, /*other_type=*/true);
+  }
   const c10::SymInt& groups = options.num_groups;
   TORCH_CHECK(groups >= 1 && (groups == 1 || (count == 1 && are_equal(normalized_shape[0] % groups, 0))),
               "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = ", groups,
@@ -248,40 +260,24 @@ void check_norm(const Args& args, const ParameterNames& names) {
 
 }  // namespace
 
-void check_forward(const ForwardArgs& args, const ParameterNames& names) {
+void check_forward(const ForwardArgs& args) {
   const Tensor& input = args.input;
-  const auto& residual = args.residual;
-  check_norm(args, names);
-  check_residual(residual, input);
-  TORCH_CHECK(!args.options.memory_efficient || !residual || residual->scalar_type() == input.scalar_type(),
-              "Expected residual to be of the dtype of input with memory_efficient=True, but got residual of dtype ",
-              residual->scalar_type(), " and input of dtype ", input.scalar_type());
-  check_not_gated("residual", residual, args.gate, input);
-  TORCH_CHECK(!args.input_scale || residual, "Expected residual to be a tensor with ", names.input_scale,
-              ", but got None with ", names.input_scale, " of shape ", args.input_scale->sym_sizes(),
-              " and input of shape ", input.sym_sizes());
-}
-
-void check_call(const ForwardArgs& args, bool adaptive) {
-  const ParameterNames names = {adaptive ? "scale" : "weight", adaptive ? "shift" : "bias", "gate"};
-  const auto public_name = [&](const std::string_view name) {
-    return name == "weight"        ? names.weight
-           : name == "bias"        ? names.bias
-           : name == "input_scale" ? names.input_scale
-                                   : name.data();
-  };
-  for_each_tensor(args, [&](const char* name, const Tensor& t) { check_layout(public_name(name), t); });
-  check_forward(args, names);
-  for_each_tensor(args, [&](const char* name, const Tensor& t) { check_allocated(t, public_name(name)); });
+  check_norm(args);
+  check_residual(args.residual, input);
+  check_combination(args, "residual", args.residual);
+  TORCH_CHECK(
+      !args.input_scale || args.residual,
+      "Expected residual to be a tensor with input_scale (gate), but got None with input_scale (gate) of shape ",
+      args.input_scale->sym_sizes(), " and input of shape ", input.sym_sizes());
 }
 
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
-  check_norm(args, {});
+  check_norm(args);
+  const bool may_have_residual = !args.gate && !args.options.images && !args.options.memory_efficient;
   check_like("grad_output", args.grad_output, input,
-             !args.gate && input.scalar_type() == at::kFloat && is_16_bit(args.grad_output->scalar_type()));
-  check_not_gated("grad_sum", args.grad_sum, args.gate, input);
-  check_not_gated("input_scale", args.input_scale, args.gate, input);
+             may_have_residual && input.scalar_type() == at::kFloat && is_16_bit(args.grad_output->scalar_type()));
+  check_combination(args, "grad_sum", args.grad_sum);
   const auto& scaled_input = args.scaled_input;
   TORCH_CHECK(!scaled_input || args.input_scale,
               "Expected scaled_input to be None without an input_scale, but got scaled_input of shape ",
@@ -327,6 +323,13 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
               tensor.sizes(), " has a freed storage");
 }
 
+namespace {
+
+// Whether check_allocated() must look at a tensor closely.
+bool lacks_data(const Tensor& t) { return !t.has_storage() || !t.unsafeGetTensorImpl()->storage_initialized(); }
+
+}  // namespace
+
 void check_inplace(const ForwardArgs& args) {
   const Tensor& residual = *args.residual;
   TORCH_CHECK(!residual.is_inference() || c10::InferenceMode::is_enabled(),
@@ -340,14 +343,16 @@ void check_inplace(const ForwardArgs& args) {
 }
 
 void check_allocated(const ForwardArgs& args) {
-  for_each_tensor(args, [](const char* name, const Tensor& t) { check_allocated(t, name); });
+  for_each_tensor(args, [&](const char* name, const Tensor& t) {
+    if (lacks_data(t)) check_allocated(t, public_name(name, args.options));
+  });
 }
 
 void check_allocated(const BackwardArgs& args) {
   // Only the shape and the dtype of other biases count.
-  const Tensor* const unread = args.bias && !needs_bias(args.options) ? &*args.bias : nullptr;
+  const Tensor* const unread = args.bias && !needs_bias(args) ? &*args.bias : nullptr;
   for_each_tensor(args, [&](const char* name, const Tensor& t) {
-    if (&t != unread) check_allocated(t, name);
+    if (&t != unread && lacks_data(t)) check_allocated(t, public_name(name, args.options));
   });
 }
 

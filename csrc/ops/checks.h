@@ -3,21 +3,20 @@
 
 #include <string_view>
 
-#include "ops.h"
+#include "norm.h"
 
 namespace layernorm {
 
+// The name of an argument in error messages: the operator's and, if it differs, that of the public functions. The
+// adaptive functions call their zero-centered weight and bias scale and shift.
+const char* public_name(std::string_view name, const Options& options);
 // Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. The kernels do not get
 // such tensors.
 void check_layout(const char* name, const Tensor& tensor);
 void check_layouts(const ForwardArgs& args);
 void check_layouts(const BackwardArgs& args);
-// The names of parameters in error messages; by default those of the operators.
-struct ParameterNames {
-  const char *weight = "weight", *bias = "bias", *input_scale = "input_scale";
-};
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.
-void check_forward(const ForwardArgs& args, const ParameterNames& names = {});
+void check_forward(const ForwardArgs& args);
 void check_backward(const BackwardArgs& args);
 // Throws torch's errors if the residual cannot be overwritten.
 void check_inplace(const ForwardArgs& args);
@@ -26,7 +25,8 @@ void check_inplace(const ForwardArgs& args);
 void check_allocated(const ForwardArgs& args);
 void check_allocated(const BackwardArgs& args);
 void check_allocated(const Tensor& tensor, std::string_view name);
-// The same by an operator, because only the dispatcher removes the wrappers of torch.func and vmap.
+// The same by an operator, because only the dispatcher removes the wrappers of torch.func and vmap. Without it, aten
+// would end the process where parameters that FSDP has freed are transformed.
 void call_check_allocated(const Tensor& tensor, std::string_view name);
 
 }  // namespace layernorm

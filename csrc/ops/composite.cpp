@@ -23,7 +23,6 @@
 
 #include "checks.h"
 #include "geometry.h"
-#include "types.h"
 
 namespace layernorm {
 namespace {
@@ -85,11 +84,11 @@ Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) 
 // The activation of a gate and its derivative.
 Tensor activate(const Tensor& gate, const Options& options) {
   const Tensor s = at::sigmoid(gate);
-  return static_cast<Activation>(options.activation) == Activation::kSilu ? gate * s : s;
+  return options.sigmoid ? s : gate * s;
 }
 Tensor derivative(const Tensor& gate, const Options& options) {
   const Tensor s = at::sigmoid(gate), rest = at::sigmoid(-gate);  // 1 - s without cancellation
-  return static_cast<Activation>(options.activation) == Activation::kSilu ? s * (gate * rest + 1) : s * rest;
+  return options.sigmoid ? s * rest : s * (gate * rest + 1);
 }
 
 // The dimensions of a tensor by descending strides.
@@ -133,7 +132,10 @@ struct Rows {
     if (t.dim() != normalized_dims) rows = with_all_dims(rows, dims, normalized_dims, options);
     if (options.images) rows = rows.movedim(1, -1);
     if (!options.has_groups()) return rows;
-    return rows.unflatten_symint(-1, {options.num_groups, rows.sym_size(-1) / options.num_groups});
+    c10::SymDimVector sizes(rows.sym_sizes().begin(), rows.sym_sizes().end());
+    sizes.back() = sizes.back() / options.num_groups;
+    sizes.insert(sizes.end() - 1, options.num_groups);
+    return rows.reshape_symint(sizes);  // unflatten() and flatten() have no rule for is_grads_batched
   }
   optional<Tensor> operator()(const OptionalTensorRef& t) const {
     return t ? optional<Tensor>((*this)(*t)) : std::nullopt;
@@ -143,7 +145,11 @@ struct Rows {
   // The inverse for these and for statistics, in another order.
   Tensor undo(Tensor rows, at::IntArrayRef order) const {
     if (!rows.defined()) return rows;
-    if (options.has_groups()) rows = rows.flatten(-2);
+    if (options.has_groups()) {
+      c10::SymDimVector sizes(rows.sym_sizes().begin(), rows.sym_sizes().end() - 1);
+      sizes.back() = sizes.back() * rows.sym_size(-1);
+      rows = rows.reshape_symint(sizes);
+    }
     return in_order(options.images ? rows.movedim(-1, 1) : rows, order, [](const Tensor& t) { return t.contiguous(); });
   }
   // The gradient of a parameter from the gradients of its values in each row.
@@ -254,15 +260,18 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     activated = activate(gate, options);
     (options.gate_first ? x : dy) = (options.gate_first ? x : dy).to(acc) * activated;
   }
-  const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
   const ParameterTypes types(args.input, args);
   BackwardOutputs grads;
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
     return rows.sum(gradient, type, args.normalized_shape);
   };
+  if (wants_bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
+  const bool wants_dx = wants_input || wants_gate || wants_scaled_input || wants_scale;
+  if (!(wants_weight || wants_dx)) return grads;
+
+  const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
   if (wants_weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
-  if (wants_bias) grads.grad_bias = sum_rows(t.dy, types.bias);
-  if (!(wants_input || wants_gate || wants_scaled_input || wants_scale)) return grads;
+  if (!wants_dx) return grads;
 
   Tensor dx = t.rstd * t.project(t.g);
   if (args.grad_sum) dx = dx + rows(*args.grad_sum).to(acc);

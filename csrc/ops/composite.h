@@ -1,7 +1,7 @@
 // Forward and backward as compositions of differentiable aten operations.
 #pragma once
 
-#include "ops.h"
+#include "norm.h"
 
 namespace layernorm {
 

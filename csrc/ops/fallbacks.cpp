@@ -4,7 +4,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/ones.h>
 
 #include <algorithm>
 #include <array>
@@ -13,7 +12,6 @@
 
 #include "composite.h"
 #include "geometry.h"
-#include "types.h"
 
 namespace layernorm {
 
@@ -185,19 +183,6 @@ BackwardOutputs backward_float64(const BackwardArgs& args) {
   make_like_input({&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}, args.input, args.options);
   make_contiguous({&grads.grad_weight, &grads.grad_bias, &grads.grad_input_scale});
   return grads;
-}
-
-bool lacks_groups(const BackwardArgs& args) {
-  const bool wants_parameters = args.output_mask[1] || args.output_mask[2];
-  return args.options.has_groups() && args.input_scale && wants_parameters && !args.weight && !args.bias;
-}
-
-BackwardOutputs backward_with_weight(BackwardFunction backward, BackwardArgs args) {
-  const auto options = args.input->options();
-  const optional<Tensor> weight = at::ones(C10_AS_INTARRAYREF_SLOW(args.normalized_shape), options);
-  args.weight = weight;
-  args.options.zero_centered_weight = false;
-  return backward(args);
 }
 
 bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {

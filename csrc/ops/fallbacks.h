@@ -2,14 +2,14 @@
 // forward or backward of the backend again.
 #pragma once
 
-#include "ops.h"
+#include "norm.h"
 
 namespace layernorm {
 
 // A copy of images whose channels are the last dimension in memory.
 Tensor channels_last(const Tensor& images);
 
-// For tensors that the kernels cannot use in place, see Views: copies images to channels_last, and expands parameters
+// For tensors that the kernels cannot use in place, see Call: copies images to channels_last, and expands parameters
 // whose groups are not adjacent dimensions.
 ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args);
 BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args);
@@ -27,10 +27,5 @@ BackwardOutputs backward_float64(const BackwardArgs& args);
 // them.
 bool may_overlap(const ForwardArgs& args);
 ForwardOutputs forward_apart(ForwardFunction forward, const ForwardArgs& args);
-
-// With num_groups, the gradients of an absent weight and bias have a value for each group, while an input_scale may
-// also differ between samples. The kernels cannot tell, so backward_with_weight() passes a weight of ones.
-bool lacks_groups(const BackwardArgs& args);
-BackwardOutputs backward_with_weight(BackwardFunction backward, BackwardArgs args);
 
 }  // namespace layernorm

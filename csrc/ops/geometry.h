@@ -1,17 +1,17 @@
-// How the dimensions of a call's tensors form rows.
+// The shapes and dtypes of a call's tensors.
 //
 // Tensors are [*batch, *normalized]. Parameters are [*first batch dimensions, *normalized], where each batch size is
 // the input's or 1; batch dimensions that a parameter lacks have size 1. With `images`, tensors are [N, C, *] and
-// parameters [C], [N, C] or [N, C, *]: the normalized dimension C comes second. With num_groups, the only normalized
-// dimension is [groups, elements], and each group is a row of its own. Statistics have the dimensions of the input,
-// with num_groups in place of the last normalized size and 1 in place of the others.
+// parameters [C], [N, C] or [N, C, 1, ...]: the normalized dimension C comes second. With num_groups, the only
+// normalized dimension is [groups, elements], and each group is a row of its own. Statistics have the dimensions of the
+// input, with num_groups in place of the last normalized size and 1 in place of the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 
-#include "ops.h"
+#include "norm.h"
 
 namespace layernorm {
 
@@ -44,55 +44,40 @@ inline Tensor with_all_dims(Tensor parameter, int64_t dims, int64_t normalized_d
   return parameter;
 }
 
-// Whether a parameter of images varies between pixels, so that its channels are not adjacent in a contiguous tensor.
-inline bool has_pixels(const Tensor& parameter, const Options& options) {
-  return options.images && parameter.dim() > 2 && parameter.numel() != parameter.size(0) * parameter.size(1);
+// The dtype of statistics and sums: double for double input, else float.
+inline at::ScalarType accumulate_type(const Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The size and the stride of a dimension.
-struct Extent {
-  int64_t size, stride;
+// The shape and dtype of the gradient of a parameter: those of `model`, which is the parameter or, if it is absent, the
+// other one. Without parameters they are normalized_shape and the dtype of the input.
+struct GradientType {
+  GradientType(const Tensor& input, const optional<Tensor>& parameter, const optional<Tensor>& other)
+      : model(present(parameter) ? parameter : other), dtype((present(model) ? *model : input).scalar_type()) {}
+  SymIntArrayRef sizes(SymIntArrayRef normalized_shape) const {
+    return present(model) ? model->sym_sizes() : normalized_shape;
+  }
+
+  const optional<Tensor>& model;
+  at::ScalarType dtype;
 };
 
-// The dimensions of the tensors of a call in the order [*batch, groups, *normalized]; groups only with num_groups > 1.
-class Geometry {
- public:
-  Geometry(const Tensor& input, int64_t normalized_dims, const Options& options)
-      : groups_(options.num_groups.expect_int()),
-        images_(options.images),
-        input_dims_(input.dim()),
-        batch_dims(input.dim() - normalized_dims + (groups_ > 1)),
-        dims(input.dim() + (groups_ > 1)) {}
+// The types of the gradients of the parameters, for the input or, with a residual, its sum. Kernels exist for
+// parameters of the input's dtype and of the accumulation type; other parameters, or two of different dtypes, are
+// converted to the accumulation type, and their gradients back to their own dtype. A gated norm converts all of them.
+struct ParameterTypes {
+  template <class Args>
+  ParameterTypes(const Tensor& input, const Args& args)
+      : weight(input, args.weight, args.bias),
+        bias(input, args.bias, args.weight),
+        input_scale(input, args.input_scale, args.input_scale),
+        kernel(!args.gate && weight.dtype == bias.dtype && weight.dtype == input.scalar_type() &&
+                       (!args.input_scale || weight.dtype == input_scale.dtype)
+                   ? weight.dtype
+                   : accumulate_type(input)) {}
 
-  // The size and the stride of dimension d. The tensor has the shape of the input or is a statistic or a parameter.
-  Extent extent(const Tensor& t, int64_t d) const {
-    const bool is_group = groups_ > 1 && d == batch_dims - 1, is_element = groups_ > 1 && d == batch_dims;
-    const int64_t source = source_of(t, d - is_element);
-    if (source < 0) return {1, 0};
-    const int64_t size = t.size(source), stride = t.stride(source);
-    if (is_group) return {groups_, stride * (size / groups_)};
-    return {is_element ? size / groups_ : size, stride};
-  }
-
- private:
-  // The dimension of a tensor that is dimension d of the rows, or -1 if the tensor lacks it.
-  int64_t source_of(const Tensor& t, int64_t d) const {
-    const int64_t lacking = input_dims_ - t.dim();
-    if (images_ && t.dim() > 1) {
-      if (d == input_dims_ - 1) return 1;
-      return d == 0 ? 0 : d + 1 < t.dim() ? d + 1 : -1;
-    }
-    const int64_t first_normalized = batch_dims - (groups_ > 1);
-    if (d >= first_normalized) return d - lacking;
-    return d < first_normalized - lacking ? d : -1;
-  }
-
-  const int64_t groups_;
-  const bool images_;
-  const int64_t input_dims_;
-
- public:
-  const int64_t batch_dims, dims;  // including the dimension of the groups
+  GradientType weight, bias, input_scale;
+  at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
 };
 
 }  // namespace layernorm

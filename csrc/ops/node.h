@@ -13,7 +13,7 @@
 #include <mutex>
 #include <tuple>
 
-#include "ops.h"
+#include "norm.h"
 
 namespace layernorm {
 

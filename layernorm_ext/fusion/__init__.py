@@ -90,6 +90,8 @@ class FuseNeighbors(CustomGraphPass):
                 for norm in norms:
                     with self._caught(norm.name):
                         joined.update(filter(None, [_join_neighbors(norm, writes)]))
+            if self.raises:
+                graph.lint()
         self.counts += joined
         _logger.info("%d norms%s", len(norms), ": " * bool(joined) + ", ".join(f"{k} {n}" for k, n in joined.items()))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.backends import ALL, Results, assert_same_bits, check, every_path, rows_and_images, run
+from support.backends import ALL, Results, assert_same_bits, check, every_path, rows_and_images, run, run_pixels
 from support.inputs import (
     all_dtypes,
     data_dtypes,
@@ -53,8 +53,9 @@ def test_rows_of_more_than_a_million_elements(backend, dtypes):
 
 @all_dtypes
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (2, 0, 4), (0, 0, 4)], ids=str)
-@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
-@rows_and_images
+@pytest.mark.parametrize(
+    ("run", "adds"), [(run, False), (run, True), (run_pixels, False)], ids=["rows", "residual", "images"]
+)
 def test_empty_tensors(backend, run, dtypes, shape, adds):
     x, w = randn(shape, dtypes[0], backend.device), randn(shape[-1], dtypes[1], backend.device)
     options = {"residual": x.clone(), "grad_sum": x} if adds else {}
@@ -193,7 +194,7 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
         assert torch.equal(results.output, b.to(x.dtype).expand_as(x)) and torch.equal(mean, x[:, :1].to(mean.dtype))
         assert not run(backend, x, dy, w, eps=eps).output.any(), cols
         for first in (False, True):
-            gate, options = torch.zeros_like(x), {"activation": "sigmoid", "gate_first": first}
+            gate, options = torch.zeros_like(x), {"sigmoid": True, "gate_first": first}
             assert not backend.ops.forward.fused(x, [cols], None, None, eps, None, gate, **options)[0].any()
         right = torch.tensor(eps**-0.5, dtype=rstd.dtype, device=backend.device)  # infinity in float32 for 1e-300
         torch.testing.assert_close(rstd, right.expand_as(rstd), rtol=torch.finfo(rstd.dtype).eps, atol=0)

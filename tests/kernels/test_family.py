@@ -20,6 +20,7 @@ from support.backends import (
     rows_and_images,
     run,
     run_images,
+    run_pixels,
 )
 from support.inputs import (
     GROUPS,
@@ -30,6 +31,7 @@ from support.inputs import (
     columns,
     data_dtypes,
     groups,
+    layer_variants,
     randn,
     random_args,
     rms_or_not,
@@ -143,10 +145,12 @@ def test_absent_parameters_and_masks(backend, run, dtypes, rms):
     variant = {"rms": rms, "zero_centered_weight": rms}
     presence = [((rows,), w, b) for rows, w, b in itertools.product((3, 600), ((), None), ((), None))]
     cases = [(batches, cols) for batches in presence for cols in (40, 1100, 5000) if batches[0] == (3,) or cols == 40]
-    for batches, cols in [*cases, *((batches, 40) for batches in GROUPS.values())]:
+    is_of_rows = run is not run_pixels  # images have no residual, and parameters per image at most
+    groups = [group for name, group in GROUPS.items() if is_of_rows or "per sample" in name or name == "shared"]
+    for batches, cols in [*cases, *((group, 40) for group in groups)]:
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         residual, grad_sum = (randn(x.shape, dtypes[0], backend.device) for _ in range(2))
-        options = {"residual": residual, "grad_sum": grad_sum, **variant}
+        options = {"residual": residual, "grad_sum": grad_sum, **variant} if is_of_rows else variant
         results = run(backend, x, dy, w, b, **options)
         check(results, x, dy, w, b, context=(batches, cols), **options)
         for mask in MASKS:
@@ -205,7 +209,7 @@ def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
 
 
 @all_dtypes
-@variants
+@layer_variants
 def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
     """The bound is the documented one: the error of xhat that rounding of the output causes."""
     centre = int(variant["zero_centered_weight"])
@@ -225,7 +229,7 @@ def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
 
 
 @all_dtypes
-@variants
+@layer_variants
 def test_weights_below_2_to_the_minus_16_give_nan(backend, dtypes, variant):
     """All of grad_input is NaN, and the gradient of that weight. A weight of 2^-16 gives finite gradients."""
     centre = int(variant["zero_centered_weight"])
@@ -252,6 +256,8 @@ def test_host_code_reads_no_tensor_values(backend):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for values, residual in itertools.product(MASKS, (None, leaves[1])):
             options = dict(zip(flags, values, strict=True))
+            if options["memory_efficient"] and (options["rms"] or residual is not None):
+                continue
             output = forward(backend, leaves[0], residual, leaves[2], None, **options).output
             output.backward(torch.ones_like(output))
     called = {event.key for event in profile.key_averages()}

@@ -180,9 +180,9 @@ def test_batch_and_position_of_a_pixel(backend, dtypes):
 
 
 @data_dtypes
-@pytest.mark.parametrize("batch", [(1, 5, 6), (3, 5, 6), (1, 5, 1), (3, 5, 1), (3, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("batch", [(3, 1, 1), (1, 1, 1)], ids=str)
 def test_batch_of_an_image(backend, dtype, batch):
-    """Also where parameters vary between the pixels. In layouts that keep the pixels apart, rows are normalized."""
+    """In layouts that keep the pixels apart, rows are normalized."""
     x, dy = (randn((3, 37, 5, 6), dtype, backend.device, offset=10) for _ in range(2))
     n, *pixels = batch
     w, b = (randn((n, 37, *pixels), dtype, backend.device) for _ in range(2))

@@ -1,7 +1,5 @@
 """Tensors whose memory is unusual: freed storages, strides of gradients, and residuals changed in place."""
 
-import inspect
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -42,7 +40,7 @@ members_and_arguments = pytest.mark.parametrize(
 def test_functions_refuse_freed_tensors(member, name):
     """Eager, recorded, without autograd, and as compositions of aten operations.
 
-    Eager errors name the argument as the caller does. A gate is the weight or, in RMSNorm, the bias of the test.
+    Eager errors name the argument. A gate is the weight or, in RMSNorm, the bias of the test.
     """
     shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
     shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
@@ -53,9 +51,10 @@ def test_functions_refuse_freed_tensors(member, name):
         arguments, options = member.arguments(x, *[*tensors.values()][1:])
         return member.function(*arguments, **options)
 
-    x, parameters = tensors["input"], inspect.signature(member.function).parameters
-    weight, bias = ("scale", "shift") if "scale" in parameters else ("weight", "bias")
-    names = {"input": "input", "residual or gate": "residual|gate", "weight": f"{weight}|gate", "bias": f"{bias}|gate"}
+    x = tensors["input"]
+    gate = r"input_scale \(gate\)"
+    names = {"input": "input", "residual or gate": "residual|gate"}
+    names |= {"weight": rf"weight( \(scale\))?|{gate}", "bias": rf"bias( \(shift\))?|{gate}"}
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(RuntimeError, match=f"{NOT_ALLOCATED}({names[name]}) of shape"):
             call(x)
@@ -117,7 +116,7 @@ def test_empty_tensors_need_no_memory():
 # Strides of gradients
 
 
-@pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6), (2, 6, 4, 1), (1, 6, 4, 5)], ids=str)
+@pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6)], ids=str)
 @pytest.mark.parametrize("road", ["eager", "kernel", "aten"])
 def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter, road):
     """DistributedDataParallel warns if the strides differ, also those of dimensions of size 1."""

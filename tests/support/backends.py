@@ -13,7 +13,8 @@ import torch
 import layernorm_ext
 from support.reference import broadcast_rows, check_backward, check_forward
 
-ALL = [True, True, True]  # output_mask: all gradients
+ALL = [True, True, True]  # output_mask: all gradients of norms without a gate
+NONE = [False, False, False]  # the gradients of a gate and of an input_scale
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
 
 
@@ -31,9 +32,10 @@ class Backend:
     def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
         return self.ops.forward
 
-    @property
-    def backward(self):  # (grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask) -> gradients
-        return self.ops.backward
+    def backward(self, grad_output, input, shape, mean, rstd, weight, bias, output_mask, *others, **options):
+        """Return the gradients of input, weight and bias."""
+        arguments = (grad_output, input, shape, mean, rstd, weight, bias, [*output_mask, *NONE])
+        return self.ops.backward(*arguments, *others, **options)[:3]
 
     def __str__(self):
         return self.name
@@ -133,7 +135,8 @@ def run(
     shape = normalized_shape or x.shape[-1:]
     output, total, mean, rstd, *_ = forward(backend, x, residual, weight, bias, eps, shape, **options)
     saved = output if options.get("memory_efficient") else x if residual is None else total
-    gradients = backend.ops.backward(dy, saved, shape, mean, rstd, weight, bias, mask, grad_sum, **options)
+    arguments = (dy, saved, shape, mean, rstd, weight, bias, [*mask, *NONE], grad_sum)
+    gradients = backend.ops.backward(*arguments, **options)[:3]
     return Results(output, total, mean, rstd, *gradients)
 
 
@@ -142,15 +145,14 @@ def run_images(backend, x, dy, *args, **options):
     return run(backend, x, dy, *args, normalized_shape=x.shape[1:2], images=True, **options)
 
 
-def run_pixels(backend, x, dy, weight=None, bias=None, *args, residual=None, grad_sum=None, **options):
+def run_pixels(backend, x, dy, weight=None, bias=None, *args, **options):
     """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
     has_own_parameters = any(t is not None and t.dim() == x.dim() for t in (weight, bias))
     is_one_image = x.dim() == 2 and not has_own_parameters
-    images = [t if t is None else t[None] if is_one_image else t for t in (x, dy, residual, grad_sum)]
-    images = [t if t is None else t.movedim(-1, 1).contiguous() for t in images]
+    images = [t[None] if is_one_image else t for t in (x, dy)]
+    images = [t.movedim(-1, 1).contiguous() for t in images]
     weight, bias = (t if t is None or t.dim() == 1 else t.movedim(-1, 1) for t in (weight, bias))
-    options |= {"residual": images[2], "grad_sum": images[3]}
-    results = run_images(backend, *images[:2], weight, bias, *args, **options)
+    results = run_images(backend, *images, weight, bias, *args, **options)
     results = results.map(lambda t: t.movedim(1, -1) if t.dim() > 1 else t)
     if is_one_image:
         results = results.map_rows(lambda t: t.squeeze(0))

@@ -168,6 +168,8 @@ VARIANTS = {
     "rms-centred": {"rms": True, "zero_centered_weight": True},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+# Of norms that can save their output for backward.
+layer_variants = pytest.mark.parametrize("variant", list(VARIANTS.values())[:2], ids=list(VARIANTS)[:2])
 rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 
 # Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.

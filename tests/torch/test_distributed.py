@@ -187,14 +187,15 @@ def placements_and_collectives_equal_those_of_aten(mesh):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
             results = []
-            for forward, backward in (
-                (torch.ops.layernorm.forward, torch.ops.layernorm.backward),
-                (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward),
+            for forward, backward, others in (
+                (torch.ops.layernorm.forward, torch.ops.layernorm.backward, [False] * 3),
+                (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward, []),
             ):
                 outputs, forward_collectives = with_collectives(forward, dx, (16,), *parameters, 1e-5)
-                arguments = (ddy, dx, (16,), *outputs[1:], *parameters, [True, has_weight, wants_bias])
+                arguments = (ddy, dx, (16,), *outputs[1:], *parameters, [True, has_weight, wants_bias, *others])
                 gradients, backward_collectives = with_collectives(backward, *arguments)
-                results.append((*placements_of((*outputs, *gradients)), forward_collectives, backward_collectives))
+                placed = placements_of((*outputs, *gradients[:3]))
+                results.append((*placed, forward_collectives, backward_collectives))
             assert results[0] == results[1], (placements, parameter_placement, has_weight, wants_bias)
 
 

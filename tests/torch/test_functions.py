@@ -35,7 +35,9 @@ def parameter_shapes(member, shape):
     """Return the shapes of parameters: shared, per sample, per column of pixels, per position, and per row."""
     n, *inner, c = shape
     shapes = {(c,), (n, *[1] * len(inner), c), (n, *inner[:-1], *[1][: len(inner)], c), (1, *inner, c), tuple(shape)}
-    return shapes | {(n, c)} if member.takes_images or "ada" in member.name else shapes
+    if member.takes_images:
+        return {(c,), (n, *[1] * len(inner), c), (1, *[1] * len(inner), c), (n, c)}
+    return shapes | {(n, c)} if "ada" in member.name else shapes
 
 
 def assert_near(actual, expected, tolerance, dtypes):

@@ -73,13 +73,17 @@ def test_errors_name_the_argument(layout):
             add_layer_norm(x, other, (8,))
         with pytest.raises(RuntimeError, match="Expected gate to be nested as input is, with components of the same s"):
             gated_rms_norm(x, other, (8,))
-    with pytest.raises(RuntimeError, match=r"Expected gate to be .* nested input, but got gate of shape \[2, 8\]"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected input_scale \(gate\) to be .* nested input, but got .* of shape \[2, 8\]"
+    ):
         add_rms_norm(x, x, (8,), gate=torch.randn(2, 8))
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[7\], expected .*input with shape \[.*\*, 7\]"):
         layer_norm(x, (7,))
     with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
         rms_norm(x, (8,), torch.ones(7))
-    with pytest.raises(RuntimeError, match=r"Expected shift to be .* nested input, but got shift of shape \[2, 8\]"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected bias \(shift\) to be .* nested input, but got .* of shape \[2, 8\]"
+    ):
         ada_rms_norm(x, (8,), torch.ones(8), torch.randn(2, 8))
 
 
@@ -142,7 +146,7 @@ def test_ragged_dimension_has_neither_weight_nor_holes():
     x = nested(torch.jagged)
     with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
         rms_norm(x, x.shape[1:], torch.ones(8))
-    with pytest.raises(RuntimeError, match="Expected gate to be of same shape as normalized_shape"):
+    with pytest.raises(RuntimeError, match=r"Expected input_scale \(gate\) to be of same shape as normalized_shape"):
         add_rms_norm(x, x, x.shape[1:], gate=torch.ones(5, 8))
     with pytest.raises(RuntimeError, match="Expected gate to be None for normalized_shape = .*, which includes the ra"):
         gated_rms_norm(x, x, x.shape[1:])

@@ -25,9 +25,11 @@ CACHE = ROOT / "build" / "emulator"
 UNLIMITED = 2**63 - 1
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
-OWN_HEADERS = ("cuda/device.h", "cuda/launch_limits.h", "ops/launch_scope.h")  # replace those of csrc
+OWN_HEADERS = ("cuda/device.h", "cuda/launch_limits.h")  # replace those of csrc
 
-REPLACED = ("bindings.cpp", "registration.cpp")  # by registration.cpp of this folder
+# The host code for the CPU calls backend.cpp of this folder, which has the limits of the CUDA kernels.
+LIMITS = "has_float64 = {}, needs_alignment = {};"
+CPU_LIMITS, CUDA_LIMITS = LIMITS.format("true", "false"), LIMITS.format("false", "true")
 
 # The flags for device code in each mode. checker.cpp implements the functions that -fsanitize calls.
 CHECKED, PLAIN = "checked", "plain"
@@ -102,8 +104,11 @@ SHARED = [
 ]
 
 
-def _mirror(csrc):
-    """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros."""
+def _mirror(csrc, namespace=None):
+    """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros.
+
+    The operators are those of another namespace of torch.ops, and have the limits of the CUDA kernels.
+    """
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
     origins |= {path: EMULATOR / path.name for path in map(pathlib.Path, OWN_HEADERS)}
@@ -114,6 +119,9 @@ def _mirror(csrc):
             text = re.sub(declaration, macro, text)
         if path.suffix in (".cu", ".cuh") and "__shared__" in text:
             raise CompileError(f"{origin}: the emulator does not understand a declaration of shared memory")
+        if path.suffix == ".cpp" and namespace:
+            text = re.sub(r'(TORCH_LIBRARY(?:_IMPL)?\(|")layernorm(,|::)', rf"\1{namespace}\2", text)
+            text = text.replace(CPU_LIMITS, CUDA_LIMITS)
         files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:24]
     folder = CACHE / f"{digest}.csrc"
@@ -160,20 +168,19 @@ def shared_library(source):
 
 def operators(mode):
     """Build the operators with the CUDA kernels on the CPU key of the namespace layernorm_<mode>."""
-    csrc = _mirror(ROOT / "csrc")
+    csrc = _mirror(ROOT / "csrc", f"layernorm_{mode}")
     torch_root = pathlib.Path(torch.__file__).parent
     host_flags = [
-        *("-O1", "-DWITH_CUDA", "-Wno-deprecated"),
+        *("-O1", "-Wno-deprecated"),
         *(f"-isystem{torch_root / folder}" for folder in ("include", "include/torch/csrc/api/include")),
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
     ]
-    host = sorted([*csrc.glob("*.cpp"), *csrc.glob("ops/*.cpp")])
     objects = _objects(
         [
             *((path, ["-O2"], csrc) for path in RUNTIME),
             *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
-            *((path, host_flags, csrc) for path in host if path.name not in REPLACED),
-            (EMULATOR / "registration.cpp", [*host_flags, f'-DEMULATOR_NAMESPACE="layernorm_{mode}"'], csrc),
+            *((path, host_flags, csrc) for path in sorted(csrc.glob("ops/*.cpp"))),
+            (EMULATOR / "backend.cpp", host_flags, csrc),
         ]
     )
     flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"]

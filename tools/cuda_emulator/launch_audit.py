@@ -53,7 +53,10 @@ VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), 2560, *range(3072, 81
 SAME_DTYPES = [(dtype, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 DTYPES = [*SAME_DTYPES, (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 # Masks of gradients that differ in the arrays that the kernels read and in the sums that they store.
-MASKS = [[True] * 3, [True, False, False], [False, True, False], [False, False, True]]
+MASKS = [
+    [*mask, False, False, False]
+    for mask in ([True] * 3, [True, False, False], [False, True, False], [False, False, True])
+]
 
 
 def lengths(itemsize):
@@ -77,7 +80,6 @@ def on_cuda(overload):
 forward = on_cuda(torch.ops.layernorm.forward.default)
 forward_fused = on_cuda(torch.ops.layernorm.forward.fused)
 backward = on_cuda(torch.ops.layernorm.backward.default)
-backward_fused = on_cuda(torch.ops.layernorm.backward.fused)
 
 
 def calls_on(x, parameters, masks=MASKS[:1], **layout):
@@ -96,32 +98,32 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
         if layout:  # there are no kernels for residuals and gates of images
             continue
         yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, None, w)
-        yield f"backward, gate{name}", backward_fused(x, x, n, mean, rstd, w, b, [True] * 6, x, None, w, x)
+        yield f"backward, gate{name}", backward(x, x, n, mean, rstd, w, b, [True] * 6, x, None, w, x)
         if w.dtype == dtype:  # parameters of 16 bits would be converted, in memory that is written
-            gated = {"activation": "silu", "gate_first": True}
+            gated = {"gate_first": True}
             yield f"forward, gated norm{name}", forward_fused(x, n, w, b, 1e-5, None, x, **gated)
             for mask in ([True] * 6, [False] * 3 + [True, False, False])[: len(masks)]:
-                call = backward_fused(x, x, n, mean, rstd, w, b, mask, None, x, **gated)
+                call = backward(x, x, n, mean, rstd, w, b, mask, None, x, **gated)
                 yield f"backward, gated norm{name} {mask}", call
     if len(masks) == 1:
         return
     yield "forward, RMS, no parameters", forward(x, n, rms=True, **layout)
     for mask in masks[:3]:
-        options = {"grad_sum": None if layout else x, "rms": True, "memory_efficient": True, **layout}
-        yield f"backward, RMS, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
+        options = {"memory_efficient": True, **layout}
+        yield f"backward, memory efficient {mask}", backward(x, x, n, None, rstd, w, None, mask, **options)
     if layout:
         return
     yield "forward, residual", forward_fused(x, n, w, b, 1e-5, x)
     for mask in masks[:3]:
         yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x)
     mask = [False] * 4 + [True, False]
-    yield "backward, scaled input", backward_fused(x, x, n, mean, rstd, w, b, mask, x, None, w, x)
+    yield "backward, scaled input", backward(x, x, n, mean, rstd, w, b, mask, x, None, w, x)
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
         yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total)
         yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, None, w)
         options = (mean, rstd, w, b, [True] * 6, total, None, w, x)
-        yield "backward, gate, float32 residual", backward_fused(x, total, n, *options)
+        yield "backward, gate, float32 residual", backward(x, total, n, *options)
         for mask in masks[:2]:
             call = backward(x, total, n, mean, rstd, w, b, mask, grad_sum=total)
             yield f"backward, float32 residual {mask}", call

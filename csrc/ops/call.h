@@ -1,0 +1,289 @@
+// A call as the kernels see it: its rows, the views of its tensors, and the copies of those that they cannot read.
+#pragma once
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_strided_cpu_dispatch.h>
+#include <c10/util/strides.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "../kernel_params.h"
+#include "geometry.h"
+
+namespace layernorm {
+
+// Allocates CPU tensors without the dispatcher, which costs a small call one percent of its time per tensor.
+inline Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return options.device().is_cpu() ? at::cpu::empty(sizes, options) : at::empty(sizes, options);
+}
+
+// The strides of at::empty_like(images).
+inline at::DimVector strides_like(const Tensor& images) {
+  if (images.is_non_overlapping_and_dense()) return at::DimVector(images.strides());
+  return at::DimVector(at::infer_dense_strides(images.sizes(), images.strides()));
+}
+
+// Every tensor of a call is seen as [groups, rows, cols]. All rows of one of these groups have the same parameters.
+//
+// The batch dimensions in which a parameter has the input's size are groups, and so are the groups of num_groups; the
+// others are rows. If all rows share the parameters, groups and rows are outer and inner batch dimensions, divided so
+// that the input need not be copied. With channels_first, only the first dimension, the images, may be a group.
+//
+// The constructor allocates nothing. Results, and copies of other tensors, have the layout of the output: contiguous
+// or, for images, the strides of at::empty_like().
+class Call {
+ public:
+  // `x` is the input or, with a residual, the sum or a tensor of its dtype. With `aligns`, rows and parameters that do
+  // not start at multiples of 16 bytes, see is_aligned(), are copied.
+  template <class Args>
+  Call(const Tensor& x, const Args& args, bool aligns)
+      : types(x, args),
+        input_(args.input),
+        options_(args.options),
+        num_groups_(args.options.num_groups.expect_int()),
+        normalized_dims_(static_cast<int64_t>(args.normalized_shape.size())),
+        batch_dims_(args.input->dim() - normalized_dims_ + (num_groups_ > 1)),
+        dims_(args.input->dim() + (num_groups_ > 1)),
+        aligns_(aligns) {
+    const OptionalTensorRef parameters[] = {args.weight, args.bias, args.input_scale};
+    is_plain_ = num_groups_ == 1 && !options_.images && input_.is_contiguous() &&
+                (!args.gate || args.gate->is_contiguous()) &&
+                std::none_of(std::begin(parameters), std::end(parameters),
+                             [&](const auto& parameter) { return parameter && parameter->dim() > normalized_dims_; });
+    if (is_plain_) {
+      for (int64_t d = 0; d < dims_; ++d) (d < batch_dims_ ? rows : cols) *= input_.size(d);
+      return;
+    }
+    divide_rows(args, parameters);
+  }
+  Call(const Call&) = delete;
+
+  bool is_empty() const { return input_.numel() == 0; }
+
+  // Whether the kernels can take the call, at most with copies that read() makes.
+  bool has_kernel() const { return is_plain_ || has_kernel_ || is_empty(); }
+
+  // A new tensor with the layout of the output.
+  Tensor allocate_like_input(at::ScalarType type) const {
+    const auto options = input_.options().dtype(type);
+    if (!options_.images) return allocate(input_.sizes(), options.memory_format(at::MemoryFormat::Contiguous));
+    const auto strides = strides_like(input_);
+    return input_.is_cpu() ? at::cpu::empty_strided(input_.sizes(), strides, options)
+                           : at::empty_strided(input_.sizes(), strides, options);
+  }
+  Tensor allocate_statistic() const {
+    const auto options = input_.options().dtype(accumulate_type(input_));
+    return allocate(statistics_shape<at::DimVector>(input_.sizes(), normalized_dims_, options_),
+                    options.memory_format(at::MemoryFormat::Contiguous));
+  }
+
+  // Whether the kernels can write a tensor in place of a new one.
+  bool has_layout_of_output(const Tensor& t) const {
+    const bool same = options_.images ? t.strides() == at::IntArrayRef(strides_like(input_)) : t.is_contiguous();
+    return same && is_aligned(view(t), t.element_size());
+  }
+
+  // The views of a tensor that the kernels read: of the tensor itself or of a copy, which this object owns.
+  View read(const Tensor& t) {
+    const View own = view(t);
+    if (fits(own) && is_aligned(own, t.element_size())) return own;
+    return view(keep(allocate_like_input(t.scalar_type()).copy_(t)));
+  }
+  View read(const OptionalTensorRef& t) { return t ? read(*t) : View(); }
+  View read_statistic(const Tensor& t) {
+    const View own = statistic_view(t);
+    return fits(own) ? own : statistic_view(keep(t.contiguous()));
+  }
+  // A parameter is converted to the dtype of the kernel, too.
+  View read_parameter(const OptionalTensorRef& t) {
+    if (!t) return {nullptr, 0, 0, 1};
+    if (t->scalar_type() == types.kernel && fits_parameter(*t)) return parameter_view(*t);
+    const Tensor converted = t->to(types.kernel).contiguous();
+    return parameter_view(keep(fits_parameter(converted) ? converted : converted.clone()));  // a new tensor is aligned
+  }
+
+  // The views of a tensor that the kernels write; an undefined tensor has no data.
+  View write(const Tensor& t) const { return t.defined() ? with_data(view(t), t) : View(); }
+  View write_statistic(const Tensor& t) const { return t.defined() ? with_data(statistic_view(t), t) : View(); }
+  // The group stride of a gradient that is not wanted also says whether each group has a gradient of its own: the order
+  // in which kernels sum other gradients depends on it.
+  View write_gradient(const GradientType& type, const Tensor& t) const {
+    const bool is_own = present(type.model) ? type.model->numel() > cols : num_groups_ > 1;
+    return {t.defined() ? t.mutable_data_ptr() : nullptr, is_own ? cols : 0, 0, 1};
+  }
+
+  const ParameterTypes types;
+  int64_t groups = 1, rows = 1, cols = 1;
+  bool channels_first = false;
+
+ private:
+  struct Layout {
+    at::IntArrayRef sizes, strides;
+  };
+  struct Extent {
+    int64_t size, stride;
+  };
+
+  // Divides the batch dimensions into groups and rows, and decides whether kernels can take the call.
+  template <class Args, class Parameters>
+  void divide_rows(const Args& args, const Parameters& parameters) {
+    for (int64_t d = batch_dims_; d < dims_; ++d) cols *= extent(layout(input_), d).size;
+    is_group_.assign(batch_dims_, false);
+    if (num_groups_ > 1) is_group_[batch_dims_ - 1] = true;
+    for (const auto& parameter : parameters) {
+      if (!parameter) continue;
+      for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] |= extent(layout(*parameter), d).size != 1;
+    }
+    const auto& sizes = input_.sizes();
+    const auto strides = options_.images ? strides_like(input_) : c10::contiguous_strides(sizes);
+    const Layout output = {sizes, strides};
+    channels_first = joint_stride(output, batch_dims_, dims_, 1, all_) != 1;
+    bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, all_) == 1;
+    for (const auto& parameter : parameters) has_kernel &= !parameter || has_all_groups_or_none(*parameter);
+    const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
+    if (!grouped && has_kernel) {
+      const auto input_fits = [&] { return fits(output) && fits(layout(input_)); };
+      const auto all_fit = [&] { return input_fits() && (!args.gate || fits(layout(*args.gate))); };
+      if (!make_groups_until(all_fit) && !make_groups_until(input_fits)) {
+        make_groups_until([&] { return fits(output); });
+      }
+    }
+    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= extent(layout(input_), d).size;
+    const auto statistics = statistics_shape<at::DimVector>(sizes, normalized_dims_, options_);
+    has_kernel_ = has_kernel && fits(output) && fits({statistics, c10::contiguous_strides(statistics)});
+  }
+
+  // Makes the first batch dimensions groups, one after the other until done() holds; returns whether it does.
+  template <class F>
+  bool make_groups_until(const F& done) {
+    std::fill(is_group_.begin(), is_group_.end(), false);
+    // If pixels were groups, the kernel for one image, and therefore its bits, would differ from that for several.
+    const int64_t end = channels_first ? std::min<int64_t>(batch_dims_, 1) : batch_dims_;
+    for (int64_t d = 0; d < end && !done(); ++d) is_group_[d] = true;
+    return done();
+  }
+
+  static Layout layout(const Tensor& t) { return {t.sizes(), t.strides()}; }
+
+  // The dimensions of a call are [*batch, groups, *normalized]; groups only with num_groups. Returns the size and the
+  // stride of dimension d of a tensor with the shape of the input, a statistic or a parameter.
+  Extent extent(const Layout& t, int64_t d) const {
+    const bool is_group = num_groups_ > 1 && d == batch_dims_ - 1, is_element = num_groups_ > 1 && d == batch_dims_;
+    const int64_t source = source_of(t, d - is_element);
+    if (source < 0) return {1, 0};
+    const int64_t size = t.sizes[source], stride = t.strides[source];
+    if (is_group) return {num_groups_, stride * (size / num_groups_)};
+    return {is_element ? size / num_groups_ : size, stride};
+  }
+
+  // The dimension of a tensor that is dimension d of the rows, or -1 if the tensor lacks it.
+  int64_t source_of(const Layout& t, int64_t d) const {
+    const auto own_dims = static_cast<int64_t>(t.sizes.size());
+    const int64_t lacking = input_.dim() - own_dims;
+    if (options_.images && own_dims > 1) {
+      if (d == input_.dim() - 1) return 1;
+      return d == 0 ? 0 : d + 1 < own_dims ? d + 1 : -1;
+    }
+    const int64_t first_normalized = batch_dims_ - (num_groups_ > 1);
+    if (d >= first_normalized) return d - lacking;
+    return d < first_normalized - lacking ? d : -1;
+  }
+
+  // The stride of the dimension into which the selected dimensions of [begin, end) can be merged without a copy, or
+  // nullopt if they cannot. Dimensions of size 1 do not matter; if there is no other, returns `otherwise`.
+  template <class F>
+  optional<int64_t> joint_stride(const Layout& t, int64_t begin, int64_t end, int64_t otherwise,
+                                 const F& selected) const {
+    int64_t stride = otherwise, expected = -1;
+    for (int64_t d = end - 1; d >= begin; --d) {
+      if (!selected(d)) continue;
+      const Extent own = extent(t, d);
+      if (own.size == 1) continue;
+      if (expected < 0) {
+        stride = own.stride;
+      } else if (own.stride != expected) {
+        return std::nullopt;
+      }
+      expected = own.stride * own.size;
+    }
+    return stride;
+  }
+  static constexpr auto all_ = [](int64_t) { return true; };
+
+  // The view of a layout, whose strides are -1 where dimensions cannot be merged.
+  View view(const Layout& t, const void* data) const {
+    const auto is_group = [&](int64_t d) { return !is_group_.empty() && is_group_[d]; };
+    const auto is_row = [&](int64_t d) { return !is_group(d); };
+    return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_group).value_or(-1),
+            joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
+            joint_stride(t, batch_dims_, dims_, 1, all_).value_or(-1)};
+  }
+  View view(const Tensor& t) const {
+    if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(t.const_data_ptr()), 0, cols, 1};
+    return view(layout(t), t.const_data_ptr());
+  }
+  View statistic_view(const Tensor& t) const {
+    if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(t.const_data_ptr()), 0, 1, 1};
+    return view(t);
+  }
+  View parameter_view(const Tensor& t) const {
+    if (is_shared(t)) return {const_cast<void*>(t.const_data_ptr()), 0, 0, 1};
+    return view(t);
+  }
+  static View with_data(View view, const Tensor& t) {
+    view.data = t.mutable_data_ptr();
+    return view;
+  }
+
+  // Whether the kernels can use the strides of a tensor.
+  bool fits(const View& v) const {
+    return v.group_stride >= 0 && v.row_stride >= 0 &&
+           (channels_first ? v.col_stride >= 0 && v.row_stride == 1 : v.col_stride == 1);
+  }
+  bool fits(const Layout& t) const { return fits(view(t, nullptr)); }
+
+  bool fits_parameter(const Tensor& t) const {
+    const View own = parameter_view(t);
+    if (!is_aligned(own, t.element_size())) return false;
+    return is_shared(t) ? t.is_contiguous() : own.group_stride >= 0 && own.col_stride == 1;
+  }
+
+  // Whether every row starts at a multiple of the largest power of two, up to 16, that divides its bytes.
+  bool is_aligned(const View& view, int64_t size) const {
+    if (!aligns_ || channels_first || cols == 0) return true;
+    const int64_t row_bytes = cols * size, address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
+    const int64_t starts = address | view.group_stride * size | view.row_stride * size;
+    return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
+  }
+
+  // Whether all groups share a parameter.
+  bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && num_groups_ == 1; }
+
+  // Whether a parameter has values for each group, or one for all groups. The kernels cannot read parameters that are
+  // shared by some groups.
+  bool has_all_groups_or_none(const Tensor& parameter) const {
+    bool all = true, none = true;
+    for (int64_t d = 0; d < batch_dims_; ++d) {
+      if (is_group_[d]) (extent(layout(parameter), d).size == 1 ? all : none) = false;
+    }
+    return all || none;
+  }
+
+  const Tensor& keep(Tensor copy) { return copies_.emplace_back(std::move(copy)); }
+
+  const Tensor& input_;
+  const Options& options_;
+  const int64_t num_groups_, normalized_dims_;
+  const int64_t batch_dims_, dims_;  // including the dimension of the groups
+  const bool aligns_;
+  bool is_plain_;           // one group of contiguous rows, as in nearly every call
+  bool has_kernel_ = true;  // for other calls
+  c10::SmallVector<bool, 5> is_group_;
+  c10::SmallVector<Tensor, 2> copies_;
+};
+
+}  // namespace layernorm

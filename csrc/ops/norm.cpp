@@ -1,0 +1,201 @@
+// The schemas of the operators, their calls through the dispatcher, and the registrations that no backend owns.
+#include "norm.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+
+#include "checks.h"
+
+namespace layernorm {
+
+// ---- schemas --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr const char* kOperators[] = {"forward", "forward.fused", "forward_.fused", "backward"};
+
+// Throws an error that names the argument for which the dispatcher has chosen a key without kernels.
+void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  Options options;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "zero_centered_weight") options.zero_centered_weight = values[i].toBool();
+  }
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (values[i].isTensor() && values[i].toTensor().defined()) {
+      check_layout(public_name(arguments[i].name(), options), values[i].toTensor());
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false, "no argument of ", op.schema(), " is sparse, nested, quantized or in MKL-DNN's layout");
+}
+
+}  // namespace
+
+// See Options. num_groups is optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
+#define OPTIONS                                                                                               \
+  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False, SymInt? " \
+  "num_groups=None, bool sigmoid=False, bool gate_first=False"
+
+// The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
+// The first result is a Tensor, also if it is undefined, because DTensor takes its type for that of all results.
+TORCH_LIBRARY(layernorm, m) {
+  // Compiled code passes tensors in the order of strides that the tracer saw. With the default tag, which fixes the
+  // strides themselves, Inductor also spells out all options, and parsing them takes 2 us a call (AMD EPYC Zen 4).
+  const auto define = [&](const char* schema) {
+    m.def(schema, {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  };
+  define(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "*, " OPTIONS ") -> (Tensor output, Tensor? mean, Tensor rstd)");
+  define(
+      "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None, *, " OPTIONS
+      ") -> (Tensor output, Tensor? sum, Tensor? mean, Tensor rstd)");
+  define(
+      "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor(a!) residual, Tensor? input_scale=None, *, " OPTIONS ") -> (Tensor output, Tensor? mean, Tensor rstd)");
+  define(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[6] output_mask, Tensor? grad_sum=None, Tensor? gate=None, "
+      "Tensor? input_scale=None, Tensor? scaled_input=None, *, " OPTIONS
+      ") -> (Tensor grad_input, Tensor? grad_weight, Tensor? grad_bias, Tensor? grad_gate, "
+      "Tensor? grad_scaled_input, Tensor? grad_input_scale)");
+  // Compilers remove it from a graph, because it returns nothing.
+  define(
+      "check(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? gate, "
+      "Tensor? input_scale, *, " OPTIONS ") -> ()");
+  define("check_allocated(Tensor tensor, str name) -> ()");  // see call_check_allocated()
+
+  using c10::DispatchKey;
+  for (const auto key :
+       {DispatchKey::SparseCPU, DispatchKey::SparseCUDA, DispatchKey::SparseCsrCPU, DispatchKey::SparseCsrCUDA,
+        DispatchKey::SparseCsrMeta, DispatchKey::SparseMeta, DispatchKey::MkldnnCPU, DispatchKey::QuantizedCPU,
+        DispatchKey::QuantizedCUDA, DispatchKey::QuantizedMeta, DispatchKey::NestedTensorCPU,
+        DispatchKey::NestedTensorCUDA, DispatchKey::NestedTensorMeta, DispatchKey::AutogradNestedTensor}) {
+    const auto refuse = [&](const char* name) {
+      m.impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse_layout>()));
+    };
+    for (const char* name : kOperators) refuse(name);
+    refuse("check_allocated");
+  }
+}
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The handle of an operator, which has the signature of `Function`.
+template <class Function>
+auto find(const char* name, const char* overload, Function*) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Function>();
+}
+
+// Calls an operator with the options after other arguments.
+template <class Operator, class... Args>
+auto call_with_options(const Operator& op, const Options& o, const Args&... args) {
+  const auto num_groups = o.has_groups() ? optional<c10::SymInt>(o.num_groups) : std::nullopt;
+  return op.call(args..., o.rms, o.zero_centered_weight, o.memory_efficient, o.images, num_groups, o.sigmoid,
+                 o.gate_first);
+}
+
+Tensor or_undefined(optional<Tensor> t) { return t ? *std::move(t) : Tensor(); }
+Tensor or_undefined(Tensor t) { return t; }
+
+}  // namespace
+
+ForwardOutputs call_forward(const ForwardArgs& args) {
+  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace] = args;
+  if (inplace) {
+    static const auto op = find("layernorm::forward_", "fused", inplace_forward_operator<nullptr>);
+    auto [output, mean, rstd] =
+        call_with_options(op, options, input, normalized_shape, weight, bias, eps, *residual, input_scale);
+    return {std::move(output), *residual, or_undefined(std::move(mean)), std::move(rstd)};
+  }
+  if (residual || gate || input_scale) {
+    static const auto op = find("layernorm::forward", "fused", fused_forward_operator<nullptr>);
+    auto [output, sum, mean, rstd] =
+        call_with_options(op, options, input, normalized_shape, weight, bias, eps, residual, gate, input_scale);
+    return {std::move(output), or_undefined(std::move(sum)), or_undefined(std::move(mean)), std::move(rstd)};
+  }
+  static const auto op = find("layernorm::forward", "", forward_operator<nullptr>);
+  auto [output, mean, rstd] = call_with_options(op, options, input, normalized_shape, weight, bias, eps);
+  return {std::move(output), Tensor(), or_undefined(std::move(mean)), std::move(rstd)};
+}
+
+BackwardOutputs call_backward(const BackwardArgs& args) {
+  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, gate, input_scale,
+               scaled_input, options] = args;
+  static const auto op = find("layernorm::backward", "", backward_operator<nullptr>);
+  auto results = call_with_options(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias, mask,
+                                   grad_sum, gate, input_scale, scaled_input);
+  return std::apply([](auto&... grads) { return BackwardOutputs{or_undefined(std::move(grads))...}; }, results);
+}
+
+// ---- the other dispatch keys ----------------------------------------------------------------------------------------
+
+namespace {
+
+// A kernel for the negative bit. torch's own works only with operators that return the tensor that they change, and
+// torch.compile only with operators that do not. The other operators have torch's fallback.
+ForwardOutputs forward_negative(const ForwardArgs& args) {
+  check_allocated(args);
+  ForwardOutputs outputs = call_with(call_forward, args, [](const Tensor& t) { return t.resolve_neg(); });
+  if (args.inplace && !outputs.sum.is_same(*args.residual)) outputs.sum = args.residual->copy_(outputs.sum);
+  return outputs;
+}
+
+// A kernel for functionalization, whose own kernel also works only with operators that return what they change.
+ForwardOutputs forward_functional(const ForwardArgs& args) {
+  ForwardArgs below = args;
+  below.inplace = false;
+  ForwardOutputs outputs = call_forward(below);
+  outputs.sum = args.residual->copy_(outputs.sum);
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(layernorm, Negative, m) {
+  m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_negative>));
+}
+
+TORCH_LIBRARY_IMPL(layernorm, Functionalize, m) {
+  m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_functional>));
+}
+
+void check(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+           const optional<Tensor>& bias, const optional<Tensor>& residual, const optional<Tensor>& gate,
+           const optional<Tensor>& input_scale, LAYERNORM_OPTION_PARAMETERS) {
+  const ForwardArgs args = {input, normalized_shape, weight, bias, /*eps=*/0, LAYERNORM_OPTIONS, residual,
+                            gate,  input_scale};
+  check_layouts(args);
+  check_forward(args);
+  check_allocated(args);
+}
+
+TORCH_LIBRARY_IMPL(layernorm, CompositeImplicitAutograd, m) { m.impl("check", TORCH_FN(check)); }
+
+// ---- check_allocated ------------------------------------------------------------------------------------------------
+
+void call_check_allocated(const Tensor& tensor, std::string_view name) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("layernorm::check_allocated", "")
+                             .typed<void(const Tensor&, std::string_view)>();
+  op.call(tensor, name);
+}
+
+TORCH_LIBRARY_IMPL(layernorm, CompositeExplicitAutograd, m) {
+  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) { check_allocated(tensor, name); });
+}
+
+TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { m.impl("check_allocated", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatched, m) {
+  m.impl("check_allocated", [](const Tensor& tensor, std::string_view name) {
+    const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
+    check_allocated(at::functorch::maybeGetBatchedImpl(tensor)->value(), name);
+  });
+}
+
+}  // namespace layernorm

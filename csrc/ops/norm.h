@@ -1,0 +1,243 @@
+// The operators as C++ functions: their arguments, results, calls and registration.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "../kernel_params.h"
+
+namespace layernorm {
+
+using at::Tensor;
+using c10::SymIntArrayRef;
+using std::optional;
+
+inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
+inline optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
+
+// The options of all operators, in the order of their schemas.
+struct Options {
+  bool rms = false;                   // RMSNorm
+  bool zero_centered_weight = false;  // the weight is `weight` + 1
+  bool memory_efficient = false;      // backward gets forward's output instead of its input
+  bool images = false;                // the tensors are [N, C, *] and normalized_shape is {C}, see geometry.h
+  c10::SymInt num_groups = 1;         // the groups of elements of a row that are normalized apart
+  bool sigmoid = false;               // the activation of the gate is the sigmoid instead of SiLU
+  bool gate_first = false;            // see Params
+
+  bool has_groups() const { return num_groups != 1; }
+
+  auto fields() {
+    return std::tie(rms, zero_centered_weight, memory_efficient, images, num_groups, sigmoid, gate_first);
+  }
+};
+
+// The options as parameters and arguments of the functions that are registered.
+#define LAYERNORM_OPTION_PARAMETERS                                                                                \
+  bool rms, bool zero_centered_weight, bool memory_efficient, bool images, const optional<c10::SymInt>&num_groups, \
+      bool sigmoid, bool gate_first
+#define LAYERNORM_OPTIONS \
+  Options { rms, zero_centered_weight, memory_efficient, images, num_groups.value_or(1), sigmoid, gate_first }
+
+inline const optional<Tensor> kAbsent;
+
+// A reference to a tensor, or to one that may be absent. Assignment makes it refer to another tensor.
+class TensorRef {
+ public:
+  TensorRef(const Tensor& t) : t_(&t) {}  // NOLINT(google-explicit-constructor)
+  TensorRef(Tensor&&) = delete;
+  explicit operator bool() const { return true; }
+  operator const Tensor&() const { return *t_; }  // NOLINT(google-explicit-constructor)
+  const Tensor& operator*() const { return *t_; }
+  const Tensor* operator->() const { return t_; }
+  void refer_to(const optional<Tensor>& t) { t_ = &*t; }
+
+ private:
+  const Tensor* t_;
+};
+class OptionalTensorRef {
+ public:
+  OptionalTensorRef(const optional<Tensor>& t = kAbsent) : t_(&t) {}  // NOLINT(google-explicit-constructor)
+  OptionalTensorRef(optional<Tensor>&&) = delete;
+  OptionalTensorRef(const Tensor&) = delete;  // a temporary would hold it
+  explicit operator bool() const { return present(*t_); }
+  operator const optional<Tensor>&() const { return *t_; }  // NOLINT(google-explicit-constructor)
+  const Tensor& operator*() const { return **t_; }
+  const Tensor* operator->() const { return &**t_; }
+  void refer_to(const optional<Tensor>& t) { t_ = &t; }
+
+ private:
+  const optional<Tensor>* t_;
+};
+
+// The arguments of all overloads of forward.
+struct ForwardArgs {
+  TensorRef input;
+  SymIntArrayRef normalized_shape;
+  OptionalTensorRef weight, bias;
+  double eps;
+  Options options;
+  OptionalTensorRef residual = kAbsent;
+  OptionalTensorRef gate = kAbsent;         // of a gated norm: like the input
+  OptionalTensorRef input_scale = kAbsent;  // beside a residual: a parameter that multiplies the input
+  bool inplace = false;                     // the sum overwrites the residual
+
+  static constexpr size_t kTensors = 6;
+  template <class Args, class F>  // Args may be const
+  static void for_each(Args& args, const F& f) {
+    f("input", args.input);
+    f("residual", args.residual);
+    f("weight", args.weight);
+    f("bias", args.bias);
+    f("gate", args.gate);
+    f("input_scale", args.input_scale);
+  }
+};
+// The sum is undefined without a residual, and is the residual if inplace. RMSNorm has no mean.
+struct ForwardOutputs {
+  Tensor output, sum, mean, rstd;
+};
+
+// The arguments of backward. With a residual, `input` is the sum and grad_sum its upstream gradient; input_scale
+// multiplied scaled_input.
+struct BackwardArgs {
+  TensorRef grad_output, input;
+  SymIntArrayRef normalized_shape;
+  OptionalTensorRef mean;
+  TensorRef rstd;
+  OptionalTensorRef weight, bias;
+  std::array<bool, 6> output_mask;  // in the order of BackwardOutputs
+  OptionalTensorRef grad_sum, gate, input_scale, scaled_input;
+  Options options;
+
+  static constexpr size_t kTensors = 10;
+  template <class Args, class F>
+  static void for_each(Args& args, const F& f) {
+    f("grad_output", args.grad_output);
+    f("input", args.input);
+    f("mean", args.mean);
+    f("rstd", args.rstd);
+    f("weight", args.weight);
+    f("bias", args.bias);
+    f("grad_sum", args.grad_sum);
+    f("gate", args.gate);
+    f("input_scale", args.input_scale);
+    f("scaled_input", args.scaled_input);
+  }
+};
+// Gradients that are not wanted are undefined.
+struct BackwardOutputs {
+  Tensor grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale;
+};
+
+// Calls f(name, tensor) for each tensor that is present.
+template <class Args, class F>
+void for_each_tensor(const Args& args, const F& f) {
+  Args::for_each(args, [&](const char* name, const auto& t) {
+    if (t) f(name, *t);
+  });
+}
+
+// Calls `function` with f(t) in place of each tensor t of `args`.
+template <class Function, class Args, class F>
+auto call_with(const Function& function, Args args, const F& f) {
+  std::array<optional<Tensor>, Args::kTensors> results;
+  size_t count = 0;
+  Args::for_each(args, [&](const char*, auto& t) {
+    if (!t) return;
+    results[count] = f(*t);
+    t.refer_to(results[count++]);
+  });
+  return function(args);
+}
+
+// Call the operators through the dispatcher.
+ForwardOutputs call_forward(const ForwardArgs& args);
+BackwardOutputs call_backward(const BackwardArgs& args);
+
+// The functions of the operators for a dispatch key, from functions of their arguments.
+using ForwardFunction = ForwardOutputs (*)(const ForwardArgs&);
+using BackwardFunction = BackwardOutputs (*)(const BackwardArgs&);
+
+template <ForwardFunction kForward>
+std::tuple<Tensor, optional<Tensor>, Tensor> forward_operator(const Tensor& input, SymIntArrayRef normalized_shape,
+                                                              const optional<Tensor>& weight,
+                                                              const optional<Tensor>& bias, double eps,
+                                                              LAYERNORM_OPTION_PARAMETERS) {
+  auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS});
+  return {std::move(output), as_optional(std::move(mean)), std::move(rstd)};
+}
+
+template <ForwardFunction kForward>
+std::tuple<Tensor, optional<Tensor>, optional<Tensor>, Tensor> fused_forward_operator(
+    const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight, const optional<Tensor>& bias,
+    double eps, const optional<Tensor>& residual, const optional<Tensor>& gate, const optional<Tensor>& input_scale,
+    LAYERNORM_OPTION_PARAMETERS) {
+  auto [output, sum, mean, rstd] =
+      kForward({input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS, residual, gate, input_scale});
+  return {std::move(output), as_optional(std::move(sum)), as_optional(std::move(mean)), std::move(rstd)};
+}
+
+template <ForwardFunction kForward>
+std::tuple<Tensor, optional<Tensor>, Tensor> inplace_forward_operator(
+    const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight, const optional<Tensor>& bias,
+    double eps, const Tensor& residual, const optional<Tensor>& input_scale, LAYERNORM_OPTION_PARAMETERS) {
+  TORCH_CHECK(residual.defined(), "Expected residual to be a tensor, but got None for input of shape ",
+              input.sym_sizes());
+  const optional<Tensor> added = residual;
+  auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS, added,
+                                             /*gate=*/kAbsent, input_scale, /*inplace=*/true});
+  return {std::move(output), as_optional(std::move(mean)), std::move(rstd)};
+}
+
+template <BackwardFunction kBackward>
+std::tuple<Tensor, optional<Tensor>, optional<Tensor>, optional<Tensor>, optional<Tensor>, optional<Tensor>>
+backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                  const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
+                  const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
+                  const optional<Tensor>& gate, const optional<Tensor>& input_scale,
+                  const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
+  auto [dx, dweight, dbias, dgate, dscaled, dscale] =
+      kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, gate,
+                 input_scale, scaled_input, LAYERNORM_OPTIONS});
+  return {std::move(dx),
+          as_optional(std::move(dweight)),
+          as_optional(std::move(dbias)),
+          as_optional(std::move(dgate)),
+          as_optional(std::move(dscaled)),
+          as_optional(std::move(dscale))};
+}
+
+// Registers an implementation of all operators for one dispatch key.
+template <ForwardFunction kForward, BackwardFunction kBackward>
+void implement(torch::Library& m) {
+  m.impl("forward", TORCH_FN(forward_operator<kForward>));
+  m.impl("forward.fused", TORCH_FN(fused_forward_operator<kForward>));
+  m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<kForward>));
+  m.impl("backward", TORCH_FN(backward_operator<kBackward>));
+}
+
+// Throws the errors of forward for arguments that it would refuse. It is an operator for graphs of aten's operators,
+// and a Python function of the module.
+void check(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+           const optional<Tensor>& bias, const optional<Tensor>& residual, const optional<Tensor>& gate,
+           const optional<Tensor>& input_scale, LAYERNORM_OPTION_PARAMETERS);
+
+// Whether backward needs the values of the bias: for xhat, or for the gradient of a gate that multiplies the output.
+template <class Args>
+bool needs_bias(const Args& args) {
+  return args.options.memory_efficient || (args.gate && !args.options.gate_first);
+}
+
+// Whether backward needs the means of the rows.
+inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
+
+}  // namespace layernorm

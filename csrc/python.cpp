@@ -1,0 +1,144 @@
+// The Python module layernorm_ext._C. Loading it registers the operators.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/TracerMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "cpu/kernels.h"
+#include "ops/norm.h"
+
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+// Whether an argument is a tensor without an override (__torch_function__) or, if it may be absent, None.
+bool is_tensor(PyObject* object) { return THPVariable_CheckExact(object); }
+bool is_optional_tensor(PyObject* object) { return object == Py_None || is_tensor(object); }
+
+// Reads a tuple or list of Python integers, as normalized_shape is in nearly every call; returns whether it is one.
+bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
+  if (!PyTuple_Check(object) && !PyList_Check(object)) return false;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const item = PySequence_Fast_GET_ITEM(object, i);
+    int overflow = 0;
+    if (!PyLong_CheckExact(item)) return false;
+    sizes.emplace_back(PyLong_AsLongLongAndOverflow(item, &overflow));
+    if (overflow) return false;
+  }
+  return true;
+}
+
+// The parameters of norm() in layernorm_ext/_calls.py. Those from zero_centered_weight on have defaults.
+enum Parameter {
+  kName,
+  kInput,
+  kNormalizedShape,
+  kWeight,
+  kBias,
+  kEps,
+  kZeroCenteredWeight,
+  kMemoryEfficient,
+  kResidual,
+  kGate,
+  kInputScale,
+  kInplace,
+  kRms,
+  kImages,
+  kNumGroups,
+  kSigmoid,
+  kGateFirst,
+  kParameters,
+};
+constexpr const char* kNames[] = {
+    "name",      "input", "normalized_shape", "weight",  "bias", "eps",    "zero_centered_weight", "memory_efficient",
+    "residual",  "gate",  "input_scale",      "inplace", "rms",  "images", "num_groups",           "sigmoid",
+    "gate_first"};
+PyObject* names[kParameters];  // interned
+
+// Reads the arguments of a vectorcall by position or name; absent ones are null. Returns whether the names are known.
+bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject* (&values)[kParameters]) {
+  if (count > kParameters) return false;
+  std::copy_n(args, count, values);
+  for (Py_ssize_t i = 0; keywords && i < PyTuple_GET_SIZE(keywords); ++i) {
+    const auto name = std::find(std::begin(names), std::end(names), PyTuple_GET_ITEM(keywords, i));
+    if (name == std::end(names)) return false;
+    values[name - names] = args[count + i];
+  }
+  return true;
+}
+
+// norm() of layernorm_ext/_calls.py for usual arguments: calls the operator. Passes to Python arguments of other types,
+// nested tensors, and calls that torch.jit.trace or a dispatch mode (torch.export, make_fx) records. torch.ops takes
+// 3 us longer (8 x 64, AMD EPYC Zen 4).
+PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  PyObject* values[kParameters] = {};
+  c10::SymDimVector normalized_shape;
+  const auto is_flag = [&](Parameter p) { return !values[p] || PyBool_Check(values[p]); };
+  const auto is_tensor_or_none = [&](Parameter p) { return !values[p] || is_optional_tensor(values[p]); };
+  const auto has = [&](Parameter p) { return values[p] && values[p] != Py_None; };
+  const bool plain =
+      read_arguments(args, count, keywords, values) && values[kEps] && is_tensor(values[kInput]) &&
+      read_sizes(values[kNormalizedShape], normalized_shape) && is_optional_tensor(values[kWeight]) &&
+      is_optional_tensor(values[kBias]) && PyFloat_CheckExact(values[kEps]) && is_tensor_or_none(kResidual) &&
+      is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && is_flag(kZeroCenteredWeight) &&
+      is_flag(kMemoryEfficient) && is_flag(kRms) && is_flag(kImages) && is_flag(kSigmoid) && is_flag(kGateFirst) &&
+      (!values[kNumGroups] || PyLong_CheckExact(values[kNumGroups])) &&
+      (has(kResidual) ? is_flag(kInplace) : !has(kInplace)) &&  // only functions that add a residual have the option
+      !at::impl::torch_function_mode_enabled() && !at::tracer::impl::is_dispatch_enabled() &&
+      !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  if (!plain || THPVariable_Unpack(values[kInput]).is_nested()) {
+    static const pybind11::handle in_python =
+        pybind11::object(pybind11::module_::import("layernorm_ext._calls").attr("norm")).release();
+    return PyObject_Vectorcall(in_python.ptr(), args, count, keywords);
+  }
+  const Tensor input = THPVariable_Unpack(values[kInput]);
+  const auto tensor = [&](Parameter p) {
+    return has(p) ? optional<Tensor>(THPVariable_Unpack(values[p])) : std::nullopt;
+  };
+  const auto weight = tensor(kWeight), bias = tensor(kBias), residual = tensor(kResidual), gate = tensor(kGate);
+  const auto input_scale = tensor(kInputScale);
+  layernorm::Options options;
+  options.rms = values[kRms] == Py_True;
+  options.zero_centered_weight = values[kZeroCenteredWeight] == Py_True;
+  options.memory_efficient = values[kMemoryEfficient] == Py_True;
+  options.images = values[kImages] == Py_True;
+  if (values[kNumGroups]) options.num_groups = PyLong_AsLongLong(values[kNumGroups]);
+  options.sigmoid = values[kSigmoid] == Py_True;
+  options.gate_first = values[kGateFirst] == Py_True;
+  if (options.images && input.dim() > 1) normalized_shape.assign(1, input.sym_size(1));
+  const double eps = PyFloat_AS_DOUBLE(values[kEps]);
+  layernorm::ForwardOutputs outputs;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    outputs = layernorm::call_forward({input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale,
+                                       /*inplace=*/values[kInplace] == Py_True});
+  }
+  if (!residual) return THPVariable_Wrap(std::move(outputs.output));
+  return pybind11::make_tuple(std::move(outputs.output), std::move(outputs.sum)).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(norm)), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {}};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  std::transform(std::begin(kNames), std::end(kNames), names, PyUnicode_InternFromString);
+  if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw py::error_already_set();
+  m.def("check", &layernorm::check, py::call_guard<py::gil_scoped_release>());
+  m.def("cpu_capability", &layernorm::cpu::capability,
+        "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
+}
