@@ -54,7 +54,7 @@ Dtype dtype_of(at::ScalarType type) {
 }
 
 // Returns a cudaStream_t without needing CUDA's headers.
-void* current_stream(const at::Device& device) {
+void* current_stream([[maybe_unused]] const at::Device& device) {
 #if defined(WITH_CUDA)
   if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 #endif
