@@ -20,7 +20,7 @@ JOINED |= dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), {})  # residu
 JOINED |= {
     "WhisperForConditionalGeneration": {"add": 3},
     "T5ForConditionalGeneration": {"add": 10},
-    "diffusers DiTTransformer2DModel": {"gate, add and modulate": 2, "modulate": 3},
+    "diffusers DiTTransformer2DModel": {"gate, add and modulate": 4, "modulate": 1},
     "timm vit_tiny_patch16_224 with LayerScale": {"gate and add": 4},
     "timm swin_tiny_patch4_window7_224": {"add": 7},
 }
