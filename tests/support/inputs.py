@@ -168,7 +168,7 @@ VARIANTS = {
     "rms-centred": {"rms": True, "zero_centered_weight": True},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-# Of norms that can save their output for backward.
+# The variants of norms that can save their output for backward.
 layer_variants = pytest.mark.parametrize("variant", list(VARIANTS.values())[:2], ids=list(VARIANTS)[:2])
 rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 
