@@ -64,6 +64,15 @@ constexpr const char* kNames[] = {
     "gate_first"};
 PyObject* names[kParameters];  // interned
 
+// Reads a Python integer, and keeps the value if it is absent; returns whether it fits into 64 bits.
+bool read_integer(PyObject* object, int64_t& value) {
+  if (!object) return true;
+  int overflow = 0;
+  if (!PyLong_CheckExact(object)) return false;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
 // Reads the arguments of a vectorcall by position or name; absent ones are null. Returns whether the names are known.
 bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject* (&values)[kParameters]) {
   if (count > kParameters) return false;
@@ -83,6 +92,7 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   HANDLE_TH_ERRORS
   PyObject* values[kParameters] = {};
   c10::SymDimVector normalized_shape;
+  int64_t num_groups = 1;
   const auto is_flag = [&](Parameter p) { return !values[p] || PyBool_Check(values[p]); };
   const auto is_tensor_or_none = [&](Parameter p) { return !values[p] || is_optional_tensor(values[p]); };
   const auto has = [&](Parameter p) { return values[p] && values[p] != Py_None; };
@@ -92,13 +102,12 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
       is_optional_tensor(values[kBias]) && PyFloat_CheckExact(values[kEps]) && is_tensor_or_none(kResidual) &&
       is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && is_flag(kZeroCenteredWeight) &&
       is_flag(kMemoryEfficient) && is_flag(kRms) && is_flag(kImages) && is_flag(kSigmoid) && is_flag(kGateFirst) &&
-      (!values[kNumGroups] || PyLong_CheckExact(values[kNumGroups])) &&
+      read_integer(values[kNumGroups], num_groups) &&
       (has(kResidual) ? is_flag(kInplace) : !has(kInplace)) &&  // only functions that add a residual have the option
       !at::impl::torch_function_mode_enabled() && !at::tracer::impl::is_dispatch_enabled() &&
       !c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (!plain || THPVariable_Unpack(values[kInput]).is_nested()) {
-    static const pybind11::handle in_python =
-        pybind11::object(pybind11::module_::import("layernorm_ext._calls").attr("norm")).release();
+    const pybind11::object in_python = pybind11::module_::import("layernorm_ext._calls").attr("norm");
     return PyObject_Vectorcall(in_python.ptr(), args, count, keywords);
   }
   const Tensor input = THPVariable_Unpack(values[kInput]);
@@ -112,7 +121,7 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   options.zero_centered_weight = values[kZeroCenteredWeight] == Py_True;
   options.memory_efficient = values[kMemoryEfficient] == Py_True;
   options.images = values[kImages] == Py_True;
-  if (values[kNumGroups]) options.num_groups = PyLong_AsLongLong(values[kNumGroups]);
+  options.num_groups = num_groups;
   options.sigmoid = values[kSigmoid] == Py_True;
   options.gate_first = values[kGateFirst] == Py_True;
   if (options.images && input.dim() > 1) normalized_shape.assign(1, input.sym_size(1));
