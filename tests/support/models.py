@@ -31,6 +31,17 @@ def save_and_load(scripted):
     return torch.jit.load(buffer)
 
 
+class ViewsResult(torch.nn.Module):
+    """A convolution, a norm of its transposed output, and a view of the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = torch.nn.Conv1d(8, 8, 1), layernorm_ext.GatedRMSNorm(8, num_groups=2)
+
+    def forward(self, x):
+        return self.norm(self.convolution(x).transpose(1, 2)).view(-1, 4)
+
+
 # Layers for convert()
 
 

@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from support.models import FAMILY, Model, randomize
+from support.models import FAMILY, Model, ViewsResult, randomize
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
-from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, convert, trace_as
+from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, trace_as
 
 pytestmark = pytest.mark.integration
 onnx = pytest.importorskip("onnx")
@@ -32,6 +32,7 @@ def export(model, x, dynamo, **options):
         buffer = io.BytesIO()
         options |= {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
         with warnings.catch_warnings(action="ignore"):  # the exporter is deprecated
+            warnings.simplefilter("error", torch.jit.TracerWarning)
             torch.onnx.export(model.eval(), (x,), buffer, dynamo=False, **options)
         program = onnx.load_from_string(buffer.getvalue())
     onnx.checker.check_model(program, full_check=True)
@@ -93,9 +94,16 @@ def test_family_keeps_dtypes(dynamo, dtypes):
 @exporters
 def test_images_take_two_transpositions(dynamo):
     for pixels in ((), (4,), (4, 4)):
-        nodes = assert_exports(randomize(LayerNorm2d(8)), torch.randn(5, 8, *pixels), dynamo, TOLERANCE[F32])
+        x = torch.randn(5, 8, *pixels)
+        nodes = assert_exports(randomize(LayerNorm2d(8)), x, dynamo, TOLERANCE[F32])
         transposition = ["Transpose"] if pixels else []
         assert types(nodes) == [*transposition, "LayerNormalization", *transposition]
+        assert_exports(randomize(RMSNorm2d(8)), x, dynamo, TOLERANCE[F32])
+
+
+@exporters
+def test_views_of_the_norm_of_a_transposed_tensor(dynamo):
+    assert_exports(ViewsResult(), torch.randn(2, 8, 5), dynamo, 1e-5)  # with some roundings of 6e-8 in the convolution
 
 
 @exporters

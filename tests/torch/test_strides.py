@@ -5,17 +5,17 @@ those of RMSNorm without a residual have torch's. Gradients of images are laid o
 are contiguous.
 """
 
-import io
 import math
 import warnings
 
 import pytest
 import torch
 from support.family import EPS, MEMBERS, family
+from support.models import ViewsResult
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
-from layernorm_ext import GatedRMSNorm, LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, trace_as
+from layernorm_ext import LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, trace_as
 
 # Each of these functions returns a tensor of four dimensions in another layout.
 LAYOUTS = {
@@ -213,26 +213,14 @@ def test_jit_traces(operators):
         call.check(traced(*call.tensors))
 
 
-class ViewsResult(torch.nn.Module):
-    """A convolution, a norm of its transposed output, and a view of the norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolution, self.norm = torch.nn.Conv1d(8, 8, 1), GatedRMSNorm(8, num_groups=2)
-
-    def forward(self, x):
-        return self.norm(self.convolution(x).transpose(1, 2)).view(-1, 4)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:You are using the legacy TorchScript-based ONNX export")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_tracers_view_the_norm_of_a_transposed_tensor():
     model, x = ViewsResult(), torch.randn(2, 8, 5)
     for program in (torch.export.export(model, (x,)).module(), torch.jit.trace(model, x)):
         torch.testing.assert_close(program(x), model(x))
-    torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:You are using the legacy TorchScript-based ONNX export")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("cls", [LayerNorm2d, RMSNorm2d])
 def test_modules_of_images_in_torchscript(cls):
     """Scripted modules return the strides of eager calls. Traces of a layer warn of nothing."""
@@ -247,7 +235,6 @@ def test_modules_of_images_in_torchscript(cls):
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         torch.jit.trace(norm, x)
-        torch.onnx.export(norm, (x,), io.BytesIO(), dynamo=False)
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
