@@ -104,11 +104,17 @@ def at_address(tensor, offset):
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=dtypes_id)
 @pytest.mark.parametrize("cols", [77, 130, 1023, 2048, 2049, 4100])
 def test_address_of_every_tensor(dtypes, cols):
-    """Each begins at any byte, and so do the sums that replace the residual; widths move the other results' rows."""
+    """Each begins at any byte, as do the sums that replace the residual. The other results' rows begin at any element.
+
+    They do so in 33 rows of an odd width. The results of a single row are aligned.
+    """
     dtype, parameter_dtype, residual_dtype = dtypes
-    x, r, dy = (randn((7, cols), t) for t in (dtype, residual_dtype, dtype))
+    x, r, dy = (randn((33, cols), t) for t in (dtype, residual_dtype, dtype))
     w, b = (randn(cols, parameter_dtype) for _ in range(2))
     expected = run(installed("cpu"), x, dy, w, b, residual=r, grad_sum=r)
+    for row in (slice(k, k + 1) for k in range(33)):
+        alone = run(installed("cpu"), x[row], dy[row], w, b, residual=r[row], grad_sum=r[row])
+        assert_same_bits(alone.rows(), expected.rows(row), row)
     for offset in range(64):
         (x_at, _), (w_at, _), (b_at, _), (dy_at, _) = (at_address(t, offset) for t in (x, w, b, dy))
         r_at, around = at_address(r, 63 - offset)
