@@ -336,7 +336,7 @@ template <class T, class X>
 Choice choose(const BackwardParams& p) {
   BackwardPlan plan = {};
   const bool has_addresses = plan.set<T, X>(p);
-  plan.divide<X>(p.cols, plan.flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
+  plan.divide<X>(p.cols, kMaxBlockWarps, plan.flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
   const bool clusters = has_clusters(config, backward_rows<T, X, GeneralRows>);

@@ -12,7 +12,7 @@
 //   others, and gated norms, up to
 //     512                         some lanes, or a warp         forward_slices.cu             shared memory
 //     8192                        a block                       forward_slices.cu             shared memory
-//     65536                       a cluster of 2, 4 or 8        forward_slices.cu, parts.cuh  shared memory
+//     65536                       a cluster of 4 or 8           forward_slices.cu, parts.cuh  shared memory
 //     any number                  blocks of two launches        forward_slices.cu, parts.cuh  shared memory
 //   images                        a lane of each warp           channels_first.cu             shared memory
 //

@@ -15,6 +15,7 @@ namespace layernorm::cuda {
 struct RowsPlan : ForwardPlan {
   unsigned vectors;  // of a row
   int row_threads, log2_row_threads;
+  int64_t x_gap, input_gap, output_gap, sum_gap;  // bytes from the end of a group to the next one
 };
 
 namespace {
@@ -43,27 +44,29 @@ struct ThreadPart {
     return {p, plan, threads, kRows == 1 ? compute_again(thread) : thread};
   }
 
+  // The rows that a block takes of each of its threads' kRows.
+  __device__ __forceinline__ unsigned rows_at_once() const { return blockDim.x >> plan.log2_row_threads; }
   // The thread's row r among all rows, which may not exist.
   __device__ __forceinline__ unsigned row_number(int r) const {
     if (is_block()) return blockIdx.x;
-    const unsigned rows_at_once = blockDim.x >> plan.log2_row_threads;
-    return (compute_again(blockIdx.x) * kRows + r) * rows_at_once + (threadIdx.x >> plan.log2_row_threads);
+    return (compute_again(blockIdx.x) * kRows + r) * rows_at_once() + (threadIdx.x >> plan.log2_row_threads);
   }
   __device__ __forceinline__ bool exists(unsigned row) const {
     return row < static_cast<unsigned>(p.groups) * static_cast<unsigned>(p.rows);
   }
-  // The group of a row. A row that does not exist has the group of row 0.
-  __device__ __forceinline__ unsigned group_of(unsigned row) const {
-    return has(kHasGroups) && exists(row) ? plan.rows.divide_short(row) : 0;
+  // The groups of the thread's rows. Rows that do not exist have the group of the last row.
+  __device__ __forceinline__ void find_groups(unsigned (&groups)[kRows]) const {
+    for (unsigned& group : groups) group = 0;
+    if (!has(kHasGroups)) return;
+    const unsigned first = row_number(0), last = static_cast<unsigned>(p.groups) * static_cast<unsigned>(p.rows) - 1;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) groups[r] = plan.rows.divide_short(min(first + r * rows_at_once(), last));
   }
-  __device__ __forceinline__ RowIndex index_of(unsigned row, unsigned group) const {
-    const unsigned rows_before = group * static_cast<unsigned>(plan.rows.divisor());
-    return {group, exists(row) ? row - rows_before : 0};
-  }
+  // The address of a row among all rows: rows of groups take two instructions more than others, and no branch.
   template <class E>
-  __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, unsigned row,
+  __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, int64_t gap, unsigned row,
                                            unsigned group) const {
-    return has(kHasGroups) ? address<E>(view, index_of(row, group)) : stride.address<E>(view, row);
+    return reinterpret_cast<E*>(stride.address<char>(view, row) + group * gap);
   }
 
   // Loads `count` vectors from this thread's vector `begin` on, with default values where there are none.
@@ -86,10 +89,11 @@ struct ThreadPart {
   template <int kCount>
   __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned group) const {
     const bool exists = this->exists(row);
-    load<false>(x, exists, address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, row, group), 0,
+    load<false>(x, exists,
+                address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, plan.x_gap, row, group), 0,
                 X(0.0f));
     if (!has(kResidual)) return;
-    const T* const from = address_of<const T>(p.input, plan.input_stride, row, group);
+    const T* const from = address_of<const T>(p.input, plan.input_stride, plan.input_gap, row, group);
     constexpr int kBatch = std::min(kCount, 2);  // vectors of the input that fit into registers
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kBatch) {
@@ -167,8 +171,7 @@ struct ThreadPart {
     Vec<X> x[kRows][kVectors];
     Acc pivots[kRows];
     unsigned groups[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) groups[r] = group_of(row_number(r));
+    find_groups(groups);
     // The first vector of a block's row is requested first, because the estimate of the mean needs it first.
     Vec<X> first[1];
     fill(first[0], X(0.0f));
@@ -200,12 +203,14 @@ struct ThreadPart {
     for (int r = 0; r < kRows; ++r) {
       const unsigned row = row_number(r);
       exist[r] = exists(row);
-      outputs[r] = address_of<T>(p.output, plan.output_stride, row, groups[r]);
+      outputs[r] = address_of<T>(p.output, plan.output_stride, plan.output_gap, row, groups[r]);
       normalizers[r] = Normalizer(moments[r], plan);
-      if (thread == 0 && exist[r]) normalizers[r].store_statistics(p, plan, index_of(row, groups[r]));
+      if (thread == 0 && exist[r]) {
+        normalizers[r].store_statistics(p, plan, {groups[r], row - groups[r] * static_cast<unsigned>(p.rows)});
+      }
       if (has(kResidual)) {
         // The sum may replace the residual, whose first vector all threads have read before the sums.
-        X* const sums = address_of<X>(p.sum, plan.sum_stride, row, groups[r]);
+        X* const sums = address_of<X>(p.sum, plan.sum_stride, plan.sum_gap, row, groups[r]);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) store(exist[r], sums, x[r][i], i);
       }
@@ -229,21 +234,24 @@ struct ThreadPart {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // The blocks that fit on a multiprocessor. A block of several rows has 128 threads, and one of a row up to 256. Three
-// of the latter leave a thread 80 registers, with which float32 rows spill in code for 10.0 and later.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-template <class X>
-constexpr int kMinBlocksOfOneRow = sizeof(X) == 4 ? 2 : 3;
-#else
+// blocks of one row, or six of two float32 rows, leave a thread 80 registers. In code for 8.0, and for 10.0 and later,
+// a float32 row would then spill.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
 template <class X>
 constexpr int kMinBlocksOfOneRow = 3;
+#else
+template <class X>
+constexpr int kMinBlocksOfOneRow = sizeof(X) == 4 ? 2 : 3;
 #endif
-template <class X, int kRows>
-constexpr int kMinBlocksPerSM = kRows == 1 ? kMinBlocksOfOneRow<X> : 4;
+template <class T, class X, int kRows>
+constexpr int kMinBlocksPerSM = kRows == 1                     ? kMinBlocksOfOneRow<X>
+                                : kRows == 2 && sizeof(T) == 4 ? 6
+                                                               : 4;
 template <int kRows>
 constexpr int kMaxThreads = kRows == 1 ? 256 : kThreadsOfShortRows;
 
 template <class T, class X, int kVectors, int kRows>
-__global__ void __launch_bounds__(kMaxThreads<kRows>, kMinBlocksPerSM<X, kRows>)
+__global__ void __launch_bounds__(kMaxThreads<kRows>, kMinBlocksPerSM<T, X, kRows>)
     forward_rows(const ForwardParams p, const RowsPlan plan) {
   const unsigned thread = threadIdx.x & ((1u << plan.log2_row_threads) - 1);
   ThreadPart<T, X, kVectors, kRows>{p, plan, static_cast<unsigned>(plan.row_threads), thread}.normalize();
@@ -273,6 +281,13 @@ bool launch_rows(const ForwardParams& p) {
   RowsPlan plan;
   if (!plan.set<T, X>(p)) return false;
   plan.vectors = static_cast<unsigned>(vectors);
+  const auto gap_of = [&](const View& view, size_t element_size) {
+    return (view.group_stride - p.rows * view.row_stride) * static_cast<int64_t>(element_size);
+  };
+  plan.x_gap = gap_of(p.residual.data ? p.residual : p.input, sizeof(X));
+  plan.input_gap = gap_of(p.input, sizeof(T));
+  plan.output_gap = gap_of(p.output, sizeof(T));
+  plan.sum_gap = gap_of(p.sum, sizeof(X));
   const Choice choice = choose_kernel<T, X>(vectors);
   const int64_t needed = ceil_div(vectors, choice.vectors);
   plan.row_threads = static_cast<int>(round_up(needed, kWarpSize));

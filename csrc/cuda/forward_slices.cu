@@ -34,6 +34,11 @@ namespace {
 
 constexpr int kMaxStages = 3;  // rows of a warp that are fetched or in use; a lag needs all of them
 
+// Warps of a block that shares a row with others, up to the blocks of a cluster. A multiprocessor runs three such
+// blocks of code for 9.0, or two of other code, and the others go on while one waits at its barrier. It runs one of 16
+// warps.
+constexpr int64_t kPreferredWarps = 8;
+
 // The addresses of the results of a row, and the first vector of the block's part of it, from which a warp estimates
 // the mean. A vector that is not aligned is in two pieces of 16 aligned bytes.
 template <class T, class X>
@@ -410,7 +415,7 @@ template <class T, class X>
 Choice choose(const ForwardParams& p) {
   SlicesPlan plan = {};
   const bool has_addresses = plan.set<T, X>(p);
-  plan.divide<X>(p.cols);
+  plan.divide<X>(p.cols, kPreferredWarps);
   plan.part = Divisor<Acc>(plan.part_cols);
   plan.last_part = Divisor<Acc>(p.cols - int64_t{plan.part_cols} * (plan.num_parts - 1));
   plan.flags.set(kInCluster, plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize &&

@@ -52,7 +52,7 @@ struct ForwardPlan {
     const bool strides_fit = x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
                              input_stride.set(p.input, sizeof(T)) && output_stride.set(p.output, sizeof(T)) &&
                              sum_stride.set(p.sum, sizeof(X));
-    return (strides_fit || p.groups > 1) && p.groups * p.rows <= kMaxRowNumber;
+    return strides_fit && p.groups * p.rows <= kMaxRowNumber;
   }
 };
 

@@ -248,27 +248,28 @@ struct RowDivision {
   int row_threads;
   int part_cols, num_parts;  // the parts of a row, of a block each
 
-  // A part has at most `max_part` vectors.
+  // A part has at most `max_part` vectors. A row of several parts is divided further, up to the blocks of a cluster,
+  // until a part has at most `preferred_warps` warps.
   template <class X>
-  void divide(int64_t cols, int64_t max_part = kMaxPartVectors) {
+  void divide(int64_t cols, int64_t preferred_warps, int64_t max_part = kMaxPartVectors) {
     using SliceOf = Slice<X, Mapping::kGeneral, 0>;
     constexpr int64_t kVec = SliceOf::kVec, kWarpVectors = SliceOf::kWarpCols / kVec;
     const int64_t vectors = ceil_div(cols, kVec);
     deals_vectors = cols % kVec == 0;
     is_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-    constexpr int64_t kMaxWarps = kMaxBlockWarps;  // also those that are resident on a multiprocessor
+    constexpr int64_t kMaxWarps = kMaxBlockWarps;  // also those that are resident on a multiprocessor in backward
     max_part = std::min({max_part, kMaxPartVectors, kWarpVectors * kMaxWarps});
     const auto part_for = [&](int64_t parts) { return round_up(ceil_div(vectors, parts), kWarpSize); };
     int64_t parts = 1;
     if (!is_warp) {
-      // Clusters of 2, 4 or 8, because others leave multiprocessors idle, and as few blocks as keep most warps
-      // resident.
-      const auto resident_warps = [&] {
-        const int64_t warps = ceil_div(part_for(parts), kWarpVectors);
-        return kMaxWarps / warps * warps;
+      // Clusters of 2, 4 or 8, because others leave multiprocessors idle: the smallest whose blocks have at most the
+      // preferred number of warps and keep most warps resident, or else 8.
+      const auto needs_more = [&] {
+        const int64_t warps = ceil_div(part_for(parts), kWarpVectors), resident_warps = kMaxWarps / warps * warps;
+        return warps > preferred_warps || 4 * resident_warps < 3 * kMaxWarps;
       };
       while (ceil_div(vectors, parts) > max_part) parts *= 2;
-      while (parts > 1 && parts < kMaxClusterSize && 4 * resident_warps() < 3 * kMaxWarps) parts *= 2;
+      while (parts > 1 && parts < kMaxClusterSize && needs_more()) parts *= 2;
     }
     if (parts > kMaxClusterSize) parts = ceil_div(vectors, max_part / 2);  // more blocks keep the GPU busy
     const int64_t part = parts == 1 ? vectors : part_for(parts);

@@ -172,6 +172,16 @@ def test_long_rows_in_clusters_and_two_launches(library, dtypes):
             assert_same_bits(results, rows[0], parts)
 
 
+# 16383 columns are the most of 4 blocks with 8 warps of 512 columns; 65535 columns, the most of a cluster.
+@pytest.mark.parametrize("cols, parts", [(8191, 1), (8193, 4), (16383, 4), (16385, 8), (65535, 8)])
+def test_blocks_that_share_a_row_of_forward_have_few_warps(library, cols, parts):
+    x, _, w, b = random_args(library, (BF16, BF16), 1, cols)
+    library.launched()
+    results = library.ops.forward(x, (cols,), w, b, 1e-5)
+    assert launches(library, "forward") == {parts: 1}
+    check_forward(results, x, w, b)
+
+
 @pytest.mark.parametrize("architecture", [89, 90, 120])
 @pytest.mark.parametrize("dtype, vectors", [(BF16, 1024), (BF16, 1025), (BF16, 2048), (F32, 1280), (F32, 2048)])
 def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors):
