@@ -26,14 +26,14 @@ enum class Activation { kNone, kSilu, kSigmoid };
 // the quotient left.
 constexpr double kSmallestDivisor = 0x1p-16;
 
-// A tensor seen as [groups, rows, cols]. Strides are in elements; data is null for an absent tensor.
+// A tensor seen as [samples, rows, cols]. Strides are in elements; data is null for an absent tensor.
 struct View {
   void* data = nullptr;
-  int64_t group_stride = 0, row_stride = 0, col_stride = 0;
+  int64_t sample_stride = 0, row_stride = 0, col_stride = 0;
 
   template <class T>
-  T* row(int64_t group, int64_t row) const {
-    return data ? static_cast<T*>(data) + group * group_stride + row * row_stride : nullptr;
+  T* row(int64_t sample, int64_t row) const {
+    return data ? static_cast<T*>(data) + sample * sample_stride + row * row_stride : nullptr;
   }
 };
 
@@ -50,18 +50,18 @@ class Allocator {
 // The parameters of both forward and backward. Acc, the type of statistics and of sums, is double for kFloat64, else
 // float.
 //
-// All arrays of [groups, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.
-// Parameters (weight, bias and input_scale) and their gradients are [groups, 1, cols] with col_stride 1; group_stride 0
-// says that all groups share them.
+// All arrays of [samples, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.
+// Parameters (weight, bias and input_scale) and their gradients are [samples, 1, cols] with col_stride 1; sample_stride
+// 0 says that all samples share them.
 //
 // A gated norm has parameters of Acc, no residual and no memory_efficient. Forward has an input_scale only with a
 // residual. With channels_first, there is no gate, no residual and no grad_sum.
 struct Params {
-  int64_t groups, rows, cols;  // each >= 1
-  View weight, bias;           // of param_dtype; absent: ones, zeros
-  View input_scale;            // of param_dtype; may be absent
-  View gate;                   // of dtype, [groups, rows, cols]; absent without an activation
-  View mean, rstd;             // [groups, rows, 1] of Acc; RMSNorm has no mean
+  int64_t samples, rows, cols;  // each >= 1
+  View weight, bias;            // of param_dtype; absent: ones, zeros
+  View input_scale;             // of param_dtype; may be absent
+  View gate;                    // of dtype, [samples, rows, cols]; absent without an activation
+  View mean, rstd;              // [samples, rows, 1] of Acc; RMSNorm has no mean
   bool channels_first;
   bool rms;
   bool zero_centered_weight;  // false without a weight

@@ -5,10 +5,10 @@
 //   dbias = sum over rows of dy
 //
 // RMSNorm has a mean of 0 and dx = rstd * (g - xhat * mean(g * xhat)). The gradient of the sum that forward returns
-// with a residual is added to dx. If the sum is scale * input + residual, the gradients of the input and of its scale
-// are
+// with a residual is added to dx. If the sum is input_scale * input + residual, the gradients of the input and of
+// input_scale are
 //
-//   dinput = dx * scale
+//   dinput = dx * input_scale
 //   dinput_scale = sum over rows of dx * input
 //
 // Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
@@ -37,13 +37,13 @@ void prefetch_row_for_write(T* row, int64_t cols) {
   }
 }
 
-// Calls f(group, first row, rows) for the rows of a segment, at most `step` at a time. f may write dx.
+// Calls f(sample, first row, rows) for the rows of a segment, at most `step` at a time. f may write dx.
 template <class B, class F>
 void for_rows_of_segment(const B& b, int64_t segment, int64_t step, const F& f) {
-  for_each_group(b.p.rows, b.segments.begin(segment), b.segments.end(segment),
-                 [&](int64_t group, int64_t row, int64_t count) {
-                   for (int64_t k = 0; k < count; k += step) f(group, row + k, min(step, count - k));
-                 });
+  for_each_sample(b.p.rows, b.segments.begin(segment), b.segments.end(segment),
+                  [&](int64_t sample, int64_t row, int64_t count) {
+                    for (int64_t k = 0; k < count; k += step) f(sample, row + k, min(step, count - k));
+                  });
   if (b.policy.streams) streaming_fence();
 }
 
@@ -56,12 +56,12 @@ class SegmentSums {
   SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, int64_t begin, int64_t n)
       : b_(b), buffer_(buffer), second_buffer_(b.policy.buffers + second_buffer), begin_(begin), n_(n) {}
 
-  // Adds rows r to r + count - 1 of a group.
-  void add(int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_special) {
+  // Adds rows r to r + count - 1 of a sample.
+  void add(int64_t sample, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_rescaled) {
     if (rows_ + count > kSumRows) next_sum();
     const int64_t buffer = is_first_ ? buffer_ : second_buffer_;
-    finish_(b_, buffer, group, r, count, rows_ == 0, c, any_special, begin_, n_);
-    if (b_.has_input_scale_gradients) input_scale_loop(b_, buffer, group, r, count, rows_ == 0, begin_, n_);
+    finish_(b_, buffer, sample, r, count, rows_ == 0, c, any_rescaled, begin_, n_);
+    if (b_.has_input_scale_gradients) input_scale_loop(b_, buffer, sample, r, count, rows_ == 0, begin_, n_);
     rows_ += count;
   }
 
@@ -98,23 +98,23 @@ class SegmentSums {
 template <class B>
 void backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
   SegmentSums<B> sums(b, buffer, second_buffer, 0, b.p.cols);
-  for_rows_of_segment(b, segment, b.policy.block, [&](int64_t group, int64_t r, int64_t count) {
-    typename B::Acc values[kCoefficients * kMaxBlockRows];
-    const Coefficients<typename B::Acc> c = {values, kMaxBlockRows};
+  for_rows_of_segment(b, segment, b.policy.batch, [&](int64_t sample, int64_t r, int64_t count) {
+    typename B::Acc values[kCoefficients * kMaxBatchRows];
+    const Coefficients<typename B::Acc> c = {values, kMaxBatchRows};
     for (int64_t k = 0; b.policy.prefetches_dx && k < count; ++k) {
-      prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(group, r + k), b.p.cols);
+      prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(sample, r + k), b.p.cols);
     }
-    sums.add(group, r, count, c, compute_coefficients(b, group, r, count, c));
+    sums.add(sample, r, count, c, compute_coefficients(b, sample, r, count, c));
   });
   sums.end();
 }
 
-// Stores the sums in a buffer, for columns [begin, end), as the gradients of a group.
+// Stores the sums in a buffer, for columns [begin, end), as the gradients of a sample.
 template <class B>
-void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, int64_t end) {
+void store_gradients(const B& b, int64_t sample, int64_t buffer, int64_t begin, int64_t end) {
   const auto store = [&](const typename B::Acc* sums, const View& gradient) {
     if (!gradient.data) return;
-    add_partials<typename B::X>(sums, b.pitch, 1, begin, end, gradient.row<typename B::W>(group, 0));
+    add_partials<typename B::X>(sums, b.pitch, 1, begin, end, gradient.row<typename B::W>(sample, 0));
   };
   store(b.dweight(buffer), b.p.grad_weight);
   store(b.dbias(buffer), b.p.grad_bias);
@@ -125,28 +125,28 @@ void store_gradients(const B& b, int64_t group, int64_t buffer, int64_t begin, i
 template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
-  const int64_t rows = p.groups * p.rows;
+  const int64_t rows = p.samples * p.rows;
   if (b.policy.shares_rows) {
     for (int64_t r = 0; r < rows; ++r) {
       compute_coefficients<AllThreads, 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
     }
   } else {
     parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-      for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
-        compute_coefficients(b, group, r, count, b.coefficients.from(group * p.rows + r));
+      for_each_sample(p.rows, begin, end, [&](int64_t sample, int64_t r, int64_t count) {
+        compute_coefficients(b, sample, r, count, b.coefficients.from(sample * p.rows + r));
       });
     });
   }
-  const int64_t tiles = ceil_div(p.cols, kTileCols), step = b.policy.block;
+  const int64_t tiles = ceil_div(p.cols, kTileCols), step = b.policy.batch;
   parallel_for(b.segments.count * tiles, grain(b.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
       const int64_t segment = task / tiles, begin = task % tiles * kTileCols;
       SegmentSums<B> sums(b, segment, segment, begin, min(kTileCols, p.cols - begin));
-      for_rows_of_segment(b, segment, step, [&](int64_t group, int64_t r, int64_t count) {
-        const auto c = b.coefficients.from(group * p.rows + r);
-        bool any_special = false;
-        for (int64_t k = 0; k < count; ++k) any_special |= is_scaled(b, c, k);
-        sums.add(group, r, count, c, any_special);
+      for_rows_of_segment(b, segment, step, [&](int64_t sample, int64_t r, int64_t count) {
+        const auto c = b.coefficients.from(sample * p.rows + r);
+        bool any_rescaled = false;
+        for (int64_t k = 0; k < count; ++k) any_rescaled |= has_row_scale(b, c, k);
+        sums.add(sample, r, count, c, any_rescaled);
       });
       sums.end();
       if (b.segments.are_gradients) store_gradients(b, segment, segment, begin, min(begin + kTileCols, p.cols));
@@ -185,8 +185,8 @@ void backward(const B& b) {
   if (!segments.are_gradients) add_partials<X, W>(p, b.partials, segments.count);
 }
 
-// A thread's part of the backward pass of a gated norm: that of the plain norm for blocks of rows, some of whose arrays
-// are scratch rows. An array without scratch rows is read or written in place.
+// A thread's part of the backward pass of a gated norm: that of the plain norm for batches of rows, some of whose
+// arrays are scratch rows. An array without scratch rows is read or written in place.
 template <class Acc>
 class GatedTask {
  public:
@@ -209,13 +209,13 @@ class GatedTask {
 
   void handle_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
     SegmentSums<B> sums(b_, buffer, second_buffer, 0, p_.cols);
-    for_rows_of_segment(b_, segment, b_.policy.block, [&](int64_t group, int64_t r, int64_t count) {
-      Acc values[kCoefficients * kMaxBlockRows];
-      const Coefficients<Acc> c = {values, kMaxBlockRows};
-      const GatedBlock block = set_rows(group, r);
-      loops_.load(p_, group, r, count, block);
+    for_rows_of_segment(b_, segment, b_.policy.batch, [&](int64_t sample, int64_t r, int64_t count) {
+      Acc values[kCoefficients * kMaxBatchRows];
+      const Coefficients<Acc> c = {values, kMaxBatchRows};
+      const GatedBatch batch = set_rows(sample, r);
+      loops_.load(p_, sample, r, count, batch);
       sums.add(0, 0, count, c, compute_coefficients(b_, 0, 0, count, c));
-      if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, group, r, count, block, c);
+      if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, sample, r, count, batch, c);
     });
     sums.end();
   }
@@ -226,27 +226,27 @@ class GatedTask {
  private:
   using B = Backward<Acc, Acc, Acc>;
 
-  // Makes the rows from r of a group on those of group 0 of the plain norm.
-  GatedBlock set_rows(int64_t group, int64_t r) {
-    GatedBlock block = scratch_;
-    if (!block.x.data) block.x = rows_from<Acc>(p_.input, group, r);
-    if (!block.dy.data) block.dy = rows_from<Acc>(p_.grad_output, group, r);
-    if (!block.dx.data) block.dx = rows_from<Acc>(p_.grad_input, group, r);
-    norm_.input = block.x;
-    norm_.grad_output = block.dy;
-    norm_.grad_input = block.dx;
-    norm_.weight = rows_from<Acc>(p_.weight, group, 0);
-    norm_.bias = rows_from<Acc>(p_.bias, group, 0);
-    norm_.mean = rows_from<Acc>(p_.mean, group, r);
-    norm_.rstd = rows_from<Acc>(p_.rstd, group, r);
-    return block;
+  // Makes the rows from r of a sample on those of sample 0 of the plain norm.
+  GatedBatch set_rows(int64_t sample, int64_t r) {
+    GatedBatch batch = scratch_;
+    if (!batch.x.data) batch.x = rows_from<Acc>(p_.input, sample, r);
+    if (!batch.dy.data) batch.dy = rows_from<Acc>(p_.grad_output, sample, r);
+    if (!batch.dx.data) batch.dx = rows_from<Acc>(p_.grad_input, sample, r);
+    norm_.input = batch.x;
+    norm_.grad_output = batch.dy;
+    norm_.grad_input = batch.dx;
+    norm_.weight = rows_from<Acc>(p_.weight, sample, 0);
+    norm_.bias = rows_from<Acc>(p_.bias, sample, 0);
+    norm_.mean = rows_from<Acc>(p_.mean, sample, r);
+    norm_.rstd = rows_from<Acc>(p_.rstd, sample, r);
+    return batch;
   }
 
   const BackwardParams& p_;
   const GatedLoops<Coefficients<Acc>>& loops_;
   BackwardParams norm_;
   const B b_;
-  GatedBlock scratch_;
+  GatedBatch scratch_;
 };
 
 template <class Acc>
@@ -254,7 +254,7 @@ void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>
   BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
   norm_policy.prefetched = 0;
   const Segments& segments = norm_policy.segments;
-  const GatedPolicy policy(p, segments.count, norm_policy.block, kGatedArrays);
+  const GatedPolicy policy(p, segments.count, norm_policy.batch, kGatedArrays);
   const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
   const int64_t sums = ParameterGradients(p).count * buffers * padded_cols(p);
   Acc* const partials =
@@ -285,7 +285,7 @@ void backward(const BackwardParams& p) {
     const BackwardPolicy policy(p, ArraySize(p, sizeof(X)));
     // The partial sums, and the coefficients of all rows, which are used if the threads share the columns.
     const int64_t sums = ParameterGradients(p).count * (policy.buffers + policy.second_buffers);
-    const int64_t elements = sums * padded_cols(p) + kCoefficients * p.groups * p.rows;
+    const int64_t elements = sums * padded_cols(p) + kCoefficients * p.samples * p.rows;
     alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers
     void* const workspace =
         policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));

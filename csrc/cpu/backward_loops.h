@@ -12,9 +12,9 @@ namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
 // The coefficients of rows, which the sums loop computes for the gradients loop. Each is an array of one value per row:
-//   d    = x * scale - mean, or xhat itself if it is computed from the output
-//   xhat = d * rstd_scaled + minus_mean_xhat
-//   dx   = rstd_scaled * scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
+//   d    = x * row_scale - mean, or xhat itself if it is computed from the output
+//   xhat = d * rescaled_rstd + minus_mean_xhat
+//   dx   = rescaled_rstd * row_scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
 // g + minus_mean_g is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one
 // column.
 template <class Acc>
@@ -23,10 +23,10 @@ struct Coefficients {
   int64_t stride;
 
   Coefficients from(int64_t row) const { return {values + row, stride}; }
-  Acc* scale() const { return values; }                           // 1, or that of a special row (Backward::scale)
-  Acc* mean() const { return values + stride; }                   // mean * scale
-  Acc* rstd_scaled() const { return values + 2 * stride; }        // rstd / scale
-  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * rstd_scaled
+  Acc* row_scale() const { return values; }                       // 1, or that of a rescaled row (Backward::row_scale)
+  Acc* mean() const { return values + stride; }                   // mean * row_scale
+  Acc* rescaled_rstd() const { return values + 2 * stride; }      // rstd / row_scale
+  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * rescaled_rstd
   Acc* minus_mean_g_xhat() const { return values + 4 * stride; }  // -mean(g * xhat)
   Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
 };
@@ -45,15 +45,15 @@ struct Backward {
   Backward(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
       : p(p), policy(policy), partials(partials) {}
 
-  // Special rows need instructions that the loops for other rows omit. In backward from the output, all rows are
-  // special. Otherwise a row is special if its standard deviation is so large or so small that x - mean, or its product
-  // with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is subnormal
-  // are special even if the processor reads it as zero.
-  bool is_special(Acc rstd) const { return p.memory_efficient || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
-  // The scale of a special row. In backward from the output it is rstd, because d is xhat.
-  Acc scale(Acc mean, Acc rstd) const {
+  // Rescaled rows need instructions that the loops for other rows omit. In backward from the output, all rows are
+  // rescaled. Otherwise a row is rescaled if its standard deviation is so large or so small that x - mean, or its
+  // product with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is
+  // subnormal are rescaled even if the processor reads it as zero.
+  bool needs_row_scale(Acc rstd) const { return p.memory_efficient || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
+  // The row_scale of a rescaled row. In backward from the output it is rstd, because d is xhat.
+  Acc row_scale(Acc mean, Acc rstd) const {
     if (p.memory_efficient) return rstd;
-    // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
+    // Numbers around so large a mean are too far apart for a product to underflow; the rescaled mean might overflow.
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
@@ -73,16 +73,16 @@ struct Backward {
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
   const Coefficients<Acc> coefficients = {sums(policy.buffers + policy.second_buffers),
-                                          p.groups * p.rows};  // of all rows
+                                          p.samples * p.rows};  // of all rows
 };
 
-// d of Coefficients, for a pack of x. `weight` and `bias` are those of the row's group.
-template <bool special, class B, class Mean, class Lanes>
-Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc scale, const Mean& mean,
+// d of Coefficients, for a pack of x. `weight` and `bias` are those of the row's sample.
+template <bool rescaled, class B, class Mean, class Lanes>
+Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc row_scale, const Mean& mean,
                                 const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
   using X = typename B::X;
-  if constexpr (!special) return load<X>(x + j, lanes) - mean;
-  if (!b.p.memory_efficient) return load<X>(x + j, lanes) * scale - mean;
+  if constexpr (!rescaled) return load<X>(x + j, lanes) - mean;
+  if (!b.p.memory_efficient) return load<X>(x + j, lanes) * row_scale - mean;
   auto v = load<X>(x + j, lanes);
   if (bias) v = v - load<X>(bias + j, lanes);
   return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
@@ -96,34 +96,34 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
   return v * w + c;
 }
 
-// The sums of rows r to r + kCount - 1 of a group, from which it stores their coefficients. Its operands are local
+// The sums of rows r to r + kCount - 1 of a sample, from which it stores their coefficients. Its operands are local
 // variables, which a store cannot alias.
-template <class Threads, int kCount, int kPacks, bool special, bool with_g, class B>
-void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
+template <class Threads, int kCount, int kPacks, bool rescaled, bool with_g, class B>
+void sums_loop(const B& b, int64_t sample, int64_t r, const Coefficients<typename B::Acc>& c) {
   using X = typename B::X;
   using Acc = typename B::Acc;
   enum { kD, kG, kGD, kKinds };
-  const Acc* const means = b.p.mean.template row<const Acc>(group, r);  // RMSNorm has none
-  const Acc* const rstds = b.p.rstd.template row<const Acc>(group, r);
+  const Acc* const means = b.p.mean.template row<const Acc>(sample, r);  // RMSNorm has none
+  const Acc* const rstds = b.p.rstd.template row<const Acc>(sample, r);
   const int64_t mean_stride = b.p.mean.row_stride, rstd_stride = b.p.rstd.row_stride;
-  const Acc scale = special ? b.scale(means ? *means : Acc(0), *rstds) : Acc(1);
-  const auto* const x = b.p.input.template row<const X>(group, r);
-  const auto* const dy = b.p.grad_output.template row<const typename B::T>(group, r);
-  const auto* const weight = b.p.weight.template row<const typename B::W>(group, 0);
-  const auto* const bias = b.p.bias.template row<const typename B::W>(group, 0);
+  const Acc row_scale = rescaled ? b.row_scale(means ? *means : Acc(0), *rstds) : Acc(1);
+  const auto* const x = b.p.input.template row<const X>(sample, r);
+  const auto* const dy = b.p.grad_output.template row<const typename B::T>(sample, r);
+  const auto* const weight = b.p.weight.template row<const typename B::W>(sample, 0);
+  const auto* const bias = b.p.bias.template row<const typename B::W>(sample, 0);
   const Acc weight_offset = b.weight_offset;
   const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
   Acc mean[kCount];
   PerRow<Acc, kCount> rstd;
   for (int k = 0; k < kCount; ++k) {
-    mean[k] = means ? means[k * mean_stride] * scale : Acc(0);
-    if (special) {
-      rstd[k] = b.p.memory_efficient ? Acc(1) : divide_rstd(rstds + k * rstd_stride, scale);
+    mean[k] = means ? means[k * mean_stride] * row_scale : Acc(0);
+    if (rescaled) {
+      rstd[k] = b.p.memory_efficient ? Acc(1) : divide_rstd(rstds + k * rstd_stride, row_scale);
     } else {
       rstd[k] = rstds[k * rstd_stride];
     }
   }
-  const auto rstd_scaled = to_doubles(rstd);
+  const auto rescaled_rstd = to_doubles(rstd);
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
     for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
@@ -132,7 +132,7 @@ void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
         const auto d = zero_outside<kEvenOdd<X>>(
-            deviation<special>(b, x + k * x_stride, scale, mean[k], weight, bias, j, lanes), lanes);
+            deviation<rescaled>(b, x + k * x_stride, row_scale, mean[k], weight, bias, j, lanes), lanes);
         s.values[kD][k][pack] = s.values[kD][k][pack] + d;
         if constexpr (with_g) {
           const auto v = load<X>(dy + k * dy_stride + j, lanes);
@@ -145,61 +145,62 @@ void sums_loop(const B& b, int64_t group, int64_t r, const Coefficients<typename
   });
   PerRow<double, kCount> mean_xhat = {}, mean_g = {};
   if (!b.p.rms) {
-    mean_xhat = b.chunks.template mean<Acc>(sums.values[kD]) * rstd_scaled;
+    mean_xhat = b.chunks.template mean<Acc>(sums.values[kD]) * rescaled_rstd;
     mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
   }
-  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rstd_scaled - mean_xhat * mean_g;
+  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rescaled_rstd - mean_xhat * mean_g;
   const auto store = [](Acc* to, const auto& values) {
     const auto rounded = __builtin_convertvector(values, PerRow<Acc, kCount>);
     std::memcpy(to, &rounded, sizeof(rounded));
   };
   for (int k = 0; k < kCount; ++k) {
-    c.scale()[k] = scale;
+    c.row_scale()[k] = row_scale;
     c.mean()[k] = mean[k];
   }
-  store(c.rstd_scaled(), rstd_scaled);
+  store(c.rescaled_rstd(), rescaled_rstd);
   store(c.minus_mean_xhat(), -mean_xhat);
   store(c.minus_mean_g_xhat(), -mean_g_xhat);
   store(c.minus_mean_g(), -mean_g);
 }
 
-// Returns whether one of the rows is special.
+// Returns whether one of the rows is rescaled.
 template <class Threads, int kCount, int kPacks, class B>
-bool compute_coefficients(const B& b, int64_t group, int64_t r, const Coefficients<typename B::Acc>& c) {
-  const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(group, r);
-  bool any_special = false;
-  for (int k = 0; k < kCount; ++k) any_special |= b.is_special(rstds[k * b.p.rstd.row_stride]);
+bool compute_coefficients(const B& b, int64_t sample, int64_t r, const Coefficients<typename B::Acc>& c) {
+  const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(sample, r);
+  bool any_rescaled = false;
+  for (int k = 0; k < kCount; ++k) any_rescaled |= b.needs_row_scale(rstds[k * b.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
-    if (any_special) {
-      for (int k = 0; k < kCount; ++k) compute_coefficients<Threads, 1, kPacks>(b, group, r + k, c.from(k));
+    if (any_rescaled) {
+      for (int k = 0; k < kCount; ++k) compute_coefficients<Threads, 1, kPacks>(b, sample, r + k, c.from(k));
       return true;
     }
-  } else if (any_special) {
-    sums_loop<Threads, 1, kPacks, true, true>(b, group, r, c);
+  } else if (any_rescaled) {
+    sums_loop<Threads, 1, kPacks, true, true>(b, sample, r, c);
     return true;
   }
-  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, group, r, c)
-                      : sums_loop<Threads, kCount, kPacks, false, false>(b, group, r, c);
+  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, sample, r, c)
+                      : sums_loop<Threads, kCount, kPacks, false, false>(b, sample, r, c);
   return false;
 }
 
-// The coefficients of rows r to r + count - 1 of a group. Returns whether one of the rows is special.
+// The coefficients of rows r to r + count - 1 of a sample. Returns whether one of the rows is rescaled.
 template <class B>
-bool compute_coefficients(const B& b, int64_t group, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c) {
+bool compute_coefficients(const B& b, int64_t sample, int64_t r, int64_t count,
+                          const Coefficients<typename B::Acc>& c) {
   const bool narrow = b.policy.is_narrow;
-  bool special = false;
+  bool rescaled = false;
   int64_t k = 0;
   const auto find = [&](auto rows, auto packs) {
     using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
     for (; k + rows <= count; k += rows)
-      special |= compute_coefficients<Threads, rows, packs>(b, group, r + k, c.from(k));
+      rescaled |= compute_coefficients<Threads, rows, packs>(b, sample, r + k, c.from(k));
   };
   if constexpr (B::kTogether) {
     if (narrow && b.policy.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
     narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
   }
   narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
-  return special;
+  return rescaled;
 }
 
 // Prefetches kCount packs.
@@ -211,20 +212,20 @@ void prefetch_packs(const T* p) {
 
 // The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow it
 // down.
-template <bool special, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
+template <bool rescaled, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
 struct Wanted {
-  static constexpr bool kSpecial = special, kDx = with_dx, kStreaming = streaming;
+  static constexpr bool kRescaled = rescaled, kDx = with_dx, kStreaming = streaming;
   static constexpr bool kDweight = with_dweight, kDbias = with_dbias;
 };
 
 // The coefficients of a row as packs. GCC needs one more instruction to load and broadcast a scalar.
 template <class Acc>
 struct RowCoefficients {
-  Pack<Acc> mean, rstd_scaled, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
+  Pack<Acc> mean, rescaled_rstd, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
 
   [[gnu::always_inline]] void load(const Coefficients<Acc>& c, int64_t row) {
     mean = broadcast(c.mean()[row]);
-    rstd_scaled = broadcast(c.rstd_scaled()[row]);
+    rescaled_rstd = broadcast(c.rescaled_rstd()[row]);
     minus_mean_xhat = broadcast(c.minus_mean_xhat()[row]);
     minus_mean_g_xhat = broadcast(c.minus_mean_g_xhat()[row]);
     minus_mean_g = broadcast(c.minus_mean_g()[row]);
@@ -237,7 +238,7 @@ struct ColumnSums {
   Pack<Acc> weight, dweight, dbias;
 };
 
-// The operands of a gradients loop over rows r, r + 1, ... of a group, and its steps. It is a local variable of the
+// The operands of a gradients loop over rows r, r + 1, ... of a sample, and its steps. It is a local variable of the
 // loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
 // down short rows.
 template <class Wanted, class B>
@@ -248,21 +249,22 @@ struct GradientOperands {
   using Acc = typename B::Acc;
 
   // `first` says that the rows are the first of a sum, so that the buffer holds no partial sums yet.
-  [[gnu::always_inline]] GradientOperands(const B& b, int64_t buffer, int64_t group, int64_t r, bool first, Acc scale)
+  [[gnu::always_inline]] GradientOperands(const B& b, int64_t buffer, int64_t sample, int64_t r, bool first,
+                                          Acc row_scale)
       : b(b),
-        x(b.p.input.template row<const X>(group, r)),
-        dy(b.p.grad_output.template row<const T>(group, r)),
-        dsum(b.p.grad_sum.template row<const X>(group, r)),
-        dx(b.p.grad_input.template row<X>(group, r)),
-        weight(b.p.weight.template row<const W>(group, 0)),
-        bias(b.p.bias.template row<const W>(group, 0)),
+        x(b.p.input.template row<const X>(sample, r)),
+        dy(b.p.grad_output.template row<const T>(sample, r)),
+        dsum(b.p.grad_sum.template row<const X>(sample, r)),
+        dx(b.p.grad_input.template row<X>(sample, r)),
+        weight(b.p.weight.template row<const W>(sample, 0)),
+        bias(b.p.bias.template row<const W>(sample, 0)),
         dweight(b.dweight(buffer)),
         dbias(b.dbias(buffer)),
         x_stride(b.p.input.row_stride),
         dy_stride(b.p.grad_output.row_stride),
         dsum_stride(b.p.grad_sum.row_stride),
         dx_stride(b.p.grad_input.row_stride),
-        scale(scale),
+        row_scale(row_scale),
         weight_offset(b.weight_offset),
         first(first) {}
 
@@ -288,13 +290,13 @@ struct GradientOperands {
     if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
     if constexpr (Wanted::kDbias) columns.dbias = columns.dbias + v;
     if constexpr (Wanted::kDx || Wanted::kDweight) {
-      const auto d = deviation<Wanted::kSpecial>(b, x + row * x_stride, scale, c.mean, weight, bias, j, lanes);
-      const auto xhat = fma(d, c.rstd_scaled, c.minus_mean_xhat);
+      const auto d = deviation<Wanted::kRescaled>(b, x + row * x_stride, row_scale, c.mean, weight, bias, j, lanes);
+      const auto xhat = fma(d, c.rescaled_rstd, c.minus_mean_xhat);
       if constexpr (Wanted::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
       if constexpr (Wanted::kDx) {
         const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
-        result = fma(xhat, c.minus_mean_g_xhat, g) * c.rstd_scaled;
-        if constexpr (Wanted::kSpecial) result = result * scale;
+        result = fma(xhat, c.minus_mean_g_xhat, g) * c.rescaled_rstd;
+        if constexpr (Wanted::kRescaled) result = result * row_scale;
         if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
       }
     }
@@ -317,17 +319,17 @@ struct GradientOperands {
   Acc* const dweight;
   Acc* const dbias;
   const int64_t x_stride, dy_stride, dsum_stride, dx_stride;
-  const Acc scale, weight_offset;  // the scale is for special rows, which are handled one by one
+  const Acc row_scale, weight_offset;  // the row_scale is for rescaled rows, which are handled one by one
   const bool first;
 };
 
-// Handles columns [begin, begin + n) of kCount rows from row r of a group on, pack by pack.
+// Handles columns [begin, begin + n) of kCount rows from row r of a sample on, pack by pack.
 template <int kCount, class Wanted, class B>
-void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r, bool first,
+void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t sample, int64_t r, bool first,
                             const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, *c.scale());
+  const GradientOperands<Wanted, B> operands(b, buffer, sample, r, first, *c.row_scale());
   RowCoefficients<Acc> rows[kCount];
   for (int k = 0; k < kCount; ++k) rows[k].load(c, k);
 
@@ -365,14 +367,14 @@ void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t group, int64_t r
   });
 }
 
-// Handles columns [begin, begin + n) of `count` rows from row r of a group on: kColumnPacks packs of columns at a time,
-// for all rows, so that their partial sums stay in registers.
+// Handles columns [begin, begin + n) of `count` rows from row r of a sample on: kColumnPacks packs of columns at a
+// time, for all rows, so that their partial sums stay in registers.
 template <class Wanted, class B>
-void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
+void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first,
                                const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<Wanted, B> operands(b, buffer, group, r, first, /*scale=*/1);
+  const GradientOperands<Wanted, B> operands(b, buffer, sample, r, first, /*row_scale=*/1);
   const auto* const next_x = operands.x + b.policy.prefetched * operands.x_stride;
   const auto* const next_dy = operands.dy + b.policy.prefetched * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
@@ -402,43 +404,43 @@ void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t group, int64_
   if (j < end) handle_columns(Constant<1>{}, j, FirstLanes{static_cast<int>(end - j)});
 }
 
-// Whether the gradients loop has to scale the values of a row, see Coefficients::scale().
+// Whether the gradients loop has to rescale the values of a row, see Coefficients::row_scale().
 template <class B>
-bool is_scaled(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
-  return b.p.memory_efficient || c.scale()[row] != 1;
+bool has_row_scale(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
+  return b.p.memory_efficient || c.row_scale()[row] != 1;
 }
 
 // Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
-// group.
+// sample.
 template <class B, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
-void compute_gradients(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first,
-                       const Coefficients<typename B::Acc>& c, bool any_special, int64_t begin, int64_t n) {
+void compute_gradients(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first,
+                       const Coefficients<typename B::Acc>& c, bool any_rescaled, int64_t begin, int64_t n) {
   // For the usual gradients only, because each copy of the loop enlarges the library.
   if constexpr (kHasColumnLoop && B::kTogether && with_dx && with_dweight) {
-    if (b.policy.by_columns && !any_special) {
+    if (b.policy.by_columns && !any_rescaled) {
       return gradients_loop_by_columns<Wanted<false, with_dx, streaming, with_dweight, with_dbias>>(
-          b, buffer, group, r, count, first, c, begin, n);
+          b, buffer, sample, r, count, first, c, begin, n);
     }
   }
   int64_t k = 0;
-  const auto loop = [&](auto rows, auto special) {
-    gradients_loop_by_rows<rows, Wanted<special, with_dx, streaming, with_dweight, with_dbias>>(
-        b, buffer, group, r + k, first && k == 0, c.from(k), begin, n);
+  const auto loop = [&](auto rows, auto rescaled) {
+    gradients_loop_by_rows<rows, Wanted<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
+        b, buffer, sample, r + k, first && k == 0, c.from(k), begin, n);
     k += rows;
   };
   if constexpr (B::kTogether) {
-    const int64_t together = any_special ? 1 : min(b.policy.together, kMostRows);
+    const int64_t together = any_rescaled ? 1 : min(b.policy.together, kMostRows);
     while (together == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
     while (together >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
   }
   while (k < count) {
-    const bool scaled = any_special && is_scaled(b, c, k);
-    scaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
+    const bool rescaled = any_rescaled && has_row_scale(b, c, k);
+    rescaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
   }
 }
 
 // Returns compute_gradients() for the gradients that are wanted. A segment calls this once, because a call for every
-// block of rows would slow down short rows.
+// batch of rows would slow down short rows.
 template <class B>
 auto choose_gradients(const B& b) {
   auto* chosen = compute_gradients<B, true, false, true, true>;
@@ -452,22 +454,22 @@ auto choose_gradients(const B& b) {
   return chosen;
 }
 
-// The gradients of the scale of an input, and of that input, from dx, which the gradients loop has stored. The loop is
-// apart, so that other calls have no instruction for it.
+// The gradients of input_scale, and of the input that it multiplies, from dx, which the gradients loop has stored. The
+// loop is apart, so that other calls have no instruction for it.
 template <class B>
-void input_scale_loop(const B& b, int64_t buffer, int64_t group, int64_t r, int64_t count, bool first, int64_t begin,
+void input_scale_loop(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first, int64_t begin,
                       int64_t n) {
   using T = typename B::T;
   using X = typename B::X;
-  const auto* const scale = b.p.input_scale.template row<const typename B::W>(group, 0);
-  const X* const dx = b.p.grad_input.template row<const X>(group, r);
-  const T* const input = b.p.scaled_input.template row<const T>(group, r);
-  T* const dinput = b.p.grad_scaled_input.template row<T>(group, r);
+  const auto* const input_scale = b.p.input_scale.template row<const typename B::W>(sample, 0);
+  const X* const dx = b.p.grad_input.template row<const X>(sample, r);
+  const T* const input = b.p.scaled_input.template row<const T>(sample, r);
+  T* const dinput = b.p.grad_scaled_input.template row<T>(sample, r);
   auto* const dinput_scale = b.dinput_scale(buffer);
   const int64_t dx_stride = b.p.grad_input.row_stride, input_stride = b.p.scaled_input.row_stride,
                 dinput_stride = b.p.grad_scaled_input.row_stride;
   for_each_pack<typename B::Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
-    const auto factor = load<X>(scale + j, lanes);
+    const auto factor = load<X>(input_scale + j, lanes);
     Pack<typename B::Acc> sum = {};
     if (dinput_scale && !first) sum = read(dinput_scale + j, AllLanes{});
     for (int64_t k = 0; k < count; ++k) {

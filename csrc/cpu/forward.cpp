@@ -52,16 +52,16 @@ struct Statistics {
   }
 };
 
-// sum = scale * input + residual for kCount rows. Without a scale the product with 1 changes no bit.
+// sum = input_scale * input + residual for kCount rows. Without an input_scale the product with 1 changes no bit.
 template <class Threads, int kCount, bool may_have_nan, class T, class X, class W>
-void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks& chunks) {
-  const T* const input = p.input.row<const T>(group, r);
-  const X* const residual = p.residual.row<const X>(group, r);
-  const W* const scale = p.input_scale.row<const W>(group, 0);
-  X* const sum = p.sum.row<X>(group, r);
+void add_residual(const ForwardParams& p, int64_t sample, int64_t r, const Chunks& chunks) {
+  const T* const input = p.input.row<const T>(sample, r);
+  const X* const residual = p.residual.row<const X>(sample, r);
+  const W* const input_scale = p.input_scale.row<const W>(sample, 0);
+  X* const sum = p.sum.row<X>(sample, r);
   Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
     for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, begin, n, [&](int64_t j, auto lanes) {
-      const auto factor = load_weight<X>(scale, 0, j, lanes);
+      const auto factor = load_weight<X>(input_scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
         const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
         const auto addend = load<X>(residual + k * p.residual.row_stride + j, lanes);
@@ -72,12 +72,12 @@ void add_residual(const ForwardParams& p, int64_t group, int64_t r, const Chunks
 }
 
 // The statistics of kCount rows, the first at x, with the given centers. A row whose center is an estimate too far from
-// the mean is read again. If scaled, the rows are first multiplied by the scale. In a scaled row of equal elements, the
-// square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
+// the mean is read again. If rescaled, the rows are first multiplied by row_scale. In a rescaled row of equal elements,
+// the square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
 // differences are stored unless `differences` is nullptr.
-template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
+template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
 Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
-                                                AccOf<X> scale, const PerRow<AccOf<X>, kCount>& center,
+                                                AccOf<X> row_scale, const PerRow<AccOf<X>, kCount>& center,
                                                 bool is_estimate, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
@@ -89,7 +89,7 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const auto d =
-            zero_outside<kEvenOdd<X>>(load_row<X, scaled>(x + r * stride + j, scale, lanes) - centers[r], lanes);
+            zero_outside<kEvenOdd<X>>(load_row<X, rescaled>(x + r * stride + j, row_scale, lanes) - centers[r], lanes);
         if constexpr (!std::is_null_pointer_v<Differences>)
           write(differences + j * kCount + r * kPackSize<Acc>, d, AllLanes{});
         s.values[0][r][pack] = s.values[0][r][pack] + d;
@@ -101,8 +101,8 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
   Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
-  if constexpr (scaled) {
-    for (int r = 0; r < kCount; ++r) rstd[r] = scaled_rstd(variance[r], eps, scale);
+  if constexpr (rescaled) {
+    for (int r = 0; r < kCount; ++r) rstd[r] = rescaled_rstd(variance[r], eps, row_scale);
   } else {
     for (int r = 0; r < kCount; ++r) rstd[r] = std::sqrt(variance[r] + eps);
     rstd = 1 / rstd;
@@ -112,7 +112,7 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   bool in_range = all(variance < kInfinity);
   if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
   auto is_far = correction * correction > variance;
-  if constexpr (scaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
+  if constexpr (rescaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
   const auto rounded = [](const Doubles& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
   Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(rstd), in_range, differences};
   if (all(~is_far) || !is_estimate) return stats;
@@ -120,8 +120,8 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   for (int r = 0; r < kCount; ++r) {
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row =
-        compute_statistics<Threads, 1, kPacks, scaled>(x + r * stride, stride, chunks, eps, rms, scale, mean, false);
+    const auto row = compute_statistics<Threads, 1, kPacks, rescaled>(x + r * stride, stride, chunks, eps, rms,
+                                                                      row_scale, mean, false);
     stats.center[r] = row.center[0];
     stats.correction[r] = row.correction[0];
     stats.rstd[r] = row.rstd[0];
@@ -130,9 +130,9 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
 }
 
 // The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
-template <class Threads, int kCount, int kPacks, bool scaled, class X, class Differences = std::nullptr_t>
+template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
 Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
-                                                AccOf<X> scale, Differences differences = nullptr) {
+                                                AccOf<X> row_scale, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   PerRow<Acc, kCount> center = {};
   if (!rms) {
@@ -140,12 +140,13 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
     Accumulators<Acc, kCount, 1, 1> first;
     for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kCount; ++r) first.values[0][r][0] = load_row<X, scaled>(x + r * stride + j, scale, lanes);
+      for (int r = 0; r < kCount; ++r)
+        first.values[0][r][0] = load_row<X, rescaled>(x + r * stride + j, row_scale, lanes);
     });
     center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return compute_statistics<Threads, kCount, kPacks, scaled>(x, stride, chunks, eps, rms, scale, center, !rms,
-                                                             differences);
+  return compute_statistics<Threads, kCount, kPacks, rescaled>(x, stride, chunks, eps, rms, row_scale, center, !rms,
+                                                               differences);
 }
 
 // Prefetches the lines of a pack that will be stored.
@@ -157,22 +158,22 @@ void prefetch_for_write(T* p) {
 }
 
 // Stores the output of kCount rows.
-template <class Threads, int kCount, bool scaled, bool streaming, bool has_differences, bool gated, class T, class X,
+template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class T, class X,
           class W>
-void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& values, const Chunks& chunks,
-               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> scale, const Prefetch& prefetch) {
+void normalize(const ForwardParams& p, int64_t sample, int64_t r, const View& values, const Chunks& chunks,
+               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> row_scale, const Prefetch& prefetch) {
   using Acc = AccOf<X>;
-  const X* const x = values.row<const X>(group, r);
-  T* const y = p.output.row<T>(group, r);
-  const W* const weight = p.weight.row<const W>(group, 0);
-  const W* const bias = p.bias.row<const W>(group, 0);
+  const X* const x = values.row<const X>(sample, r);
+  T* const y = p.output.row<T>(sample, r);
+  const W* const weight = p.weight.row<const W>(sample, 0);
+  const W* const bias = p.bias.row<const W>(sample, 0);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
   constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
   const Activation activation = p.activation;
-  const T* const z = gated ? p.gate.row<const T>(group, r) : nullptr;
+  const T* const z = gated ? p.gate.row<const T>(sample, r) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
   const T* const next_z = gated && prefetch.rows ? z + prefetch.rows * z_stride : nullptr;
   const X* const next_x = prefetch.rows ? x + prefetch.rows * x_stride : nullptr;
@@ -189,7 +190,7 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
         if constexpr (has_differences) {
           d = read(stats.differences + j * kCount + k * kPackSize<Acc>, AllLanes{});
         } else {
-          d = load_row<X, scaled>(x + k * x_stride + j, scale, lanes) - center[k];
+          d = load_row<X, rescaled>(x + k * x_stride + j, row_scale, lanes) - center[k];
         }
         auto v = fma(d, rstd[k], minus_correction[k]);  // xhat
         if (weight && bias) {
@@ -223,26 +224,26 @@ void normalize(const ForwardParams& p, int64_t group, int64_t r, const View& val
   });
 }
 
-// Stores the output and the statistics of rows r to r + kCount - 1 of a group, whose values, the input or its sum with
+// Stores the output and the statistics of rows r to r + kCount - 1 of a sample, whose values, the input or its sum with
 // the residual, are in `values`.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
-void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t group, int64_t r, const View& values,
+void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sample, int64_t r, const View& values,
                 const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
-  const X* const x = values.row<const X>(group, r);
-  Acc* const mean = p.mean.row<Acc>(group, r);
-  Acc* const rstd = p.rstd.row<Acc>(group, r);
+  const X* const x = values.row<const X>(sample, r);
+  Acc* const mean = p.mean.row<Acc>(sample, r);
+  Acc* const rstd = p.rstd.row<Acc>(sample, r);
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
   constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
   const Prefetch row_prefetch = {single.rows ? max(single.rows, kCount) : 0, single.output};
-  // Stores a row that has a gate or is scaled by a power of two.
-  const auto store_row = [&](int64_t row, const Statistics<Acc, 1>& row_stats, Acc scale) {
+  // Stores a row that has a gate or is rescaled by a power of two.
+  const auto store_row = [&](int64_t row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
     const auto store_output = [&](auto streaming, auto gated) {
-      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, group, row, values, chunks, row_stats, scale,
-                                                                    row_prefetch);
+      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, sample, row, values, chunks, row_stats,
+                                                                    row_scale, row_prefetch);
     };
     constexpr std::bool_constant<kMayBeGated> kGated;
     if (!is_gated) {
@@ -256,14 +257,14 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
   if (stats.in_range) {
     const auto store_output = [&](auto rows, int k, auto streaming, auto has_differences) {
       normalize<Threads, rows, false, streaming, has_differences, false, T, X, W>(
-          p, group, r + k, values, chunks, stats.template rows<rows>(k), /*scale=*/1, prefetch);
+          p, sample, r + k, values, chunks, stats.template rows<rows>(k), /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
     constexpr Constant<min(kCount, kFewRows)> kFew;
     constexpr std::bool_constant<kMayStream> kStreaming;
     constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
-      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.template rows<1>(k), /*scale=*/1);
+      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.template rows<1>(k), /*row_scale=*/1);
     } else if (kMayStream && policy.streams) {
       if (policy.outputs_together == 1) {
         for (int k = 0; k < kCount; ++k) store_output(Constant<1>{}, k, kStreaming, std::false_type{});
@@ -284,21 +285,23 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t gro
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
       const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
-                                                                     /*scale=*/1);
-      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, group, r + k, values, chunks, row);
+                                                                     /*row_scale=*/1);
+      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, sample, r + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
-    const Acc scale = scale_for(stats.rstd[0], stats.center[0]);
-    const auto scaled = compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, scale);
-    store_row(r, scaled, scale);
-    if (mean) *mean = static_cast<Acc>((double(scaled.center[0]) + scaled.correction[0]) / scale);
-    store_rstd(rstd, scaled.rstd[0], scale, p.eps);
+    const Acc row_scale = row_scale_for(stats.rstd[0], stats.center[0]);
+    const auto rescaled =
+        compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, row_scale);
+    store_row(r, rescaled, row_scale);
+    if (mean) *mean = static_cast<Acc>((double(rescaled.center[0]) + rescaled.correction[0]) / row_scale);
+    store_rstd(rstd, rescaled.rstd[0], row_scale, p.eps);
   }
 }
 
-// Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a group, kCount at a time.
+// Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a sample, kCount at a time.
 template <class Threads, int kAll, int kCount, int kPacks, class T, class X, class W>
-void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t group, int64_t r, const Chunks& chunks) {
+void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sample, int64_t r,
+                  const Chunks& chunks) {
   using Acc = AccOf<X>;
   constexpr bool kKeeps = kMayKeepDifferences<kPacks, T, X>;
   const View& values = p.residual.data ? p.sum : p.input;
@@ -308,10 +311,10 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
   for (int k = 0; k < kAll; k += kCount) {
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
-      constexpr bool kDiffers = !std::is_same_v<T, X>, kScaleDiffers = kDiffers || !std::is_same_v<T, W>;
+      constexpr bool kDiffers = !std::is_same_v<T, X>, kInputScaleDiffers = kDiffers || !std::is_same_v<T, W>;
       const auto add = [&](auto rows, int64_t row) {
-        p.input_scale.data ? add_residual<Threads, rows, kScaleDiffers, T, X, W>(p, group, row, chunks)
-                           : add_residual<Threads, rows, kDiffers, T, X, W>(p, group, row, chunks);
+        p.input_scale.data ? add_residual<Threads, rows, kInputScaleDiffers, T, X, W>(p, sample, row, chunks)
+                           : add_residual<Threads, rows, kDiffers, T, X, W>(p, sample, row, chunks);
       };
       if (kCount > 1 && policy.sums_together == 1) {
         for (int i = 0; i < kCount; ++i) add(Constant<1>{}, r + k + i);
@@ -319,33 +322,33 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t g
         add(Constant<kCount>{}, r + k);
       }
     }
-    const X* const x = values.row<const X>(group, r + k);
+    const X* const x = values.row<const X>(sample, r + k);
     const auto find = [&](auto... to) {
       stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
-                                                                             /*scale=*/1, to...);
+                                                                             /*row_scale=*/1, to...);
     };
     keeps ? find(differences + k * padded_cols(p)) : find();
   }
   for (int k = 0; k < kAll; k += kCount) {
-    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, group, r + k, values, chunks, stats[k / kCount]);
+    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, sample, r + k, values, chunks, stats[k / kCount]);
   }
 }
 
-// Handles rows [begin, end) of [groups * rows].
+// Handles rows [begin, end) of [samples * rows].
 template <class T, class X, class W>
 [[gnu::noinline]] void forward_on_thread(const ForwardParams& p, const ForwardPolicy& policy, const Chunks& chunks,
                                          int64_t begin, int64_t end) {
-  for_each_group(p.rows, begin, end, [&](int64_t group, int64_t r, int64_t count) {
-    const int64_t group_end = r + count;
+  for_each_sample(p.rows, begin, end, [&](int64_t sample, int64_t r, int64_t count) {
+    const int64_t sample_end = r + count;
     // Handles `all` rows at a time, `together` of them together, as long as there are so many.
     const auto handle = [&](auto all, auto together, auto packs) {
-      for (; r + all <= group_end; r += all) {
-        forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, group, r, chunks);
+      for (; r + all <= sample_end; r += all) {
+        forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, sample, r, chunks);
       }
     };
     constexpr Constant<1> kOne;
     if constexpr (kHandlesRowsTogether<T, X>) {
-      if (policy.block == kBlockRows) handle(Constant<kBlockRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
+      if (policy.batch == kBatchRows) handle(Constant<kBatchRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
       if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
       if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
     }
@@ -353,19 +356,19 @@ template <class T, class X, class W>
   });
 }
 
-// The products of the input and the activated gate, for rows r to r + count - 1 of a group.
+// The products of the input and the activated gate, for rows r to r + count - 1 of a sample.
 template <class T>
-void gate_rows(const ForwardParams& p, int64_t group, int64_t r, int64_t count, const View& products,
+void gate_rows(const ForwardParams& p, int64_t sample, int64_t r, int64_t count, const View& products,
                const Prefetch& prefetch) {
   using Acc = AccOf<T>;
   const Activation activation = p.activation;
   for (int64_t k = 0; k < count; ++k) {
-    const T* const x = p.input.row<const T>(group, r + k);
-    const T* const z = p.gate.row<const T>(group, r + k);
+    const T* const x = p.input.row<const T>(sample, r + k);
+    const T* const z = p.gate.row<const T>(sample, r + k);
     Acc* const to = products.row<Acc>(0, k);
     const T* const next_x = x + prefetch.rows * p.input.row_stride;
     const T* const next_z = z + prefetch.rows * p.gate.row_stride;
-    const T* const next_y = p.output.row<const T>(group, r + k + prefetch.rows);
+    const T* const next_y = p.output.row<const T>(sample, r + k + prefetch.rows);
     for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
       if (!prefetch.rows) return;
@@ -376,16 +379,16 @@ void gate_rows(const ForwardParams& p, int64_t group, int64_t r, int64_t count, 
   }
 }
 
-// A norm whose gate is first: the plain norm of blocks of rows of the products, which are scratch rows.
+// A norm whose gate is first: the plain norm of batches of rows of the products, which are scratch rows.
 template <class T>
 void gate_first_forward(const ForwardParams& p) {
   using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChunk<Acc>);
-  const int64_t rows = p.groups * p.rows;
+  const int64_t rows = p.samples * p.rows;
   const GatedPolicy policy(p, rows, gated_forward_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
-  ForwardParams norm = p;  // of a block
-  norm.groups = 1;
-  norm.rows = policy.block;
+  ForwardParams norm = p;  // of a batch
+  norm.samples = 1;
+  norm.rows = policy.batch;
   norm.activation = Activation::kNone;
   ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
   const ForwardPolicy whole(p, sizeof(T), sizeof(T));
@@ -393,21 +396,21 @@ void gate_first_forward(const ForwardParams& p) {
   const Prefetch prefetch = {whole.prefetch_single.rows, whole.prefetch_single.output && !whole.streams};
   Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.scratch * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
-    ForwardParams block = norm;
-    block.input = {scratch + task * policy.array, 0, policy.pitch, 1};
-    for_each_group(p.rows, task * rows / policy.tasks, last * rows / policy.tasks,
-                   [&](int64_t group, int64_t r, int64_t count) {
-                     for (const int64_t end = r + count; r < end; r += policy.block) {
-                       block.rows = min(policy.block, end - r);
-                       block.output = rows_from<T>(p.output, group, r);
-                       block.weight = rows_from<Acc>(p.weight, group, 0);
-                       block.bias = rows_from<Acc>(p.bias, group, 0);
-                       block.mean = rows_from<Acc>(p.mean, group, r);
-                       block.rstd = rows_from<Acc>(p.rstd, group, r);
-                       gate_rows<T>(p, group, r, block.rows, block.input, prefetch);
-                       forward_on_thread<T, Acc, Acc>(block, norm_policy, chunks, 0, block.rows);
-                     }
-                   });
+    ForwardParams batch = norm;
+    batch.input = {scratch + task * policy.array, 0, policy.pitch, 1};
+    for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks,
+                    [&](int64_t sample, int64_t r, int64_t count) {
+                      for (const int64_t end = r + count; r < end; r += policy.batch) {
+                        batch.rows = min(policy.batch, end - r);
+                        batch.output = rows_from<T>(p.output, sample, r);
+                        batch.weight = rows_from<Acc>(p.weight, sample, 0);
+                        batch.bias = rows_from<Acc>(p.bias, sample, 0);
+                        batch.mean = rows_from<Acc>(p.mean, sample, r);
+                        batch.rstd = rows_from<Acc>(p.rstd, sample, r);
+                        gate_rows<T>(p, sample, r, batch.rows, batch.input, prefetch);
+                        forward_on_thread<T, Acc, Acc>(batch, norm_policy, chunks, 0, batch.rows);
+                      }
+                    });
   });
 }
 
@@ -422,7 +425,7 @@ void forward(const ForwardParams& p) {
     if (p.gate_first) return gate_first_forward<T>(p);
     const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const ForwardPolicy policy(p, sizeof(X), sizeof(T));
-    const int64_t rows = p.groups * p.rows;
+    const int64_t rows = p.samples * p.rows;
     if (policy.shares_rows) {
       for (int64_t r = 0; r < rows; ++r) {
         forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, policy, r / p.rows, r % p.rows, chunks);

@@ -54,38 +54,38 @@ struct WithDerivative {
   Pack<Acc> value, derivative;
 };
 
-// The rows of an array from `row` of a group on.
+// The rows of an array from `row` of a sample on.
 template <class Element>
-View rows_from(const View& array, int64_t group, int64_t row) {
-  return {array.row<Element>(group, row), 0, array.row_stride, array.col_stride};
+View rows_from(const View& array, int64_t sample, int64_t row) {
+  return {array.row<Element>(sample, row), 0, array.row_stride, array.col_stride};
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The rows of Acc of a block. The arrays that are not needed are absent.
-struct GatedBlock {
+// The rows of Acc of a batch. The arrays that are not needed are absent.
+struct GatedBatch {
   View x, dy, dx;     // of the plain norm; dx may be an input that is no longer needed
   View input_factor;  // f(z), if the gate is first
   View gate_factor;   // dz / du or dz / n
 };
 constexpr int64_t kGatedArrays = 4;
 
-// The loop before those of the plain norm, for rows r to r + count - 1 of a group.
+// The loop before those of the plain norm, for rows r to r + count - 1 of a sample.
 template <class T>
-void load_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t count, const GatedBlock& block) {
+void load_gated_batch(const BackwardParams& p, int64_t sample, int64_t r, int64_t count, const GatedBatch& batch) {
   using Acc = AccOf<T>;
   constexpr bool kConverts = !std::is_same_v<T, Acc>;
   const Activation activation = p.activation;
   const View &multiplied = p.gate_first ? p.input : p.grad_output, &other = p.gate_first ? p.grad_output : p.input;
-  const View &product = p.gate_first ? block.x : block.dy, &converted = p.gate_first ? block.dy : block.x;
+  const View &product = p.gate_first ? batch.x : batch.dy, &converted = p.gate_first ? batch.dy : batch.x;
   for (int64_t k = 0; k < count; ++k) {
-    const T* const z = p.gate.row<const T>(group, r + k);
-    const T* const from = multiplied.row<const T>(group, r + k);
-    const T* const other_from = other.row<const T>(group, r + k);
+    const T* const z = p.gate.row<const T>(sample, r + k);
+    const T* const from = multiplied.row<const T>(sample, r + k);
+    const T* const other_from = other.row<const T>(sample, r + k);
     Acc* const to = product.row<Acc>(0, k);
     Acc* const other_to = converted.row<Acc>(0, k);
-    Acc* const input_factor = block.input_factor.row<Acc>(0, k);
-    Acc* const gate_factor = block.gate_factor.row<Acc>(0, k);
+    Acc* const input_factor = batch.input_factor.row<Acc>(0, k);
+    Acc* const gate_factor = batch.gate_factor.row<Acc>(0, k);
     for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
       const WithDerivative<Acc> f(load<Acc>(z + j, lanes), activation);
       const auto v = load<Acc>(from + j, lanes);
@@ -99,21 +99,22 @@ void load_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t
 
 // The loop after those of the plain norm. c has the coefficients of the rows.
 template <class T, bool gate_first, class Coefficients>
-void store_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_t count, const GatedBlock& block,
+void store_gated_batch(const BackwardParams& p, int64_t sample, int64_t r, int64_t count, const GatedBatch& batch,
                        const Coefficients& c) {
   using Acc = AccOf<T>;
-  const Acc* const weight = p.weight.row<const Acc>(group, 0);
-  const Acc* const bias = p.bias.row<const Acc>(group, 0);
+  const Acc* const weight = p.weight.row<const Acc>(sample, 0);
+  const Acc* const bias = p.bias.row<const Acc>(sample, 0);
   const Acc weight_offset = p.zero_centered_weight;
-  const bool stores_dx = p.grad_input.data && p.grad_input.row<T>(group, r) != block.dx.data;
+  const bool stores_dx = p.grad_input.data && p.grad_input.row<T>(sample, r) != batch.dx.data;
   for (int64_t k = 0; k < count; ++k) {
-    const Acc* const x = block.x.row<const Acc>(0, k);
-    const Acc* const dx = block.dx.row<const Acc>(0, k);
-    const Acc* const input_factor = block.input_factor.row<const Acc>(0, k);
-    const Acc* const gate_factor = block.gate_factor.row<const Acc>(0, k);
-    T* const grad_input = p.grad_input.row<T>(group, r + k);
-    T* const grad_gate = p.grad_gate.row<T>(group, r + k);
-    const Acc scale = c.scale()[k], mean = c.mean()[k], rstd = c.rstd_scaled()[k], offset = c.minus_mean_xhat()[k];
+    const Acc* const x = batch.x.row<const Acc>(0, k);
+    const Acc* const dx = batch.dx.row<const Acc>(0, k);
+    const Acc* const input_factor = batch.input_factor.row<const Acc>(0, k);
+    const Acc* const gate_factor = batch.gate_factor.row<const Acc>(0, k);
+    T* const grad_input = p.grad_input.row<T>(sample, r + k);
+    T* const grad_gate = p.grad_gate.row<T>(sample, r + k);
+    const Acc row_scale = c.row_scale()[k], mean = c.mean()[k], rstd = c.rescaled_rstd()[k],
+              offset = c.minus_mean_xhat()[k];
     for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
       if constexpr (gate_first) {
         const auto du = read(dx + j, AllLanes{});
@@ -122,7 +123,7 @@ void store_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_
       } else {
         if (stores_dx) store<Acc, true>(grad_input + j, read(dx + j, AllLanes{}), lanes);
         if (!grad_gate) return;
-        auto n = fma(load<Acc>(x + j, lanes) * scale - mean, rstd, offset);
+        auto n = fma(load<Acc>(x + j, lanes) * row_scale - mean, rstd, offset);
         n = n * load_weight<Acc>(weight, weight_offset, j, lanes);
         if (bias) n = n + load<Acc>(bias + j, lanes);
         store<Acc, true>(grad_gate + j, n * read(gate_factor + j, AllLanes{}), lanes);
@@ -134,13 +135,14 @@ void store_gated_block(const BackwardParams& p, int64_t group, int64_t r, int64_
 // The two loops for a dtype and a place of the gate.
 template <class Coefficients>
 struct GatedLoops {
-  void (*load)(const BackwardParams&, int64_t group, int64_t r, int64_t count, const GatedBlock&);
-  void (*store)(const BackwardParams&, int64_t group, int64_t r, int64_t count, const GatedBlock&, const Coefficients&);
+  void (*load)(const BackwardParams&, int64_t sample, int64_t r, int64_t count, const GatedBatch&);
+  void (*store)(const BackwardParams&, int64_t sample, int64_t r, int64_t count, const GatedBatch&,
+                const Coefficients&);
 };
 template <class T, class Coefficients>
 GatedLoops<Coefficients> choose_gated_loops(const BackwardParams& p) {
-  return {load_gated_block<T>,
-          p.gate_first ? store_gated_block<T, true, Coefficients> : store_gated_block<T, false, Coefficients>};
+  return {load_gated_batch<T>,
+          p.gate_first ? store_gated_batch<T, true, Coefficients> : store_gated_batch<T, false, Coefficients>};
 }
 
 }  // namespace

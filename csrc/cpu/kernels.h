@@ -52,16 +52,16 @@ struct ParameterGradients {
       : weight(p.grad_weight), bias(p.grad_bias), input_scale(p.grad_input_scale), count(input_scale.data ? 3 : 2) {}
 
   bool any() const { return weight.data || bias.data || input_scale.data; }
-  bool any_per_group() const { return weight.group_stride || bias.group_stride || input_scale.group_stride; }
-  bool all_per_group() const { return is_per_group(weight) && is_per_group(bias) && is_per_group(input_scale); }
+  bool any_per_sample() const { return weight.sample_stride || bias.sample_stride || input_scale.sample_stride; }
+  bool all_per_sample() const { return is_per_sample(weight) && is_per_sample(bias) && is_per_sample(input_scale); }
 
   const View weight, bias, input_scale;
   const int64_t count;  // of the rows of partial sums in a buffer; only an input_scale needs the third
 
  private:
-  static bool is_per_group(const View& gradient) { return !gradient.data || gradient.group_stride; }
+  static bool is_per_sample(const View& gradient) { return !gradient.data || gradient.sample_stride; }
 };
-// Whether the scale of an input, or that input, has gradients.
+// Whether input_scale, or the input that it multiplies, has gradients.
 inline bool has_input_scale_gradients(const BackwardParams& p) {
   return p.grad_scaled_input.data || p.grad_input_scale.data;
 }

@@ -14,9 +14,9 @@ static_assert(kVectorBytes >= CPU_CAPABILITY::kLeastVectorBytes, "compile with f
 
 namespace {
 
-// The array [groups * rows, cols] of a call, on whose size the choices depend.
+// The array [samples * rows, cols] of a call, on whose size the choices depend.
 struct ArraySize {
-  ArraySize(const Params& p, int64_t element_bytes) : ArraySize(p, element_bytes, p.groups * p.rows) {}
+  ArraySize(const Params& p, int64_t element_bytes) : ArraySize(p, element_bytes, p.samples * p.rows) {}
   ArraySize(const Params& p, int64_t element_bytes, int64_t rows)
       : rows(rows), element_bytes(element_bytes), row_bytes(p.cols * element_bytes), bytes(rows * row_bytes) {}
 
@@ -55,26 +55,26 @@ constexpr int64_t kSumRows = 64;
 
 // Weight gradients are summed over up to kSumRows rows of a segment in order, then over these sums in order, then over
 // the segments in order and in double. The result does not depend on which thread takes which segment. A parameter that
-// all groups share has segments of consecutive rows of [groups * rows]; else each group has its own segments.
+// all samples share has segments of consecutive rows of [samples * rows]; else each sample has its own segments.
 struct Segments {
   explicit Segments(const BackwardParams& p) : Segments(p, ParameterGradients(p)) {}
 
-  int64_t begin(int64_t segment) const { return segment / per_group * group_rows + segment % per_group * rows; }
-  int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_group + 1) * group_rows); }
+  int64_t begin(int64_t segment) const { return segment / per_sample * sample_rows + segment % per_sample * rows; }
+  int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_sample + 1) * sample_rows); }
 
-  int64_t groups, group_rows, rows, per_group, count;
-  bool are_gradients;  // whether the sums of each segment are the gradients of its group
+  int64_t samples, sample_rows, rows, per_sample, count;
+  bool are_gradients;  // whether the sums of each segment are the gradients of its sample
 
  private:
   Segments(const BackwardParams& p, const ParameterGradients& gradients)
-      : groups(gradients.any_per_group() ? p.groups : 1),
-        group_rows(p.groups * p.rows / groups),
-        rows(ceil_div(group_rows, segments_for(group_rows, p.cols))),
-        per_group(ceil_div(group_rows, rows)),
-        count(groups * per_group),
-        are_gradients(per_group == 1 && (groups == 1 || gradients.all_per_group())) {}
+      : samples(gradients.any_per_sample() ? p.samples : 1),
+        sample_rows(p.samples * p.rows / samples),
+        rows(ceil_div(sample_rows, segments_for(sample_rows, p.cols))),
+        per_sample(ceil_div(sample_rows, rows)),
+        count(samples * per_sample),
+        are_gradients(per_sample == 1 && (samples == 1 || gradients.all_per_sample())) {}
 
-  // A group has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
+  // A sample has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
   // rows or about 32768 elements, because the core that adds the partial sums reads half of them from another core's
   // cache. A segment has at most 256 rows, for the precision of float sums.
   static int64_t segments_for(int64_t rows, int64_t cols) {
@@ -84,15 +84,15 @@ struct Segments {
   }
 };
 
-// Images are divided into blocks of adjacent pixels. All channels of a block fit into the second-level cache, and each
-// channel has at least a few cache lines of pixels. Blocks of small images share a segment of about 32 pixels, so that
+// Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache, and each
+// channel has at least a few cache lines of pixels. Tiles of small images share a segment of about 32 pixels, so that
 // partial sums stay small beside the images, unless each image has its own parameters.
-constexpr int64_t kMinBlockPixels = 64, kMaxBlockPixels = 256;
-struct PixelBlocks {
-  PixelBlocks(const Params& p, int64_t element_bytes, bool own_parameters)
-      : pixels(max(kMinBlockPixels, min(fitting_pixels(p.cols * element_bytes), kMaxBlockPixels))),
+constexpr int64_t kMinTilePixels = 64, kMaxTilePixels = 256;
+struct PixelTiles {
+  PixelTiles(const Params& p, int64_t element_bytes, bool own_parameters)
+      : pixels(max(kMinTilePixels, min(fitting_pixels(p.cols * element_bytes), kMaxTilePixels))),
         per_image(ceil_div(p.rows, pixels)),
-        count(p.groups * per_image),
+        count(p.samples * per_image),
         per_segment(own_parameters ? 1 : ceil_div(32, p.rows)),
         segments(ceil_div(count, per_segment)) {}
 
@@ -100,7 +100,7 @@ struct PixelBlocks {
 
  private:
   static int64_t fitting_pixels(int64_t pixel_bytes) {
-    return (int64_t{1} << 18) / pixel_bytes / kMinBlockPixels * kMinBlockPixels;
+    return (int64_t{1} << 18) / pixel_bytes / kMinTilePixels * kMinTilePixels;
   }
 };
 
@@ -149,7 +149,7 @@ int64_t elements_to_boundary(const T* p) {
 // Whether all rows of an array begin at multiples of kVectorBytes.
 inline bool is_aligned(const View& array, int64_t element_bytes) {
   const auto is_multiple = [&](int64_t elements) { return elements * element_bytes % kVectorBytes == 0; };
-  return is_multiple(array.row_stride) && is_multiple(array.group_stride) &&
+  return is_multiple(array.row_stride) && is_multiple(array.sample_stride) &&
          reinterpret_cast<uintptr_t>(array.data) % kVectorBytes == 0;
 }
 
@@ -167,7 +167,7 @@ inline int64_t rows_to_prefetch(const ArraySize& x, int64_t count) {
 
 // The output of the shortest rows starts after the statistics of so many rows, so that it does not wait for the
 // statistics of each row.
-constexpr int kBlockRows = 16;
+constexpr int kBatchRows = 16;
 
 // The differences x - center of narrow 16-bit rows may be kept on the stack between the two loops, so that the output
 // need not widen x again.
@@ -196,13 +196,13 @@ struct ForwardPolicy {
     const bool has_large_sum = p.residual.data && x.row_bytes >= 384 && x.bytes > int64_t{5} << 20;
     const bool reads_single = x_bytes > 2 && x.row_bytes > 2048 ? x.is_in_memory() : has_large_sum;
     together = is_narrow ? (reads_single ? 1 : kRows) : reads_single && !x.is_long() ? 1 : kFewRows;
-    block = together == kRows && p.cols <= 192 ? kBlockRows : together;
+    batch = together == kRows && p.cols <= 192 ? kBatchRows : together;
     // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
-    // The sums share no loads, unless there is a scale, so their rows are stored one by one from aligned addresses on.
-    // The output would lose more by reading the weights for each row than it would gain.
-    const bool shares_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
-    sums_together = p.cols < kMinAlignedCols || shares_scale ? together : 1;
+    // The sums share no loads, unless there is an input_scale, so their rows are stored one by one from aligned
+    // addresses on. The output would lose more by reading the weights for each row than it would gain.
+    const bool shares_input_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
+    sums_together = p.cols < kMinAlignedCols || shares_input_scale ? together : 1;
     // The next reader of a smaller output would lose more than streaming stores gain, and short rows gain nothing.
     const bool output_is_aligned = is_aligned(p.output, output_bytes);
     streams = kHasStreamingStores && y.is_long() && y.bytes >= int64_t{1} << 24 &&
@@ -219,8 +219,8 @@ struct ForwardPolicy {
   bool shares_rows;                         // whether all threads share each row
   int64_t together;                         // the rows that the loops handle together
   int64_t sums_together, outputs_together;  // the same for the loops that store the sums and the output
-  int64_t block;                            // the rows whose statistics are computed before the output starts
-  int64_t kept_rows;                        // differences are kept of blocks of up to so many rows
+  int64_t batch;                            // the rows whose statistics are computed before the output starts
+  int64_t kept_rows;                        // differences are kept of batches of up to so many rows
   bool streams;                             // whether the output is written with streaming stores
   Prefetch prefetch_together, prefetch_single;
 
@@ -245,8 +245,8 @@ struct ForwardPolicy {
 // The most rows that the gradients loop handles together. The coefficients of two fill the 16 registers of AVX2.
 constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
 
-// The most rows of a block.
-constexpr int64_t kMaxBlockRows = kSumRows;
+// The most rows of a batch.
+constexpr int64_t kMaxBatchRows = kSumRows;
 
 // Whether the gradients loop may go column by column, and how many packs of columns it takes at a time.
 constexpr bool kHasColumnLoop = kVectorBytes > 16;
@@ -270,10 +270,10 @@ struct BackwardPolicy {
     choose_rows(x);
     // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
     // is slower for longer rows in memory.
-    by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && block > 1;
-    // The next block of short rows fits into the first-level cache beside this one.
-    prefetched = x.row_bytes <= 3072 ? max(block, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, block);
-    // The next reader of a smaller dx would lose more than streaming stores gain. The gradients of a scale read dx.
+    by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && batch > 1;
+    // The next batch of short rows fits into the first-level cache beside this one.
+    prefetched = x.row_bytes <= 3072 ? max(batch, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, batch);
+    // A smaller dx is better left in the caches for its next reader, which may be the loop for input_scale's gradients.
     streams = x.bytes >= int64_t{1} << 23 && kHasStreamingStores && is_aligned(p.grad_input, x.element_bytes) &&
               !has_input_scale_gradients(p);
     prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
@@ -291,8 +291,8 @@ struct BackwardPolicy {
   bool uses_stack;         // whether the workspace is on the stack, which saves its allocation
 
   int64_t together;    // the rows that share the loads of the weight and the loads and stores of the partial sums
-  int64_t block;       // the rows whose sums are computed before the gradients loop starts
-  bool by_columns;     // whether the gradients loop goes column by column through all rows of a block
+  int64_t batch;       // the rows whose sums are computed before the gradients loop starts
+  bool by_columns;     // whether the gradients loop goes column by column through all rows of a batch
   int64_t prefetched;  // how many rows ahead x and dy are prefetched, or 0
   bool streams;        // whether dx is written with streaming stores
   bool prefetches_dx;  // whether dx is prefetched before the sums of a row, because stores would wait for memory
@@ -302,7 +302,7 @@ struct BackwardPolicy {
     // Rows in memory up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest.
     const int64_t shortest = kVectorBytes > 16 ? 1024 : 256;
     if (x.element_bytes > 2 && x.is_in_memory() && x.row_bytes > shortest && !x.is_long()) {
-      together = block = 1;
+      together = batch = 1;
       return;
     }
     // Four wide rows are slower in memory, and four rows that collide in the caches as well. Narrow rows that exceed
@@ -310,36 +310,36 @@ struct BackwardPolicy {
     const bool is_short = x.row_bytes <= (x.element_bytes == 2 ? 4096 : 2048);
     const bool is_wide_in_cache = !x.is_narrow() && !x.is_in_memory();
     together = (is_short || is_wide_in_cache) && !x.rows_collide() ? kRows : kFewRows;
-    // Short rows would wait for the coefficients of each row, so a block has as many as 8 KiB hold.
-    block = max(together, min(kMaxBlockRows, 8192 / x.row_bytes / kRows * kRows));
+    // Short rows would wait for the coefficients of each row, so a batch has as many as 8 KiB hold.
+    batch = max(together, min(kMaxBatchRows, 8192 / x.row_bytes / kRows * kRows));
   }
 };
 
 // ---- gated norms ----------------------------------------------------------------------------------------------------
 
-// Backward of a gated norm, and forward if the gate is first, handle rows in blocks, whose scratch rows in Acc stay in
+// Backward of a gated norm, and forward if the gate is first, handle rows in batches, whose scratch rows in Acc stay in
 // the first-level cache.
 struct GatedPolicy {
-  // A block has up to `block` rows, and `arrays` arrays of scratch rows.
-  GatedPolicy(const Params& p, int64_t most_tasks, int64_t block, int64_t arrays)
-      : tasks(max(1, min(min(most_tasks, num_threads()), p.groups * p.rows * p.cols / kGrain))),
-        block(block),
+  // A batch has up to `batch` rows, and `arrays` arrays of scratch rows.
+  GatedPolicy(const Params& p, int64_t most_tasks, int64_t batch, int64_t arrays)
+      : tasks(max(1, min(min(most_tasks, num_threads()), p.samples * p.rows * p.cols / kGrain))),
+        batch(batch),
         pitch(padded_cols(p) + kMaxPackSize),
-        array(block * pitch),
+        array(batch * pitch),
         task_scratch(arrays * array),
         scratch(tasks * task_scratch) {}
 
   int64_t tasks;  // each of which has its own scratch rows
-  int64_t block;  // the most rows of a block
+  int64_t batch;  // the most rows of a batch
   int64_t pitch;  // from row to row; not a multiple of 4 KiB, so that few rows take the same places of the cache
   int64_t array;  // the elements of an array of scratch rows
   int64_t task_scratch, scratch;  // the elements of all arrays of a task, and of all tasks
 };
 
-// The rows of a block in forward: as many as 16 KiB hold, and whole blocks of the loops.
+// The rows of a batch in forward: as many as 16 KiB hold, and whole batches of the loops.
 inline int64_t gated_forward_rows(const ArraySize& x) {
   const int64_t rows = 16384 / x.row_bytes;
-  return rows >= kBlockRows ? min(rows / kBlockRows, 4) * kBlockRows : max(1, rows / kFewRows * kFewRows);
+  return rows >= kBatchRows ? min(rows / kBatchRows, 4) * kBatchRows : max(1, rows / kFewRows * kFewRows);
 }
 
 }  // namespace

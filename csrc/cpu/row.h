@@ -18,12 +18,12 @@ struct Elements {
   using BFloat16 = cpu::BFloat16;
 };
 
-// Calls f(group, first row, rows) for the parts of rows [begin, end) of [groups * rows] that belong to one group.
+// Calls f(sample, first row, rows) for the parts of rows [begin, end) of [samples * rows] that belong to one sample.
 template <class F>
-void for_each_group(int64_t rows, int64_t begin, int64_t end, const F& f) {
+void for_each_sample(int64_t rows, int64_t begin, int64_t end, const F& f) {
   while (begin < end) {
-    const int64_t group = begin / rows, row = begin % rows, count = min(end - begin, rows - row);
-    f(group, row, count);
+    const int64_t sample = begin / rows, row = begin % rows, count = min(end - begin, rows - row);
+    f(sample, row, count);
     begin += count;
   }
 }
@@ -235,20 +235,20 @@ constexpr Acc kEnlarge = 1 / kShrink<Acc>;
 template <class Acc>
 constexpr double kSmallestVariance = sizeof(Acc) == 4 ? 0x1p-100 : 0x1p-960;
 
-// The scale of a row that needs one. A row whose variance is infinite or NaN gets kShrink. A row whose variance and eps
-// are below kSmallestVariance gets kEnlarge if its numbers are small. Otherwise they are all equal, so that kShrink is
-// right, too.
+// The row_scale of a row that needs one. A row whose variance is infinite or NaN gets kShrink. A row whose variance and
+// eps are below kSmallestVariance gets kEnlarge if its numbers are small. Otherwise they are all equal, so that kShrink
+// is right, too.
 template <class Acc>
-inline Acc scale_for(Acc rstd, Acc center) {
+inline Acc row_scale_for(Acc rstd, Acc center) {
   return rstd > 1 && center > -1 && center < 1 ? kEnlarge<Acc> : kShrink<Acc>;
 }
 
-// rstd / scale, where the variance is that of the scaled row. The function returns the largest number if the reciprocal
-// overflows, as in rows of equal large numbers, whose differences are zero. It takes the root of eps before it scales
-// eps, because eps * scale^2 may underflow.
+// rstd / row_scale, where the variance is that of the rescaled row. The function returns the largest number if the
+// reciprocal overflows, as in rows of equal large numbers, whose differences are zero. It takes the root of eps before
+// it row_scales eps, because eps * row_scale^2 may underflow.
 template <class Acc>
-inline double scaled_rstd(double variance, double eps, Acc scale) {
-  const double rstd = 1 / ::hypot(std::sqrt(variance), std::sqrt(eps) * scale);
+inline double rescaled_rstd(double variance, double eps, Acc row_scale) {
+  const double rstd = 1 / ::hypot(std::sqrt(variance), std::sqrt(eps) * row_scale);
   constexpr double kMax = std::numeric_limits<Acc>::max();
   return eps > 0 && rstd > kMax ? kMax : rstd;
 }
@@ -258,34 +258,34 @@ inline double scaled_rstd(double variance, double eps, Acc scale) {
 template <class Acc>
 using BitsOf = std::conditional_t<sizeof(Acc) == 4, uint32_t, uint64_t>;
 
-// Stores the rstd of a row, which is rstd * scale for the result `rstd` of scaled_rstd().
+// Stores the rstd of a row, which is rstd * row_scale for the result `rstd` of rescaled_rstd().
 template <class Acc>
-inline void store_rstd(Acc* to, Acc rstd, Acc scale, double eps) {
+inline void store_rstd(Acc* to, Acc rstd, Acc row_scale, double eps) {
   using Limits = std::numeric_limits<Acc>;
   if (rstd == Limits::max()) {
     *to = static_cast<Acc>(1 / std::sqrt(eps));
-  } else if (scale < 1 && rstd * scale < Limits::min()) {
-    const auto bits = static_cast<BitsOf<Acc>>(std::nearbyint(rstd * (scale / Limits::min()) / Limits::epsilon()));
+  } else if (row_scale < 1 && rstd * row_scale < Limits::min()) {
+    const auto bits = static_cast<BitsOf<Acc>>(std::nearbyint(rstd * (row_scale / Limits::min()) / Limits::epsilon()));
     std::memcpy(to, &bits, sizeof(bits));
   } else {
-    *to = rstd * scale;
+    *to = rstd * row_scale;
   }
 }
 
-// rstd / scale, for a scale of at least the smallest normal number.
+// rstd / row_scale, for a row_scale of at least the smallest normal number.
 template <class Acc>
-inline Acc divide_rstd(const Acc* rstd, Acc scale) {
+inline Acc divide_rstd(const Acc* rstd, Acc row_scale) {
   using Limits = std::numeric_limits<Acc>;
   BitsOf<Acc> bits;
   std::memcpy(&bits, rstd, sizeof(bits));
-  if (bits >> (Limits::digits - 1)) return *rstd / scale;
-  return static_cast<Acc>(bits) * Limits::epsilon() * (Limits::min() / scale);
+  if (bits >> (Limits::digits - 1)) return *rstd / row_scale;
+  return static_cast<Acc>(bits) * Limits::epsilon() * (Limits::min() / row_scale);
 }
 
-template <class X, bool scaled, class Lanes>
-inline Pack<AccOf<X>> load_row(const X* x, AccOf<X> scale, Lanes lanes) {
+template <class X, bool rescaled, class Lanes>
+inline Pack<AccOf<X>> load_row(const X* x, AccOf<X> row_scale, Lanes lanes) {
   const auto v = load<X>(x, lanes);
-  if constexpr (scaled) return v * scale;
+  if constexpr (rescaled) return v * row_scale;
   return v;
 }
 
@@ -324,24 +324,24 @@ void add_partials(const AccOf<X>* partials, int64_t pitch, int64_t count, int64_
   });
 }
 
-// Stores the gradients of the parameters: the totals over all segments or, for a gradient per group, over the segments
-// of each group.
+// Stores the gradients of the parameters: the totals over all segments or, for a gradient per sample, over the segments
+// of each sample.
 template <class X, class W>
 void add_partials(const BackwardParams& p, const AccOf<X>* partials, int64_t segments) {
   const ParameterGradients gradients(p);
   if (!gradients.any()) return;
-  const int64_t groups = gradients.any_per_group() ? p.groups : 1;
+  const int64_t samples = gradients.any_per_sample() ? p.samples : 1;
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize), pitch = gradients.count * padded_cols(p);
-  const int64_t tile_elements = gradients.count * segments / groups * kMaxPackSize;
-  parallel_for(groups * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
-    for_each_group(tiles, begin, end, [&](int64_t group, int64_t tile, int64_t n) {
+  const int64_t tile_elements = gradients.count * segments / samples * kMaxPackSize;
+  parallel_for(samples * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
+    for_each_sample(tiles, begin, end, [&](int64_t sample, int64_t tile, int64_t n) {
       const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.input_scale};
       const auto* sums = partials;
       for (const View* gradient : in_order) {
-        const int64_t count = gradient->group_stride ? segments / groups : segments;
-        if (gradient->data && group * count < segments) {
-          add_partials<X>(sums + group * count * pitch, pitch, count, tile * kMaxPackSize,
-                          min(p.cols, (tile + n) * kMaxPackSize), gradient->row<W>(group, 0));
+        const int64_t count = gradient->sample_stride ? segments / samples : segments;
+        if (gradient->data && sample * count < segments) {
+          add_partials<X>(sums + sample * count * pitch, pitch, count, tile * kMaxPackSize,
+                          min(p.cols, (tile + n) * kMaxPackSize), gradient->row<W>(sample, 0));
         }
         sums += padded_cols(p);
       }

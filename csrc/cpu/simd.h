@@ -186,8 +186,8 @@ inline Vec<Acc> exp_of_minus_abs(Vec<Acc> x) {
     others = next;
   }
   const Vec<Acc> p = fma_vectors(terms, r, others);
-  const auto scale = reinterpret_cast<Vec<Acc>>(reinterpret_cast<Bits>(sum) << C::kMantissaBits);
-  return fma_vectors(fma_vectors(square, p, r), scale, scale) * (1 / C::kShift);
+  const auto power = reinterpret_cast<Vec<Acc>>(reinterpret_cast<Bits>(sum) << C::kMantissaBits);
+  return fma_vectors(fma_vectors(square, p, r), power, power) * (1 / C::kShift);
 }
 
 // ---- sums over a pack -----------------------------------------------------------------------------------------------

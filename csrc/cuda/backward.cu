@@ -1,4 +1,4 @@
-// With xhat = (x - mean) * rstd and g = dy * weight, for every row of x and dy [groups, rows, cols] on a GPU:
+// With xhat = (x - mean) * rstd and g = dy * weight, for every row of x and dy [samples, rows, cols] on a GPU:
 //
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat))      dweight = sum of dy * xhat over rows      dbias = sum of dy
 //
@@ -16,7 +16,7 @@
 // sums once per row, while they work on the next row. The workspace has the sums of the segments, of dweight
 // [weight_partials, pitch] and of dbias [bias_partials, pitch], and then the values of the parts of rows. A second
 // kernel adds the sums of the segments in order, without atomic operations; if few rows make a cluster or a block, it
-// adds its sums itself. 3 * groups * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
+// adds its sums itself. 3 * samples * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
 //
 // The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
 // is subtracted.
@@ -32,7 +32,7 @@ template <class T, class X>
 void launch_backward(const BackwardParams& p);  // in the file of T
 
 void backward(const BackwardParams& p) {
-  if (p.grad_input_scale.data || p.grad_scaled_input.data) return backward_with_scale(p);
+  if (p.grad_input_scale.data || p.grad_scaled_input.data) return backward_with_input_scale(p);
   if (p.channels_first) return channels_first_backward(p);
   dispatch_dtypes<Elements>(
       p, [&](auto types) { launch_backward<typename decltype(types)::T, typename decltype(types)::X>(p); });

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
       const int done = round + 1 - kLag;
       if (!finishes || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
       if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
-      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_group,
+      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
                              int64_t first) {
         add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
           if (joins) {
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
               const int column = first_column + slice.step_to(j + e);
               if (column < rows.part_cols) joined.send(array, column, v[e]);
             }
-          } else if (plan.stores_gradient(per_group)) {
+          } else if (plan.stores_gradient(per_sample)) {
             with_parameter_type<T>(flags, [&](auto element) {
               slice.store(address<decltype(element)>(gradient, {s, 0}) + begin, j, v, rows.part_cols);
             });
@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
         });
         for (Acc& sum : column_sums) sum = 0;
       };
-      if (flags.has(kGradWeight)) store(dw, 0, p.grad_weight, kWeightPerGroup, 0);
-      if (flags.has(kGradBias)) store(db, 1, p.grad_bias, kBiasPerGroup, plan.weight_partials);
+      if (flags.has(kGradWeight)) store(dw, 0, p.grad_weight, kWeightPerSample, 0);
+      if (flags.has(kGradBias)) store(db, 1, p.grad_bias, kBiasPerSample, plan.weight_partials);
     }
   }
   async_wait<0>();  // before the block returns
@@ -344,11 +344,11 @@ Choice choose(const BackwardParams& p) {
   const bool two_launches = plan.num_parts > 1 && !in_cluster;
   plan.flags.set(kInCluster, in_cluster);
 
-  // Rows of groups with few rows and gradients of their own have blocks of few threads.
-  const bool per_group = plan.has_gradients_per_group();
+  // Rows of samples with few rows and gradients of their own have blocks of few threads.
+  const bool per_sample = plan.has_gradients_per_sample();
   int64_t threads = plan.row_threads;
   if (plan.num_parts == 1) threads *= std::max(kThreads / plan.row_threads, 1);
-  if (per_group) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
+  if (per_sample) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
   plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
   config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
@@ -356,11 +356,11 @@ Choice choose(const BackwardParams& p) {
   // The number of segments determines the order of summation of dweight and dbias. It depends not on the options, but
   // on the instance for the usual ones. Few rows take one launch: of a block, or of a cluster whose blocks join.
   int64_t segments = choose_instance<T, X>(plan, config, two_launches, 0).resident;
-  const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
   const bool can_join = clusters && plan.num_parts == 1;
-  const bool joins = can_join && !per_group && rounds > 1 && rounds <= kMaxJoined * kFewRounds;
+  const bool joins = can_join && !per_sample && rounds > 1 && rounds <= kMaxJoined * kFewRounds;
   if (joins) segments = kMaxJoined;
-  if (!can_join && !per_group && rounds <= kFewRounds) segments = 1;
+  if (!can_join && !per_sample && rounds <= kFewRounds) segments = 1;
   plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
   while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
   const int64_t joined_sums = joins ? 2 * plan.num_segments << plan.log2_joined_cols : 0;

@@ -28,7 +28,7 @@ struct BackwardPlan : GradientPlan, RowDivision {
                              dx_stride.set(p.grad_input, sizeof(X)) && grad_sum_stride.set(p.grad_sum, sizeof(X)) &&
                              statistics_stride.set(p.rstd, sizeof(Acc));
     const bool same_strides = !p.mean.data || p.mean.row_stride == p.rstd.row_stride;
-    return strides_fit && same_strides && p.groups * p.rows <= kMaxRowNumber;
+    return strides_fit && same_strides && p.samples * p.rows <= kMaxRowNumber;
   }
 };
 
@@ -94,7 +94,7 @@ struct Rows {
     const bool exists = row >= 0;
     const int cols = exists ? part_cols : 0;
     const Index number = exists ? segment.first + row : 0;
-    with_addresses_of_row<Path::kIsGeneral>(number, flags.has(kHasGroups), plan.rows, [&](const auto& address_in) {
+    with_addresses_of_row<Path::kIsGeneral>(number, flags.has(kHasSamples), plan.rows, [&](const auto& address_in) {
       const X* const x = address_in(p.input, X(), plan.x_stride) + begin;
       const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + begin;
       slice.fetch(shared + stage, x, cols);
@@ -129,8 +129,8 @@ struct Rows {
   }
 
   // The bias of a column of the part; zero without a bias or after the end.
-  __device__ __forceinline__ Acc load_bias(int column, int64_t group) const {
-    return flags.has(kBias) && column < part_cols ? load_element<T>(p.bias, group, begin + column, flags) : 0;
+  __device__ __forceinline__ Acc load_bias(int column, int64_t sample) const {
+    return flags.has(kBias) && column < part_cols ? load_element<T>(p.bias, sample, begin + column, flags) : 0;
   }
 
   // This thread's first elements of the arrays of a stage.
@@ -145,7 +145,7 @@ struct Rows {
   // Reads elements [j, j + kStep) of a row: d (see Statistics), and the gradient of the norm's output.
   __device__ __forceinline__ void read(Acc (&d)[kStep], Acc (&dn)[kStep], const SliceOf& slice, const Arrays& from,
                                        int j, const Statistics& statistics, Acc mean, const Acc (&weight)[kElements],
-                                       int64_t group) const {
+                                       int64_t sample) const {
     slice.read(d, from.x, j);
     slice.read(dn, from.dy, j);
     if constexpr (Path::kIsGated) {
@@ -158,10 +158,10 @@ struct Rows {
     }
     for (int e = 0; e < kStep; ++e) {
       if (flags.has(kMemoryEfficient)) {
-        d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), group));
+        d[e] = recover_xhat(d[e], weight[j + e], load_bias(slice.column(j + e), sample));
         keep_order();
       } else {
-        d[e] = fma(d[e], statistics.scale, -mean);
+        d[e] = fma(d[e], statistics.row_scale, -mean);
       }
     }
   }
@@ -169,7 +169,7 @@ struct Rows {
   // Adds this thread's part of a row to the sums, unless they are loaded. Elements after the end are zeros, and so must
   // be their d.
   __device__ __forceinline__ void add_to_sums(RowSums& sums, int stage, const Statistics& statistics,
-                                              const Acc (&weight)[kElements], int64_t group) const {
+                                              const Acc (&weight)[kElements], int64_t sample) const {
     if (flags.has(kLoadsSums)) return;
     const auto slice = this->slice.rebuilt();
     const Arrays from = arrays_at(stage);
@@ -178,7 +178,7 @@ struct Rows {
       for (int j = 0; j < kElements; j += kStep) {
         Acc d[kStep], dn[kStep];
         const bool vector_exists = Path::kMapping != Mapping::kVectors || slice.column(j) < part_cols;
-        read(d, dn, slice, from, j, statistics, vector_exists ? statistics.mean : 0, weight, group);
+        read(d, dn, slice, from, j, statistics, vector_exists ? statistics.mean : 0, weight, sample);
         for (int e = 0; e < kStep; ++e) {
           if (has_end.value && slice.column(j + e) >= part_cols) d[e] = 0;
           const Acc g = dn[e] * weight[j + e];
@@ -208,7 +208,7 @@ struct Rows {
   template <class HasGradSum>
   __device__ __forceinline__ void store_gradients(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
                                                   int stage, const Statistics& statistics, const RowMeans& means,
-                                                  const Acc (&weight)[kElements], int64_t group) const {
+                                                  const Acc (&weight)[kElements], int64_t sample) const {
     const auto slice = this->slice.rebuilt();
     const Arrays from = arrays_at(stage);
     X* const dx = compute_once(header(stage).dx);
@@ -224,7 +224,7 @@ struct Rows {
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc xhat[kStep], dn[kStep], dx_values[kStep];
-      read(xhat, dn, slice, from, j, statistics, statistics.mean, weight, group);
+      read(xhat, dn, slice, from, j, statistics, statistics.mean, weight, sample);
       for (int e = 0; e < kStep; ++e) {
         xhat[e] = fma(xhat[e], statistics.rstd, -means.xhat);
         db[j + e] += dn[e];
@@ -237,7 +237,7 @@ struct Rows {
         widen(values, dsum[j / kStep]);
         for (int e = 0; e < kStep; ++e) dx_values[e] += values[e];
       }
-      if constexpr (Path::kIsGated) apply_gate(dx_values, xhat, slice, from, stage, j, weight, group);
+      if constexpr (Path::kIsGated) apply_gate(dx_values, xhat, slice, from, stage, j, weight, sample);
       slice.store(dx, j, dx_values, stored_cols);
     }
   }
@@ -246,7 +246,7 @@ struct Rows {
   // Turns elements [j, j + kStep) of a gated norm's du into dx, and stores this thread's part of the gate's gradient.
   __device__ __forceinline__ void apply_gate(Acc (&du)[kStep], const Acc (&xhat)[kStep], const SliceOf& slice,
                                              const Arrays& from, int stage, int j, const Acc (&weight)[kElements],
-                                             int64_t group) const {
+                                             int64_t sample) const {
     Acc x[kStep], dy[kStep], gate[kStep];
     slice.read(x, from.x, j);
     slice.read(dy, from.dy, j);
@@ -257,7 +257,7 @@ struct Rows {
         gate[e] = du[e] * x[e] * activated.derivative;
         du[e] *= activated.value;
       } else {
-        gate[e] = dy[e] * fma(xhat[e], weight[j + e], load_bias(slice.column(j + e), group)) * activated.derivative;
+        gate[e] = dy[e] * fma(xhat[e], weight[j + e], load_bias(slice.column(j + e), sample)) * activated.derivative;
       }
     }
     T* const to = header(stage).grad_gate;

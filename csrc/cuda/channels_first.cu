@@ -1,5 +1,5 @@
 // Normalization over the channels of images, and its gradients, on a GPU. The formulas are those of forward.cu and
-// backward.cu: a group is an image, a row is a pixel, and the columns are its channels.
+// backward.cu: a sample is an image, a row is a pixel, and the columns are its channels.
 //
 // A block handles 32 pixels, one per lane. Its warps share the channels, and each sum over the channels takes two
 // barriers. The pixels are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T)
@@ -52,7 +52,7 @@ struct ChannelParameter {
   __device__ __forceinline__ ChannelParameter(const View& view, const RowIndex& pixel, Flags flags, Acc default_value)
       : flags(flags), default_value(default_value) {
     if (!view.data) return;
-    with_parameter_type<T>(flags, [&](auto element) { data = address<decltype(element)>(view, {pixel.group, 0}); });
+    with_parameter_type<T>(flags, [&](auto element) { data = address<decltype(element)>(view, {pixel.sample, 0}); });
   }
   __device__ __forceinline__ Acc operator[](int64_t c) const {
     if (!data) return default_value;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void for_each_vector(void* shared, const View& view, 
   constexpr int kVectors = kWarpSize / kVectorSize<E>;  // of a channel
   const int pixel = threadIdx.x % kVectors * kVectorSize<E>;
   if (first + pixel >= end) return;
-  const Channels<E> global(view, find_group(first + pixel, p.groups > 1, plan.rows));
+  const Channels<E> global(view, find_sample(first + pixel, p.samples > 1, plan.rows));
   auto* staged = static_cast<Pixels*>(shared) + threadIdx.x;
 #pragma unroll 4
   for (int64_t c = threadIdx.x / kVectors; c < p.cols; c += kThreads / kVectors, staged += kThreads) {
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const Flags flags = plan.flags;
   const bool aligned = flags.has(kAlignedChannels), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.groups * p.rows;
+  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;
   const bool exists = first + lane < end;
-  const RowIndex pixel = find_group(exists ? first + lane : 0, flags.has(kHasGroups), plan.rows);
+  const RowIndex pixel = find_sample(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
@@ -147,17 +147,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   }
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
-  Acc scale = 1, mean = 0;
+  Acc row_scale = 1, mean = 0;
   double correction = 0, variance;
   for (bool is_second_try = false;; is_second_try = true) {
     if (!rms) {
       double sum[1] = {};
-      sum_channels(sum, channels, [&](int64_t c, Acc(&sums)[1]) { sums[0] = fma(load(c), scale, sums[0]); });
+      sum_channels(sum, channels, [&](int64_t c, Acc(&sums)[1]) { sums[0] = fma(load(c), row_scale, sums[0]); });
       mean = static_cast<Acc>(plan.channels.divide(sum[0]));
     }
     double moments[2] = {};
     sum_channels(moments, channels, [&](int64_t c, Acc(&sums)[2]) {
-      const Acc d = fma(load(c), scale, -mean);
+      const Acc d = fma(load(c), row_scale, -mean);
       sums[0] += d;
       sums[1] = fma(d, d, sums[1]);
     });
@@ -167,23 +167,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     // A sum has overflowed, or the pixel holds NaN or infinity and gives NaN again. The other pixels do not change.
     const bool overflows = !(variance < kInfinity);
     if (is_second_try || !__syncthreads_or(overflows)) break;
-    if (overflows) scale = kScale;
+    if (overflows) row_scale = kRowScale;
   }
 
   constexpr double kMax = std::numeric_limits<Acc>::max();
-  const double exact_rstd = scaled_rstd<double>(variance, p.eps, scale);
+  const double exact_rstd = rescaled_rstd<double>(variance, p.eps, row_scale);
   const Acc rstd = static_cast<Acc>(p.eps > 0 && exact_rstd > kMax ? kMax : exact_rstd);
   if (threadIdx.x < kWarpSize && exists) {
-    const double exact_mean = (mean + correction) * (scale == 1 ? 1 : 1 / kScale);
+    const double exact_mean = (mean + correction) * (row_scale == 1 ? 1 : 1 / kRowScale);
     if (!rms) *address<Acc>(p.mean, pixel) = static_cast<Acc>(exact_mean);
-    *address<Acc>(p.rstd, pixel) = unscaled_rstd(rstd, p.eps, scale);
+    *address<Acc>(p.rstd, pixel) = undo_row_scale(rstd, p.eps, row_scale);
   }
   const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = flags.has(kZeroCentered) ? 1 : 0;
   const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
   const Channels<T> staged_y(reinterpret_cast<T*>(shared) + lane, kWarpSize), global_y(p.output, pixel);
   const Channels<T> y = aligned ? staged_y : global_y;
   for_each_channel(channels, [&](int64_t c) {
-    const Acc d = fma(load(c), scale, -mean) - rounded_correction;
+    const Acc d = fma(load(c), row_scale, -mean) - rounded_correction;
     y[c] = static_cast<T>(fma(d * rstd, weight[c] + weight_offset, bias[c]));
   });
   if (!aligned) return;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
   // Adds the gradients of a tile, the pixels from `first` to `end`, to the workspace. Lanes without a pixel add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
     const bool exists = first + lane < end;
-    const RowIndex pixel = find_group(exists ? first + lane : 0, p.groups > 1, plan.rows);
+    const RowIndex pixel = find_sample(exists ? first + lane : 0, p.samples > 1, plan.rows);
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<T> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<T> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx;
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     const auto find_d = [&](int64_t c, Acc w) {
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
-      return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.scale, -statistics.mean);
+      return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.row_scale, -statistics.mean);
     };
 
     RowMeans means = {};
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
 // Whether every channel starts at a multiple of 16 bytes. An absent array is aligned.
 bool is_aligned(const Params& p, const View& view) {
   const int64_t vector = 16 / bytes_of(p.dtype);
-  return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.group_stride % vector == 0 &&
+  return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.sample_stride % vector == 0 &&
                         view.col_stride % vector == 0);
 }
 
@@ -301,7 +301,7 @@ ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_of_chann
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags(p);
   plan.flags.set(kAlignedChannels, plan.staged && p.rows * bytes_of(p.dtype) % 16 == 0 && are_aligned);
-  config.grid = static_cast<unsigned>(ceil_div(p.groups * p.rows, kWarpSize));
+  config.grid = static_cast<unsigned>(ceil_div(p.samples * p.rows, kWarpSize));
   config.block = kThreads;
   config.shared_bytes = plan.staged ? static_cast<size_t>(bytes) : 0;
   config.stream = static_cast<Stream>(p.stream);

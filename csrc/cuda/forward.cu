@@ -1,8 +1,8 @@
-// Forward on a GPU, for every row of x [groups, rows, cols]:
+// Forward on a GPU, for every row of x [samples, rows, cols]:
 //
 //   y = (x - mean) * rstd * weight + bias        RMSNorm's mean is 0
 //
-// A residual is added first, to the input or to its product with a scale, and the sum is stored.
+// A residual is added first, to the input or to its product with input_scale, and the sum is stored.
 //
 //   columns (16 bits / float32)   a row belongs to              file                          it waits in
 //   whole vectors, up to

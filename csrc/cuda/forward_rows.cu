@@ -5,7 +5,7 @@
 // Only rows of a block need barriers.
 //
 // A thread requests all of its vectors of x at once, past the L1 cache, which keeps weight and bias, and prefetches
-// those at the same time, so that it waits for memory once. The kernel moves 2 * groups * rows * cols * sizeof(T)
+// those at the same time, so that it waits for memory once. The kernel moves 2 * samples * rows * cols * sizeof(T)
 // bytes; with a residual also those of the residual and the sum.
 #include "../dtypes.h"
 #include "moments.cuh"
@@ -15,7 +15,7 @@ namespace layernorm::cuda {
 struct RowsPlan : ForwardPlan {
   unsigned vectors;  // of a row
   int row_threads, log2_row_threads;
-  int64_t x_gap, input_gap, output_gap, sum_gap;  // bytes from the end of a group to the next one
+  int64_t x_gap, input_gap, output_gap, sum_gap;  // bytes from the end of a sample to the next one
 };
 
 namespace {
@@ -52,21 +52,21 @@ struct ThreadPart {
     return (compute_again(blockIdx.x) * kRows + r) * rows_at_once() + (threadIdx.x >> plan.log2_row_threads);
   }
   __device__ __forceinline__ bool exists(unsigned row) const {
-    return row < static_cast<unsigned>(p.groups) * static_cast<unsigned>(p.rows);
+    return row < static_cast<unsigned>(p.samples) * static_cast<unsigned>(p.rows);
   }
-  // The groups of the thread's rows. Rows that do not exist have the group of the last row.
-  __device__ __forceinline__ void find_groups(unsigned (&groups)[kRows]) const {
-    for (unsigned& group : groups) group = 0;
-    if (!has(kHasGroups)) return;
-    const unsigned first = row_number(0), last = static_cast<unsigned>(p.groups) * static_cast<unsigned>(p.rows) - 1;
+  // The samples of the thread's rows. Rows that do not exist have the sample of the last row.
+  __device__ __forceinline__ void find_samples(unsigned (&samples)[kRows]) const {
+    for (unsigned& sample : samples) sample = 0;
+    if (!has(kHasSamples)) return;
+    const unsigned first = row_number(0), last = static_cast<unsigned>(p.samples) * static_cast<unsigned>(p.rows) - 1;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) groups[r] = plan.rows.divide_short(min(first + r * rows_at_once(), last));
+    for (int r = 0; r < kRows; ++r) samples[r] = plan.rows.divide_short(min(first + r * rows_at_once(), last));
   }
-  // The address of a row among all rows: rows of groups take two instructions more than others, and no branch.
+  // The address of a row among all rows: rows of samples take two instructions more than others, and no branch.
   template <class E>
   __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, int64_t gap, unsigned row,
-                                           unsigned group) const {
-    return reinterpret_cast<E*>(stride.address<char>(view, row) + group * gap);
+                                           unsigned sample) const {
+    return reinterpret_cast<E*>(stride.address<char>(view, row) + sample * gap);
   }
 
   // Loads `count` vectors from this thread's vector `begin` on, with default values where there are none.
@@ -85,15 +85,15 @@ struct ThreadPart {
     if (exists && holds(i)) *reinterpret_cast<Vec<E>*>(row + thread * kVec + i * threads * kVec) = v;
   }
 
-  // Loads vectors of x: the input, or its sum with a residual. A scale multiplies the input before that.
+  // Loads vectors of x: the input, or its sum with a residual. An input_scale multiplies the input before that.
   template <int kCount>
-  __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned group) const {
+  __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned sample) const {
     const bool exists = this->exists(row);
     load<false>(x, exists,
-                address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, plan.x_gap, row, group), 0,
+                address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, plan.x_gap, row, sample), 0,
                 X(0.0f));
     if (!has(kResidual)) return;
-    const T* const from = address_of<const T>(p.input, plan.input_stride, plan.input_gap, row, group);
+    const T* const from = address_of<const T>(p.input, plan.input_stride, plan.input_gap, row, sample);
     constexpr int kBatch = std::min(kCount, 2);  // vectors of the input that fit into registers
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kBatch) {
@@ -105,11 +105,11 @@ struct ThreadPart {
         widen(a, x[begin + i]);
         widen(b, input[i]);
         if (has(kInputScale)) {
-          Acc scale[kVec];
+          Acc input_scale[kVec];
           with_parameter_type<T>(plan.flags, [&](auto element) {
-            load_parameter<decltype(element)>(scale, p.input_scale, exists, group, begin + i, 0);
+            load_parameter<decltype(element)>(input_scale, p.input_scale, exists, sample, begin + i, 0);
           });
-          for (int e = 0; e < kVec; ++e) a[e] = fma(scale[e], b[e], a[e]);
+          for (int e = 0; e < kVec; ++e) a[e] = fma(input_scale[e], b[e], a[e]);
         } else {
           for (int e = 0; e < kVec; ++e) a[e] += b[e];
         }
@@ -117,28 +117,28 @@ struct ThreadPart {
       }
     }
   }
-  // Loads vector i of a parameter of a group, or default values if it does not exist.
+  // Loads vector i of a parameter of a sample, or default values if it does not exist.
   template <class W>
-  __device__ __forceinline__ void load_parameter(Acc (&v)[kVec], const View& view, bool exists, int64_t group, int i,
+  __device__ __forceinline__ void load_parameter(Acc (&v)[kVec], const View& view, bool exists, int64_t sample, int i,
                                                  float default_value) const {
     Vec<W> vector[1];
-    load<true>(vector, exists, address<const W>(view, {group, 0}), i, W(default_value));
+    load<true>(vector, exists, address<const W>(view, {sample, 0}), i, W(default_value));
     widen(v, vector[0]);
   }
   // The choice of the type for each vector is a branch, across which the compiler does not move the loads of others.
-  __device__ __forceinline__ void load_parameters(Acc (&weight)[kVec], Acc (&bias)[kVec], int64_t group, int i) const {
+  __device__ __forceinline__ void load_parameters(Acc (&weight)[kVec], Acc (&bias)[kVec], int64_t sample, int i) const {
     with_parameter_type<T>(plan.flags, [&](auto element) {
       using W = decltype(element);
-      load_parameter<W>(weight, p.weight, has(kWeight), group, i, 1);
-      load_parameter<W>(bias, p.bias, has(kBias), group, i, 0);
+      load_parameter<W>(weight, p.weight, has(kWeight), sample, i, 1);
+      load_parameter<W>(bias, p.bias, has(kBias), sample, i, 0);
     });
     const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
-  __device__ __forceinline__ void prefetch_parameter(const View& view, Flag exists, int64_t group) const {
+  __device__ __forceinline__ void prefetch_parameter(const View& view, Flag exists, int64_t sample) const {
     if (!has(exists)) return;
     with_parameter_type<T>(plan.flags, [&](auto element) {
-      const auto* const from = address<const decltype(element)>(view, {group, 0});
+      const auto* const from = address<const decltype(element)>(view, {sample, 0});
       constexpr int kLine = 128 / sizeof(element);
       for (unsigned i = thread * kLine; i < plan.vectors * kVec; i += threads * kLine) prefetch(from + i);
     });
@@ -152,8 +152,8 @@ struct ThreadPart {
     return is_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread);
   }
 
-  // Adds up d = x * scale - pivot and their squares. It takes fewer registers to widen x again than to keep the wide
-  // elements.
+  // Adds up d = x * row_scale - pivot and their squares. It takes fewer registers to widen x again than to keep the
+  // wide elements.
   __device__ __forceinline__ void sum(Acc* sums, Vec<X> (&x)[kVectors], const Moments& moments) const {
     MomentSums own;
 #pragma unroll
@@ -162,7 +162,7 @@ struct ThreadPart {
       const Acc pivot = holds(i) ? moments.pivot : 0;  // zeros after the end stay zeros
       Acc v[kVec];
       widen(v, x[i]);
-      for (int e = 0; e < kVec; ++e) own.add(e, fma(v[e], moments.scale, -pivot));
+      for (int e = 0; e < kVec; ++e) own.add(e, fma(v[e], moments.row_scale, -pivot));
     }
     own.store(sums);
   }
@@ -170,17 +170,17 @@ struct ThreadPart {
   __device__ __forceinline__ void normalize() const {
     Vec<X> x[kRows][kVectors];
     Acc pivots[kRows];
-    unsigned groups[kRows];
-    find_groups(groups);
+    unsigned samples[kRows];
+    find_samples(samples);
     // The first vector of a block's row is requested first, because the estimate of the mean needs it first.
     Vec<X> first[1];
     fill(first[0], X(0.0f));
-    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(first, row_number(0), groups[0]);
+    if (is_block() && !has(kRms)) ThreadPart{p, plan, threads, 0}.load_x(first, row_number(0), samples[0]);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r), groups[r]);
+    for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r), samples[r]);
     const Vec<X> head = is_block() ? first[0] : x[0][0];
-    prefetch_parameter(p.weight, kWeight, groups[0]);
-    prefetch_parameter(p.bias, kBias, groups[0]);
+    prefetch_parameter(p.weight, kWeight, samples[0]);
+    prefetch_parameter(p.bias, kBias, samples[0]);
 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) pivots[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head : x[r][0]);
@@ -190,12 +190,12 @@ struct ThreadPart {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) rebuilt().sum(&sums[2 * r], x[r], moments[r]);
     });
-    rebuilt().finish(x, moments, groups);
+    rebuilt().finish(x, moments, samples);
   }
 
   // Stores the results of the rows.
   __device__ __forceinline__ void finish(Vec<X> (&x)[kRows][kVectors], const Moments (&moments)[kRows],
-                                         const unsigned (&groups)[kRows]) const {
+                                         const unsigned (&samples)[kRows]) const {
     Normalizer normalizers[kRows];
     T* outputs[kRows];
     bool exist[kRows];
@@ -203,14 +203,14 @@ struct ThreadPart {
     for (int r = 0; r < kRows; ++r) {
       const unsigned row = row_number(r);
       exist[r] = exists(row);
-      outputs[r] = address_of<T>(p.output, plan.output_stride, plan.output_gap, row, groups[r]);
+      outputs[r] = address_of<T>(p.output, plan.output_stride, plan.output_gap, row, samples[r]);
       normalizers[r] = Normalizer(moments[r], plan);
       if (thread == 0 && exist[r]) {
-        normalizers[r].store_statistics(p, plan, {groups[r], row - groups[r] * static_cast<unsigned>(p.rows)});
+        normalizers[r].store_statistics(p, plan, {samples[r], row - samples[r] * static_cast<unsigned>(p.rows)});
       }
       if (has(kResidual)) {
         // The sum may replace the residual, whose first vector all threads have read before the sums.
-        X* const sums = address_of<X>(p.sum, plan.sum_stride, plan.sum_gap, row, groups[r]);
+        X* const sums = address_of<X>(p.sum, plan.sum_stride, plan.sum_gap, row, samples[r]);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) store(exist[r], sums, x[r][i], i);
       }
@@ -220,7 +220,7 @@ struct ThreadPart {
       Acc weight[kVec], bias[kVec];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (r == 0 || groups[r] != groups[r - 1]) load_parameters(weight, bias, groups[r], i);
+        if (r == 0 || samples[r] != samples[r - 1]) load_parameters(weight, bias, samples[r], i);
         Acc v[kVec];
         x[r][i] = compute_again(x[r][i]);
         widen(v, x[r][i]);
@@ -277,12 +277,12 @@ Choice choose_kernel(int64_t vectors) {
 
 template <class T, class X>
 bool launch_rows(const ForwardParams& p) {
-  const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.groups * p.rows;
+  const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.samples * p.rows;
   RowsPlan plan;
   if (!plan.set<T, X>(p)) return false;
   plan.vectors = static_cast<unsigned>(vectors);
   const auto gap_of = [&](const View& view, size_t element_size) {
-    return (view.group_stride - p.rows * view.row_stride) * static_cast<int64_t>(element_size);
+    return (view.sample_stride - p.rows * view.row_stride) * static_cast<int64_t>(element_size);
   };
   plan.x_gap = gap_of(p.residual.data ? p.residual : p.input, sizeof(X));
   plan.input_gap = gap_of(p.input, sizeof(T));

@@ -5,15 +5,15 @@
 //
 // A thread owns 16 columns of all rows of its block, and keeps their weights and biases in registers. Blocks are
 // persistent: asynchronous copies bring the next rows to shared memory, from where a row is read twice.
-// 2 * groups * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
-// replaces it in shared memory. The scale of the input is read from the caches for each row.
+// 2 * samples * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
+// replaces it in shared memory. The input_scale is read from the caches for each row.
 //
 // A block has one barrier per row, and a cluster one exchange of moments. A cluster finishes a row after it has summed
 // the next one (`lag`), so that the exchange does not delay it: its first warp merges the moments of the last row
 // before the barrier that the sums of this row need.
 //
-// The gate z of a gated norm is staged like the input beside a residual: 3 * groups * rows * cols * sizeof(T) bytes are
-// moved. The elements that are normalized wait in registers for the sums.
+// The gate z of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes
+// are moved. The elements that are normalized wait in registers for the sums.
 //
 // Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
@@ -89,7 +89,7 @@ struct Rows {
     const int cols = exists ? part_cols : 0;
     using Index = typename Path::Index;
     const Index row = exists ? static_cast<Index>(number) : 0;
-    with_addresses_of_row<Path::kIsGeneral>(row, flags.has(kHasGroups), plan.rows, [&](const auto& address_in) {
+    with_addresses_of_row<Path::kIsGeneral>(row, flags.has(kHasSamples), plan.rows, [&](const auto& address_in) {
       Header& to = header(stage);
       const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + begin;
       slice.fetch(x_at(stage), x, cols);
@@ -120,15 +120,15 @@ struct Rows {
   __device__ __forceinline__ X* staged_x(int stage) const {
     return slice.template staged<X>(x_at(stage), header(stage).x_offset);
   }
-  // The scale of a column of the part; zero after the end.
-  __device__ __forceinline__ Acc load_scale(int64_t group, int column) const {
-    return column < part_cols ? load_element<T>(p.input_scale, group, begin + column, flags) : 0;
+  // The input_scale of a column of the part; zero after the end.
+  __device__ __forceinline__ Acc load_input_scale(int64_t sample, int column) const {
+    return column < part_cols ? load_element<T>(p.input_scale, sample, begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool exists(int stage) const { return header(stage).number >= 0; }
   __device__ __forceinline__ RowIndex find_row(int stage) const {
-    return find_group(max(header(stage).number, int64_t{0}), flags.has(kHasGroups), plan.rows);
+    return find_sample(max(header(stage).number, int64_t{0}), flags.has(kHasSamples), plan.rows);
   }
-  // Adds the input, or its product with the scale of the row's group, to the residual.
+  // Adds the input, or its product with the input_scale of the row's sample, to the residual.
   __device__ __forceinline__ void add_input(int stage) const {
     const auto slice = this->slice.rebuilt();
     X* const x = staged_x(stage);
@@ -139,8 +139,8 @@ struct Rows {
       slice.read(a, x, j);
       slice.read(b, input, j);
       if (flags.has(kInputScale)) {
-        const int64_t group = find_row(stage).group;
-        for (int e = 0; e < kStep; ++e) a[e] = fma(load_scale(group, slice.column(j + e)), b[e], a[e]);
+        const int64_t sample = find_row(stage).sample;
+        for (int e = 0; e < kStep; ++e) a[e] = fma(load_input_scale(sample, slice.column(j + e)), b[e], a[e]);
       } else {
         for (int e = 0; e < kStep; ++e) a[e] += b[e];
       }
@@ -179,8 +179,8 @@ struct Rows {
       Acc input[kVec];
       read_first_vector<T>(input, from.input, from.input_offset);
       if (flags.has(kInputScale)) {
-        const int64_t group = find_row(stage).group;
-        for (int e = 0; e < kVec; ++e) input[e] *= load_scale(group, e);
+        const int64_t sample = find_row(stage).sample;
+        for (int e = 0; e < kVec; ++e) input[e] *= load_input_scale(sample, e);
       }
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
     }
@@ -213,7 +213,7 @@ struct Rows {
         [&](Acc(&sums)[2]) { sum(sums, x, values, moments[0]); }, before_barrier);
     return moments[0];
   }
-  // Adds up d = x * scale - pivot and their squares.
+  // Adds up d = x * row_scale - pivot and their squares.
   __device__ __forceinline__ void sum(Acc (&sums)[2], const X* x, const Acc (&values)[kElements],
                                       const Moments& moments) const {
     const auto slice = this->slice.rebuilt();
@@ -227,7 +227,7 @@ struct Rows {
           // Vectors end at the end of the row.
           const int column = slice.column(Path::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < part_cols;
-          own.add(e, fma(v[e], moments.scale, exists ? -moments.pivot : 0));
+          own.add(e, fma(v[e], moments.row_scale, exists ? -moments.pivot : 0));
         }
       }
     };
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
   const RowsOf rows{p, plan, flags, slice, begin, part_cols, shared + warp * plan.stages * plan.stage_bytes};
 
   const int64_t block_rows = int64_t{plan.rounds} * plan.rows_per_round, first = blockIdx.y * block_rows;
-  const int64_t end = min(first + block_rows, p.groups * p.rows);
+  const int64_t end = min(first + block_rows, p.samples * p.rows);
   int64_t fetched = first + (is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : 0);
   const auto fetch_next = [&](int stage) {
     rows.fetch(fetched, fetched < end, stage);
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
 
   const Divisor<Acc> part_divisor = static_cast<int>(blockIdx.x) + 1 == plan.num_parts ? plan.last_part : plan.part;
   Acc weight[kElements], bias[kElements];
-  int64_t group = -1;  // of the parameters
+  int64_t sample = -1;  // of the parameters
   const int lag = Path::kIsGated ? 0 : plan.lag;
   int buffer = 0, stage = 0;
 #pragma unroll 1
@@ -350,10 +350,10 @@ __global__ void __launch_bounds__(Path::kIsGeneral ? kMaxBlockThreads : kResiden
       }
     }
     if (finishes) {
-      if (const int64_t next_group = rows.find_row(last_stage).group; next_group != group) {
-        group = next_group;
-        slice.template load_parameter<T>(weight, p.weight, {group, 0}, begin, part_cols, flags, kWeight, 1);
-        slice.template load_parameter<T>(bias, p.bias, {group, 0}, begin, part_cols, flags, kBias, 0);
+      if (const int64_t next_sample = rows.find_row(last_stage).sample; next_sample != sample) {
+        sample = next_sample;
+        slice.template load_parameter<T>(weight, p.weight, {sample, 0}, begin, part_cols, flags, kWeight, 1);
+        slice.template load_parameter<T>(bias, p.bias, {sample, 0}, begin, part_cols, flags, kBias, 0);
       }
       if (has_parts) {
         if (lag == 0 || !sums) {
@@ -405,7 +405,7 @@ Choice choose_stages(const ForwardParams& p, SlicesPlan plan) {
   plan.lag = config.cluster > 1 && plan.stages == kMaxStages && !Path::kIsGated ? 1 : 0;
 
   const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
-  const int64_t rounds = ceil_div(p.groups * p.rows, plan.rows_per_round);
+  const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
   plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, resident, kMaxGridY})));
   config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
   return {kernel, config, plan};

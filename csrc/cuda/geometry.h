@@ -1,4 +1,4 @@
-// Types that host code and kernels share: the options of a call, the groups of rows, and the division
+// Types that host code and kernels share: the options of a call, the rows of samples, and the division
 // of rows among blocks for the sums of gradients.
 #pragma once
 
@@ -27,14 +27,14 @@ void forward_slices(const ForwardParams& params);
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
 
-// Backward of a norm and of the scale of its input (input_scale.cu).
-void backward_with_scale(const BackwardParams& params);
+// Backward of a norm and of input_scale (input_scale.cu).
+void backward_with_input_scale(const BackwardParams& params);
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
 // The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
 enum Flag : unsigned {
-  kHasGroups = 1 << 0,
+  kHasSamples = 1 << 0,
   kRms = 1 << 1,
   kWeight = 1 << 2,
   kBias = 1 << 3,
@@ -49,8 +49,8 @@ enum Flag : unsigned {
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,
   kMemoryEfficient = 1 << 14,
-  kWeightPerGroup = 1 << 15,  // each group has a gradient of its own
-  kBiasPerGroup = 1 << 16,
+  kWeightPerSample = 1 << 15,  // each sample has a gradient of its own
+  kBiasPerSample = 1 << 16,
   kInputScale = 1 << 17,  // of forward only
   kGatedNorm = 1 << 18,
   kGateFirst = 1 << 19,
@@ -76,12 +76,14 @@ struct Flags {
 };
 
 // Also for a gradient that is not wanted, so that the other gradient does not depend on that.
-inline bool is_per_group(const Params& p, const View& gradient) { return gradient.group_stride != 0 && p.groups > 1; }
+inline bool is_per_sample(const Params& p, const View& gradient) {
+  return gradient.sample_stride != 0 && p.samples > 1;
+}
 
 // The flags of both passes.
 inline Flags common_flags(const Params& p) {
   Flags flags;
-  flags.set(kHasGroups, p.groups > 1);
+  flags.set(kHasSamples, p.samples > 1);
   flags.set(kRms, p.rms);
   flags.set(kWeight, p.weight.data);
   flags.set(kBias, p.bias.data);
@@ -107,12 +109,12 @@ inline Flags make_flags(const BackwardParams& p) {
   flags.set(kGradBias, p.grad_bias.data);
   flags.set(kGradSum, p.grad_sum.data);
   flags.set(kMemoryEfficient, p.memory_efficient);
-  flags.set(kWeightPerGroup, is_per_group(p, p.grad_weight));
-  flags.set(kBiasPerGroup, is_per_group(p, p.grad_bias));
+  flags.set(kWeightPerSample, is_per_sample(p, p.grad_weight));
+  flags.set(kBiasPerSample, is_per_sample(p, p.grad_bias));
   return flags;
 }
 
-// ---- groups of rows -------------------------------------------------------------------------------------------------
+// ---- rows of samples ------------------------------------------------------------------------------------------------
 
 // Divides numbers that are not negative without a division instruction, which would be a function call.
 class FastDivisor {
@@ -146,23 +148,23 @@ class FastDivisor {
 };
 
 struct RowIndex {
-  int64_t group, row;  // row: in the group
+  int64_t sample, row;  // row: in the sample
 };
 
-// The group of a row of [groups * rows].
-__device__ __forceinline__ RowIndex find_group(int64_t row, bool has_groups, const FastDivisor& rows) {
-  if (!has_groups) return {0, row};
-  const auto [group, row_in_group] = rows.divide(row);
-  return {group, row_in_group};
+// The sample of a row of [samples * rows].
+__device__ __forceinline__ RowIndex find_sample(int64_t row, bool has_samples, const FastDivisor& rows) {
+  if (!has_samples) return {0, row};
+  const auto [sample, row_in_sample] = rows.divide(row);
+  return {sample, row_in_sample};
 }
 
 template <class E>
 __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
-  return static_cast<E*>(view.data) + index.group * view.group_stride + index.row * view.row_stride;
+  return static_cast<E*>(view.data) + index.sample * view.sample_stride + index.row * view.row_stride;
 }
 
 // The distance of the rows of an array in bytes, if the product with the number of a row fits: one instruction then
-// computes an address. Rows of groups are found by address().
+// computes an address. Rows of samples are found by address().
 class ByteStride {
  public:
   // Returns whether the stride fits.
@@ -182,12 +184,12 @@ class ByteStride {
 constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;  // also of rows that do not exist
 
 // Calls f(address_in): address_in(view, E(), stride) is the address of row `number` in an array of E. Only rows without
-// groups, and not those of kIsGeneral, have strides.
+// samples, and not those of kIsGeneral, have strides.
 template <bool kIsGeneral, class Index, class F>
-__device__ __forceinline__ void with_addresses_of_row(Index number, bool has_groups, const FastDivisor& rows,
+__device__ __forceinline__ void with_addresses_of_row(Index number, bool has_samples, const FastDivisor& rows,
                                                       const F& f) {
-  if (kIsGeneral || has_groups) {
-    const RowIndex index = find_group(number, has_groups, rows);
+  if (kIsGeneral || has_samples) {
+    const RowIndex index = find_sample(number, has_samples, rows);
     f([&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
   } else {
     f([&](const View& view, auto element, const ByteStride& stride) {
@@ -198,54 +200,54 @@ __device__ __forceinline__ void with_addresses_of_row(Index number, bool has_gro
 
 // ---- gradients of parameters ----------------------------------------------------------------------------------------
 
-// The division of rows among blocks for the sums of dweight and dbias. A gradient belongs to the rows of a group or, if
-// the groups share it, to all rows. Its rows are divided into segments, and a block sums the gradient over a segment,
-// taking some rows in each round.
+// The division of rows among blocks for the sums of dweight and dbias. A gradient belongs to the rows of a sample or,
+// if the samples share it, to all rows. Its rows are divided into segments, and a block sums the gradient over a
+// segment, taking some rows in each round.
 struct GradientPlan {
   Flags flags;
-  FastDivisor rows, segments_of_gradient;  // rows of a group
+  FastDivisor rows, segments_of_gradient;  // rows of a sample
   int64_t num_segments, gradient_rows, segment_rows;
   int rounds;                              // of a segment
   int64_t weight_partials, bias_partials;  // rows of the workspace
   void* workspace;
 
   // If all rows share a gradient, each resident block has a segment. Else 64 segments of a gradient keep the GPU busy
-  // with few groups; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
+  // with few samples; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
   // most 256, which limits their rounding errors.
   void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
-    const bool per_group = has_gradients_per_group();
-    const int64_t gradients = per_group ? p.groups : 1;
-    gradient_rows = p.groups * p.rows / gradients;
+    const bool per_sample = has_gradients_per_sample();
+    const int64_t gradients = per_sample ? p.samples : 1;
+    gradient_rows = p.samples * p.rows / gradients;
     const int64_t rounds_of_gradient = ceil_div(gradient_rows, rows_per_round);
-    int64_t most_rounds = ceil_div(rounds_of_gradient, per_group ? 64 : resident);
-    if (per_group) most_rounds = std::clamp(most_rounds, min_rounds, int64_t{256});
+    int64_t most_rounds = ceil_div(rounds_of_gradient, per_sample ? 64 : resident);
+    if (per_sample) most_rounds = std::clamp(most_rounds, min_rounds, int64_t{256});
     const int64_t segments = ceil_div(rounds_of_gradient, most_rounds);
     rows = FastDivisor(p.rows);
     rounds = static_cast<int>(ceil_div(rounds_of_gradient, segments));
     segments_of_gradient = FastDivisor(segments);
     segment_rows = rounds * rows_per_round;
     num_segments = gradients * segments;
-    weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerGroup) ? num_segments : 0;
-    bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerGroup) ? num_segments : 0;
+    weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerSample) ? num_segments : 0;
+    bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerSample) ? num_segments : 0;
   }
-  __host__ __device__ __forceinline__ bool has_gradients_per_group() const {
-    return flags.has(kWeightPerGroup | kBiasPerGroup);
+  __host__ __device__ __forceinline__ bool has_gradients_per_sample() const {
+    return flags.has(kWeightPerSample | kBiasPerSample);
   }
   // Whether the sums of a segment are a gradient, and go there instead of the workspace.
-  __host__ __device__ __forceinline__ bool stores_gradient(Flag per_group) const {
-    return segments_of_gradient.divisor() == 1 && (flags.has(per_group) || num_segments == 1);
+  __host__ __device__ __forceinline__ bool stores_gradient(Flag per_sample) const {
+    return segments_of_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1);
   }
 };
 
 // Successive rows of a gradient.
 template <class Index>
 struct Segment {
-  Index gradient = 0;  // the group that has the gradient; 0 if all groups share it
+  Index gradient = 0;  // the sample that has the gradient; 0 if all samples share it
   Index first;         // row among all rows
   int rows;            // may be 0
 
   __device__ __forceinline__ Segment(const GradientPlan& plan, Index number) {
-    if (plan.has_gradients_per_group()) {
+    if (plan.has_gradients_per_sample()) {
       const auto [quotient, remainder] = plan.segments_of_gradient.divide(number);
       gradient = static_cast<Index>(quotient);
       number = static_cast<Index>(remainder);

@@ -6,26 +6,26 @@
 
 namespace layernorm::cuda {
 
-// The moments of numbers x * scale. Their mean is pivot + correction; for RMSNorm it is 0. m2 is the sum of the squares
-// of their differences from the mean.
+// The moments of numbers x * row_scale. Their mean is pivot + correction; for RMSNorm it is 0. m2 is the sum of the
+// squares of their differences from the mean.
 struct Moments {
-  Acc pivot, correction, m2, scale;
+  Acc pivot, correction, m2, row_scale;
 
-  // Completes the moments from the sums of x * scale - pivot and of its square, over as many numbers as `divisor` says.
-  // Returns whether the sums must be computed again, with another pivot or scale: a pivot that is too far from the mean
-  // is replaced by the mean, and if the sums overflow, the numbers are scaled. Numbers that include NaN or infinity
-  // still give NaN.
+  // Completes the moments from the sums of x * row_scale - pivot and of its square, over as many numbers as `divisor`
+  // says. Returns whether the sums must be computed again, with another pivot or row_scale: a pivot that is too far
+  // from the mean is replaced by the mean, and if the sums overflow, the numbers are rescaled. Numbers that include NaN
+  // or infinity still give NaN.
   __device__ __forceinline__ bool complete(Acc sum, Acc sum_of_squares, const Divisor<Acc>& divisor, bool rms,
                                            bool& is_estimate) {
     correction = rms ? 0 : divisor.divide(sum);
     const Acc correction_squared = divisor.value * correction * correction;
     m2 = sum_of_squares - correction_squared;
     if (m2 < 0) m2 = 0;  // this comparison keeps NaN
-    const bool overflows = !(m2 < kInfinity) && scale == 1;
+    const bool overflows = !(m2 < kInfinity) && row_scale == 1;
     const bool is_far = is_estimate && correction_squared > m2;
     if (overflows) {
-      scale = kScale;
-      pivot *= kScale;
+      row_scale = kRowScale;
+      pivot *= kRowScale;
     } else if (is_far) {
       pivot += correction;
       is_estimate = false;
@@ -38,7 +38,7 @@ struct Moments {
 struct ForwardPlan {
   Flags flags;
   ByteStride x_stride, input_stride, output_stride, sum_stride;
-  FastDivisor rows;  // of a group
+  FastDivisor rows;  // of a sample
   Acc eps;
   Divisor<Acc> cols;
 
@@ -52,29 +52,29 @@ struct ForwardPlan {
     const bool strides_fit = x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
                              input_stride.set(p.input, sizeof(T)) && output_stride.set(p.output, sizeof(T)) &&
                              sum_stride.set(p.sum, sizeof(X));
-    return strides_fit && p.groups * p.rows <= kMaxRowNumber;
+    return strides_fit && p.samples * p.rows <= kMaxRowNumber;
   }
 };
 
 // The numbers that normalize a row.
 struct alignas(16) Normalizer {
-  Acc pivot, correction, scale, rstd;  // of x * scale
+  Acc pivot, correction, row_scale, rstd;  // of x * row_scale
 
   Normalizer() = default;
   __device__ __forceinline__ Normalizer(const Moments& m, const ForwardPlan& plan)
       : pivot(m.pivot),
         correction(m.correction),
-        scale(m.scale),
-        rstd(scaled_rstd(m.m2 * plan.cols.reciprocal, plan.eps, m.scale)) {}
+        row_scale(m.row_scale),
+        rstd(rescaled_rstd(m.m2 * plan.cols.reciprocal, plan.eps, m.row_scale)) {}
 
   // The correction is subtracted before any multiplication, so that xhat is exactly 0 for a constant row.
-  __device__ __forceinline__ Acc xhat(Acc x) const { return (fma(x, scale, -pivot) - correction) * rstd; }
+  __device__ __forceinline__ Acc xhat(Acc x) const { return (fma(x, row_scale, -pivot) - correction) * rstd; }
 
   // Stores the mean and the rstd of x.
   __device__ __forceinline__ void store_statistics(const ForwardParams& p, const ForwardPlan& plan,
                                                    const RowIndex& row) const {
-    if (!plan.flags.has(kRms)) *address<Acc>(p.mean, row) = (pivot + correction) * (scale == 1 ? 1 : 1 / kScale);
-    *address<Acc>(p.rstd, row) = unscaled_rstd(rstd, plan.eps, scale);
+    if (!plan.flags.has(kRms)) *address<Acc>(p.mean, row) = (pivot + correction) * (row_scale == 1 ? 1 : 1 / kRowScale);
+    *address<Acc>(p.rstd, row) = undo_row_scale(rstd, plan.eps, row_scale);
   }
 };
 
@@ -82,7 +82,7 @@ struct alignas(16) Normalizer {
 struct MomentSums {
   Acc diffs[2] = {}, squares[2] = {};
 
-  // Adds d = x * scale - pivot of the thread's element e.
+  // Adds d = x * row_scale - pivot of the thread's element e.
   __device__ __forceinline__ void add(int e, Acc d) {
     diffs[e % 2] += d;
     squares[e % 2] = fma(d, d, squares[e % 2]);
@@ -149,19 +149,19 @@ __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const 
 
 // ---- the parts of a row ---------------------------------------------------------------------------------------------
 
-// The moments of a part of a row as three numbers. m2 is negative, or -0, if the numbers are scaled.
+// The moments of a part of a row as three numbers. m2 is negative, or -0, if the numbers are rescaled.
 __device__ __forceinline__ void pack(Acc (&packed)[3], const Moments& m) {
   packed[0] = m.pivot;
   packed[1] = m.correction;
-  packed[2] = copysign(m.m2, m.scale == 1 ? Acc(1) : Acc(-1));
+  packed[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
 }
-// Unpacks and multiplies by `scale`. Moments that are scaled already are not finite without their scale.
-__device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc scale) {
-  const bool is_scaled = signbit(packed[2]);
+// Unpacks the moments of x * row_scale. If they were packed rescaled, those of x itself overflow: m2 is infinity.
+__device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc row_scale) {
+  const bool is_rescaled = signbit(packed[2]);
   const Acc m2 = abs(packed[2]);
-  if (scale == 1) return {packed[0], packed[1], is_scaled ? kInfinity : m2, 1};
-  const Acc factor = is_scaled ? 1 : scale;
-  return {packed[0] * factor, packed[1] * factor, m2 * factor * factor, scale};
+  if (row_scale == 1) return {packed[0], packed[1], is_rescaled ? kInfinity : m2, 1};
+  const Acc factor = is_rescaled ? 1 : row_scale;
+  return {packed[0] * factor, packed[1] * factor, m2 * factor * factor, row_scale};
 }
 
 // Merges the moments of a row's parts, which are packed, in an order that depends only on their number. Each part has
@@ -169,13 +169,13 @@ __device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc scale) {
 __device__ __forceinline__ Moments merge_parts(const Acc (*parts)[3], int num_parts, Acc part_cols, Acc last_part_cols,
                                                const Divisor<Acc>& cols) {
   const int lane = threadIdx.x % kWarpSize;
-  for (Acc scale = 1;; scale = kScale) {
-    const Acc pivot = unpack(parts[0], scale).pivot;
+  for (Acc row_scale = 1;; row_scale = kRowScale) {
+    const Acc pivot = unpack(parts[0], row_scale).pivot;
     const auto add_parts = [&](const auto& term) {  // the sum of term(count, mean - pivot, m2) over the parts
       Acc sum = 0;
 #pragma unroll 1
       for (int i = lane; i < num_parts; i += kWarpSize) {
-        const Moments m = unpack(parts[i], scale);
+        const Moments m = unpack(parts[i], row_scale);
         sum += term(i + 1 == num_parts ? last_part_cols : part_cols, (m.pivot - pivot) + m.correction, m.m2);
       }
       return sum_lanes<kWarpSize>(sum);
@@ -183,7 +183,7 @@ __device__ __forceinline__ Moments merge_parts(const Acc (*parts)[3], int num_pa
     const Acc correction = cols.divide(add_parts([](Acc count, Acc d, Acc) { return count * d; }));
     const Acc m2 =
         add_parts([&](Acc count, Acc d, Acc m2) { return fma(count * (d - correction), d - correction, m2); });
-    if (m2 < kInfinity || scale != 1) return {pivot, correction, m2, scale};
+    if (m2 < kInfinity || row_scale != 1) return {pivot, correction, m2, row_scale};
   }
 }
 

@@ -9,10 +9,10 @@ namespace {
 constexpr int kMaxWarpsPerColumn = 32;  // of add_partials
 constexpr int kLoadsInFlight = 8;       // of a thread
 
-// The partial sums [groups, count, pitch] of a gradient [groups, cols].
+// The partial sums [samples, count, pitch] of a gradient [samples, cols].
 struct Partials {
   int64_t first;  // row of the workspace
-  int64_t groups, count;
+  int64_t samples, count;
   View gradient;
 };
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_rounded(void* to, int64_t i, double value,
   }
 }
 
-// Adds the partial sums of each group of the first gradient (blockIdx.z is 0) or the second, in a fixed order. A lane
+// Adds the partial sums of each sample of the first gradient (blockIdx.z is 0) or the second, in a fixed order. A lane
 // owns a column, and the warps of a block take the partial sums in turn. The kernel waits for memory, so each thread
 // has many loads in flight.
 __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   wait_for_previous_grid();
-  for (int64_t group = blockIdx.y; group < partials.groups; group += gridDim.y) {
-    const int64_t begin = (partials.first + group * partials.count) * pitch + column;
+  for (int64_t sample = blockIdx.y; sample < partials.samples; sample += gridDim.y) {
+    const int64_t begin = (partials.first + sample * partials.count) * pitch + column;
     double sum = 0;
     if (column < cols) {
       sum = is_double ? sum_column(static_cast<const double*>(workspace) + begin, warp, warps, partials.count, pitch)
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
     if (warp == 0 && column < cols) {
 #pragma unroll 4
       for (int w = 1; w < warps; ++w) sum += sums[w][lane];
-      store_rounded(partials.gradient.data, group * partials.gradient.group_stride + column,
+      store_rounded(partials.gradient.data, sample * partials.gradient.sample_stride + column,
                     is_double ? sum : static_cast<float>(sum), dtype);
     }
     __syncthreads();
@@ -69,23 +69,24 @@ __global__ void __launch_bounds__(kMaxWarpsPerColumn* kWarpSize, 2)
 
 void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, bool is_double, int64_t pitch,
                          LaunchConfig config) {
-  const auto make = [&](const View& gradient, bool is_per_group, int64_t first, int64_t rows) {
-    const int64_t groups = std::min(is_per_group ? p.groups : 1, rows);  // 0 without partial sums
-    return Partials{first, groups, rows / std::max(groups, int64_t{1}), gradient};
+  const auto make = [&](const View& gradient, bool is_per_sample, int64_t first, int64_t rows) {
+    const int64_t samples = std::min(is_per_sample ? p.samples : 1, rows);  // 0 without partial sums
+    return Partials{first, samples, rows / std::max(samples, int64_t{1}), gradient};
   };
-  const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerGroup), 0, plan.weight_partials);
-  const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerGroup), plan.weight_partials, plan.bias_partials);
-  const int64_t groups = std::max(weight.groups, bias.groups);
-  if (groups == 0) return;
+  const auto weight = make(p.grad_weight, plan.flags.has(kWeightPerSample), 0, plan.weight_partials);
+  const auto bias = make(p.grad_bias, plan.flags.has(kBiasPerSample), plan.weight_partials, plan.bias_partials);
+  const int64_t samples = std::max(weight.samples, bias.samples);
+  if (samples == 0) return;
   // A thread adds at least four partial sums: with more warps, adding up their sums would take longer.
   const int64_t warps = ceil_div(std::max(weight.count, bias.count), 4);
-  config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
-                     static_cast<unsigned>(std::min(groups, kMaxGridY)), weight.groups > 0 && bias.groups > 0 ? 2 : 1);
+  config.grid =
+      dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)), static_cast<unsigned>(std::min(samples, kMaxGridY)),
+           weight.samples > 0 && bias.samples > 0 ? 2 : 1);
   config.block = static_cast<unsigned>(std::min<int64_t>(warps, kMaxWarpsPerColumn) * kWarpSize);
   config.shared_bytes = 0;
   config.cluster = 1;
   config.overlaps_previous = true;
-  launch(config, add_partials, plan.workspace, is_double, weight.groups > 0 ? weight : bias, bias, pitch, p.cols,
+  launch(config, add_partials, plan.workspace, is_double, weight.samples > 0 ? weight : bias, bias, pitch, p.cols,
          p.param_dtype);
 }
 

@@ -39,35 +39,35 @@ __device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
   return f(Acc());
 }
 template <class T>
-__device__ __forceinline__ Acc load_element(const View& parameter, int64_t group, int64_t column, Flags flags) {
+__device__ __forceinline__ Acc load_element(const View& parameter, int64_t sample, int64_t column, Flags flags) {
   return with_parameter_type<T>(flags, [&](auto element) {
-    return static_cast<Acc>(address<const decltype(element)>(parameter, {group, 0})[column]);
+    return static_cast<Acc>(address<const decltype(element)>(parameter, {sample, 0})[column]);
   });
 }
 
 // ---- large numbers --------------------------------------------------------------------------------------------------
 
-// As on the CPU, a row whose sums of squares or differences overflow is first scaled by a power of two, which rounds
+// As on the CPU, a row whose sums of squares or differences overflow is first rescaled by a power of two, which rounds
 // nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
-constexpr Acc kScale = 0x1p-96f;
+constexpr Acc kRowScale = 0x1p-96f;
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
 __device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
 
-// 1 / sqrt(variance + eps * scale^2) for the variance of x * scale. eps * scale^2 may underflow, its root does not. In
-// constant rows of large numbers, whose differences are zero, the largest number replaces an overflow.
+// 1 / sqrt(variance + eps * row_scale^2) for the variance of x * row_scale. eps * row_scale^2 may underflow, its root
+// does not. In constant rows of large numbers, whose differences are zero, the largest number replaces an overflow.
 template <class Number>
-__device__ __forceinline__ Number scaled_rstd(Number variance, Number eps, Number scale) {
-  if (scale == 1) return reciprocal_sqrt(variance + eps);
-  const Number rstd = 1 / hypot(sqrt(variance), sqrt(eps) * scale);
+__device__ __forceinline__ Number rescaled_rstd(Number variance, Number eps, Number row_scale) {
+  if (row_scale == 1) return reciprocal_sqrt(variance + eps);
+  const Number rstd = 1 / hypot(sqrt(variance), sqrt(eps) * row_scale);
   return eps > 0 && rstd == std::numeric_limits<Number>::infinity() ? std::numeric_limits<Number>::max() : rstd;
 }
 
-// The rstd of x, from the result of scaled_rstd().
+// The rstd of x, from the result of rescaled_rstd().
 template <class Eps>
-__device__ __forceinline__ Acc unscaled_rstd(Acc rstd, Eps eps, Acc scale) {
-  return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * scale;
+__device__ __forceinline__ Acc undo_row_scale(Acc rstd, Eps eps, Acc row_scale) {
+  return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * row_scale;
 }
 
 // A number of columns, and its reciprocal rounded to nearest.
@@ -92,24 +92,25 @@ struct Divisor {
 // The largest power of two up to x, for positive normal x, and the reciprocal of a power of two.
 __device__ __forceinline__ float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
 __device__ __forceinline__ float invert(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
-// The statistics that forward saved, for x * scale: d = x * scale - mean and xhat = d * rstd - correction. The scale is
-// a power of two, which rounds nothing, and brings the deviation of the row near 1, so that products with d neither
-// overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the scale is the rstd of x.
+// The statistics that forward saved, for x * row_scale: d = x * row_scale - mean and xhat = d * rstd - correction. The
+// row_scale is a power of two, which rounds nothing, and brings the deviation of the row near 1, so that products with
+// d neither overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the row_scale is the
+// rstd of x.
 struct Statistics {
-  Acc scale = 0, mean = 0, rstd = 0;
+  Acc row_scale = 0, mean = 0, rstd = 0;
 
   Statistics() = default;
   __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool memory_efficient) : mean(mean_), rstd(rstd_) {
     if (memory_efficient) {
-      scale = rstd;
+      row_scale = rstd;
       rstd = 1;
       return;
     }
-    // Numbers around so large a mean are too far apart for a product to underflow; the scaled mean might overflow.
+    // Numbers around so large a mean are too far apart for a product to underflow; the rescaled mean might overflow.
     const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
-    scale = is_far ? 1 : power_of_two(max(rstd, std::numeric_limits<Acc>::min()));
-    mean *= scale;
-    rstd *= invert(scale);
+    row_scale = is_far ? 1 : power_of_two(max(rstd, std::numeric_limits<Acc>::min()));
+    mean *= row_scale;
+    rstd *= invert(row_scale);
   }
 };
 
@@ -122,7 +123,7 @@ struct RowMeans {
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
   // as for a row of one column or the gradient of the sum of the outputs.
   __device__ __forceinline__ Acc grad_input(Acc g_minus_mean, Acc xhat_, const Statistics& row) const {
-    return fma(xhat_, -g_xhat, g_minus_mean) * (row.rstd * row.scale);
+    return fma(xhat_, -g_xhat, g_minus_mean) * (row.rstd * row.row_scale);
   }
 };
 

@@ -176,15 +176,15 @@ struct Slice {
       }
     }
   }
-  // Loads the elements of the weight or the bias of a group, from the block's first column on: of T or float.
+  // Loads the elements of the weight or the bias of a sample, from the block's first column on: of T or float.
   template <class T>
-  __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& group,
+  __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], const View& view, const RowIndex& sample,
                                                  int64_t first_column, int cols, Flags flags, Flag exists,
                                                  Acc default_value) const {
     for (Acc& value : v) value = default_value;
     if (!flags.has(exists)) return;
     with_parameter_type<T>(flags, [&](auto element) {
-      const auto* const from = address<const decltype(element)>(view, group) + first_column;
+      const auto* const from = address<const decltype(element)>(view, sample) + first_column;
 #pragma unroll
       for (int j = 0; j < kElements; j += kVec) {
         Acc wide[kVec];

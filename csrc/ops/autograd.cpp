@@ -48,7 +48,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_factor] = wanted;
     const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());  // the sum is the first output
     const Tensor& grad_output = grads.back();
-    const auto scale = as_optional(input_scale.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
+    const auto s = as_optional(input_scale.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
     const auto z = as_optional(gate.unpack(*this));
     BackwardOutputs g;
     if (grad_output.defined()) {
@@ -57,31 +57,31 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
       const auto m = as_optional(mean.unpack(*this)), w = as_optional(weight.unpack(*this));
       const auto b = as_optional(bias.unpack(*this));
       const Tensor r = rstd.unpack(*this);
-      const std::array<bool, 6> mask = {scale ? wants_residual : wants_input || wants_residual,
+      const std::array<bool, 6> mask = {s ? wants_residual : wants_input || wants_residual,
                                         wants_weight,
                                         wants_bias,
                                         wants_factor && z,
-                                        wants_input && scale,
-                                        wants_factor && scale};
-      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, mask, grad_sum, z, scale, scaled, options});
+                                        wants_input && s,
+                                        wants_factor && s};
+      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, mask, grad_sum, z, s, scaled, options});
     } else if (grad_sum) {  // the gradients of the sum alone
       const auto acc = rstd.unpack(*this).scalar_type();
       g.grad_input = *grad_sum;
-      if (scale) {
+      if (s) {
         const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
-        const Tensor rows = with_all_dims(*scale, grad_sum->dim(), normalized_dims, options);
+        const Tensor rows = with_all_dims(*s, grad_sum->dim(), normalized_dims, options);
         if (wants_input) g.grad_scaled_input = rows.to(acc) * grad_sum->to(acc);
         if (wants_factor) {
           const Tensor sum = at::sum_to(grad_sum->to(acc) * scaled->to(acc), rows.sym_sizes());
-          g.grad_input_scale = sum.to(scale->scalar_type()).reshape_symint(scale->sym_sizes());
+          g.grad_input_scale = sum.to(s->scalar_type()).reshape_symint(s->sym_sizes());
         }
       }
     }
-    variable_list result = {scale ? g.grad_scaled_input : g.grad_input, g.grad_weight, g.grad_bias, g.grad_input,
-                            scale ? g.grad_input_scale : g.grad_gate};
+    variable_list result = {s ? g.grad_scaled_input : g.grad_input, g.grad_weight, g.grad_bias, g.grad_input,
+                            s ? g.grad_input_scale : g.grad_gate};
     if (!wants_input) result[0] = Tensor();
     if (!wants_residual) result[3] = Tensor();
-    result.resize(z || scale ? 5 : has_residual ? 4 : 3);
+    result.resize(z || s ? 5 : has_residual ? 4 : 3);
     return result;
   }
 
@@ -148,13 +148,13 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   const bool keeps_input = wants(input, residual, weight, gate, input_scale) ||
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool keeps_gate = gate && (keeps_input || !options.gate_first);
-  const bool keeps_scale = input_scale && node->has_residual && wants(input, input_scale);
+  const bool keeps_input_scale = input_scale && node->has_residual && wants(input, input_scale);
   const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(args) && wants(gate);
-  if (keeps_gate || keeps_scale) {
+  if (keeps_gate || keeps_input_scale) {
     const Tensor& factor = keeps_gate ? *gate : *input_scale;
     node->set_next_edges(torch::autograd::collect_next_edges(*input, w, b, residual ? *residual : Tensor(), factor));
     (keeps_gate ? node->gate : node->input_scale) = Saved(factor);
-    if (keeps_scale && wants(input_scale)) node->scaled_input = Saved(input);
+    if (keeps_input_scale && wants(input_scale)) node->scaled_input = Saved(input);
   } else {
     node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(*input, w, b, *residual)
                                             : torch::autograd::collect_next_edges(*input, w, b));

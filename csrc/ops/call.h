@@ -27,11 +27,11 @@ inline at::DimVector strides_like(const Tensor& images) {
   return at::DimVector(at::infer_dense_strides(images.sizes(), images.strides()));
 }
 
-// Every tensor of a call is seen as [groups, rows, cols]. All rows of one of these groups have the same parameters.
+// Every tensor of a call is seen as [samples, rows, cols]. All rows of one of these samples have the same parameters.
 //
-// The batch dimensions in which a parameter has the input's size are groups, and so are the groups of num_groups; the
-// others are rows. If all rows share the parameters, groups and rows are outer and inner batch dimensions, divided so
-// that the input need not be copied. With channels_first, only the first dimension, the images, may be a group.
+// The batch dimensions in which a parameter has the input's size are samples, and so are the groups of num_groups; the
+// others are rows. If all rows share the parameters, samples and rows are outer and inner batch dimensions, divided so
+// that the input need not be copied. With channels_first, only the first dimension, the images, may be a sample.
 //
 // The constructor allocates nothing. Results, and copies of other tensors, have the layout of the output: contiguous
 // or, for images, the strides of at::empty_like().
@@ -109,15 +109,15 @@ class Call {
   // The views of a tensor that the kernels write; an undefined tensor has no data.
   View write(const Tensor& t) const { return t.defined() ? with_data(view(t), t) : View(); }
   View write_statistic(const Tensor& t) const { return t.defined() ? with_data(statistic_view(t), t) : View(); }
-  // The group stride of a gradient that is not wanted also says whether each group has a gradient of its own: the order
-  // in which kernels sum other gradients depends on it.
+  // The sample stride of a gradient that is not wanted also says whether each sample has a gradient of its own: the
+  // order in which kernels sum other gradients depends on it.
   View write_gradient(const GradientType& type, const Tensor& t) const {
     const bool is_own = present(type.model) ? type.model->numel() > cols : num_groups_ > 1;
     return {t.defined() ? t.mutable_data_ptr() : nullptr, is_own ? cols : 0, 0, 1};
   }
 
   const ParameterTypes types;
-  int64_t groups = 1, rows = 1, cols = 1;
+  int64_t samples = 1, rows = 1, cols = 1;
   bool channels_first = false;
 
  private:
@@ -128,55 +128,55 @@ class Call {
     int64_t size, stride;
   };
 
-  // Divides the batch dimensions into groups and rows, and decides whether kernels can take the call.
+  // Divides the batch dimensions into samples and rows, and decides whether kernels can take the call.
   template <class Args, class Parameters>
   void divide_rows(const Args& args, const Parameters& parameters) {
     for (int64_t d = batch_dims_; d < dims_; ++d) cols *= extent(layout(input_), d).size;
-    is_group_.assign(batch_dims_, false);
-    if (num_groups_ > 1) is_group_[batch_dims_ - 1] = true;
+    is_sample_.assign(batch_dims_, false);
+    if (num_groups_ > 1) is_sample_[batch_dims_ - 1] = true;
     for (const auto& parameter : parameters) {
       if (!parameter) continue;
-      for (int64_t d = 0; d < batch_dims_; ++d) is_group_[d] |= extent(layout(*parameter), d).size != 1;
+      for (int64_t d = 0; d < batch_dims_; ++d) is_sample_[d] |= extent(layout(*parameter), d).size != 1;
     }
     const auto& sizes = input_.sizes();
     const auto strides = options_.images ? strides_like(input_) : c10::contiguous_strides(sizes);
     const Layout output = {sizes, strides};
     channels_first = joint_stride(output, batch_dims_, dims_, 1, all_) != 1;
     bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, all_) == 1;
-    for (const auto& parameter : parameters) has_kernel &= !parameter || has_all_groups_or_none(*parameter);
-    const bool grouped = std::find(is_group_.begin(), is_group_.end(), true) != is_group_.end();
-    if (!grouped && has_kernel) {
+    for (const auto& parameter : parameters) has_kernel &= !parameter || has_all_samples_or_none(*parameter);
+    const bool per_sample = std::find(is_sample_.begin(), is_sample_.end(), true) != is_sample_.end();
+    if (!per_sample && has_kernel) {
       const auto input_fits = [&] { return fits(output) && fits(layout(input_)); };
       const auto all_fit = [&] { return input_fits() && (!args.gate || fits(layout(*args.gate))); };
-      if (!make_groups_until(all_fit) && !make_groups_until(input_fits)) {
-        make_groups_until([&] { return fits(output); });
+      if (!make_samples_until(all_fit) && !make_samples_until(input_fits)) {
+        make_samples_until([&] { return fits(output); });
       }
     }
-    for (int64_t d = 0; d < batch_dims_; ++d) (is_group_[d] ? groups : rows) *= extent(layout(input_), d).size;
+    for (int64_t d = 0; d < batch_dims_; ++d) (is_sample_[d] ? samples : rows) *= extent(layout(input_), d).size;
     const auto statistics = statistics_shape<at::DimVector>(sizes, normalized_dims_, options_);
     has_kernel_ = has_kernel && fits(output) && fits({statistics, c10::contiguous_strides(statistics)});
   }
 
-  // Makes the first batch dimensions groups, one after the other until done() holds; returns whether it does.
+  // Makes the first batch dimensions samples, one after the other until done() holds; returns whether it does.
   template <class F>
-  bool make_groups_until(const F& done) {
-    std::fill(is_group_.begin(), is_group_.end(), false);
-    // If pixels were groups, the kernel for one image, and therefore its bits, would differ from that for several.
+  bool make_samples_until(const F& done) {
+    std::fill(is_sample_.begin(), is_sample_.end(), false);
+    // If pixels were samples, the kernel for one image, and therefore its bits, would differ from that for several.
     const int64_t end = channels_first ? std::min<int64_t>(batch_dims_, 1) : batch_dims_;
-    for (int64_t d = 0; d < end && !done(); ++d) is_group_[d] = true;
+    for (int64_t d = 0; d < end && !done(); ++d) is_sample_[d] = true;
     return done();
   }
 
   static Layout layout(const Tensor& t) { return {t.sizes(), t.strides()}; }
 
-  // The dimensions of a call are [*batch, groups, *normalized]; groups only with num_groups. Returns the size and the
-  // stride of dimension d of a tensor with the shape of the input, a statistic or a parameter.
+  // The dimensions of a call are [*batch, num_groups, *normalized]; num_groups only with num_groups. Returns the size
+  // and the stride of dimension d of a tensor with the shape of the input, a statistic or a parameter.
   Extent extent(const Layout& t, int64_t d) const {
-    const bool is_group = num_groups_ > 1 && d == batch_dims_ - 1, is_element = num_groups_ > 1 && d == batch_dims_;
+    const bool is_sample = num_groups_ > 1 && d == batch_dims_ - 1, is_element = num_groups_ > 1 && d == batch_dims_;
     const int64_t source = source_of(t, d - is_element);
     if (source < 0) return {1, 0};
     const int64_t size = t.sizes[source], stride = t.strides[source];
-    if (is_group) return {num_groups_, stride * (size / num_groups_)};
+    if (is_sample) return {num_groups_, stride * (size / num_groups_)};
     return {is_element ? size / num_groups_ : size, stride};
   }
 
@@ -216,9 +216,9 @@ class Call {
 
   // The view of a layout, whose strides are -1 where dimensions cannot be merged.
   View view(const Layout& t, const void* data) const {
-    const auto is_group = [&](int64_t d) { return !is_group_.empty() && is_group_[d]; };
-    const auto is_row = [&](int64_t d) { return !is_group(d); };
-    return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_group).value_or(-1),
+    const auto is_sample = [&](int64_t d) { return !is_sample_.empty() && is_sample_[d]; };
+    const auto is_row = [&](int64_t d) { return !is_sample(d); };
+    return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_sample).value_or(-1),
             joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
             joint_stride(t, batch_dims_, dims_, 1, all_).value_or(-1)};
   }
@@ -241,7 +241,7 @@ class Call {
 
   // Whether the kernels can use the strides of a tensor.
   bool fits(const View& v) const {
-    return v.group_stride >= 0 && v.row_stride >= 0 &&
+    return v.sample_stride >= 0 && v.row_stride >= 0 &&
            (channels_first ? v.col_stride >= 0 && v.row_stride == 1 : v.col_stride == 1);
   }
   bool fits(const Layout& t) const { return fits(view(t, nullptr)); }
@@ -249,26 +249,26 @@ class Call {
   bool fits_parameter(const Tensor& t) const {
     const View own = parameter_view(t);
     if (!is_aligned(own, t.element_size())) return false;
-    return is_shared(t) ? t.is_contiguous() : own.group_stride >= 0 && own.col_stride == 1;
+    return is_shared(t) ? t.is_contiguous() : own.sample_stride >= 0 && own.col_stride == 1;
   }
 
   // Whether every row starts at a multiple of the largest power of two, up to 16, that divides its bytes.
   bool is_aligned(const View& view, int64_t size) const {
     if (!aligns_ || channels_first || cols == 0) return true;
     const int64_t row_bytes = cols * size, address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
-    const int64_t starts = address | view.group_stride * size | view.row_stride * size;
+    const int64_t starts = address | view.sample_stride * size | view.row_stride * size;
     return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
   }
 
-  // Whether all groups share a parameter.
+  // Whether all samples share a parameter.
   bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && num_groups_ == 1; }
 
-  // Whether a parameter has values for each group, or one for all groups. The kernels cannot read parameters that are
-  // shared by some groups.
-  bool has_all_groups_or_none(const Tensor& parameter) const {
+  // Whether a parameter has values for each sample, or one for all samples. The kernels cannot read parameters that are
+  // shared by some samples.
+  bool has_all_samples_or_none(const Tensor& parameter) const {
     bool all = true, none = true;
     for (int64_t d = 0; d < batch_dims_; ++d) {
-      if (is_group_[d]) (extent(layout(parameter), d).size == 1 ? all : none) = false;
+      if (is_sample_[d]) (extent(layout(parameter), d).size == 1 ? all : none) = false;
     }
     return all || none;
   }
@@ -278,11 +278,11 @@ class Call {
   const Tensor& input_;
   const Options& options_;
   const int64_t num_groups_, normalized_dims_;
-  const int64_t batch_dims_, dims_;  // including the dimension of the groups
+  const int64_t batch_dims_, dims_;  // including that of the groups
   const bool aligns_;
-  bool is_plain_;           // one group of contiguous rows, as in nearly every call
+  bool is_plain_;           // one sample of contiguous rows, as in nearly every call
   bool has_kernel_ = true;  // for other calls
-  c10::SmallVector<bool, 5> is_group_;
+  c10::SmallVector<bool, 5> is_sample_;
   c10::SmallVector<Tensor, 2> copies_;
 };
 

@@ -36,7 +36,7 @@ at::DimVector last_dims(int64_t count) {
 // The mean over the last `count` dimensions.
 Tensor mean_of(const Tensor& t, int64_t count) { return t.mean(last_dims(count), /*keepdim=*/true); }
 
-// The differences x - mean, or x for RMSNorm, times the scale of their row, which is a power of two and a constant for
+// The differences x - mean, or x for RMSNorm, times the row_scale, which is a power of two and a constant for
 // autograd. As in the kernels, the mean is corrected for its rounding, and a constant row has differences of zero.
 struct Differences {
   // magnitude(first_scale, largest) returns the order of magnitude of the standard deviation times first_scale;
@@ -63,15 +63,15 @@ struct Differences {
       values = values - correction;
       mean = (center + correction.detach()) / first_scale;
     }
-    // Squares that might overflow or underflow are avoided by a second scale. Its product with the first one is finite.
+    // Squares that might overflow or underflow are avoided by a second factor. Its product with the first one is finite.
     const Tensor largest = at::maximum(high * first_scale - center, center - low * first_scale);
     const Tensor exponent = at::clamp(at::round(at::log2(magnitude(first_scale, largest)) / step), -3, 2);
     const Tensor second_scale = at::exp2(exponent * -step);
     values = values * second_scale;
-    scale = first_scale * second_scale;
+    row_scale = first_scale * second_scale;
   }
 
-  Tensor values, scale;
+  Tensor values, row_scale;
   Tensor mean;  // undefined for RMSNorm
 };
 
@@ -184,10 +184,10 @@ struct Terms {
     const auto acc = saved_rstd.scalar_type();
     const Differences d(input.to(acc), count, options,
                         [&](const Tensor& first_scale, const Tensor&) { return first_scale / saved_rstd.detach(); });
-    const Tensor saved = saved_rstd / d.scale, variance = mean(d.values * d.values);
-    const Tensor scaled_rstd = saved * at::rsqrt(saved * saved * (variance - variance.detach()) + 1);
-    rstd = scaled_rstd * d.scale;
-    xhat = d.values * scaled_rstd;
+    const Tensor saved = saved_rstd / d.row_scale, variance = mean(d.values * d.values);
+    const Tensor rescaled_rstd = saved * at::rsqrt(saved * saved * (variance - variance.detach()) + 1);
+    rstd = rescaled_rstd * d.row_scale;
+    xhat = d.values * rescaled_rstd;
     if (present(weight_)) weight = factor(*weight_, acc, options);
     g = times_weight(dy);
   }
@@ -229,9 +229,9 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
     return at::maximum(largest, first_scale * root);
   });
-  const Tensor scaled_root = d.scale * root, scaled_eps = scaled_root * scaled_root;
+  const Tensor rescaled_root = d.row_scale * root, rescaled_eps = rescaled_root * rescaled_root;
   const Tensor variance = mean_of(d.values * d.values, count);
-  const Tensor rstd = at::rsqrt(eps < 0 ? variance - scaled_eps : variance + scaled_eps);
+  const Tensor rstd = at::rsqrt(eps < 0 ? variance - rescaled_eps : variance + rescaled_eps);
   Tensor y = d.values * rstd;
   if (weight) y = y * factor(*weight, acc, options);
   if (bias) y = y + bias->to(acc);
@@ -241,7 +241,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   if (args.inplace) sum = args.residual->copy_(sum);
   const auto order = keeps_channels_last(args) ? memory_order(args.input) : rows.order;
   return {rows.undo(y.to(input.scalar_type()), order), sum, rows.undo(d.mean, {}),
-          rows.undo(rstd.detach() * d.scale, {})};
+          rows.undo(rstd.detach() * d.row_scale, {})};
 }
 
 BackwardOutputs backward_composite(const BackwardArgs& args) {
@@ -250,7 +250,8 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_allocated(args);
   const Options& options = args.options;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
-  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_scale] = args.output_mask;
+  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_input_scale] =
+      args.output_mask;
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
@@ -266,7 +267,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     return rows.sum(gradient, type, args.normalized_shape);
   };
   if (wants_bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
-  const bool wants_dx = wants_input || wants_gate || wants_scaled_input || wants_scale;
+  const bool wants_dx = wants_input || wants_gate || wants_scaled_input || wants_input_scale;
   if (!(wants_weight || wants_dx)) return grads;
 
   const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
@@ -290,7 +291,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     if (wants_scaled_input) {
       grads.grad_scaled_input = rows.undo((rows(*args.input_scale).to(acc) * dx).to(grad_output.scalar_type()));
     }
-    if (wants_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
+    if (wants_input_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
   }
   if (wants_input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
   return grads;

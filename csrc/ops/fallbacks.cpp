@@ -92,8 +92,8 @@ BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args)
     for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) copy_to_layout(*t, input);
     return grads;
   }
-  // The kernel then computes a gradient for each group of the expanded parameters. They are not rounded before they are
-  // summed.
+  // The kernel then computes a gradient for each sample of the expanded parameters. They are not rounded before they
+  // are summed.
   const auto acc = accumulate_type(input);
   const ParameterTypes types(input, args);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());

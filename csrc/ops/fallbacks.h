@@ -10,7 +10,7 @@ namespace layernorm {
 Tensor channels_last(const Tensor& images);
 
 // For tensors that the kernels cannot use in place, see Call: copies images to channels_last, and expands parameters
-// whose groups are not adjacent dimensions.
+// whose samples are not adjacent dimensions.
 ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args);
 BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args);
 

@@ -205,15 +205,15 @@ backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
                   const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
                   const optional<Tensor>& gate, const optional<Tensor>& input_scale,
                   const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
-  auto [dx, dweight, dbias, dgate, dscaled, dscale] =
+  auto [dx, dweight, dbias, dgate, dscaled_input, dinput_scale] =
       kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, gate,
                  input_scale, scaled_input, LAYERNORM_OPTIONS});
   return {std::move(dx),
           as_optional(std::move(dweight)),
           as_optional(std::move(dbias)),
           as_optional(std::move(dgate)),
-          as_optional(std::move(dscaled)),
-          as_optional(std::move(dscale))};
+          as_optional(std::move(dscaled_input)),
+          as_optional(std::move(dinput_scale))};
 }
 
 // Registers an implementation of all operators for one dispatch key.

@@ -38,7 +38,7 @@ class GlobalMemory final : public Allocator {
   void add(const View& view, int64_t rows, int64_t cols, Dtype dtype, const char* name, Contents contents) {
     if (view.data == nullptr) return;
     const int64_t last =
-        (p_.groups - 1) * view.group_stride + (rows - 1) * view.row_stride + (cols - 1) * view.col_stride;
+        (p_.samples - 1) * view.sample_stride + (rows - 1) * view.row_stride + (cols - 1) * view.col_stride;
     emulator::register_buffer(view.data, (last + 1) * (dtype == Dtype::kFloat32 ? 4 : 2), name, contents);
   }
 
