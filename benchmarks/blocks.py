@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layernorm_ext
-from layernorm_ext import ada_layer_norm, add_ada_layer_norm, add_layer_norm, gated_rms_norm
+from layernorm_ext import ada_layer_norm, add_ada_layer_norm, add_layer_norm, gated_rms_norm, rms_norm
 from layernorm_ext.fusion import fuse_neighbors
 
 from .cases import EPS, PAIRS
@@ -90,6 +90,12 @@ BLOCKS = {
     ),
 }
 FAMILY = {
+    "rms_norm": Block(
+        ("rows", "weight"),
+        lambda library, x, weight: library.rms_norm(x, x.shape[-1:], weight, EPS),
+        lambda x, weight: rms_norm(x, x.shape[-1:], weight, EPS),
+    ),
+    "add_layer_norm": BLOCKS["residual, norm"],
     "ada_layer_norm": BLOCKS["norm, modulate"],
     "add_ada_layer_norm with a gate": BLOCKS["gate, residual, norm, modulate"],
     "gated_rms_norm": Block(

@@ -1,16 +1,28 @@
-"""Store the times of a run, and write them into docs/results.md as the table of its benchmark."""
+"""Store the times of a run, and write its tables into the documents.
+
+A table follows the line `<!-- MACHINE/BENCHMARK -->` of docs/results.md or of the README, which has the times of SHAPES.
+"""
 
 import csv
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from .runs import ROOT
 
-RESULTS, DOCUMENT = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
+RESULTS = ROOT / "benchmarks" / "results"
+# The shapes of the README's table, rows x columns.
+SHAPES = {
+    "6304x768": "ViT-B, 32 images",
+    "4096x768": "BERT, 32 sequences of 128",
+    "2048x4096": "Llama 7B, 2048 tokens",
+    "25088x96": "Swin, 8 images",
+    "487x513": "an odd width",
+}
 
 
 class Layout(NamedTuple):
@@ -18,7 +30,7 @@ class Layout(NamedTuple):
 
     A cell has the figures of all contenders, divided by commas, unless the column is that of a contender. The other
     fields differ between the cases of a cell, which has the geometric mean, the least and the most of several cases.
-    The figures are ratios to the base: more than 1 is slower than "ours", or faster than "torch".
+    The figures are speeds: how many times as fast "ours" is as each contender, or each contender as "torch".
     """
 
     line: str
@@ -54,9 +66,10 @@ def by_case(records: list[dict]) -> list[dict]:
     return list(lines.values())
 
 
-def save(lines: list[dict], path: Path) -> None:
+def save(lines: list[dict], path: Path, header: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
+        file.writelines(f"# {line}\n" for line in header)
         writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line), lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
@@ -70,10 +83,19 @@ def describe(figures: list[float], noise: float) -> str:
     return f"({figure:.2f})" if 1 / noise < figure < noise else f"{figure:.2f}"
 
 
-def markdown(path: Path) -> str:
-    """Return the table of a stored run."""
+def load(path: Path) -> list[dict]:
     with open(path, newline="") as file:
-        cases = list(csv.DictReader(file))
+        return list(csv.DictReader(line for line in file if line[0] != "#"))
+
+
+def markdown(table: list[list[str]]) -> str:
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def speeds(path: Path) -> str:
+    """Return the table of a stored run."""
+    cases = load(path)
     line, keys, base = LAYOUTS[path.stem]
     mode = "graph" if "ours graph us" in cases[0] else "eager"
     suffix = f" {mode} us"
@@ -86,27 +108,43 @@ def markdown(path: Path) -> str:
             cells[place][name].append(figure)
             noise[place] = float(case[f"{mode} noise"])
     columns = list(dict.fromkeys(column for _, column in cells))
-    table = [[line, *columns], ["---"] * (1 + len(columns))]
+    table = [[line, *columns]]
     for value in dict.fromkeys(value for value, _ in cells):
         texts = ([describe(f, noise[value, c]) for f in cells[value, c].values()] for c in columns)
         table.append([value, *map(", ".join, texts)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in table)
+    return markdown(table)
 
 
-def update(text: str, path: Path) -> str:
-    """Return a document in which the table of a run is the one of its file."""
-    marker = f"<!-- {path.parent.name}/{path.stem} -->\n"
-    before, found, after = text.partition(marker)
-    if not found:
-        raise ValueError(f"Expected the line {marker.strip()!r} in {DOCUMENT}, but there is none")
-    return before + marker + markdown(path) + "".join(dropwhile(lambda line: line[0] == "|", after.splitlines(True)))
+def times(path: Path) -> str:
+    """Return the table of torch's and this package's microseconds, and how many times as fast this package is."""
+    columns = [(dtypes, name) for dtypes in ("fp32", "bf16") for name in ("forward", "backward")]
+    cells = {}
+    for case in load(path):
+        theirs, ours = (float(case[f"{name} eager us"]) for name in ("torch", "ours"))
+        place = f"{case['rows']}x{case['cols']}", case["dtypes"], case["pass"]
+        cells[place] = f"{theirs:.0f} → {ours:.0f} ({theirs / ours:.1f})"
+    lines = [[f"{name} ({shape})", *(cells[shape, *column] for column in columns)] for shape, name in SHAPES.items()]
+    return markdown([["shape", *map(" ".join, columns)], *lines])
+
+
+TABLES = {ROOT / "docs" / "results.md": speeds, ROOT / "README.md": times}
+
+
+def update(text: str, path: Path, table: Callable[[Path], str]) -> str:
+    """Return a document in which the table of a run, if it has one, is the one of its file."""
+    before, marker, after = text.partition(f"<!-- {path.parent.name}/{path.stem} -->\n")
+    if not marker:
+        return text
+    return before + marker + table(path) + "".join(dropwhile(lambda line: line[0] == "|", after.splitlines(True)))
 
 
 def store(run: Path, machine: str) -> None:
     """Store a RUN, a JSON file, as the one of MACHINE, and update the tables of all stored runs."""
     found = json.loads(run.read_text())
-    save(by_case(found["records"]), RESULTS / machine / f"{found['benchmark']}.csv")
-    text = DOCUMENT.read_text()
-    for path in sorted(RESULTS.glob("*/*.csv")):
-        text = update(text, path)
-    DOCUMENT.write_text(text)
+    header = [found["command"], found["started"], *(f"{name} {value}" for name, value in found["machine"].items())]
+    save(by_case(found["records"]), RESULTS / machine / f"{found['benchmark']}.csv", header)
+    for document, table in TABLES.items():
+        text = document.read_text()
+        for path in sorted(RESULTS.glob("*/*.csv")):
+            text = update(text, path, table)
+        document.write_text(text)
