@@ -1,4 +1,4 @@
-"""The public functions match their formulas (support/family.py): results, derivatives, transforms and compiled calls.
+"""The public functions match their formulas: results, derivatives, transforms and compiled calls.
 
 test_family.py tests the operators on every backend, and test_tracing.py tracers.
 """
