@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.backends import assert_same_bits, installed, rows_and_images, run, run_images
-from support.inputs import all_dtypes, data_dtypes, randn, random_args, rms_or_not
+from support.inputs import all_dtypes, data_dtypes, output_dtypes, randn, random_args, rms_or_not
 from support.reference import (
     BF16,
     DTYPES,
@@ -138,7 +138,7 @@ def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
         assert ((y != 0) & (y.abs() < smallest)).sum() > y.numel() / 2
 
 
-@all_dtypes
+@output_dtypes
 @pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (17, 4112), (17, 8224), (17, 16385)])
 def test_large_arrays(backend, dtypes, megabytes, cols):
     """A CPU reads rows one by one, or two at a time, and writes around the caches if arrays are large.

@@ -1,4 +1,4 @@
-"""The public functions and modules with their options, and the functions' formulas in torch's operations."""
+"""The public functions and modules with their options, and the functions' formulas."""
 
 import inspect
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layernorm_ext
+from support.reference import norm
 
 EPS = 2.0**-10  # the default of no function, and exact in float32, which ONNX has
 
@@ -72,29 +73,18 @@ class Member:
 
     def formula(self, x, r, w, b):
         w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))  # [N, C]
-        total = (b * x if "gate" in self.options else x) + r if self.adds else x
-        factor = 1
-        if self.is_gated_norm:
-            factor = torch.sigmoid(r) if "activation" in self.options else r * torch.sigmoid(r)
-        is_first, groups = "gate_first" in self.options, self.options.get("num_groups", 1)
-        w = w + 1 if "ada" in self.name or "zero_centered_weight" in self.options else w
-        y = formula(total * (factor if is_first else 1), w, b if self.has_bias else None, "rms" in self.name, groups)
-        y = y * (1 if is_first else factor)
+        options = {name: self.options[name] for name in ("num_groups", "gate_first") if name in self.options}
+        options["sigmoid"] = "activation" in self.options
+        options["zero_centered_weight"] = "ada" in self.name or "zero_centered_weight" in self.options
+        options |= {"residual": r if self.adds else None, "input_scale": b if "gate" in self.options else None}
+        options |= {"gate": r if self.is_gated_norm else None, "rms": "rms" in self.name}
+        y, total, _ = norm(x, w, b if self.has_bias else None, EPS, **options)
         return (y, total) if self.adds else (y,)
 
 
 def channels_second(t):
     """Return rows or parameters [N, *, C] as images [N, C, *]; a parameter [C] or None stays."""
     return t if t is None or t.dim() == 1 else t.movedim(t.dim() - 1, 1)
-
-
-def formula(x, weight=None, bias=None, rms=False, groups=1):
-    """Return the output in terms of operations that autograd differentiates to any order."""
-    x = x.unflatten(-1, (groups, -1))
-    d = x if rms else x - x.mean(-1, keepdim=True)
-    y = (d / (d.square().mean(-1, keepdim=True) + EPS).sqrt()).flatten(-2)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
 
 
 SIGMOID_FIRST = {"activation": "sigmoid", "gate_first": True}

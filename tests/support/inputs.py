@@ -9,6 +9,8 @@ import torch
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
+# One pair for each dtype of the output, for tests of the stores, which the parameters' dtype does not concern.
+output_dtypes = pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (F16, F16), (BF16, F32)], ids=dtypes_id)
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtypes_id)
 
 # Numbers of columns by the code path that they cover. A CPU pack has 4 to 32 elements; narrow rows have up to 4096

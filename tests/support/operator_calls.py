@@ -10,10 +10,12 @@ import random
 import re
 import sys
 import warnings
+from types import SimpleNamespace
 
 import torch
 
 import layernorm_ext  # noqa: F401  (registers the operators)
+from support.reference import Backward, Forward, activate, norm
 
 OPERATORS = {
     name: getattr(getattr(torch.ops.layernorm, name.partition(".")[0]), name.partition(".")[2] or "default")
@@ -84,12 +86,10 @@ def right_call(name, rng):
     args["grad_output"] = draw(dtype)
     args["output_mask"] = [rng.random() < 0.7 for _ in range(6)]
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    x, dims = as_rows(args["input"].double(), args), tuple(range(-len(shape), 0))
-    mean, rstd = x.mean(dims, keepdim=True), (x.square().mean(dims, keepdim=True) + 0.01).rsqrt()
-    if num_groups > 1:
-        mean, rstd = mean.squeeze(-1), rstd.squeeze(-1)
-    args["mean"] = None if flags["rms"] else place(mean).to(acc)
-    args["rstd"] = place(rstd).to(acc)
+    statistics = Forward(as_rows(args["input"].double(), args), 0.01, flags["rms"])
+    for key, t in (("mean", statistics.mean), ("rstd", statistics.rstd)):
+        ones = [] if num_groups > 1 else [1] * len(shape)
+        args[key] = None if t is None else place(t.reshape(*t.shape[:-1], *ones)).to(acc)
     return args
 
 
@@ -206,88 +206,61 @@ def change(name, args, rng):
 
 
 def as_rows(t, args):
-    """Return a tensor, statistic or parameter with the normalized dimensions last; see csrc/ops/geometry.h."""
+    """Return a tensor, statistic or parameter with the normalized dimensions last, as one; see csrc/ops/geometry.h."""
     dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args.get("num_groups") or 1
     if t.dim() > count and args["images"]:
         t = t.reshape(*t.shape, *[1] * (dims - t.dim())).movedim(1, -1)
     while count < t.dim() < dims:
         t = t.unsqueeze(-1 - count)
+    t = t.flatten(-count)
     return t if groups == 1 else t.unflatten(-1, (groups, t.shape[-1] // groups))
 
 
-def activate(gate, sigmoid):
-    return torch.sigmoid(gate) * (1 if sigmoid else gate)
-
-
-def formulas(name, args):
-    """Return the right results of a call."""
+def right_results(name, args):
+    """Return the right results of a call, as rows."""
     values = {key: as_rows(t.double(), args) if isinstance(t, torch.Tensor) else t for key, t in args.items()}
-    if (args.get("num_groups") or 1) > 1:
-        values["normalized_shape"] = [args["normalized_shape"][0] // args["num_groups"]]
-    return (forward if "forward" in name else backward)(args, **values)
+    return (forward if "forward" in name else backward)(**values)
 
 
-def forward(
-    args, input, normalized_shape, eps, weight=None, bias=None, residual=None, gate=None, input_scale=None, rms=False,
-    zero_centered_weight=False, sigmoid=False, gate_first=False, **_,
-):  # fmt: skip
-    dims = tuple(range(-len(normalized_shape), 0))
-    x, total, factor = input, None, 1 if gate is None else activate(gate, sigmoid)
-    if residual is not None:
-        total = x = ((1 if input_scale is None else input_scale) * input + residual).to(args["residual"].dtype).double()
-    x = x * factor if gate_first else x
-    mean = torch.zeros(()) if rms else x.mean(dims, keepdim=True)
-    rstd = ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
-    y = (x - mean) * rstd * (1 if weight is None else weight + zero_centered_weight) + (0 if bias is None else bias)
-    y = y if gate_first else y * factor
-    return {"output": y, "sum": total, "mean": None if rms else mean, "rstd": rstd}
+def forward(input, normalized_shape, memory_efficient, images, num_groups, **options):
+    output, total, statistics = norm(input, **options)
+    return {"output": output, "sum": total, "mean": statistics.mean, "rstd": statistics.rstd}
 
 
 def backward(
-    args, grad_output, input, normalized_shape, rstd, output_mask, weight=None, bias=None, grad_sum=None, gate=None,
-    input_scale=None, scaled_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, sigmoid=False,
+    grad_output, input, rstd, output_mask, weight=None, bias=None, grad_sum=None, gate=None, input_scale=None,
+    scaled_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, num_groups=None, sigmoid=False,
     gate_first=False, **_,
 ):  # fmt: skip
-    dims = tuple(range(-len(normalized_shape), 0))
-    default = normalized_shape if args.get("num_groups") in (None, 1) else (args["num_groups"], *normalized_shape)
-    shape = next((p.shape for p in (weight, bias) if p is not None), default)
+    """Return the gradients that follow from the given rstd and, with memory_efficient, from the output."""
+    factor, derivative = (None, None) if gate is None else with_derivative(lambda z: activate(z, sigmoid), gate)
+    is_before, is_after = gate is not None and gate_first, gate is not None and not gate_first
+    x, dy = input * factor if is_before else input, grad_output * factor if is_after else grad_output
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
+    xhat = (x - b) / w if memory_efficient else x * rstd
+    xhat = xhat if rms else xhat - xhat.mean(-1, keepdim=True)
+    recovered = SimpleNamespace(xhat=xhat, rstd=rstd)
+    dx = Backward(dy, recovered, w, rms, 0 if grad_sum is None else grad_sum).grad_input
 
-    def average(t):
-        return t.mean(dims, keepdim=True)
-
-    def xhat_of(x):
-        x = (x - b) / w if memory_efficient else x * rstd
-        return x if rms else x - average(x)
-
-    def gradients(x, dy):
-        xhat, g = xhat_of(x), dy * w
-        dx = rstd * ((g if rms else g - average(g)) - xhat * average(g * xhat))
-        dw, db = dy * xhat, dy + 0 * x
-        shapes = (shape if weight is None else weight.shape), (shape if bias is None else bias.shape)
-        return dx, *(t.sum_to_size(s) for t, s in zip((dw, db), shapes, strict=True))
-
-    if gate is None:
-        dx, dw, db = gradients(input, grad_output)
-        dx = dx if grad_sum is None else dx + grad_sum
-        results = [dx, dw, db, None, None, None]
-        if input_scale is not None:
-            dscale = None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape)
-            results[4:] = [input_scale * dx, dscale]
-    else:
-        z = gate.clone().requires_grad_()
-        with torch.enable_grad():
-            f = activate(z, sigmoid)
-            (derivative,) = torch.autograd.grad(f.sum(), z) if z.numel() else (z,)
-        f = f.detach()
-        if gate_first:
-            du, dw, db = gradients(input * f, grad_output)
-            results = [du * f, dw, db, du * input * derivative, None, None]
-        else:
-            dx, dw, db = gradients(input, grad_output * f)
-            results = [dx, dw, db, grad_output * (xhat_of(input) * w + b) * derivative, None, None]
+    default = x.shape[-1 if num_groups in (None, 1) else -2 :]
+    shape = next((p.shape for p in (weight, bias) if p is not None), default)
+    shapes = (shape if p is None else p.shape for p in (weight, bias))
+    results = [dx * factor if is_before else dx, *map(torch.Tensor.sum_to_size, (dy * xhat, dy), shapes)]
+    results.append(dx * input * derivative if is_before else None)
+    if is_after:
+        results[3] = grad_output * (xhat * w + b) * derivative
+    results.append(None if input_scale is None else input_scale * dx)
+    results.append(None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape))
     names = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
     return {name: t if wanted else None for name, t, wanted in zip(names, results, output_mask, strict=True)}
+
+
+def with_derivative(function, z):
+    z = z.clone().requires_grad_()
+    with torch.enable_grad():
+        values = function(z)
+        (derivative,) = torch.autograd.grad(values.sum(), z)
+    return values.detach(), derivative
 
 
 # Calls
@@ -374,7 +347,7 @@ def compare(name, args, actual):
         if divisor.numel() and divisor.abs().min() < 0.1:
             return None
     dtype = max((t.dtype for t in args.values() if isinstance(t, torch.Tensor)), key=lambda d: TOLERANCES.get(d, 0))
-    for (key, right), result in zip(formulas(name, args).items(), actual, strict=True):
+    for (key, right), result in zip(right_results(name, args).items(), actual, strict=True):
         if (result is None) != (right is None):
             return f"{key} is {result}, not {right}"
         if result is None:

@@ -1,7 +1,7 @@
-"""The readable specification: LayerNorm and RMSNorm in wider arithmetic, and the errors that the kernels may have.
+"""The readable specification: the norms in wider arithmetic, and the errors that the kernels may have.
 
 float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-bit on Arm). Its exponent range also
-holds the square of every double. All other results are checked in float64. All arrays are [rows, cols].
+holds the square of every double. All other results are checked in float64. The arrays of the checks are [rows, cols].
 """
 
 import functools
@@ -39,19 +39,20 @@ def exact(tensor):
 
 
 class Forward:
-    """Statistics and normalized values of the rows of x. RMSNorm has a mean of 0."""
+    """Statistics and normalized values of the rows of x [*, cols], an array of numpy or a tensor.
+
+    RMSNorm has no mean. Autograd differentiates the values of a tensor to any order.
+    """
 
     def __init__(self, x, eps=1e-5, rms=False):
-        if rms:
-            self.mean = np.zeros_like(x[:, :1])
-            deviation = x
-        else:
-            rounded_mean = x.mean(1, keepdims=True)
+        self.mean, deviation = None, x
+        if not rms:
+            rounded_mean = x.mean(-1, keepdims=True)
             deviation = x - rounded_mean
-            correction = deviation.mean(1, keepdims=True)
+            correction = deviation.mean(-1, keepdims=True)
             self.mean = rounded_mean + correction
             deviation = deviation - correction
-        self.rstd = ((deviation**2).mean(1, keepdims=True) + eps) ** -0.5
+        self.rstd = ((deviation**2).mean(-1, keepdims=True) + eps) ** -0.5
         self.xhat = deviation * self.rstd
 
     def output(self, weight, bias):
@@ -64,20 +65,61 @@ class Backward:
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
         self.g = dy if weight is None else dy * weight
-        self.xhat, self.rstd, self.rms, self.grad_sum = forward.xhat, forward.rstd, rms, grad_sum
-        self.grad_weight, self.grad_bias = (dy * forward.xhat).sum(0), dy.sum(0)
+        self.dy, self.xhat, self.rstd, self.rms, self.grad_sum = dy, forward.xhat, forward.rstd, rms, grad_sum
 
     @functools.cached_property
     def grad_input(self):
         g, xhat = self.g, self.xhat
-        mean_g, mean_gx = 0 if self.rms else g.mean(1, keepdims=True), (g * xhat).mean(1, keepdims=True)
+        mean_g, mean_gx = 0 if self.rms else g.mean(-1, keepdims=True), (g * xhat).mean(-1, keepdims=True)
         return self.rstd * (g - mean_g - xhat * mean_gx) + self.grad_sum
+
+    @property
+    def grad_weight(self):
+        return (self.dy * self.xhat).sum(0)
+
+    @property
+    def grad_bias(self):
+        return self.dy.sum(0)
 
     @functools.cached_property
     def terms(self):
         abs_g, abs_xhat = abs(self.g), abs(self.xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
         return self.rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(self.grad_sum)
+
+
+def activate(gate, sigmoid=False):
+    return torch.sigmoid(gate) * (1 if sigmoid else gate)
+
+
+def norm(
+    x,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    *,
+    residual=None,
+    input_scale=None,
+    gate=None,
+    rms=False,
+    zero_centered_weight=False,
+    num_groups=1,
+    sigmoid=False,
+    gate_first=False,
+):
+    """Return the output of the forward operator for float64 tensors [*, cols], its sum or None, and the statistics.
+
+    Autograd differentiates the results to any order.
+    """
+    total = None if residual is None else (x if input_scale is None else input_scale * x) + residual
+    x = x if total is None else total
+    factor = None if gate is None else activate(gate, sigmoid)
+    x = x * factor if gate_first and gate is not None else x
+    forward = Forward(x.unflatten(-1, (num_groups, -1)) if num_groups > 1 else x, eps, rms)
+    forward.xhat = forward.xhat.reshape(x.shape)
+    y = forward.output(weight + 1 if zero_centered_weight and weight is not None else weight, bias)
+    y = y if gate_first or gate is None else y * factor
+    return y, total, forward
 
 
 # Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms.
@@ -151,15 +193,16 @@ def check_forward(
     assert y.dtype == dtype and y.is_contiguous(), context
     assert_within(y, expected.output(w, b), output_bound(dtype, expected, w, b), "output", *context)
 
+    kind = statistics_dtype(x.dtype)
+    assert rstd.dtype == kind, context
+    smallest = rounding(kind, expected.rstd, 0)
     if rms:
         assert mean is None, context
-        mean = torch.zeros_like(rstd)
-    kind = statistics_dtype(x.dtype)
-    assert mean.dtype == rstd.dtype == kind, context
-    smallest = rounding(kind, expected.mean, 0)
-    # The mean is rounded once. The remaining error is relative to the standard deviation.
-    mean_bound = torch.finfo(kind).eps / 2 * np.abs(expected.mean) + OUTPUT[x.dtype] / expected.rstd + smallest
-    assert_within(mean, expected.mean, mean_bound, "mean", *context)
+    else:
+        assert mean.dtype == kind, context
+        # The mean is rounded once. The remaining error is relative to the standard deviation.
+        mean_bound = torch.finfo(kind).eps / 2 * np.abs(expected.mean) + OUTPUT[x.dtype] / expected.rstd + smallest
+        assert_within(mean, expected.mean, mean_bound, "mean", *context)
     assert_within(rstd, expected.rstd, RSTD[x.dtype] * expected.rstd + smallest, "rstd", *context)
     return expected
 
