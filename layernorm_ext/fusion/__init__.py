@@ -6,23 +6,15 @@ One call of the operator ``layernorm::forward`` replaces a residual sum with a g
     y = norm(s)                         ->  output, s = forward(x, weight=scale, bias=shift, residual=residual,
     output = y * (1 + scale) + shift                            input_scale=gate, zero_centered_weight=True)
 
-Everything but the norm may be missing. The operator's autograd serves training. Example::
-
-    from layernorm_ext.fusion import fuse_neighbors
+Everything but the norm may be missing. The operator's autograd serves training. ``docs/pytorch.md`` shows the uses::
 
     model = torch.compile(model, options={"pre_grad_custom_pass": fuse_neighbors})
-    torch._inductor.config.pre_grad_custom_pass = fuse_neighbors  # for the whole process, and beside mode=
-
     model = torch.compile(model, backend=layernorm_ext.fusion.eager)  # without Inductor
+    fuse_neighbors(program.graph)  # of torch.export, traced in layernorm_ext.trace_as("kernel")
 
-    with layernorm_ext.trace_as("kernel"):
-        program = torch.export.export(model, inputs)
-    fuse_neighbors(program.graph)
-
-The logger ``layernorm_ext.fusion`` gets a line for each graph at level INFO, and ``fuse_neighbors.counts`` has the
-number of calls of each kind. The graph is neither functional nor normalized, so that the pass knows many spellings of a
-sum, and leaves a norm as it is if it cannot exclude that the order of reads and writes changes. This module is not
-imported by ``import layernorm_ext``, because Inductor's modules take a second to import.
+The logger ``layernorm_ext.fusion`` gets a line for each graph at level INFO. The graph is neither functional nor
+normalized, so that the pass leaves a norm as it is if it cannot exclude that the order of reads and writes changes.
+This module is not imported by ``import layernorm_ext``, because Inductor's modules take a second to import.
 """
 
 from __future__ import annotations
@@ -47,22 +39,8 @@ from torch.utils._pytree import tree_leaves
 
 import layernorm_ext
 
-from . import _graph_order
-from ._graph_order import (
-    Writes,
-    are_equal,
-    are_interchangeable,
-    are_on_one_stream,
-    bodies,
-    fake_tensor,
-    is_call,
-    is_sorted,
-    make_sums_out_of_place,
-    may_write,
-    misleads,
-    operation,
-    recorded,
-)
+from . import _graph_order as order
+from ._graph_order import Writes, bodies, fake_tensor, is_call, make_sums_out_of_place, may_write, misleads, recorded
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
@@ -87,7 +65,7 @@ class FuseNeighbors(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the part of Inductor's cache key that depends on this pass."""
-        return get_hash_for_files((__file__, _graph_order.__file__), layernorm_ext.__version__)
+        return get_hash_for_files((__file__, order.__file__), layernorm_ext.__version__)
 
     def __call__(self, graph: Graph) -> None:
         """Join the norms of a graph with their neighbors, in place."""
@@ -97,7 +75,7 @@ class FuseNeighbors(CustomGraphPass):
         norms = [node for node in graph.nodes if node.target in (_ops.forward.default, _ops.forward.fused)]
         joined: Counter[str] = Counter()
         with self._caught("the graph"):
-            if norms and not is_sorted(graph):
+            if norms:
                 stable_topological_sort(graph)  # Inductor sorts behind custom passes
             if any(map(misleads, graph.nodes)):
                 _logger.debug("a node changes a shape in place or observes a gradient: all norms are left")
@@ -151,23 +129,19 @@ _NO_EFFECT = {"alpha": 1, "value": 1, "out": None}
 
 def _operands(node: Any, name: str) -> tuple[Any, ...] | None:
     """Return the operands of a node, or None if it is another operation or has an option that changes its value."""
-    called = operation(node)
+    called = order.operation(node)
     names = _OPERANDS[name]
     if _OTHER_NAMES.get(called, called) != name or len(node.args) > len(names):
         return None
     given = dict(zip(names, node.args, strict=False))
     given |= {_OTHER_NAMES.get(key, key): value for key, value in node.kwargs.items()}
     operands = tuple(given.pop(name, None) for name in names)
-    return operands if _has_no_effect(given) else None
+    return operands if given.items() <= _NO_EFFECT.items() else None
 
 
 def _source(view: Node) -> Any:
     """Return what a view reads, which may be a keyword argument."""
     return view.args[0] if view.args else view.kwargs.get("input", view.kwargs.get("self"))
-
-
-def _has_no_effect(options: dict[str, Any]) -> bool:
-    return all(name in _NO_EFFECT and value == _NO_EFFECT[name] for name, value in options.items())
 
 
 def _only(nodes: dict[Node, None]) -> Node | None:
@@ -181,7 +155,7 @@ def _orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
 def _remove_operations_without_effect(graph: Graph) -> None:
     """Remove conversions and dropouts that return their input itself."""
     for node in list(graph.nodes):
-        name, source = operation(node), fake_tensor(_source(node)) if is_call(node) else None
+        name, source = order.operation(node), fake_tensor(_source(node)) if is_call(node) else None
         if source is None or may_write(node):
             continue
         value = fake_tensor(node)
@@ -190,7 +164,7 @@ def _remove_operations_without_effect(graph: Graph) -> None:
             is_identity = any(flag is False for flag in flags)
         else:
             is_identity = name in _CONVERSIONS and value is not None and _share_storage(source, value)
-        if is_identity and are_interchangeable(source, value):
+        if is_identity and order.are_interchangeable(source, value):
             node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
 
@@ -206,7 +180,7 @@ def _are_alike(first: Any, *others: Any) -> bool:
     """Return whether all are tensors of the same shape, dtype and device: operations among them convert nothing."""
     x, *rest = map(fake_tensor, (first, *others))
     return x is not None and all(
-        y is not None and (y.dtype, y.device) == (x.dtype, x.device) and are_equal(y.shape, x.shape) for y in rest
+        y is not None and (y.dtype, y.device) == (x.dtype, x.device) and order.are_equal(y.shape, x.shape) for y in rest
     )
 
 
@@ -222,20 +196,14 @@ def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
         return False
     batch = zip(p.shape[: p.dim() - dims], like.shape, strict=False)
     broadcasts = all(statically_known_true(n == 1) or statically_known_true(n == m) for n, m in batch)
-    return broadcasts and are_equal(p.shape[-dims:], like.shape[-dims:])
+    return broadcasts and order.are_equal(p.shape[-dims:], like.shape[-dims:])
 
 
 def _share_groups(dims: int, *parameters: Any) -> bool:
     """Return whether all parameters with batch sizes other than 1 have equal ones."""
     sizes = [value.shape[:-dims] for value in map(fake_tensor, parameters) if value is not None and value.dim() > dims]
     sizes = [size for size in sizes if not all(statically_known_true(n == 1) for n in size)]
-    return all(are_equal(size, sizes[0]) for size in sizes)
-
-
-def _is_shared(parameter: Any, dims: int) -> bool:
-    """Return whether all rows have the same weight or bias."""
-    value = fake_tensor(parameter)
-    return value is not None and value.dim() == dims
+    return all(order.are_equal(size, sizes[0]) for size in sizes)
 
 
 # Neighbors
@@ -278,7 +246,7 @@ def _sums(source: Any, dims: int) -> Iterator[_Sum]:
         total = _source(total)
     for residual, factors, nodes in _products_plus(total):
         for gate, x in _orders(factors):
-            if _are_alike(total, x, residual) and _is_gate(gate, total, dims):
+            if _are_alike(total, x, residual) and _is_parameter(gate, total, dims) and not _are_alike(gate, total):
                 yield _Sum(nodes, x, residual, gate, views)
     pair = _operands(total, "add")
     if pair and _are_alike(total, *pair):
@@ -296,23 +264,18 @@ def _products_plus(node: Any) -> Iterator[tuple[Any, tuple[Any, ...], list[Node]
             yield term, factors, [product, node]
 
 
-def _is_gate(gate: Any, total: Any, dims: int) -> bool:
-    """Return whether a factor is a parameter of rows, and not one of two activations."""
-    return _is_parameter(gate, total, dims) and not _are_alike(gate, total)
-
-
 def _keeps_rows(node: Any, dims: int) -> bool:
     """Return whether a node reshapes batch dimensions only."""
-    if operation(node) not in _RESHAPES:
+    if order.operation(node) not in _RESHAPES:
         return False
     new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
-    if operation(node) == "getitem" and not (
+    if order.operation(node) == "getitem" and not (
         _share_storage(new, old) and statically_known_true(new.numel() == old.numel())
     ):
         return False  # a slice or a gather
-    return are_equal(new.shape[-dims:], old.shape[-dims:])
+    return order.are_equal(new.shape[-dims:], old.shape[-dims:])
 
 
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
@@ -320,28 +283,21 @@ def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
     last = max(y.users, default=None)
     ends = [end for end in (last and _only(last.users), last) if end]
     found = [
-        _Modulation([*p.replaced, end], p.factor, shift, p.is_zero_centered)
+        _Modulation([*scaled.replaced, end], scaled.factor, shift, scaled.is_zero_centered)
         for end in ends
         for product, shift in _orders(_operands(end, "add"))
         if is_call(product) and product is not shift and len(product.users) == 1
-        for p in _scaled(product, y)
+        for scaled in _scaled(product, y)
     ]
-    found += [
-        _Modulation(nodes, factor, shift)
-        for end in ends
-        for shift, factors, nodes in _products_plus(end)
-        for this, factor in _orders(factors)
-        if this is y
-    ]
-    found += [each for end in ends for each in _scaled(end, y)]
-    for each in found:
-        parts = (each.factor, each.shift)
-        is_pure = y not in parts and set(y.users) <= set(each.replaced)
-        # A factor of the output's shape may be an activation that gates it.
-        is_factor = _is_parameter(each.factor, y, dims) and (
-            not _are_alike(each.factor, y) or operation(each.factor) == "add"
-        )
-        if is_pure and is_factor and (each.shift is None or _is_shift(each.shift, each.factor, y, dims)):
+    for end in ends:
+        triple = _operands(end, "addcmul") or ()
+        found += [_Modulation([end], factor, triple[0]) for this, factor in _orders(triple[1:]) if this is y]
+    for each in [*found, *itertools.chain(*(_scaled(end, y) for end in ends))]:
+        factor, shift = each.factor, each.shift
+        if y in (factor, shift) or not set(y.users) <= set(each.replaced) or not _is_parameter(factor, y, dims):
+            continue
+        is_gate = _are_alike(factor, y) and order.operation(factor) != "add"  # an activation, which is no 1 + scale
+        if not is_gate and (shift is None or _is_shift(shift, factor, y, dims)):
             yield each
 
 
@@ -351,9 +307,8 @@ def _scaled(node: Node, y: Node) -> Iterator[_Modulation]:
         if this is y:
             yield _Modulation([node], factor)
     for term, factors, nodes in _products_plus(node):
-        for this, factor in _orders(factors):
-            if this is y and term is y:
-                yield _Modulation(nodes, factor, None, True)
+        if term is y and y in factors:
+            yield _Modulation(nodes, factors[factors[0] is y], None, True)
 
 
 def _is_shift(shift: Any, factor: Node, y: Node, dims: int) -> bool:
@@ -431,9 +386,8 @@ class _Match:
         if self.total:
             arguments |= {"residual": self.total.residual, "input": self.total.x, "input_scale": self.total.gate}
         if self.modulation and not self.is_weighted:
-            is_zero_centered = self.modulation.is_zero_centered
             arguments |= {"weight": self.modulation.factor, "bias": self.modulation.shift}
-            arguments["zero_centered_weight"] = is_zero_centered
+            arguments["zero_centered_weight"] = self.modulation.is_zero_centered
         return arguments
 
     @property
@@ -453,7 +407,7 @@ class _Match:
         if self.modulation and self.is_weighted and not self.has_products(self.modulation):
             return False
         parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else given
-        if self.total and self.total.views and not all(p is None or _is_shared(p, dims) for p in parameters):
+        if self.total and self.total.views and not all(p is None or recorded(p).dim() == dims for p in parameters):
             return False  # rows of the reshaped sum have other batch dimensions
         gate = self.total.gate if self.total else self.given["input_scale"]
         return _share_groups(dims, *parameters, gate)
@@ -463,7 +417,7 @@ class _Match:
         own = [each for each in (self.given["weight"], self.given["bias"]) if each is not None]
         values = map(fake_tensor, [*own, modulation.factor, *filter(None, [modulation.shift])])
         is_plain = not (modulation.is_zero_centered or self.given["zero_centered_weight"])
-        is_small = all(_is_shared(each, self.dims) for each in own) and not _are_alike(modulation.factor, self.y)
+        is_small = all(recorded(each).dim() == self.dims for each in own) and not _are_alike(modulation.factor, self.y)
         return is_plain and is_small and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
 
     def is_observed(self, total: Node) -> bool:
@@ -486,7 +440,8 @@ class _Match:
         saved = [self.total.total] if self.total else []
         saved += inputs if self.modulation or (self.total and self.total.gate) else []
         is_changed = self.writes.between(first, last) or self.writes.behind(last, saved)
-        return place if are_on_one_stream(self.replaced) and not is_changed else None
+        streams = {node.meta.get("custom", {}).get("stream") for node in self.replaced}
+        return place if len(streams) == 1 and not is_changed else None
 
     def join(self) -> bool:
         """Insert the call, and let the nodes of the result and of the sum take its results; return whether they fit."""
@@ -497,7 +452,7 @@ class _Match:
         is_done = False
         try:
             results = self.insert(place)
-            is_done = all(are_interchangeable(recorded(node), fake_tensor(old)) for old, node in results.items())
+            is_done = all(order.are_interchangeable(recorded(node), fake_tensor(old)) for old, node in results.items())
         finally:
             if not is_done:
                 for node in reversed(self.new):
@@ -555,11 +510,11 @@ class _Match:
         """Insert ``weight * factor`` and ``bias * factor + shift``, which are small."""
         weight, bias, factor, shift = self.given["weight"], self.given["bias"], modulation.factor, modulation.shift
         product = factor if weight is None else self._call(_aten.mul.Tensor, (weight, factor))
-        if bias is None:
-            return {"weight": product, "bias": shift}
-        is_sum = shift is not None
-        target = _aten.addcmul.default if is_sum else _aten.mul.Tensor
-        return {"weight": product, "bias": self._call(target, (shift, bias, factor) if is_sum else (bias, factor))}
+        if bias is not None and shift is not None:
+            shift = self._call(_aten.addcmul.default, (shift, bias, factor))
+        elif bias is not None:
+            shift = self._call(_aten.mul.Tensor, (bias, factor))
+        return {"weight": product, "bias": shift}
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         return self._with_value(self.norm.graph.call_function(target, args, kwargs))

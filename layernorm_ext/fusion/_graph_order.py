@@ -127,16 +127,6 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
 
 
-def are_on_one_stream(nodes: Iterable[Node]) -> bool:
-    """Return whether the nodes are in one region of ``torch.cuda.stream``, or in none."""
-    return len({node.meta.get("custom", {}).get("stream") for node in nodes}) == 1
-
-
-def is_sorted(graph: Graph) -> bool:
-    """Return whether each node comes after all that it reads."""
-    return not any(source > node for node in graph.nodes for source in node.all_input_nodes)
-
-
 def make_sums_out_of_place(graph: Graph) -> None:
     """Replace sums in place whose tensor has no later readers, in graphs of Dynamo: ``x += r`` becomes ``x = x + r``.
 
