@@ -402,8 +402,9 @@ class _Match:
     def fits(self) -> bool:
         """Return whether the operator takes the batch sizes of all parameters together."""
         dims, given = self.dims, [self.given["weight"], self.given["bias"]]
-        if self.total and self.is_observed(self.total.total):
-            return False
+        is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # of a higher-order operator
+        if is_body and self.total and any(user.op == "output" for user in self.total.total.users):
+            return False  # the graph around the body may observe the gradient of the sum
         if self.modulation and self.is_weighted and not self.has_products(self.modulation):
             return False
         parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else given
@@ -415,15 +416,10 @@ class _Match:
     def has_products(self, modulation: _Modulation) -> bool:
         """Return whether weight and bias can be multiplied by the modulation in the dtype of the norm's output."""
         own = [each for each in (self.given["weight"], self.given["bias"]) if each is not None]
-        values = map(fake_tensor, [*own, modulation.factor, *filter(None, [modulation.shift])])
+        values = map(fake_tensor, [self.given["input"], *own, modulation.factor, *filter(None, [modulation.shift])])
         is_plain = not (modulation.is_zero_centered or self.given["zero_centered_weight"])
         is_small = all(recorded(each).dim() == self.dims for each in own) and not _are_alike(modulation.factor, self.y)
         return is_plain and is_small and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
-
-    def is_observed(self, total: Node) -> bool:
-        """Return whether the body of a higher-order operator returns the sum, whose gradient its parent may observe."""
-        is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # Dynamo sets it on bodies
-        return is_body and any(user.op == "output" for user in total.users)
 
     def place(self) -> Node | None:
         """Return the node before which the call belongs, or None if there is no such node.
@@ -462,8 +458,13 @@ class _Match:
         for node in [*self.new, *results]:
             if "nn_module_stack" in node.meta:
                 node.meta["nn_module_stack"] = stack
-        for old, node in results.items():
-            _become(old, node)
+        for (
+            old,
+            node,
+        ) in results.items():  # the old nodes, whose names and users stay, compute what the new ones compute
+            node.append(old)
+            old.op, old.target, old.args, old.kwargs = node.op, node.target, node.args, node.kwargs
+            node.graph.erase_node(node)
         for node in sorted(self.replaced, reverse=True):
             if not node.users and node not in results:
                 node.graph.erase_node(node)
@@ -534,10 +535,3 @@ class _Match:
         with recorded(self.y).fake_mode, torch.no_grad():
             node.meta["val" if "val" in node.meta else "example_value"] = function(*args, **kwargs)
         return node
-
-
-def _become(old: Node, new: Node) -> None:
-    """Let a node, whose name and users stay, compute what a new node computes."""
-    new.append(old)
-    old.op, old.target, old.args, old.kwargs = new.op, new.target, new.args, new.kwargs
-    new.graph.erase_node(new)
