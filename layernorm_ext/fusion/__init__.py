@@ -6,11 +6,7 @@ One call of the operator ``layernorm::forward`` replaces a residual sum with a g
     y = norm(s)                         ->  output, s = forward(x, weight=scale, bias=shift, residual=residual,
     output = y * (1 + scale) + shift                            input_scale=gate, zero_centered_weight=True)
 
-Everything but the norm may be missing. The operator's autograd serves training. ``docs/pytorch.md`` shows the uses::
-
-    model = torch.compile(model, options={"pre_grad_custom_pass": fuse_neighbors})
-    model = torch.compile(model, backend=layernorm_ext.fusion.eager)  # without Inductor
-    fuse_neighbors(program.graph)  # of torch.export, traced in layernorm_ext.trace_as("kernel")
+Everything but the norm may be missing. The operator's autograd serves training. ``docs/pytorch.md`` shows the uses.
 
 The logger ``layernorm_ext.fusion`` gets a line for each graph at level INFO. The graph is neither functional nor
 normalized, so that the pass leaves a norm as it is if it cannot exclude that the order of reads and writes changes.
@@ -40,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 import layernorm_ext
 
 from . import _graph_order as order
-from ._graph_order import Writes, bodies, fake_tensor, is_call, make_sums_out_of_place, may_write, misleads, recorded
+from ._graph_order import Writes, fake_tensor, is_call, recorded
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
@@ -69,7 +65,7 @@ class FuseNeighbors(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Join the norms of a graph with their neighbors, in place."""
-        for body in {body: None for node in graph.nodes for body in bodies(node)}:
+        for body in {body: None for node in graph.nodes for body in order.bodies(node)}:
             self(body.graph)
             body.recompile()
         norms = [node for node in graph.nodes if node.target in (_ops.forward.default, _ops.forward.fused)]
@@ -77,12 +73,12 @@ class FuseNeighbors(CustomGraphPass):
         with self._caught("the graph"):
             if norms:
                 stable_topological_sort(graph)  # Inductor sorts behind custom passes
-            if any(map(misleads, graph.nodes)):
+            if any(map(order.misleads, graph.nodes)):
                 _logger.debug("a node changes a shape in place or observes a gradient: all norms are left")
             elif len({id(recorded(node).fake_mode) for node in graph.nodes if fake_tensor(node) is not None}) > 1:
                 _logger.debug("the recorded values do not share storages, as those of make_fx: all norms are left")
             elif norms:
-                make_sums_out_of_place(graph)
+                order.make_sums_out_of_place(graph)
                 _remove_operations_without_effect(graph)
                 writes = Writes(graph)
                 for norm in norms:
@@ -144,10 +140,6 @@ def _source(view: Node) -> Any:
     return view.args[0] if view.args else view.kwargs.get("input", view.kwargs.get("self"))
 
 
-def _only(nodes: dict[Node, None]) -> Node | None:
-    return next(iter(nodes)) if len(nodes) == 1 else None
-
-
 def _orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
     return (pair, pair[::-1]) if pair else ()
 
@@ -156,14 +148,12 @@ def _remove_operations_without_effect(graph: Graph) -> None:
     """Remove conversions and dropouts that return their input itself."""
     for node in list(graph.nodes):
         name, source = order.operation(node), fake_tensor(_source(node)) if is_call(node) else None
-        if source is None or may_write(node):
+        if source is None or order.may_write(node):
             continue
         value = fake_tensor(node)
-        if name == "dropout":
-            flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
-            is_identity = any(flag is False for flag in flags)
-        else:
-            is_identity = name in _CONVERSIONS and value is not None and _share_storage(source, value)
+        flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
+        is_identity = name == "dropout" and any(flag is False for flag in flags)
+        is_identity |= name in _CONVERSIONS and value is not None and _share_storage(source, value)
         if is_identity and order.are_interchangeable(source, value):
             node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
@@ -281,7 +271,7 @@ def _keeps_rows(node: Any, dims: int) -> bool:
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
     """Yield the ways in which all uses of a norm's output modulate it, the most complete first."""
     last = max(y.users, default=None)
-    ends = [end for end in (last and _only(last.users), last) if end]
+    ends = [*(last.users if len(last.users) == 1 else ()), last] if last else []
     found = [
         _Modulation([*scaled.replaced, end], scaled.factor, shift, scaled.is_zero_centered)
         for end in ends
@@ -297,7 +287,8 @@ def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
         if y in (factor, shift) or not set(y.users) <= set(each.replaced) or not _is_parameter(factor, y, dims):
             continue
         is_gate = _are_alike(factor, y) and order.operation(factor) != "add"  # an activation, which is no 1 + scale
-        if not is_gate and (shift is None or _is_shift(shift, factor, y, dims)):
+        is_residual = _are_alike(shift, y) and not _are_alike(factor, y)  # which is added behind the modulation
+        if not is_gate and not is_residual and (shift is None or _is_parameter(shift, y, dims)):
             yield each
 
 
@@ -309,12 +300,6 @@ def _scaled(node: Node, y: Node) -> Iterator[_Modulation]:
     for term, factors, nodes in _products_plus(node):
         if term is y and y in factors:
             yield _Modulation(nodes, factors[factors[0] is y], None, True)
-
-
-def _is_shift(shift: Any, factor: Node, y: Node, dims: int) -> bool:
-    """Return whether a term is a parameter of rows beside the factor, and not a residual that is added behind."""
-    is_residual = _are_alike(shift, y) and not _are_alike(factor, y)
-    return _is_parameter(shift, y, dims) and _share_groups(dims, factor, shift) and not is_residual
 
 
 # The joined call

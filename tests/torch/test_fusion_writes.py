@@ -79,7 +79,7 @@ def test_operators_that_write_and_do_not_say_so():
                     functions.add(info.op)
     assert ran > 1200 and len(writers.seen) > 400
     assert writers.found == {torch.ops.aten.native_batch_norm.default}
-    assert {function.__name__ for function in functions} == {"batch_norm", "instance_norm"}
+    assert {function.__name__ for function in functions} >= {"batch_norm", "instance_norm"}
     assert all(may_write(call_of(target)) for target in writers.found | functions)
 
 
