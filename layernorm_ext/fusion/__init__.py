@@ -50,8 +50,7 @@ class FuseNeighbors(CustomGraphPass):
     Attributes:
         counts: The number of calls of each kind, such as ``"gate and add"``, in all graphs since the last
             ``counts.clear()``. Graphs from Inductor's cache are not counted.
-        raises: Whether an exception inside the pass reaches the caller. By default, it is logged as a warning once, and
-            the norm stays as it is.
+        raises: Whether an exception inside the pass reaches the caller, or is logged as a warning once.
     """
 
     def __init__(self) -> None:
@@ -261,10 +260,9 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
-    if order.operation(node) == "getitem" and not (
-        _share_storage(new, old) and statically_known_true(new.numel() == old.numel())
-    ):
-        return False  # a slice or a gather
+    is_whole = _share_storage(new, old) and statically_known_true(new.numel() == old.numel())
+    if order.operation(node) == "getitem" and not is_whole:  # a slice or a gather
+        return False
     return order.are_equal(new.shape[-dims:], old.shape[-dims:])
 
 
@@ -313,8 +311,7 @@ _NEIGHBORS = ("residual", "gate", "input_scale")  # the positional arguments tha
 
 def _join_neighbors(norm: Node, writes: Writes) -> str | None:
     """Replace a norm and its neighbors by one call if possible, and return what was joined."""
-    given = dict(_DEFAULTS)
-    given |= dict(zip(given, norm.args, strict=False)) | norm.kwargs
+    given = _DEFAULTS | dict(zip(_DEFAULTS, norm.args, strict=False)) | norm.kwargs
     for unused in [user for user in norm.users if user.target is operator.getitem and not user.users]:
         norm.graph.erase_node(unused)  # in the bodies of checkpoints, Dynamo takes all results
     items = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
@@ -355,10 +352,6 @@ class _Match:
         return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
     @property
-    def result(self) -> Node:
-        return self.modulation.replaced[-1] if self.modulation else self.y
-
-    @property
     def replaced(self) -> list[Node]:
         """The nodes whose work the call does."""
         around = [each.replaced for each in (self.total, self.modulation) if each]
@@ -374,11 +367,6 @@ class _Match:
             arguments |= {"weight": self.modulation.factor, "bias": self.modulation.shift}
             arguments["zero_centered_weight"] = self.modulation.is_zero_centered
         return arguments
-
-    @property
-    def inputs(self) -> list[Node]:
-        modulation = [self.modulation.factor, self.modulation.shift] if self.modulation else []
-        return [leaf for leaf in tree_leaves((self.arguments, modulation)) if isinstance(leaf, Node)]
 
     @property
     def is_weighted(self) -> bool:
@@ -413,7 +401,9 @@ class _Match:
         and the last one that it replaces writes, so that its arguments have the same values everywhere there. Streams
         and waits for them do not change either.
         """
-        first, last, inputs = min(self.replaced), max(self.replaced), self.inputs
+        first, last = min(self.replaced), max(self.replaced)
+        parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else []
+        inputs = [leaf for leaf in tree_leaves((self.arguments, parameters)) if isinstance(leaf, Node)]
         place = max([first, *(node.next for node in inputs)])
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
         if any(user < place for user in users) or not set(inputs).isdisjoint(self.replaced):
@@ -460,13 +450,13 @@ class _Match:
 
         torch.export.unflatten makes a module of consecutive nodes, and no tuple may cross its border.
         """
+        result = self.modulation.replaced[-1] if self.modulation else self.y
         stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in self.replaced]
-        depth = 0
-        while all(len(stack) > depth and stack[depth] == stacks[0][depth] for stack in stacks):
-            depth += 1
+        levels = itertools.takewhile(lambda level: all(each == level[0] for each in level), zip(*stacks, strict=False))
+        depth = len(list(levels))
         if "val" in self.norm.meta and any(len(stack) > depth for stack in stacks):
             around = [node for node in (place.prev, place) if node not in self.replaced]
-            around += [self.result.next]
+            around += [result.next]
             inner = [list(node.meta.get("nn_module_stack", {}))[depth : depth + 1] for node in around]
             if len(inner) > 1 and any(each and each == inner[-1] for each in inner[:-1]):
                 return None
@@ -474,7 +464,7 @@ class _Match:
 
     def insert(self, place: Node) -> dict[Node, Node]:
         """Insert the call, and return the nodes that take the place of the result and of the sum."""
-        arguments = self.arguments
+        arguments, result = self.arguments, self.modulation.replaced[-1] if self.modulation else self.y
         with self.norm.graph.inserting_before(place):
             if self.modulation and self.is_weighted:
                 arguments |= self._products(self.modulation)
@@ -484,32 +474,27 @@ class _Match:
             names = [name for name in arguments if is_fused or name not in _NEIGHBORS]
             target = _ops.forward.fused if is_fused else _ops.forward.default
             call = self._call(target, tuple(arguments[name] for name in names), options)
-            results = {self.result: self._call(operator.getitem, (call, 0))}
+            results = {result: self._call(operator.getitem, (call, 0))}
             for total in filter(None, [self.total.total if self.total else None, self.fused_total]):
                 results[total] = self._call(operator.getitem, (call, 1))
-        with self.norm.graph.inserting_before(self.result):
+        with self.norm.graph.inserting_before(result):
             for view in reversed(self.total.views if self.total else ()):
-                results[self.result] = self._copy_of_view(view, results[self.result])
+                given = {name: value for name, value in view.kwargs.items() if value is not _source(view)}
+                args = results[result], *view.args[1:]
+                results[result] = self._with_value(view.graph.create_node(view.op, view.target, args, given))
         return results
 
     def _products(self, modulation: _Modulation) -> dict[str, Node | None]:
         """Insert ``weight * factor`` and ``bias * factor + shift``, which are small."""
         weight, bias, factor, shift = self.given["weight"], self.given["bias"], modulation.factor, modulation.shift
         product = factor if weight is None else self._call(_aten.mul.Tensor, (weight, factor))
-        if bias is not None and shift is not None:
-            shift = self._call(_aten.addcmul.default, (shift, bias, factor))
-        elif bias is not None:
-            shift = self._call(_aten.mul.Tensor, (bias, factor))
+        if bias is not None:
+            args = (bias, factor) if shift is None else (shift, bias, factor)
+            shift = self._call(_aten.mul.Tensor if shift is None else _aten.addcmul.default, args)
         return {"weight": product, "bias": shift}
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         return self._with_value(self.norm.graph.call_function(target, args, kwargs))
-
-    def _copy_of_view(self, view: Node, source: Node) -> Node:
-        """Insert the view of another tensor."""
-        given = {name: value for name, value in view.kwargs.items() if value is not _source(view)}
-        args = source, *view.args[1:]
-        return self._with_value(self.norm.graph.create_node(view.op, view.target, args, given))
 
     def _with_value(self, node: Node) -> Node:
         """Record what the tracer records: the stack of the norm, and a fake value."""

@@ -34,9 +34,6 @@ def fake_tensor(node: Any) -> Tensor | None:
     return value if type(value) is FakeTensor and value.layout is torch.strided else None
 
 
-# No question about symbolic sizes adds a guard.
-
-
 def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
@@ -83,8 +80,8 @@ def bodies(node: Node) -> list[GraphModule]:
     """Return the graphs that a higher-order operator calls."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
-    names = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
-    found = [getattr(node.graph.owning_module, str(name), None) for name in names]
+    module = node.graph.owning_module
+    found = [getattr(module, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
     return [each for each in found if isinstance(each, GraphModule)]
 
 
@@ -166,8 +163,7 @@ class Writes:
 
     def between(self, first: Node, last: Node) -> bool:
         """Return whether a node from the first to the last one may change what another one reads."""
-        index = bisect.bisect_left(self._nodes, first)
-        return index < len(self._nodes) and self._nodes[index] <= last
+        return bisect.bisect_left(self._nodes, first) < bisect.bisect_right(self._nodes, last)
 
     def behind(self, last: Node, tensors: Iterable[Node]) -> bool:
         """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
