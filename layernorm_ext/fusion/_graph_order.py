@@ -7,14 +7,17 @@ import inspect
 import operator
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 
 def is_call(node: Any) -> bool:
@@ -31,7 +34,19 @@ def fake_tensor(node: Any) -> Tensor | None:
     return value if type(value) is FakeTensor and value.layout is torch.strided else None
 
 
+def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
+    """Return whether the new tensor has the metadata of the old one, including its strides."""
+    if old is None or (new.dtype, new.device) != (old.dtype, old.device):
+        return False
+    return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
+
+
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
+_MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
 # Running statistics, which neither names nor aten's schemas show to be written.
 _STATISTICS = re.compile("(batch|instance)_norm|^_?sync_batch")
 _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
@@ -42,7 +57,12 @@ _RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapax
 _RESHAPES |= {"unsqueeze_"}
 
 
-def _name(node: Node) -> str:
+def operation(node: Any) -> str:
+    """Return the name of a call, which a function of torch, a method and the operators of aten share."""
+    if not is_call(node):
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.removeprefix("aten::")
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -52,22 +72,35 @@ def misleads(node: Node) -> bool:
     The node changes a shape in place, or observes the gradient of an intermediate sum, which lacks the norm's part in
     the joined graph.
     """
-    name = _name(node).partition(".")[0]
-    return is_call(node) and (name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name)
+    name = operation(node)
+    return name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name
 
 
-def _may_write(node: Node) -> bool:
+def bodies(node: Node) -> list[GraphModule]:
+    """Return the graphs that a higher-order operator calls."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    module = node.graph.owning_module
+    found = [getattr(module, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
+    return [each for each in found if isinstance(each, GraphModule)]
+
+
+def may_write(node: Node) -> bool:
     """Return whether a node may change a tensor, or a mode in which others are computed. Unknown functions may."""
     target: Any = node.target
     if not is_call(node):
         return node.op == "call_module"
     if str(target).startswith("streams."):  # torch.ops.streams, such as the wait for another stream
         return True
+    name = operation(node)
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable or bool(_STATISTICS.search(str(target)))
+        return target._schema.is_mutable or bool(_STATISTICS.search(name))
     if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
         return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
-    name, module = _name(node), getattr(target, "__module__", None)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        called = bodies(node)
+        return not called or any(may_write(each) for body in called for each in body.graph.nodes)
+    module = getattr(target, "__module__", None)
     if module == "_operator":
         return _IN_PLACE_OPERATOR.match(name) is not None
     if _IN_PLACE.search(name) or _STATISTICS.search(name) or node.kwargs.get("out") is not None:
@@ -91,40 +124,68 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
 
 
-def are_on_one_stream(nodes: Iterable[Node]) -> bool:
-    """Return whether the nodes are in one region of ``torch.cuda.stream``, or in none."""
-    return len({node.meta.get("custom", {}).get("stream") for node in nodes}) == 1
+def make_sums_out_of_place(graph: Graph) -> None:
+    """Replace sums in place whose tensor has no later readers, in graphs of Dynamo: ``x += r`` becomes ``x = x + r``.
 
-
-def is_sorted(graph: Graph) -> bool:
-    """Return whether each node comes after all that it reads."""
-    return not any(source > node for node in graph.nodes for source in node.all_input_nodes)
+    The recorded values stay, and with them the storages that later nodes share.
+    """
+    first: dict[int | None, Node] = {}  # of each storage; values of unknown kind have the storage None
+    reader: dict[int | None, Node] = {}  # the last one of the tensors so far
+    mode = None  # the last switch of grad mode, which decides whether the sum has a gradient
+    for node in graph.nodes:
+        value, old = fake_tensor(node), fake_tensor(node.args[0]) if is_call(node) and node.args else None
+        if operation(node) in ("iadd", "add_") and "val" not in node.meta and value is not None and old is not None:
+            storage = value.untyped_storage()._cdata
+            is_new = is_call(first[storage]) and (mode is None or first[storage] > mode)
+            if is_new and reader[storage] <= node and reader.get(None, node) <= node and len(node.args) <= 2:
+                args, kwargs = map_arg((node.args, node.kwargs), recorded)
+                with recorded(node).fake_mode, torch.no_grad():
+                    new = torch.add(*args, **kwargs)
+                if are_interchangeable(new, value):
+                    node.op, node.target = "call_function", torch.add
+        storages = _storages(node)
+        for each in (None,) if storages is None and is_call(node) else storages or ():
+            first.setdefault(each, node)
+            reader[each] = max([reader.get(each, node), *node.users])
+        if is_call(node) and _MODE.search(operation(node)):
+            mode = node
 
 
 class Writes:
     """The nodes of a graph that may write. Joining norms neither adds nor removes one."""
 
     def __init__(self, graph: Graph) -> None:
-        self._nodes = list(filter(_may_write, graph.nodes))
-        self._last = {_storage(written): node for node in self._nodes for written in _written(node)}
+        self._nodes = list(filter(may_write, graph.nodes))
+        written = (
+            (storage, node) for node in self._nodes for each in _written(node) for storage in _storages(each) or ()
+        )
+        self._last = dict(written)
 
     def between(self, first: Node, last: Node) -> bool:
         """Return whether a node from the first to the last one may change what another one reads."""
-        index = bisect.bisect_left(self._nodes, first)
-        return index < len(self._nodes) and self._nodes[index] <= last
+        return bisect.bisect_left(self._nodes, first) < bisect.bisect_right(self._nodes, last)
 
     def behind(self, last: Node, tensors: Iterable[Node]) -> bool:
         """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
-        writes = (self._last.get(storage) for storage in set(map(_storage, tensors)) - {None})
-        return any(write is not None and write > last for write in writes)
+        storages = {storage for tensor in tensors for storage in _storages(tensor) or ()}
+        return any(self._last[storage] > last for storage in storages if storage in self._last)
 
 
 def _written(node: Node) -> list[Node]:
-    """Return the nodes that a node may write: the first argument of an assignment, else all that it reads."""
-    is_assignment = node.target is operator.setitem or (node.op == "call_method" and _name(node) == "copy_")
+    """Return the nodes that a node may write: what a schema or an assignment says, else all that it reads."""
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    if schema is not None and schema.is_mutable and not node.kwargs:
+        given = zip(schema.arguments, node.args, strict=False)
+        return [leaf for each, arg in given if each.is_write for leaf in tree_leaves(arg) if isinstance(leaf, Node)]
+    is_assignment = node.target is operator.setitem or (node.op == "call_method" and operation(node) == "copy_")
     return [node.args[0]] if is_assignment and isinstance(node.args[0], Node) else node.all_input_nodes
 
 
-def _storage(node: Node) -> int | None:
-    value = fake_tensor(node)
-    return None if value is None else value.untyped_storage()._cdata
+def _storages(node: Node) -> set[int] | None:
+    """Return the storages of a node's tensors, or None if a value is of an unknown kind."""
+    leaves = tree_leaves(recorded(node))
+    if not all(isinstance(leaf, (Tensor, int, float, bool, str, torch.SymInt, type(None))) for leaf in leaves):
+        return None
+    return {
+        leaf.untyped_storage()._cdata for leaf in leaves if type(leaf) is FakeTensor and leaf.layout is torch.strided
+    }

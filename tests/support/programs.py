@@ -51,6 +51,16 @@ CHAIN = {
     "{n} = {y} * (1 + {p}[:, 0])[:, None] + {p}": 1,
     "{n} = {y} * (1 + {a}) + {a}": 2,
     "{n} = 1 + {p}": 2,
+    "{n} = {f}.sin(); {n} += {f}": 3,
+    "{n} = {y} + {y} * {p}": 1,
+    "{n} = layer_norm({f}, (8,), w, b) * (1 + {p}) + {p}": 2,
+    "{n} = rms_norm({y}, (8,), w) * (1 + {p})": 1,
+    "{n} = {y} * torch.unsqueeze(input=(1 + {p})[..., 0, :], dim=1)": 1,
+    "{n} = {y} * (1 + {f})[:, : {y}.size(1)] + {p}": 1,
+    "{n} = layer_norm({y}[None], (8,))": 1,
+    "{n} = layer_norm(torch.flatten(input={f}, start_dim=0, end_dim=1), (8,))": 1,
+    "{n} = layer_norm({y}.unflatten(dim=0, sizes=(1, -1)), (8,))": 1,
+    "{n} = layer_norm(F.dropout({y}, 0.5, training=False), (8,))": 1,
     "{n} = {y} * {a}": 2,
 }
 NOISE = {
@@ -83,6 +93,7 @@ WRITES = {
     "{n} = F.dropout({a}, 0.5, True, True)": 1,
     "torch.mul({f}, 0.5, out={a})": 1,
     "{a}.copy_({a})": 1,
+    "F.batch_norm({f}.reshape(-1, 8), {p}.detach().view(-1)[:8], {p}.detach().view(-1)[:8], training=True)": 1,
     "{f}.transpose_(0, 1)": 1,
     "with no_grad(): {n} = {f} + {f}": 1,
     "with no_grad(): {y} = layer_norm({y}, (8,))": 1,
@@ -120,6 +131,8 @@ def source(seed):
             "t": lambda: rng.choice([True, False]),
         }
         line = re.sub("{(.)}", lambda match: str(picks[match[1]]()), template)  # noqa: B023 (called immediately)
+        if "norm" in line and any(tensors[name].dtype != F64 for name in re.findall(r"\w+", line) if name in tensors):
+            continue  # float32 in another order rounds differently
         scope = dict(tensors)
         try:
             exec(line, NAMES, scope)

@@ -18,7 +18,7 @@ JOINED = dict.fromkeys(MODELS, {"add": 4})
 JOINED |= dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), {})
 JOINED |= dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), {})  # residuals of float32 beside float64
 JOINED |= {
-    "WhisperForConditionalGeneration": {"add": 3},
+    "WhisperForConditionalGeneration": {"add": 4},
     "T5ForConditionalGeneration": {"add": 10},
     "diffusers DiTTransformer2DModel": {"gate, add and modulate": 4, "modulate": 1},
     "timm vit_tiny_patch16_224 with LayerScale": {"gate and add": 4},
@@ -75,7 +75,7 @@ DIFFUSERS = {
         {"hidden_states": (2, 4, 8, 8)} | TEXT,
         {"timestep": TIMES},
         10,
-        {"gate and add": 7},  # its modulated norms have weights
+        {"gate, add and modulate": 6, "gate and add": 1, "modulate": 3},
     ),
     "LTXVideoTransformer3DModel": (
         {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2}

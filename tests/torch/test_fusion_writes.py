@@ -1,0 +1,98 @@
+"""The operators of torch that write without saying so, as the pass that joins norms knows them."""
+
+import itertools
+import sys
+import types
+import unittest
+import warnings
+
+import pytest
+import torch
+from torch.fx import Graph
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layernorm_ext.fusion._graph_order import may_write
+
+# Samples of one operator. The first samples of batch_norm and instance_norm include running statistics.
+SAMPLES = 3
+
+
+def changed_by(call, arguments):
+    """Return the result of a call, and whether a version or a bit of its arguments changes."""
+    tensors = [t for t in tree_leaves(arguments) if type(t) is torch.Tensor and t.layout is torch.strided]
+    before = [(t._version, t.detach().clone()) for t in tensors]
+    result = call()
+    pairs = zip(tensors, before, strict=True)
+    return result, not all(t._version == version and torch.equal(bits(t), bits(old)) for t, (version, old) in pairs)
+
+
+def bits(tensor):
+    """Return numbers that are equal for equal bits, also of NaN."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+class Writers(TorchDispatchMode):
+    """Collects the operators that write without saying so."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.seen = set(), set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.seen.add(operator)
+        if operator._schema.is_mutable:
+            return operator(*args, **kwargs)
+        result, is_changed = changed_by(lambda: operator(*args, **kwargs), (args, kwargs))
+        if is_changed:
+            self.found.add(operator)
+        return result
+
+
+def call_of(target):
+    return Graph().create_node("call_function", target, (), {})
+
+
+def test_operators_that_write_and_do_not_say_so():
+    """Run all operators for which torch has samples; a new version of torch may add a writer."""
+    # torch's samples import a package of its own tests, which nothing here uses.
+    sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))
+    common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+    functions, ran = set(), 0
+    with warnings.catch_warnings(), Writers() as writers:
+        warnings.simplefilter("ignore")
+        for info in common.op_db:
+            dtype = torch.float32 if torch.float32 in info.dtypes else next(iter(info.dtypes), None)
+            if (
+                dtype is None or "max_pool" in info.name or "max_unpool" in info.name
+            ):  # thousands of samples, made in seconds
+                continue
+            for sample in itertools.islice(info.sample_inputs("cpu", dtype), SAMPLES):
+                given = (sample.input, sample.args, sample.kwargs)
+                try:
+                    _, is_changed = changed_by(lambda: info.op(sample.input, *sample.args, **sample.kwargs), given)  # noqa: B023
+                except Exception:  # samples of errors, and dtypes that this processor does not have
+                    continue
+                ran += 1
+                if is_changed and isinstance(info.op, (types.FunctionType, types.BuiltinFunctionType)):
+                    functions.add(info.op)
+    assert ran > 1200 and len(writers.seen) > 400
+    assert writers.found == {torch.ops.aten.native_batch_norm.default}
+    assert {function.__name__ for function in functions} >= {"batch_norm", "instance_norm"}
+    assert all(may_write(call_of(target)) for target in writers.found | functions)
+
+
+def test_schemas_with_running_statistics_are_writers():
+    """Running statistics are what these operators write, also those of devices that are not here."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    packets = {name.partition("::")[2].partition(".")[0] for name in names}
+    overloads = [
+        getattr(packet, name)
+        for packet in (getattr(torch.ops.aten, name) for name in packets)
+        for name in packet.overloads()
+    ]
+    statistics = [each for each in overloads if any("running" in arg.name for arg in each._schema.arguments)]
+    assert torch.ops.aten.cudnn_batch_norm.default in statistics and len(overloads) > 2000
+    readers = {each._schema.name for each in statistics if not may_write(call_of(each))}
+    assert readers <= {"aten::_fused_moving_avg_obs_fq_helper_functional"}  # it returns the new statistics
