@@ -113,3 +113,21 @@ def test_norms_of_diffusion_transformers_are_joined(name):
     model = randomize(getattr(diffusers, name)(**copy.deepcopy(options))).double().eval()
     inputs = {key: torch.randn(2, *shape, dtype=F64) for key, shape in shapes.items()} | others
     compare(model, inputs, norms, joined)
+
+
+@pytest.mark.parametrize("is_contiguous", [False, True])
+def test_a_contiguous_patch_embedding_joins_an_encoder(is_contiguous):
+    """Sums inherit the strides of a convolution, which the joined call cannot write."""
+    siglip = pytest.importorskip("transformers.models.siglip.modeling_siglip")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    options = siglip.SiglipVisionConfig(**sizes, num_hidden_layers=2)
+    model = randomize(siglip.SiglipVisionModel(options)).double().eval()
+    if is_contiguous:
+        (embeddings,) = [module for module in model.modules() if type(module).__name__ == "SiglipVisionEmbeddings"]
+        embeddings.register_forward_hook(lambda module, inputs, output: output.contiguous())
+    convert(model)
+    fusion.fuse_neighbors.counts.clear()
+    pixels = torch.randn(2, 3, 16, 16, dtype=F64)
+    compiled = torch.compile(model, backend=fusion.eager, fullgraph=True)
+    torch.testing.assert_close(compiled(pixels).last_hidden_state, model(pixels).last_hidden_state)
+    assert dict(fusion.fuse_neighbors.counts) == ({"add": 4} if is_contiguous else {})
