@@ -433,10 +433,8 @@ class _Match:
         for node in [*self.new, *results]:
             if "nn_module_stack" in node.meta:
                 node.meta["nn_module_stack"] = stack
-        for (
-            old,
-            node,
-        ) in results.items():  # the old nodes, whose names and users stay, compute what the new ones compute
+        # The old nodes, whose names and users stay, compute what the new ones compute.
+        for old, node in results.items():
             node.append(old)
             old.op, old.target, old.args, old.kwargs = node.op, node.target, node.args, node.kwargs
             node.graph.erase_node(node)
