@@ -1,6 +1,6 @@
 """Store the times of a run, and write its tables into the documents.
 
-A table follows the line `<!-- MACHINE/BENCHMARK -->` of docs/results.md or of the README, which has the times of SHAPES.
+A table follows the line `<!-- MACHINE/BENCHMARK -->` of docs/results.md, or of the README for the times of SHAPES.
 """
 
 import csv
