@@ -1,4 +1,4 @@
-// The combinations of dtypes that have kernels. host.cpp converts the parameters of other combinations.
+// The combinations of dtypes that have kernels. call.h converts the parameters of other combinations.
 #pragma once
 
 #include <type_traits>

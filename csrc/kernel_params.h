@@ -67,7 +67,7 @@ struct Params {
   bool zero_centered_weight;  // false without a weight
   Activation activation;      // of the gate
   bool gate_first;            // false unless activation
-  Dtype dtype;                // of input, output and grad_output
+  Dtype dtype;                // of output and grad_output, and of the input without a residual
   Dtype sum_dtype;            // of x: that of residual and sum, or else dtype
   Dtype param_dtype;
   Allocator* allocator;  // of the workspace

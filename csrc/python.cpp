@@ -96,8 +96,11 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   const auto is_flag = [&](Parameter p) { return !values[p] || PyBool_Check(values[p]); };
   const auto is_tensor_or_none = [&](Parameter p) { return !values[p] || is_optional_tensor(values[p]); };
   const auto has = [&](Parameter p) { return values[p] && values[p] != Py_None; };
+  const auto has_required = [&] {
+    return std::find(values, values + kZeroCenteredWeight, nullptr) == values + kZeroCenteredWeight;
+  };
   const bool plain =
-      read_arguments(args, count, keywords, values) && values[kEps] && is_tensor(values[kInput]) &&
+      read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
       read_sizes(values[kNormalizedShape], normalized_shape) && is_optional_tensor(values[kWeight]) &&
       is_optional_tensor(values[kBias]) && PyFloat_CheckExact(values[kEps]) && is_tensor_or_none(kResidual) &&
       is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && is_flag(kZeroCenteredWeight) &&

@@ -131,7 +131,7 @@ def _check_types(
         is_required = argument == "input" or (argument == "residual" and inplace is not None)
         if not isinstance(tensor, Tensor) and (is_required or tensor is not None):
             raise _type_error(name, argument, "Tensor", tensor)
-    for argument, flag in {**options, "inplace": bool(inplace) if inplace is None else inplace}.items():
+    for argument, flag in {**options, "inplace": False if inplace is None else inplace}.items():
         if not isinstance(flag, bool):
             raise _type_error(name, argument, "bool", flag)
     if not is_integer(num_groups) and not (isinstance(num_groups, Tensor) and num_groups.dim() == 0):

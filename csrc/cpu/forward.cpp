@@ -12,10 +12,11 @@
 // 2^-24 * (|xhat| + 1), and mean(d^2) <= 2 * var, so the relative error of var is at most twice that of a sum of
 // squares.
 //
-// Otherwise the row is read again with c + mean(d) as the center. c is the average of m of the row's elements, so it is
-// within sqrt(cols / m) standard deviations of the mean, and rounding d leaves the second center within 2^-24 times
-// that. Rounding the center to Acc, an error of up to 0.03 for values near 1e6, is again corrected by mean(d). The
-// output is within a few roundings of the exact result at any offset, and a constant row gives exactly the bias.
+// Otherwise the row is read again with c + mean(d) as the center. c is the average of m of the row's elements, so that
+// |c - mean| <= sqrt(cols / m) standard deviations. Each d is rounded by 2^-24 of itself, so that the second center is
+// off by 2^-24 * sqrt(cols / m) deviations, and by its own rounding to Acc (up to 0.03 for values near 1e6), which
+// mean(d) corrects again. The output is within a few roundings of the exact result at any offset, and a constant row
+// gives exactly the bias.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>

@@ -292,7 +292,7 @@ inline Pack<AccOf<X>> load(const Element* p, Lanes lanes) {
 }
 
 // Stores a pack in the lane order of X as any elements. may_have_nan says whether it may hold a NaN whose lower 16 bits
-// are not zero.
+// are not zero: a NaN of a wider type than X, which the fast rounding to BFloat16 would turn into infinity or zero.
 template <class X, bool may_have_nan, class Element, class Lanes>
 inline void store(Element* p, const Pack<AccOf<X>>& pack, Lanes lanes) {
   if constexpr (std::is_same_v<Element, BFloat16>) {

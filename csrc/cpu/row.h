@@ -245,7 +245,7 @@ inline Acc row_scale_for(Acc rstd, Acc center) {
 
 // rstd / row_scale, where the variance is that of the rescaled row. The function returns the largest number if the
 // reciprocal overflows, as in rows of equal large numbers, whose differences are zero. It takes the root of eps before
-// it row_scales eps, because eps * row_scale^2 may underflow.
+// it rescales eps, because eps * row_scale^2 may underflow.
 template <class Acc>
 inline double rescaled_rstd(double variance, double eps, Acc row_scale) {
   const double rstd = 1 / ::hypot(std::sqrt(variance), std::sqrt(eps) * row_scale);

@@ -32,7 +32,8 @@ void check_status(cudaError_t status, const F& describe) {
   throw std::runtime_error(std::string("layernorm: ") + describe() + ": " + cudaGetErrorString(status));
 }
 
-// The cached value of `key`; make() computes it the first time.
+// The cached value of `key`; make() computes it the first time. Each call in the source has a cache of its own, because
+// the type of its lambda is one.
 template <class Value, class Key, class F>
 Value cached(const Key& key, const F& make) {
   static std::mutex mutex;

@@ -64,7 +64,7 @@ __device__ __forceinline__ Number rescaled_rstd(Number variance, Number eps, Num
   return eps > 0 && rstd == std::numeric_limits<Number>::infinity() ? std::numeric_limits<Number>::max() : rstd;
 }
 
-// The rstd of x, from the result of rescaled_rstd().
+// The rstd of x, from the result of rescaled_rstd(), which marks a constant row by the largest number.
 template <class Eps>
 __device__ __forceinline__ Acc undo_row_scale(Acc rstd, Eps eps, Acc row_scale) {
   return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * row_scale;

@@ -1,5 +1,5 @@
-// Slices: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
-// registers, and how they are copied to shared memory; the paths of the kernels; and the sums of a row over its warps.
+// Slice: the columns of a row that a thread owns for a whole launch, so that their parameters and sums stay in
+// registers. Path: the constants that select an instance of a kernel. WarpSums: the sums of a row over its warps.
 #pragma once
 
 #include "row.cuh"

@@ -45,8 +45,8 @@ TORCH_LAYERS, _WIDTH = {torch.nn.LayerNorm: LayerNorm, torch.nn.RMSNorm: RMSNorm
 # Names of the parameters of candidates, for each parameter of this package's layers.
 _NAMES = {"weight": ("weight", "gamma", "scale", "g"), "bias": ("bias", "beta", "b")}
 
-# Layers with children of these names apply them to the result of the norm. To compare the norm, and the order of the
-# children, functions that do not commute take their places.
+# Layers with children of these names apply them to the result of the norm. Functions that do not commute replace the
+# children, so that the comparison also sees a wrong order.
 ACTIVATION: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Tanh()}
 
 _CONTAINERS = (dict, list, set)
@@ -194,7 +194,8 @@ class Comparison:
 
     def _of_all_dtypes(self) -> str | None:
         """Compare outputs for all combinations of dtypes; set the output dtypes of the replacement."""
-        # Neighbours differ by about 4, because the deviation of two nearly equal channels is lost in 16-bit roundings.
+        # Adjacent elements differ by about 4. If those of a narrow row were nearly equal, a 16-bit layer's deviation
+        # would be rounding noise, and a right layer would be refused.
         dims = range(len(self.accepted))
         parity = sum(torch.ones(self.accepted, device="cpu").cumsum(dim) for dim in dims) % 2
         x = _random(self.accepted, 2) + 4 * parity - 1

@@ -3,7 +3,9 @@
 test_family.py tests the operators on every backend, and test_tracing.py tracers.
 """
 
+import inspect
 import itertools
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from support.family import MEMBERS, family, with_gradients
 from support.inputs import randn
 from support.reference import BF16, F16, F32, F64, dtypes_id
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from layernorm_ext import add_layer_norm, rms_norm
+from layernorm_ext import _C, _calls, add_layer_norm, rms_norm
 
 FLOATS = [F64, F32, F16, BF16]
 # Input, residual, weight, bias: 16 bits, wider parameters, narrower ones, two parameter dtypes, float32 residuals.
@@ -336,3 +339,31 @@ def test_inductor_fuses_neighbours_of_every_size():
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(*tensors), actual[0], rtol=tolerance, atol=tolerance)
+
+
+def test_the_two_norms_have_the_same_signature(monkeypatch):
+    """The C++ function takes the arguments of the one in Python, which it calls for unusual ones, in the same order."""
+    python = _calls.norm
+    parameters = inspect.signature(python).parameters
+    given = {"name": "rms_norm", "input": randn((3, 8), F32), "normalized_shape": (8,), "weight": randn(8, F32)}
+    given |= {"bias": None, "eps": 1e-5}
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    assert [*given, *defaults] == [*parameters]
+    gate = {"gate": randn((3, 8), F32)}
+    residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32)}
+    options = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})
+    changes = [*options, gate, gate | {"sigmoid": True}, gate | {"gate_first": True}]
+    changes += [residual, residual | {"rms": True}, residual | {"inplace": True}]
+    changes += [{"images": True, "normalized_shape": ()}]
+    expected = [python(**deepcopy(given | change)) for change in changes]
+    monkeypatch.delattr(_calls, "norm")  # so that a call that C++ passes on raises an error
+    for change, results in zip(changes, expected, strict=True):
+        by_name, by_position = (deepcopy(given | defaults | change) for _ in range(2))
+        assert_same_bits(tree_leaves(results), tree_leaves(_C.norm(**by_name)), change)
+        actual = _C.norm(*(by_position[name] for name in parameters))
+        assert_same_bits(tree_leaves(results), tree_leaves(actual), change)
+
+
+def test_missing_arguments_of_the_norm_raise_an_error():
+    with pytest.raises(TypeError, match="missing 4 required positional arguments"):
+        _C.norm("layer_norm", eps=1e-5)
