@@ -350,7 +350,7 @@ def test_the_two_norms_have_the_same_signature(monkeypatch):
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     assert [*given, *defaults] == [*parameters]
     gate = {"gate": randn((3, 8), F32)}
-    residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32)}
+    residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32), "inplace": False}
     options = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})
     changes = [*options, gate, gate | {"sigmoid": True}, gate | {"gate_first": True}]
     changes += [residual, residual | {"rms": True}, residual | {"inplace": True}]
