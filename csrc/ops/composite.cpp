@@ -63,7 +63,8 @@ struct Differences {
       values = values - correction;
       mean = (center + correction.detach()) / first_scale;
     }
-    // Squares that might overflow or underflow are avoided by a second factor. Its product with the first one is finite.
+    // Squares that might overflow or underflow are avoided by a second factor. Its product with the first one is
+    // finite.
     const Tensor largest = at::maximum(high * first_scale - center, center - low * first_scale);
     const Tensor exponent = at::clamp(at::round(at::log2(magnitude(first_scale, largest)) / step), -3, 2);
     const Tensor second_scale = at::exp2(exponent * -step);
