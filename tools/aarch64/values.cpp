@@ -24,17 +24,17 @@ constexpr int kGuard = 64;  // bytes behind each array, whose hash tells whether
 
 Dtype accumulate_dtype(Dtype dtype) { return dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32; }
 
-// An array [groups, rows, cols] of a dtype. The bytes that nothing has written are 0xff, a NaN.
+// An array [samples, rows, cols] of a dtype. The bytes that nothing has written are 0xff, a NaN.
 struct Array {
-  Array(Dtype dtype, int64_t groups, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0) {
+  Array(Dtype dtype, int64_t samples, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0) {
     bytes = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
     mantissa_bits = bytes == 8 ? 52 : bytes == 4 ? 23 : dtype == Dtype::kFloat16 ? 10 : 7;
     view.row_stride = channels_first ? 1 : cols + gap;
     view.col_stride = channels_first ? rows + gap : 1;
-    view.group_stride = channels_first ? cols * view.col_stride : rows * view.row_stride;
-    memory.assign(groups * view.group_stride * bytes + kGuard, 0xff);
+    view.sample_stride = channels_first ? cols * view.col_stride : rows * view.row_stride;
+    memory.assign(samples * view.sample_stride * bytes + kGuard, 0xff);
     view.data = memory.data();
-    if (groups == 1) view.group_stride = 0;  // all groups share a parameter
+    if (samples == 1) view.sample_stride = 0;  // all samples share a parameter
   }
 
   int bytes, mantissa_bits;  // of an element
@@ -66,7 +66,7 @@ void fill(Array& array, int exponent) {
 }
 
 struct Case : Params {
-  bool grouped, has_weight, has_bias, has_residual, has_gate, has_scale, memory_efficient;
+  bool per_sample, has_weight, has_bias, has_residual, has_gate, has_scale, memory_efficient;
   int exponent;  // of the input: a power of two
 };
 
@@ -81,9 +81,9 @@ uint64_t hash_of_results(const Case& k) {
   const auto result = [&](bool exists, Array array) {
     return exists ? results.emplace_back(std::move(array)).view : View();
   };
-  const auto matrix = [&](Dtype dtype) { return Array(dtype, k.groups, k.rows, k.cols, k.channels_first, 3); };
-  const auto parameter = [&] { return Array(k.param_dtype, k.grouped ? k.groups : 1, 1, k.cols); };
-  const auto statistic = [&] { return Array(accumulate_dtype(k.dtype), k.groups, k.rows, 1); };
+  const auto matrix = [&](Dtype dtype) { return Array(dtype, k.samples, k.rows, k.cols, k.channels_first, 3); };
+  const auto parameter = [&] { return Array(k.param_dtype, k.per_sample ? k.samples : 1, 1, k.cols); };
+  const auto statistic = [&] { return Array(accumulate_dtype(k.dtype), k.samples, k.rows, 1); };
 
   ForwardParams forward{};
   static_cast<Params&>(forward) = k;
@@ -132,7 +132,7 @@ int main() {
   // The dtypes of the input, the sum and the parameters.
   const Dtype dtypes[][3] = {{kF64, kF64, kF64}, {kF32, kF32, kF32},    {kF16, kF16, kF16},   {kF16, kF16, kF32},
                              {kF16, kF32, kF32}, {kBF16, kBF16, kBF16}, {kBF16, kBF16, kF32}, {kBF16, kF32, kF32}};
-  // Single elements, tails, groups of one row, many rows in segments, and long rows that threads share; then images.
+  // Single elements, tails, samples of one row, many rows in segments, and long rows that threads share; then images.
   const int64_t shapes[][3] = {{1, 1, 1},    {2, 5, 7}, {5, 1, 33}, {3, 9, 64}, {1, 300, 40}, {2, 6, 300},
                                {1, 2, 5000}, {1, 1, 1}, {3, 5, 17}, {2, 70, 9}, {1, 300, 40}};
   constexpr int kFirstImage = 7;
@@ -140,10 +140,10 @@ int main() {
     for (int shape = 0; shape < (dtype == sum_dtype ? 11 : kFirstImage); ++shape) {
       const auto make_case = [&](int flags) {
         Case k{};
-        k.groups = shapes[shape][0], k.rows = shapes[shape][1], k.cols = shapes[shape][2];
+        k.samples = shapes[shape][0], k.rows = shapes[shape][1], k.cols = shapes[shape][2];
         k.channels_first = shape >= kFirstImage;
         k.dtype = dtype, k.sum_dtype = sum_dtype, k.param_dtype = param_dtype;
-        k.rms = flags & 1, k.grouped = flags & 2, k.has_weight = flags & 4, k.has_bias = flags & 8;
+        k.rms = flags & 1, k.per_sample = flags & 2, k.has_weight = flags & 4, k.has_bias = flags & 8;
         k.zero_centered_weight = k.has_weight && flags & 16;
         return k;
       };
