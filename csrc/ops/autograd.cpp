@@ -45,6 +45,7 @@ bool wants_any_gradient(const Args& args) {
 // The derivative of forward. The gradient of an input beside a float32 residual is float32; autograd converts it.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
+    // The factor is the gate or the input_scale: no call has both.
     const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_factor] = wanted;
     const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());  // the sum is the first output
     const Tensor& grad_output = grads.back();

@@ -188,7 +188,7 @@ def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
     return broadcasts and order.are_equal(p.shape[-dims:], like.shape[-dims:])
 
 
-def _share_groups(dims: int, *parameters: Any) -> bool:
+def _share_batch_sizes(dims: int, *parameters: Any) -> bool:
     """Return whether all parameters with batch sizes other than 1 have equal ones."""
     sizes = [value.shape[:-dims] for value in map(fake_tensor, parameters) if value is not None and value.dim() > dims]
     sizes = [size for size in sizes if not all(statically_known_true(n == 1) for n in size)]
@@ -384,7 +384,7 @@ class _Match:
         if self.total and self.total.views and not all(p is None or recorded(p).dim() == dims for p in parameters):
             return False  # rows of the reshaped sum have other batch dimensions
         gate = self.total.gate if self.total else self.given["input_scale"]
-        return _share_groups(dims, *parameters, gate)
+        return _share_batch_sizes(dims, *parameters, gate)
 
     def has_products(self, modulation: _Modulation) -> bool:
         """Return whether weight and bias can be multiplied by the modulation in the dtype of the norm's output."""

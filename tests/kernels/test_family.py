@@ -23,14 +23,14 @@ from support.backends import (
     run_pixels,
 )
 from support.inputs import (
-    GROUPS,
+    BATCH_SIZES,
     VARIANTS,
     all_dtypes,
     amid_nans,
     arguments,
+    batch_sizes,
     columns,
     data_dtypes,
-    groups,
     layer_variants,
     randn,
     random_args,
@@ -113,7 +113,7 @@ def test_variants_match_float64(backend, dtypes, variant):
 
 
 @all_dtypes
-@groups
+@batch_sizes
 def test_groups_match_float64(backend, dtypes, batches):
     every_variant = itertools.product((3, 100), VARIANTS.values())
     for cols, variant in [*every_variant, (1025, VARIANTS["rms"]), (4100, VARIANTS["layer-centred"])]:
@@ -127,7 +127,7 @@ def test_groups_match_float64(backend, dtypes, batches):
 def test_float32_residual_matches_float64(backend, dtypes, name, rms):
     """The output is rounded once, from the unrounded sum. The gradient of the sum is float32."""
     for cols in (5, 100, 1025, 4100):
-        x, dy, w, b = arguments(GROUPS[name], cols, dtypes, backend.device, amid_nans)
+        x, dy, w, b = arguments(BATCH_SIZES[name], cols, dtypes, backend.device, amid_nans)
         residual, grad_sum = (amid_nans(randn(x.shape, F32, backend.device) * 4) for _ in range(2))
         inputs = {"residual": residual, "grad_sum": grad_sum}
         results = run(backend, x, dy, w, b, **inputs, rms=rms)
@@ -146,8 +146,8 @@ def test_absent_parameters_and_masks(backend, run, dtypes, rms):
     presence = [((rows,), w, b) for rows, w, b in itertools.product((3, 600), ((), None), ((), None))]
     cases = [(batches, cols) for batches in presence for cols in (40, 1100, 5000) if batches[0] == (3,) or cols == 40]
     is_of_rows = run is not run_pixels  # images have no residual, and parameters per image at most
-    groups = [group for name, group in GROUPS.items() if is_of_rows or "per sample" in name or name == "shared"]
-    for batches, cols in [*cases, *((group, 40) for group in groups)]:
+    sizes = [each for name, each in BATCH_SIZES.items() if is_of_rows or "per sample" in name or name == "shared"]
+    for batches, cols in [*cases, *((each, 40) for each in sizes)]:
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         residual, grad_sum = (randn(x.shape, dtypes[0], backend.device) for _ in range(2))
         options = {"residual": residual, "grad_sum": grad_sum, **variant} if is_of_rows else variant
@@ -192,7 +192,7 @@ def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
     """
     options = {"rms": rms, "zero_centered_weight": rms}
     for name in ("shared", "per sample", "outer and inner dimension"):
-        x, dy, w, b = arguments(GROUPS[name], 40, dtypes, backend.device)
+        x, dy, w, b = arguments(BATCH_SIZES[name], 40, dtypes, backend.device)
         w = w.abs() if rms else w  # near -1, the sum 1 + w would lose the digits of a rounded weight
         results = run(backend, x, dy, w, b, **options)
         check(results, x, dy, w, b, context=(name,), **options)
@@ -216,7 +216,7 @@ def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
     names = ("per sample", "per row", "outer and inner dimension", "weight per sample, bias shared")
     cases = [((3,), *present) for present in (((), ()), ((), None), (None, ()))]
     cases = [*itertools.product(cases, (5, 200, 1100, 5000), (0.5, 2.0**-16))]
-    cases += [*itertools.product((GROUPS[name] for name in names), (5, 200, 1100), (0.5,))]
+    cases += [*itertools.product((BATCH_SIZES[name] for name in names), (5, 200, 1100), (0.5,))]
     for batches, cols, smallest in cases:
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         x, dy = x + 1, dy + 1

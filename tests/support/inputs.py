@@ -175,7 +175,7 @@ layer_variants = pytest.mark.parametrize("variant", list(VARIANTS.values())[:2],
 rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 
 # Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.
-GROUPS = {
+BATCH_SIZES = {
     "shared": ((3, 5), (), ()),
     "shared, all dimensions": ((3, 5), (1, 1), (1, 1)),
     "per sample": ((3, 5), (3, 1), (3, 1)),
@@ -189,7 +189,7 @@ GROUPS = {
     "middle dimension": ((2, 3, 4), (1, 3, 1), (1, 3, 1)),
     "many rows": ((2, 70), (2, 1), (2, 1)),
 }
-groups = pytest.mark.parametrize("batches", GROUPS.values(), ids=GROUPS)
+batch_sizes = pytest.mark.parametrize("batches", BATCH_SIZES.values(), ids=BATCH_SIZES)
 
 
 def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.backends import Results, forward, run
 from support.family import EPS
-from support.inputs import GROUPS, arguments, data_dtypes, hard_rows, randn, rms_or_not, tiny_rows
+from support.inputs import BATCH_SIZES, arguments, data_dtypes, hard_rows, randn, rms_or_not, tiny_rows
 from support.reference import (
     F32,
     F64,
@@ -57,7 +57,7 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# A case has batch sizes as in GROUPS, whether there is a residual, which tensors require a gradient, and options.
+# A case has batch sizes as in BATCH_SIZES, whether there is a residual, which tensors require a gradient, and options.
 SHARED = [((4,), *parameters) for parameters in itertools.product([(), None], repeat=2)]
 CASES = [
     (batches, adds, requires_grad, {})
@@ -67,8 +67,8 @@ CASES = [
 ]
 CASES += [
     (batches, adds, [True] * 4, {"rms": not adds, "zero_centered_weight": True})
-    for batches, adds in itertools.product(GROUPS.values(), (False, True))
-    if batches != GROUPS["many rows"]  # finite differences of many rows take seconds
+    for batches, adds in itertools.product(BATCH_SIZES.values(), (False, True))
+    if batches != BATCH_SIZES["many rows"]  # finite differences of many rows take seconds
 ]
 
 

@@ -134,12 +134,12 @@ def calls_on_rows(dtypes, rows, cols):
     return calls_on(torch.empty(rows, cols, dtype=dtypes[0]), [("", w, w)], MASKS)
 
 
-def calls_on_groups(dtypes, groups, rows, cols):
-    """Yield calls for rows of groups: with parameters of their own, and inside a fused projection."""
-    x = torch.empty(groups, rows, cols, dtype=dtypes[0])
-    own, shared = torch.empty(groups, 1, cols, dtype=dtypes[1]), torch.empty(cols, dtype=dtypes[1])
+def calls_on_samples(dtypes, samples, rows, cols):
+    """Yield calls for samples with parameters of their own, and inside a fused projection."""
+    x = torch.empty(samples, rows, cols, dtype=dtypes[0])
+    own, shared = torch.empty(samples, 1, cols, dtype=dtypes[1]), torch.empty(cols, dtype=dtypes[1])
     yield from calls_on(x, [(", own parameters", own, own), (", own weight", own, shared), (", own bias", shared, own)])
-    yield from calls_on(x.new_empty(groups, 3, rows, cols)[:, 1], [(", fused projection", shared, shared)])
+    yield from calls_on(x.new_empty(samples, 3, rows, cols)[:, 1], [(", fused projection", shared, shared)])
 
 
 def calls_on_images(dtypes, *shape):
@@ -160,9 +160,9 @@ def all_calls():
             for name, call in calls_on_rows(dtypes, rows, cols):
                 yield f"{name}: {shape}", call
             if rows in (129, 4096, 1_000_000):
-                for rows_of_group in (1, 4, rows // 4):
-                    for name, call in calls_on_groups(dtypes, rows // rows_of_group, rows_of_group, cols):
-                        yield f"{name}, groups of {rows_of_group}: {shape}", call
+                for rows_of_sample in (1, 4, rows // 4):
+                    for name, call in calls_on_samples(dtypes, rows // rows_of_sample, rows_of_sample, cols):
+                        yield f"{name}, {rows_of_sample} rows of a sample: {shape}", call
         # The channels of which 96 or 93 KiB of shared memory hold 32 pixels, in forward and in backward.
         limits = {kib * 1024 // 32 // dtypes[0].itemsize // passes for kib in (93, 96) for passes in (1, 2)}
         channels = {1, 3, 16, 64, 100, 192, 384, 768, 1536, 4096, *(c + d for c in limits for d in (-1, 0, 1))}
@@ -209,12 +209,12 @@ class Runtime:
     def plan(self, text):
         """Return a line for each launch of a call: kernel, grid, block, dynamic shared memory, resident blocks.
 
-        The shape is [rows, cols], [groups, rows, cols] or [N, C, H, W]. A repeated call must ask the CUDA runtime for
+        The shape is [rows, cols], [samples, rows, cols] or [N, C, H, W]. A repeated call must ask the CUDA runtime for
         nothing but the current device.
         """
         operator, dtype, shape = text.rsplit(maxsplit=2)
         sizes = [*map(int, shape.split("x"))]
-        kinds = {2: calls_on_rows, 3: calls_on_groups, 4: calls_on_images}
+        kinds = {2: calls_on_rows, 3: calls_on_samples, 4: calls_on_images}
         calls = dict(kinds[len(sizes)]((getattr(torch, dtype),) * 2, *sizes))
         call = calls.get(operator) or calls[f"{operator} {MASKS[0]}"]
         faults = self.run(call)

@@ -233,7 +233,7 @@ def test_few_rows_with_some_gradients(library):
 
 
 def in_fused_projection(tensor):
-    """Return a tensor with gaps between groups, like the queries of a fused projection, which are read in place."""
+    """Return a tensor with gaps between samples, like the queries of a fused projection, which are read in place."""
     return torch.stack([tensor, tensor], 1)[:, 1]
 
 
@@ -242,7 +242,7 @@ def in_fused_projection(tensor):
 def test_options_match_float64(library, dtypes, run, path):
     """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
 
-    Groups have few or many rows, so that they have one segment or several, and a block's rows share a group or not.
+    Samples have few or many rows, so that they have one segment or several, and a block's rows share a sample or not.
     260 vectors take several warps, or several parts of 32; 100 and 1030 vectors take other loops in registers.
     Images of 24 pixels are copied by 16 bytes. One row of the sum overflows. The memory of a gradient that is not
     requested does not exist, so that writing it fails.
@@ -251,10 +251,10 @@ def test_options_match_float64(library, dtypes, run, path):
     """
     draw = random.Random(f"{dtypes} {path}").choice
     for case in range(30):
-        groups, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
+        samples, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
         vectors = draw([1, 5, 9, 260]) if path else draw([1, 5, 9, 100, 260, 1030])
         if vectors == 1030:
-            groups, rows = 2, 3
+            samples, rows = 2, 3
         cols = vectors * 16 // dtypes[0].itemsize + draw([0, 0, 3])
         adds, has_grad_sum, efficient = (draw([False, True]) for _ in range(3))
         if run is run_pixels:  # there are no kernels for residuals of images
@@ -264,14 +264,14 @@ def test_options_match_float64(library, dtypes, run, path):
         efficient &= not (adds or has_grad_sum or variant["rms"])
         options = {"mask": draw(MASKS), "memory_efficient": efficient, **variant}
 
-        tensors = {name: randn((groups, rows, cols), dtypes[0]) for name in ("x", "dy")}
+        tensors = {name: randn((samples, rows, cols), dtypes[0]) for name in ("x", "dy")}
         if adds:
-            tensors["residual"] = randn((groups, rows, cols), sum_dtype)
+            tensors["residual"] = randn((samples, rows, cols), sum_dtype)
             tensors["residual"][0, 0] *= torch.finfo(sum_dtype).max / 16
         if has_grad_sum:
-            tensors["grad_sum"] = randn((groups, rows, cols), sum_dtype)
+            tensors["grad_sum"] = randn((samples, rows, cols), sum_dtype)
         for name in ("weight", "bias"):
-            if shape := draw([None, (cols,), (groups, 1, cols)]):
+            if shape := draw([None, (cols,), (samples, 1, cols)]):
                 tensors[name] = randn(shape, dtypes[1])
         if (w := tensors.get("weight")) is not None:
             tensors["weight"] = torch.where(w.abs() < 0.1, 0.5, w) - int(variant["zero_centered_weight"])
@@ -297,11 +297,11 @@ def test_options_match_float64(library, dtypes, run, path):
 
 
 @pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "pixels"])
-@pytest.mark.parametrize("groups_and_rows", [(2, 700), (2, 1024), (3, 2200)])
-def test_rows_of_long_groups_share_segments(library, groups_and_rows, run):
-    """The rows of a block share a segment. The 1024 rows of a group are exactly one segment."""
-    x, dy = (randn((*groups_and_rows, 8), F32, offset=0.5) for _ in range(2))
-    w, b = (randn((groups_and_rows[0], 1, 8), F32) for _ in range(2))
+@pytest.mark.parametrize("samples_and_rows", [(2, 700), (2, 1024), (3, 2200)])
+def test_rows_of_long_samples_share_segments(library, samples_and_rows, run):
+    """The rows of a block share a segment. The 1024 rows of a sample are exactly one segment."""
+    x, dy = (randn((*samples_and_rows, 8), F32, offset=0.5) for _ in range(2))
+    w, b = (randn((samples_and_rows[0], 1, 8), F32) for _ in range(2))
     with library.schedule(1):
         for bias in (b, b[0, 0]):
             check(run(library, x, dy, w, bias), x, dy, w, bias)
@@ -362,22 +362,22 @@ def assert_requested(gradients, mask, *context):
 def test_gates_beside_residuals_match_float64(library, dtypes, path):
     """Each test draws 10 combinations of sizes, gates, layouts and wanted gradients, always the same ones.
 
-    Groups have one segment or several, and a block has rows of one group or of some.
+    Samples have one segment or several, and a block has rows of one sample or of some.
     The gradients of the gate are compared with those that follow from the rounded grad_input, which is tested first.
     """
     draw = random.Random(f"gate {dtypes} {path}").choice
     for case in range(10):
-        groups, rows = draw([(1, 33), (2, 24), (3, 70), (70, 1)])
+        samples, rows = draw([(1, 33), (2, 24), (3, 70), (70, 1)])
         vectors = draw([1, 5, 260]) if path else draw([1, 5, 100, 260, 1030])
         cols = vectors * 16 // dtypes[0].itemsize + draw([0, 0, 3])
         if cols > 1000:
-            groups, rows = 2, 3
+            samples, rows = 2, 3
         variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}
         layout = draw([in_fused_projection, amid_nans, torch.clone])
-        x, dy = (layout(randn((groups, rows, cols), dtypes[0])) for _ in range(2))
-        residual, grad_sum = (layout(randn((groups, rows, cols), dtypes[2])) for _ in range(2))
+        x, dy = (layout(randn((samples, rows, cols), dtypes[0])) for _ in range(2))
+        residual, grad_sum = (layout(randn((samples, rows, cols), dtypes[2])) for _ in range(2))
         w, b, gate = (
-            draw([amid_nans, torch.clone])(randn(draw([(cols,), (groups, 1, cols)]), dtypes[1])) for _ in range(3)
+            draw([amid_nans, torch.clone])(randn(draw([(cols,), (samples, 1, cols)]), dtypes[1])) for _ in range(3)
         )
         arguments = ((cols,), w, b, 1e-5)
         mask = draw(GATED_MASKS)
@@ -423,15 +423,15 @@ def test_gated_norms_match_float64(library, dtype, path):
     """
     draw = random.Random(f"gated {dtype} {path}").choice
     for case in range(12):
-        groups, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
+        samples, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
         vectors = draw([1, 5, 9, 260]) if path else draw([1, 5, 9, 100, 260, 1030])
         cols = vectors * 16 // dtype.itemsize + draw([0, 0, 3])
         if cols > 1000:
-            groups, rows = 2, 3
+            samples, rows = 2, 3
         layouts = [in_fused_projection, amid_nans, torch.clone]
-        x, dy, z = (draw(layouts)(randn((groups, rows, cols), dtype)) for _ in range(3))
+        x, dy, z = (draw(layouts)(randn((samples, rows, cols), dtype)) for _ in range(3))
         z[0, 0] *= 20
-        w, b = (draw([None, torch.randn(cols), torch.randn(groups, 1, cols)]) for _ in range(2))
+        w, b = (draw([None, torch.randn(cols), torch.randn(samples, 1, cols)]) for _ in range(2))
         variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}
         gated = {"sigmoid": draw([False, True]), "gate_first": draw([False, True])}
         mask = draw(GATED_MASKS)
@@ -439,7 +439,7 @@ def test_gated_norms_match_float64(library, dtype, path):
         with library.schedule(case, **path):
             output, _, mean, rstd = library.ops.forward.fused(x, *arguments, None, z, **variant, **gated)
             gradients = library.ops.backward(dy, x, (cols,), mean, rstd, w, b, mask, None, z, **variant, **gated)
-        context = (case, groups, rows, cols, variant, gated)
+        context = (case, samples, rows, cols, variant, gated)
         assert_requested(gradients, [*mask[:4], False, False], *context)
 
         inputs = [t if t is None else t.double().requires_grad_() for t in (x, z, w, b)]
