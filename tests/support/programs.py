@@ -17,7 +17,8 @@ from support.reference import F64
 SHAPES = {"x": (2, 3, 8), "r": (2, 3, 8), "q": (3, 2, 8), "w": (8,), "b": (8,), "s": (2, 1, 8), "h": (2, 1, 8)}
 SHAPES |= {"g": (2, 1, 8), "p": (1, 3, 8)}
 NAMES = {"torch": torch, "F": F, "no_grad": torch.no_grad}
-NAMES |= {name: getattr(layernorm_ext, name) for name in ("layer_norm", "rms_norm")}
+EPS = 1e-5  # RMSNorm's default is that of the input's dtype
+NAMES |= {name: partial(getattr(layernorm_ext, name), eps=EPS) for name in ("layer_norm", "rms_norm")}
 
 # Templates of statements with their weights. {f} is an activation, {p} a parameter, {y} the newest tensor, and {a} any
 # tensor; {n} is a new name, {k} a number, and {t} True or False. A statement that fails is dropped.
@@ -188,9 +189,8 @@ def graph_of(text, seed):
             if not enabled:
                 yield
 
-    def norm(rms, x, shape, weight=None, bias=None, eps=1e-5, **options):
-        default = 2.0**-52 if rms else eps
-        return torch.ops.layernorm.forward.default(x, shape, weight, bias, default, rms=rms, **options)[0]
+    def norm(rms, x, shape, weight=None, bias=None, **options):
+        return torch.ops.layernorm.forward.default(x, shape, weight, bias, EPS, rms=rms, **options)[0]
 
     names = NAMES | {"no_grad": no_grad, "layer_norm": partial(norm, False), "rms_norm": partial(norm, True)}
     module = torch.fx.GraphModule({}, tracer.trace(build(text, names)))
