@@ -83,16 +83,16 @@ struct ForwardParams : Params {
 };
 
 struct BackwardParams : Params {
-  View grad_output;             // of dtype
-  View input;                   // x, of sum_dtype
-  View grad_sum;                // of sum_dtype, added to grad_input; may be absent
-  View grad_input;              // of sum_dtype; absent if not wanted
+  View grad_output;  // of dtype
+  View input;        // of sum_dtype: forward's input; its sum with a residual; its output if memory_efficient
+  View grad_sum;     // of sum_dtype, added to grad_input; may be absent
+  View grad_input;   // of sum_dtype; absent if not wanted
   View grad_weight, grad_bias;  // of param_dtype; absent if not wanted
   View grad_gate;               // of dtype; absent if not wanted
   View scaled_input;            // of dtype: the input that input_scale multiplied; only with grad_input_scale
   View grad_scaled_input;       // of dtype: input_scale * grad_input; absent if not wanted; only with grad_input
   View grad_input_scale;        // of param_dtype; absent if not wanted; only with grad_input
-  bool memory_efficient;        // input is forward's output: xhat = (input - bias) / weight, see kSmallestDivisor
+  bool memory_efficient;        // xhat = (input - bias) / weight, see kSmallestDivisor
 };
 
 namespace cpu {

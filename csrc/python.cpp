@@ -37,7 +37,7 @@ bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
   return true;
 }
 
-// The parameters of norm() in layernorm_ext/_calls.py. Those from zero_centered_weight on have defaults.
+// The parameters of norm() in layernorm_ext/_calls.py. Those from the residual on have defaults.
 enum Parameter {
   kName,
   kInput,
@@ -45,31 +45,32 @@ enum Parameter {
   kWeight,
   kBias,
   kEps,
-  kZeroCenteredWeight,
-  kMemoryEfficient,
   kResidual,
   kGate,
   kInputScale,
   kInplace,
-  kRms,
-  kImages,
-  kNumGroups,
-  kSigmoid,
-  kGateFirst,
-  kParameters,
+  kFirstOption,
 };
+#define NAME(name) #name
 constexpr const char* kNames[] = {
-    "name",      "input", "normalized_shape", "weight",  "bias", "eps",    "zero_centered_weight", "memory_efficient",
-    "residual",  "gate",  "input_scale",      "inplace", "rms",  "images", "num_groups",           "sigmoid",
-    "gate_first"};
+    "name",        "input",   "normalized_shape",         "weight", "bias", "eps", "residual", "gate",
+    "input_scale", "inplace", LAYERNORM_EACH_OPTION(NAME)};
+#undef NAME
+constexpr Py_ssize_t kParameters = std::size(kNames);
 PyObject* names[kParameters];  // interned
 
-// Reads a Python integer, and keeps the value if it is absent; returns whether it fits into 64 bits.
-bool read_integer(PyObject* object, int64_t& value) {
+// Read an option, and keep its value if it is absent. They return whether it has the type, and an integer 64 bits.
+bool read_option(PyObject* object, bool& option) {
   if (!object) return true;
-  int overflow = 0;
+  option = object == Py_True;
+  return PyBool_Check(object);
+}
+bool read_option(PyObject* object, optional<c10::SymInt>& option) {
+  if (!object) return true;
   if (!PyLong_CheckExact(object)) return false;
-  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (value != 1) option = value;  // 1 is the default
   return overflow == 0;
 }
 
@@ -92,23 +93,24 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   HANDLE_TH_ERRORS
   PyObject* values[kParameters] = {};
   c10::SymDimVector normalized_shape;
-  int64_t num_groups = 1;
-  const auto is_flag = [&](Parameter p) { return !values[p] || PyBool_Check(values[p]); };
+  layernorm::Options options;
   const auto is_tensor_or_none = [&](Parameter p) { return !values[p] || is_optional_tensor(values[p]); };
   const auto has = [&](Parameter p) { return values[p] && values[p] != Py_None; };
-  const auto has_required = [&] {
-    return std::find(values, values + kZeroCenteredWeight, nullptr) == values + kZeroCenteredWeight;
+  const auto has_required = [&] { return std::find(values, values + kResidual, nullptr) == values + kResidual; };
+  const auto read_options = [&] {
+    PyObject* const* value = values + kFirstOption;
+    return std::apply([&](auto&... option) { return (read_option(*value++, option) && ...); }, options.fields());
   };
-  const bool plain =
-      read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
-      read_sizes(values[kNormalizedShape], normalized_shape) && is_optional_tensor(values[kWeight]) &&
-      is_optional_tensor(values[kBias]) && PyFloat_CheckExact(values[kEps]) && is_tensor_or_none(kResidual) &&
-      is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && is_flag(kZeroCenteredWeight) &&
-      is_flag(kMemoryEfficient) && is_flag(kRms) && is_flag(kImages) && is_flag(kSigmoid) && is_flag(kGateFirst) &&
-      read_integer(values[kNumGroups], num_groups) &&
-      (has(kResidual) ? is_flag(kInplace) : !has(kInplace)) &&  // only functions that add a residual have the option
-      !at::impl::torch_function_mode_enabled() && !at::tracer::impl::is_dispatch_enabled() &&
-      !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  // Only functions that add a residual have this option.
+  const auto has_right_inplace = [&] {
+    return has(kResidual) ? !values[kInplace] || PyBool_Check(values[kInplace]) : !has(kInplace);
+  };
+  const bool plain = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
+                     read_sizes(values[kNormalizedShape], normalized_shape) && is_optional_tensor(values[kWeight]) &&
+                     is_optional_tensor(values[kBias]) && PyFloat_CheckExact(values[kEps]) &&
+                     is_tensor_or_none(kResidual) && is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) &&
+                     read_options() && has_right_inplace() && !at::impl::torch_function_mode_enabled() &&
+                     !at::tracer::impl::is_dispatch_enabled() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (!plain || THPVariable_Unpack(values[kInput]).is_nested()) {
     const pybind11::object in_python = pybind11::module_::import("layernorm_ext._calls").attr("norm");
     return PyObject_Vectorcall(in_python.ptr(), args, count, keywords);
@@ -119,14 +121,6 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   };
   const auto weight = tensor(kWeight), bias = tensor(kBias), residual = tensor(kResidual), gate = tensor(kGate);
   const auto input_scale = tensor(kInputScale);
-  layernorm::Options options;
-  options.rms = values[kRms] == Py_True;
-  options.zero_centered_weight = values[kZeroCenteredWeight] == Py_True;
-  options.memory_efficient = values[kMemoryEfficient] == Py_True;
-  options.images = values[kImages] == Py_True;
-  options.num_groups = num_groups;
-  options.sigmoid = values[kSigmoid] == Py_True;
-  options.gate_first = values[kGateFirst] == Py_True;
   if (options.images && input.dim() > 1) normalized_shape.assign(1, input.sym_size(1));
   const double eps = PyFloat_AS_DOUBLE(values[kEps]);
   layernorm::ForwardOutputs outputs;

@@ -91,7 +91,16 @@ def layer_norm(
     if has_override(input, normalized_shape, weight, bias, eps):
         options = {"zero_centered_weight": zero_centered_weight, "memory_efficient": memory_efficient}
         return override(layer_norm, input, normalized_shape, weight=weight, bias=bias, eps=eps, **options)
-    return norm("layer_norm", input, normalized_shape, weight, bias, eps, zero_centered_weight, memory_efficient)
+    return norm(
+        "layer_norm",
+        input,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        zero_centered_weight=zero_centered_weight,
+        memory_efficient=memory_efficient,
+    )
 
 
 def rms_norm(

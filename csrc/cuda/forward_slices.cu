@@ -43,11 +43,11 @@ constexpr int64_t kPreferredWarps = 8;
 // the mean. A vector that is not aligned is in two pieces of 16 aligned bytes.
 template <class T, class X>
 struct alignas(16) RowHeader {
-  unsigned char x[32], input[32];
+  unsigned char x[32], second[32];
   int64_t number;  // of the row among all rows; -1 if it does not exist
   T* output;
   X* sum;
-  short x_offset, input_offset;  // see Slice::staged()
+  short x_offset, second_offset;  // see Slice::staged()
 };
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ struct Rows {
   const int part_cols;
   unsigned char* const shared;  // of the warp
 
-  // A stage has the headers of the warp's rows, x, and the input if there is a residual, or the gate of a gated norm.
+  // A stage has the headers of the warp's rows, x, and a second array: the input beside a residual, or the gate.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   __host__ static int stage_bytes(int rows, Flags flags) {
     const bool has_second_array = flags.has(kResidual | kGatedNorm);
@@ -80,7 +80,7 @@ struct Rows {
     return reinterpret_cast<Header*>(shared + stage)[Path::kIsBlock ? 0 : slice.row];
   }
   __device__ __forceinline__ unsigned char* x_at(int stage) const { return shared + stage + x_begin(rows_of_warp()); }
-  __device__ __forceinline__ unsigned char* input_at(int stage) const {
+  __device__ __forceinline__ unsigned char* second_at(int stage) const {
     return x_at(stage) + SliceOf::template staged_bytes<X>(rows_of_warp());
   }
 
@@ -94,17 +94,17 @@ struct Rows {
       const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + begin;
       slice.fetch(x_at(stage), x, cols);
       fetch_first_vector(to.x, x, cols);
-      const T* const input = address_in(Path::kIsGated ? p.gate : p.input, T(), plan.input_stride) + begin;
+      const T* const second = address_in(Path::kIsGated ? p.gate : p.input, T(), plan.input_stride) + begin;
       if (Path::kIsGated || flags.has(kResidual)) {
-        slice.fetch(input_at(stage), input, cols);
-        fetch_first_vector(to.input, input, cols);
+        slice.fetch(second_at(stage), second, cols);
+        fetch_first_vector(to.second, second, cols);
       }
       if (slice.lane > 0) return;
       to.number = exists ? number : -1;
       to.output = address_in(p.output, T(), plan.output_stride) + begin;
       to.sum = address_in(p.sum, X(), plan.sum_stride) + begin;
       to.x_offset = static_cast<short>(slice.offset_of(x));
-      to.input_offset = static_cast<short>(slice.offset_of(input));
+      to.second_offset = static_cast<short>(slice.offset_of(second));
     });
   }
   template <class E>
@@ -132,7 +132,7 @@ struct Rows {
   __device__ __forceinline__ void add_input(int stage) const {
     const auto slice = this->slice.rebuilt();
     X* const x = staged_x(stage);
-    const T* const input = slice.template staged<T>(input_at(stage), header(stage).input_offset);
+    const T* const input = slice.template staged<T>(second_at(stage), header(stage).second_offset);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc a[kStep], b[kStep];
@@ -162,7 +162,7 @@ struct Rows {
   // Multiplies elements [j, j + kStep) by the activated gate.
   __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const SliceOf& slice, int stage, int j) const {
     Acc gate[kStep];
-    slice.read(gate, slice.template staged<T>(input_at(stage), header(stage).input_offset), j);
+    slice.read(gate, slice.template staged<T>(second_at(stage), header(stage).second_offset), j);
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
   // The average of the part's first vector, an estimate of the mean. Its elements after the end are zeros.
@@ -172,12 +172,12 @@ struct Rows {
     read_first_vector<X>(v, from.x, from.x_offset);
     if (Path::kIsGated && flags.has(kGateFirst)) {
       Acc gate[kVec];
-      read_first_vector<T>(gate, from.input, from.input_offset);
+      read_first_vector<T>(gate, from.second, from.second_offset);
       for (int e = 0; e < kVec; ++e) v[e] *= Activated(gate[e], flags).value;
     }
     if (flags.has(kResidual)) {
       Acc input[kVec];
-      read_first_vector<T>(input, from.input, from.input_offset);
+      read_first_vector<T>(input, from.second, from.second_offset);
       if (flags.has(kInputScale)) {
         const int64_t sample = find_row(stage).sample;
         for (int e = 0; e < kVec; ++e) input[e] *= load_input_scale(sample, e);

@@ -58,13 +58,13 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
       const auto m = as_optional(mean.unpack(*this)), w = as_optional(weight.unpack(*this));
       const auto b = as_optional(bias.unpack(*this));
       const Tensor r = rstd.unpack(*this);
-      const std::array<bool, 6> mask = {s ? wants_residual : wants_input || wants_residual,
-                                        wants_weight,
-                                        wants_bias,
-                                        wants_factor && z,
-                                        wants_input && s,
-                                        wants_factor && s};
-      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, mask, grad_sum, z, s, scaled, options});
+      const WantedGradients wants = {s ? wants_residual : wants_input || wants_residual,
+                                     wants_weight,
+                                     wants_bias,
+                                     wants_factor && z,
+                                     wants_input && s,
+                                     wants_factor && s};
+      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, wants, grad_sum, z, s, scaled, options});
     } else if (grad_sum) {  // the gradients of the sum alone
       const auto acc = rstd.unpack(*this).scalar_type();
       g.grad_input = *grad_sum;

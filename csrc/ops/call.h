@@ -44,21 +44,19 @@ class Call {
       : types(x, args),
         input_(args.input),
         options_(args.options),
-        num_groups_(args.options.num_groups.expect_int()),
+        num_groups_(args.options.groups().expect_int()),
         normalized_dims_(static_cast<int64_t>(args.normalized_shape.size())),
         batch_dims_(args.input->dim() - normalized_dims_ + (num_groups_ > 1)),
         dims_(args.input->dim() + (num_groups_ > 1)),
         aligns_(aligns) {
-    const OptionalTensorRef parameters[] = {args.weight, args.bias, args.input_scale};
-    is_plain_ = num_groups_ == 1 && !options_.images && input_.is_contiguous() &&
-                (!args.gate || args.gate->is_contiguous()) &&
-                std::none_of(std::begin(parameters), std::end(parameters),
-                             [&](const auto& parameter) { return parameter && parameter->dim() > normalized_dims_; });
+    is_plain_ =
+        num_groups_ == 1 && !options_.images && input_.is_contiguous() && (!args.gate || args.gate->is_contiguous());
+    for_each_parameter(args, [&](const char*, const auto& p) { is_plain_ &= !p || p->dim() <= normalized_dims_; });
     if (is_plain_) {
       for (int64_t d = 0; d < dims_; ++d) (d < batch_dims_ ? rows : cols) *= input_.size(d);
       return;
     }
-    divide_rows(args, parameters);
+    divide_rows(args);
   }
   Call(const Call&) = delete;
 
@@ -129,21 +127,20 @@ class Call {
   };
 
   // Divides the batch dimensions into samples and rows, and decides whether kernels can take the call.
-  template <class Args, class Parameters>
-  void divide_rows(const Args& args, const Parameters& parameters) {
+  template <class Args>
+  void divide_rows(const Args& args) {
     for (int64_t d = batch_dims_; d < dims_; ++d) cols *= extent(layout(input_), d).size;
     is_sample_.assign(batch_dims_, false);
     if (num_groups_ > 1) is_sample_[batch_dims_ - 1] = true;
-    for (const auto& parameter : parameters) {
-      if (!parameter) continue;
-      for (int64_t d = 0; d < batch_dims_; ++d) is_sample_[d] |= extent(layout(*parameter), d).size != 1;
-    }
+    for_each_parameter(args, [&](const char*, const auto& p) {
+      for (int64_t d = 0; p && d < batch_dims_; ++d) is_sample_[d] |= extent(layout(*p), d).size != 1;
+    });
     const auto& sizes = input_.sizes();
     const auto strides = options_.images ? strides_like(input_) : c10::contiguous_strides(sizes);
     const Layout output = {sizes, strides};
     channels_first = joint_stride(output, batch_dims_, dims_, 1, all_) != 1;
     bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, all_) == 1;
-    for (const auto& parameter : parameters) has_kernel &= !parameter || has_all_samples_or_none(*parameter);
+    for_each_parameter(args, [&](const char*, const auto& p) { has_kernel &= !p || has_all_samples_or_none(*p); });
     const bool per_sample = std::find(is_sample_.begin(), is_sample_.end(), true) != is_sample_.end();
     if (!per_sample && has_kernel) {
       const auto input_fits = [&] { return fits(output) && fits(layout(input_)); };

@@ -4,7 +4,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <array>
 
 #include "geometry.h"
 
@@ -26,18 +25,21 @@ bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
   return size.sym_eq(1).sym_or(size.sym_eq(input_size)).expect_true(__FILE__, __LINE__);
 }
 
-// A parameter of a call with its name in error messages.
+// The parameters of a call that are present, with their names in error messages.
 struct NamedParameter {
-  const char* name;
-  OptionalTensorRef tensor;
+  std::string_view name;
+  const Tensor& tensor;
 };
-using NamedParameters = std::array<NamedParameter, 3>;
+using NamedParameters = c10::SmallVector<NamedParameter, 3>;
+
+// Whether torch has a parameter of this name. It has no zero-centered ones.
+bool is_torchs(std::string_view name) { return name == "weight" || name == "bias"; }
 
 // Requires the shape that geometry.h describes.
 void check_parameter_shape(const NamedParameter& parameter, const Tensor& input, SymIntArrayRef normalized_shape,
                            const Options& options) {
-  const auto shape = parameter.tensor->sym_sizes(), sizes = input.sym_sizes();
-  const std::string_view name = parameter.name;
+  const auto& [name, tensor] = parameter;
+  const auto shape = tensor.sym_sizes(), sizes = input.sym_sizes();
   if (options.images) {
     bool fits = shape.size() == 1 || shape.size() == 2 || shape.size() == sizes.size();
     for (size_t d = 0; fits && d < shape.size(); ++d) {
@@ -54,10 +56,10 @@ void check_parameter_shape(const NamedParameter& parameter, const Tensor& input,
   bool fits = shape.size() <= sizes.size() && are_equal(shape.slice(own_dims), normalized_shape);
   for (size_t d = 0; fits && d < own_dims; ++d) fits = broadcasts_to(shape[d], sizes[d]);
   if (fits) return;
-  TORCH_CHECK(
-      name != "weight" && name != "bias", "Expected ", name, " to be of same shape as normalized_shape, but got ", name,
-      " of shape ", shape, " and normalized_shape = ", normalized_shape, "; or of shape [*batch, ",
-      c10::Join(", ", normalized_shape), "], where batch are the first batch sizes or 1 of input of shape ", sizes);
+  TORCH_CHECK(!is_torchs(name), "Expected ", name, " to be of same shape as normalized_shape, but got ", name,
+              " of shape ", shape, " and normalized_shape = ", normalized_shape, "; or of shape [*batch, ",
+              c10::Join(", ", normalized_shape), "], where batch are the first batch sizes or 1 of input of shape ",
+              sizes);
   TORCH_CHECK(false, "Expected ", name, " of shape [*batch, ", c10::Join(", ", normalized_shape),
               "], where batch are the input's first batch sizes or 1, but got ", name, " of shape ", shape,
               " and input of shape ", sizes);
@@ -75,18 +77,17 @@ void check_batch_sizes(const Tensor& input, const NamedParameters& parameters, i
   for (size_t i = 0; i < parameters.size(); ++i) {
     for (size_t k = i + 1; k < parameters.size(); ++k) {
       const auto &first = parameters[i], &second = parameters[k];
-      if (!first.tensor || !second.tensor || !has_batch_dims(*first.tensor) || !has_batch_dims(*second.tensor))
-        continue;
+      if (!has_batch_dims(first.tensor) || !has_batch_dims(second.tensor)) continue;
       c10::SymBool equal = true, first_is_shared = true, second_is_shared = true;
       for (int64_t d = 0; d < end; ++d) {
-        const auto a = size(*first.tensor, d), b = size(*second.tensor, d);
+        const auto a = size(first.tensor, d), b = size(second.tensor, d);
         equal = equal.sym_and(a.sym_eq(b));
         first_is_shared = first_is_shared.sym_and(a.sym_eq(1));
         second_is_shared = second_is_shared.sym_and(b.sym_eq(1));
       }
       TORCH_CHECK(equal.sym_or(first_is_shared).sym_or(second_is_shared).expect_true(__FILE__, __LINE__), "Expected ",
                   first.name, " and ", second.name, " to have the same batch sizes, but got ", first.name, " of shape ",
-                  first.tensor->sym_sizes(), ", ", second.name, " of shape ", second.tensor->sym_sizes(),
+                  first.tensor.sym_sizes(), ", ", second.name, " of shape ", second.tensor.sym_sizes(),
                   " and input of shape ", input.sym_sizes());
     }
   }
@@ -105,12 +106,12 @@ void check_input_type(const Tensor& input) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, message);
 }
 
-void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
+void check_device(std::string_view name, const Tensor& tensor, const Tensor& input) {
   TORCH_CHECK(tensor.device() == input.device(), "Expected ", name, " to be on the device of input, but got ", name,
               " on ", tensor.device(), " and input on ", input.device());
 }
 
-void check_parameter_type(const char* name, const Tensor& input, const Tensor& parameter) {
+void check_parameter_type(std::string_view name, const Tensor& input, const Tensor& parameter) {
   TORCH_CHECK(is_supported(parameter.scalar_type()), "Expected ", name,
               " of dtype Double, Float, Half or BFloat16, but got ", name, " of dtype ", parameter.scalar_type());
   check_device(name, parameter, input);
@@ -213,20 +214,18 @@ void check_norm(const Args& args) {
               "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
               "normalized_shape = ",
               normalized_shape);
-  const NamedParameters named = {{{options.zero_centered_weight ? "weight (scale)" : "weight", args.weight},
-                                  {options.zero_centered_weight ? "bias (shift)" : "bias", args.bias},
-                                  {"input_scale (gate)", args.input_scale}}};
-  // torch checks a weight and a bias without batch dimensions before the input. It has no zero-centered ones.
-  const bool may_precede_input = !options.zero_centered_weight && !options.images;
+  NamedParameters parameters;
+  for_each_parameter(args, [&](const char* name, const OptionalTensorRef& parameter) {
+    if (parameter) parameters.push_back({public_name(name, options), *parameter});
+  });
+  // torch checks a weight and a bias without batch dimensions before the input.
   const auto precedes_input = [&](const NamedParameter& parameter) {
-    return may_precede_input && &parameter != &named[2] && parameter.tensor->dim() <= static_cast<int64_t>(count);
+    return !options.images && is_torchs(parameter.name) && parameter.tensor.dim() <= static_cast<int64_t>(count);
   };
-  for (const auto& parameter : named) {
-    const auto& [name, tensor] = parameter;
-    if (!tensor || !precedes_input(parameter)) continue;
-    TORCH_CHECK(are_equal(tensor->sym_sizes(), normalized_shape), "Expected ", name,
-                " to be of same shape as normalized_shape, but got ", name, " of shape ", tensor->sym_sizes(),
-                " and normalized_shape = ", normalized_shape);
+  for (const auto& parameter : parameters) {
+    TORCH_CHECK(!precedes_input(parameter) || are_equal(parameter.tensor.sym_sizes(), normalized_shape), "Expected ",
+                parameter.name, " to be of same shape as normalized_shape, but got ", parameter.name, " of shape ",
+                parameter.tensor.sym_sizes(), " and normalized_shape = ", normalized_shape);
   }
   if (options.images) {
     TORCH_CHECK(count == 1 && are_equal(sizes[1], normalized_shape[0]), "Given normalized_shape=", normalized_shape,
@@ -237,20 +236,17 @@ void check_norm(const Args& args) {
                 "Given normalized_shape=", normalized_shape, ", expected input with shape [*, ",
                 c10::Join(", ", normalized_shape), "], but got input of size", sizes);
   }
-  for (const auto& parameter : named) {
-    if (parameter.tensor && !precedes_input(parameter))
-      check_parameter_shape(parameter, input, normalized_shape, options);
+  for (const auto& parameter : parameters) {
+    if (!precedes_input(parameter)) check_parameter_shape(parameter, input, normalized_shape, options);
   }
-  check_batch_sizes(input, named, static_cast<int64_t>(count), options);
+  check_batch_sizes(input, parameters, static_cast<int64_t>(count), options);
   check_input_type(input);
-  for (const auto& [name, tensor] : named) {
-    if (tensor) check_parameter_type(name, input, *tensor);
-  }
+  for (const auto& [name, tensor] : parameters) check_parameter_type(name, input, tensor);
   if (args.gate) {
     check_parameter_type("gate", input, *args.gate);
     check_like("gate", *args.gate, input, /*other_type=*/true);
   }
-  const c10::SymInt& groups = options.num_groups;
+  const c10::SymInt groups = options.groups();
   TORCH_CHECK(groups >= 1 && (groups == 1 || (count == 1 && are_equal(normalized_shape[0] % groups, 0))),
               "Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = ", groups,
               ", normalized_shape = ", normalized_shape, " and input of shape ", sizes);
@@ -283,7 +279,7 @@ void check_backward(const BackwardArgs& args) {
               "Expected scaled_input to be None without an input_scale, but got scaled_input of shape ",
               scaled_input->sym_sizes(), " with input_scale = None and input of shape ", input.sym_sizes());
   if (args.grad_sum) check_like("grad_sum", *args.grad_sum, input);
-  TORCH_CHECK(!args.input_scale || scaled_input || !args.output_mask[5],
+  TORCH_CHECK(!args.input_scale || scaled_input || !args.wants.input_scale,
               "Expected scaled_input to be a tensor where the gradient of input_scale is wanted, but got None with "
               "input_scale of shape ",
               args.input_scale->sym_sizes(), " and input of shape ", input.sym_sizes());

@@ -134,8 +134,8 @@ struct Rows {
     if (options.images) rows = rows.movedim(1, -1);
     if (!options.has_groups()) return rows;
     c10::SymDimVector sizes(rows.sym_sizes().begin(), rows.sym_sizes().end());
-    sizes.back() = sizes.back() / options.num_groups;
-    sizes.insert(sizes.end() - 1, options.num_groups);
+    sizes.back() = sizes.back() / options.groups();
+    sizes.insert(sizes.end() - 1, options.groups());
     return rows.reshape_symint(sizes);  // unflatten() and flatten() have no rule for is_grads_batched
   }
   optional<Tensor> operator()(const OptionalTensorRef& t) const {
@@ -160,7 +160,7 @@ struct Rows {
       const Tensor rows = (*this)(*type.model);
       sizes.assign(rows.sym_sizes().begin(), rows.sym_sizes().end());
     } else if (options.has_groups()) {
-      sizes = {options.num_groups, sizes[0] / options.num_groups};
+      sizes = {options.groups(), sizes[0] / options.groups()};
     }
     Tensor result = at::sum_to(gradient, sizes);
     if (result.is_same(gradient)) result = result.clone();  // an operator returns none of its arguments
@@ -251,8 +251,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_allocated(args);
   const Options& options = args.options;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
-  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_input_scale] =
-      args.output_mask;
+  const WantedGradients& wants = args.wants;
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
@@ -267,18 +266,18 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
     return rows.sum(gradient, type, args.normalized_shape);
   };
-  if (wants_bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
-  const bool wants_dx = wants_input || wants_gate || wants_scaled_input || wants_input_scale;
-  if (!(wants_weight || wants_dx)) return grads;
+  if (wants.bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
+  const bool wants_dx = wants.input || wants.gate || wants.scaled_input || wants.input_scale;
+  if (!(wants.weight || wants_dx)) return grads;
 
   const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
-  if (wants_weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
+  if (wants.weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
   if (!wants_dx) return grads;
 
   Tensor dx = t.rstd * t.project(t.g);
   if (args.grad_sum) dx = dx + rows(*args.grad_sum).to(acc);
   if (args.gate) {
-    if (wants_gate) {
+    if (wants.gate) {
       Tensor upstream = input.to(acc) * dx;  // of the activation
       if (!options.gate_first) {
         upstream = t.times_weight(t.xhat);
@@ -289,12 +288,12 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     }
     if (options.gate_first) dx = dx * activated;
   } else if (args.input_scale) {
-    if (wants_scaled_input) {
+    if (wants.scaled_input) {
       grads.grad_scaled_input = rows.undo((rows(*args.input_scale).to(acc) * dx).to(grad_output.scalar_type()));
     }
-    if (wants_input_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
+    if (wants.input_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
   }
-  if (wants_input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
+  if (wants.input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
   return grads;
 }
 
@@ -318,7 +317,7 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   plain.grad_sum = kAbsent;
   plain.options.memory_efficient = false;
   BackwardOutputs grads = backward_composite(plain);
-  if (!args.output_mask[0]) return grads;
+  if (!args.wants.input) return grads;
   Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
   if (args.grad_sum) dx = dx + args.grad_sum->to(acc);
   grads.grad_input = dx.to(args.input->scalar_type());

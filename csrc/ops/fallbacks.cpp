@@ -6,7 +6,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
-#include <array>
+#include <deque>
 #include <initializer_list>
 #include <utility>
 
@@ -38,31 +38,29 @@ class ExpandedParameters {
     const Tensor& input = args.input;
     const Options& options = args.options;
     const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
-    OptionalTensorRef* const parameters[] = {&args.weight, &args.bias, &args.input_scale};
+    const auto is_shared = [&](const Tensor& t) { return t.dim() == normalized_dims && !options.has_groups(); };
+    const auto all_dims = [&](const Tensor& t) { return with_all_dims(t, input.dim(), normalized_dims, options); };
     at::DimVector sizes(input.dim(), 1);
-    for (size_t i = 0; i < 3; ++i) {
-      if (!*parameters[i]) continue;
-      const Tensor& t = **parameters[i];
-      const bool is_shared = t.dim() == normalized_dims && !options.has_groups();
-      expanded_[i] = is_shared ? t : with_all_dims(t, input.dim(), normalized_dims, options);
-      if (is_shared) continue;
-      for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], expanded_[i]->size(d));
-    }
-    const auto is_own = [&](const optional<Tensor>& t) { return t && t->dim() == input.dim() && input.dim() > 0; };
-    const bool all_have = std::all_of(expanded_.begin(), expanded_.end(), [&](const optional<Tensor>& t) {
-      return !is_own(t) || t->sizes() == at::IntArrayRef(sizes);
+    for_each_parameter(args, [&](const char*, const OptionalTensorRef& parameter) {
+      if (!parameter || is_shared(*parameter)) return;
+      const Tensor t = all_dims(*parameter);
+      for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], t.size(d));
     });
-    for (size_t i = 0; i < 3; ++i) {
-      if (!expanded_[i]) continue;
-      if (is_own(expanded_[i])) expanded_[i] = expanded_[i]->expand(all_have ? input.sizes() : at::IntArrayRef(sizes));
-      if (dtype) expanded_[i] = expanded_[i]->to(*dtype);
-      *parameters[i] = expanded_[i];
-    }
+    bool all_have = true;
+    for_each_parameter(args, [&](const char*, const OptionalTensorRef& parameter) {
+      all_have &= !parameter || is_shared(*parameter) || all_dims(*parameter).sizes() == at::IntArrayRef(sizes);
+    });
+    for_each_parameter(args, [&](const char*, OptionalTensorRef& parameter) {
+      if (!parameter) return;
+      Tensor t = *parameter;
+      if (!is_shared(t)) t = all_dims(t).expand(all_have ? input.sizes() : at::IntArrayRef(sizes));
+      parameter.refer_to(expanded_.emplace_back(dtype ? t.to(*dtype) : t));
+    });
   }
   ExpandedParameters(const ExpandedParameters&) = delete;
 
  private:
-  std::array<optional<Tensor>, 3> expanded_;
+  std::deque<optional<Tensor>> expanded_;
 };
 
 }  // namespace

@@ -22,9 +22,9 @@ Shape statistics_shape(const Sizes& input_sizes, int64_t normalized_dims, const 
   const auto end = shape.begin() + (options.images ? 2 : static_cast<int64_t>(shape.size()));
   std::fill(end - normalized_dims, end, 1);
   if constexpr (std::is_same_v<typename Shape::value_type, c10::SymInt>) {
-    *(end - 1) = options.num_groups;
+    *(end - 1) = options.groups();
   } else {
-    *(end - 1) = options.num_groups.expect_int();
+    *(end - 1) = options.groups().expect_int();
   }
   return shape;
 }

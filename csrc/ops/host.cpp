@@ -188,8 +188,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (!call.has_kernel()) return backward_by_copies(backward<Backend>, args);
 
   const c10::DeviceGuard guard(input.device());
-  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_input_scale] =
-      args.output_mask;
+  const WantedGradients& wants = args.wants;
   const auto& types = call.types;
   const auto parameter_gradient = [&](const GradientType& type) {
     const auto sizes = C10_AS_INTARRAYREF_SLOW(type.sizes(args.normalized_shape));
@@ -198,26 +197,26 @@ BackwardOutputs backward(const BackwardArgs& args) {
   };
   BackwardOutputs grads;
   // The gradients of input_scale and of the input that it multiplies are computed from grad_input.
-  const bool scales = args.input_scale && (wants_scaled_input || wants_input_scale);
-  if (wants_input || scales) grads.grad_input = call.allocate_like_input(input.scalar_type());
-  if (wants_weight) grads.grad_weight = parameter_gradient(types.weight);
-  if (wants_bias) grads.grad_bias = parameter_gradient(types.bias);
-  if (wants_gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
-  if (wants_scaled_input && scales) {
+  const bool scales = args.input_scale && (wants.scaled_input || wants.input_scale);
+  if (wants.input || scales) grads.grad_input = call.allocate_like_input(input.scalar_type());
+  if (wants.weight) grads.grad_weight = parameter_gradient(types.weight);
+  if (wants.bias) grads.grad_bias = parameter_gradient(types.bias);
+  if (wants.gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
+  if (wants.scaled_input && scales) {
     grads.grad_scaled_input = call.allocate_like_input(args.grad_output->scalar_type());
   }
-  if (wants_input_scale && scales) grads.grad_input_scale = parameter_gradient(types.input_scale);
+  if (wants.input_scale && scales) grads.grad_input_scale = parameter_gradient(types.input_scale);
   const auto finish = [&](Tensor& gradient, const GradientType& type) {  // to() costs a small call 0.2 us
     if (gradient.defined() && gradient.scalar_type() != type.dtype) gradient = gradient.to(type.dtype);
   };
-  const bool wants_any = grads.grad_input.defined() || wants_weight || wants_bias || grads.grad_gate.defined();
+  const bool wants_any = grads.grad_input.defined() || wants.weight || wants.bias || grads.grad_gate.defined();
   if (!call.is_empty() && wants_any) {
     run_backward<Backend>(call, args, grads);
     finish(grads.grad_weight, types.weight);
     finish(grads.grad_bias, types.bias);
     finish(grads.grad_input_scale, types.input_scale);
   }
-  if (!wants_input) grads.grad_input = Tensor();
+  if (!wants.input) grads.grad_input = Tensor();
   return grads;
 }
 
@@ -254,15 +253,14 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
   const auto like_input = [&](at::ScalarType type) { return meta_like(input, type, args.options.images); };
-  const auto [wants_input, wants_weight, wants_bias, wants_gate, wants_scaled_input, wants_input_scale] =
-      args.output_mask;
+  const WantedGradients& wants = args.wants;
   BackwardOutputs grads;
-  if (wants_input) grads.grad_input = like_input(input.scalar_type());
-  if (wants_weight) grads.grad_weight = gradient(types.weight);
-  if (wants_bias) grads.grad_bias = gradient(types.bias);
-  if (wants_gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
-  if (wants_scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
-  if (wants_input_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
+  if (wants.input) grads.grad_input = like_input(input.scalar_type());
+  if (wants.weight) grads.grad_weight = gradient(types.weight);
+  if (wants.bias) grads.grad_bias = gradient(types.bias);
+  if (wants.gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
+  if (wants.scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
+  if (wants.input_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
   return grads;
 }
 

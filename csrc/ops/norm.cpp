@@ -4,6 +4,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 
+#include <string>
+#include <vector>
+
 #include "checks.h"
 
 namespace layernorm {
@@ -30,42 +33,50 @@ void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_INTERNAL_ASSERT(false, "no argument of ", op.schema(), " is sparse, nested, quantized or in MKL-DNN's layout");
 }
 
-}  // namespace
+std::string declaration(const bool&, const char* name) { return c10::str("bool ", name, "=False"); }
+// Optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
+std::string declaration(const optional<c10::SymInt>&, const char* name) { return c10::str("SymInt? ", name, "=None"); }
 
-// See Options. num_groups is optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
-#define OPTIONS                                                                                               \
-  "bool rms=False, bool zero_centered_weight=False, bool memory_efficient=False, bool images=False, SymInt? " \
-  "num_groups=None, bool sigmoid=False, bool gate_first=False"
+// The options in a schema.
+std::string option_declarations() {
+#define LAYERNORM_DECLARATION(name) declaration(Options().name, #name)
+  return c10::Join(", ", std::vector<std::string>{LAYERNORM_EACH_OPTION(LAYERNORM_DECLARATION)});
+#undef LAYERNORM_DECLARATION
+}
+
+}  // namespace
 
 // The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
 // The first result is a Tensor, also if it is undefined, because DTensor takes its type for that of all results.
 TORCH_LIBRARY(layernorm, m) {
   // Compiled code passes tensors in the order of strides that the tracer saw. With the default tag, which fixes the
   // strides themselves, Inductor also spells out all options, and parsing them takes 2 us a call (AMD EPYC Zen 4).
-  const auto define = [&](const char* schema) {
-    m.def(schema, {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order};
+  const auto define = [&](const char* arguments, const char* results) {
+    m.def(c10::str(arguments, ", *, ", option_declarations(), ") -> ", results).c_str(), tags);
   };
-  define(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
-      "*, " OPTIONS ") -> (Tensor output, Tensor? mean, Tensor rstd)");
+  define("forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+         "(Tensor output, Tensor? mean, Tensor rstd)");
   define(
       "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None, *, " OPTIONS
-      ") -> (Tensor output, Tensor? sum, Tensor? mean, Tensor rstd)");
+      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None",
+      "(Tensor output, Tensor? sum, Tensor? mean, Tensor rstd)");
   define(
       "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor(a!) residual, Tensor? input_scale=None, *, " OPTIONS ") -> (Tensor output, Tensor? mean, Tensor rstd)");
+      "Tensor(a!) residual, Tensor? input_scale=None",
+      "(Tensor output, Tensor? mean, Tensor rstd)");
   define(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[6] output_mask, Tensor? grad_sum=None, Tensor? gate=None, "
-      "Tensor? input_scale=None, Tensor? scaled_input=None, *, " OPTIONS
-      ") -> (Tensor grad_input, Tensor? grad_weight, Tensor? grad_bias, Tensor? grad_gate, "
+      "Tensor? input_scale=None, Tensor? scaled_input=None",
+      "(Tensor grad_input, Tensor? grad_weight, Tensor? grad_bias, Tensor? grad_gate, "
       "Tensor? grad_scaled_input, Tensor? grad_input_scale)");
   // Compilers remove it from a graph, because it returns nothing.
   define(
       "check(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? gate, "
-      "Tensor? input_scale, *, " OPTIONS ") -> ()");
-  define("check_allocated(Tensor tensor, str name) -> ()");  // see call_check_allocated()
+      "Tensor? input_scale",
+      "()");
+  m.def("check_allocated(Tensor tensor, str name) -> ()", tags);  // see call_check_allocated()
 
   using c10::DispatchKey;
   for (const auto key :
@@ -93,10 +104,8 @@ auto find(const char* name, const char* overload, Function*) {
 
 // Calls an operator with the options after other arguments.
 template <class Operator, class... Args>
-auto call_with_options(const Operator& op, const Options& o, const Args&... args) {
-  const auto num_groups = o.has_groups() ? optional<c10::SymInt>(o.num_groups) : std::nullopt;
-  return op.call(args..., o.rms, o.zero_centered_weight, o.memory_efficient, o.images, num_groups, o.sigmoid,
-                 o.gate_first);
+auto call_with_options(const Operator& op, Options options, const Args&... args) {
+  return std::apply([&](const auto&... option) { return op.call(args..., option...); }, options.fields());
 }
 
 Tensor or_undefined(optional<Tensor> t) { return t ? *std::move(t) : Tensor(); }
@@ -124,8 +133,10 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, gate, input_scale,
+  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, wants, grad_sum, gate, input_scale,
                scaled_input, options] = args;
+  const std::array<bool, 6> mask = {wants.input, wants.weight,       wants.bias,
+                                    wants.gate,  wants.scaled_input, wants.input_scale};
   static const auto op = find("layernorm::backward", "", backward_operator<nullptr>);
   auto results = call_with_options(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias, mask,
                                    grad_sum, gate, input_scale, scaled_input);

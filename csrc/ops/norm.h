@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <deque>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -23,29 +24,37 @@ using std::optional;
 inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
 inline optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// The options of all operators, in the order of their schemas.
+// The names of the options, in the order of schemas and of the functions that are registered.
+#define LAYERNORM_EACH_OPTION(F) \
+  F(rms), F(zero_centered_weight), F(memory_efficient), F(images), F(num_groups), F(sigmoid), F(gate_first)
+#define LAYERNORM_NAME(name) name
+
+// The options of all operators. Those that a call leaves out are false or absent.
 struct Options {
   bool rms = false;                   // RMSNorm
   bool zero_centered_weight = false;  // the weight is `weight` + 1
   bool memory_efficient = false;      // backward gets forward's output instead of its input
   bool images = false;                // the tensors are [N, C, *] and normalized_shape is {C}, see geometry.h
-  c10::SymInt num_groups = 1;         // the groups of elements of a row that are normalized apart
+  optional<c10::SymInt> num_groups;   // the groups of elements of a row that are normalized apart
   bool sigmoid = false;               // the activation of the gate is the sigmoid instead of SiLU
   bool gate_first = false;            // see Params
 
-  bool has_groups() const { return num_groups != 1; }
+  c10::SymInt groups() const { return num_groups.value_or(1); }
+  bool has_groups() const { return groups() != 1; }
 
-  auto fields() {
-    return std::tie(rms, zero_centered_weight, memory_efficient, images, num_groups, sigmoid, gate_first);
-  }
+  auto fields() { return std::tie(LAYERNORM_EACH_OPTION(LAYERNORM_NAME)); }
 };
 
-// The options as parameters and arguments of the functions that are registered.
-#define LAYERNORM_OPTION_PARAMETERS                                                                                \
-  bool rms, bool zero_centered_weight, bool memory_efficient, bool images, const optional<c10::SymInt>&num_groups, \
-      bool sigmoid, bool gate_first
-#define LAYERNORM_OPTIONS \
-  Options { rms, zero_centered_weight, memory_efficient, images, num_groups.value_or(1), sigmoid, gate_first }
+// The options as parameters of a function, and the struct of these parameters.
+#define LAYERNORM_OPTION_PARAMETER(name) decltype(Options::name) name
+#define LAYERNORM_OPTION_PARAMETERS LAYERNORM_EACH_OPTION(LAYERNORM_OPTION_PARAMETER)
+#define LAYERNORM_OPTIONS options_from(LAYERNORM_EACH_OPTION(LAYERNORM_NAME))
+template <class... Values>
+Options options_from(Values&&... values) {
+  Options options;
+  options.fields() = std::forward_as_tuple(std::move(values)...);
+  return options;
+}
 
 inline const optional<Tensor> kAbsent;
 
@@ -78,6 +87,14 @@ class OptionalTensorRef {
   const optional<Tensor>* t_;
 };
 
+// Calls f(name, parameter) for each parameter of a call, also if it is absent.
+template <class Args, class F>
+void for_each_parameter(Args& args, const F& f) {
+  f("weight", args.weight);
+  f("bias", args.bias);
+  f("input_scale", args.input_scale);
+}
+
 // The arguments of all overloads of forward.
 struct ForwardArgs {
   TensorRef input;
@@ -90,20 +107,22 @@ struct ForwardArgs {
   OptionalTensorRef input_scale = kAbsent;  // beside a residual: a parameter that multiplies the input
   bool inplace = false;                     // the sum overwrites the residual
 
-  static constexpr size_t kTensors = 6;
   template <class Args, class F>  // Args may be const
   static void for_each(Args& args, const F& f) {
     f("input", args.input);
     f("residual", args.residual);
-    f("weight", args.weight);
-    f("bias", args.bias);
+    for_each_parameter(args, f);
     f("gate", args.gate);
-    f("input_scale", args.input_scale);
   }
 };
 // The sum is undefined without a residual, and is the residual if inplace. RMSNorm has no mean.
 struct ForwardOutputs {
   Tensor output, sum, mean, rstd;
+};
+
+// The gradients that backward computes, in the order of output_mask and of BackwardOutputs.
+struct WantedGradients {
+  bool input, weight, bias, gate, scaled_input, input_scale;
 };
 
 // The arguments of backward. With a residual, `input` is the sum and grad_sum its upstream gradient; input_scale
@@ -114,22 +133,19 @@ struct BackwardArgs {
   OptionalTensorRef mean;
   TensorRef rstd;
   OptionalTensorRef weight, bias;
-  std::array<bool, 6> output_mask;  // in the order of BackwardOutputs
+  WantedGradients wants;
   OptionalTensorRef grad_sum, gate, input_scale, scaled_input;
   Options options;
 
-  static constexpr size_t kTensors = 10;
   template <class Args, class F>
   static void for_each(Args& args, const F& f) {
     f("grad_output", args.grad_output);
     f("input", args.input);
     f("mean", args.mean);
     f("rstd", args.rstd);
-    f("weight", args.weight);
-    f("bias", args.bias);
+    for_each_parameter(args, f);
     f("grad_sum", args.grad_sum);
     f("gate", args.gate);
-    f("input_scale", args.input_scale);
     f("scaled_input", args.scaled_input);
   }
 };
@@ -149,12 +165,9 @@ void for_each_tensor(const Args& args, const F& f) {
 // Calls `function` with f(t) in place of each tensor t of `args`.
 template <class Function, class Args, class F>
 auto call_with(const Function& function, Args args, const F& f) {
-  std::array<optional<Tensor>, Args::kTensors> results;
-  size_t count = 0;
+  std::deque<optional<Tensor>> results;
   Args::for_each(args, [&](const char*, auto& t) {
-    if (!t) return;
-    results[count] = f(*t);
-    t.refer_to(results[count++]);
+    if (t) t.refer_to(results.emplace_back(f(*t)));
   });
   return function(args);
 }
@@ -205,9 +218,20 @@ backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
                   const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
                   const optional<Tensor>& gate, const optional<Tensor>& input_scale,
                   const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
-  auto [dx, dweight, dbias, dgate, dscaled_input, dinput_scale] =
-      kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, output_mask, grad_sum, gate,
-                 input_scale, scaled_input, LAYERNORM_OPTIONS});
+  const auto [x, w, b, z, scaled, s] = output_mask;
+  auto [dx, dweight, dbias, dgate, dscaled_input, dinput_scale] = kBackward({grad_output,
+                                                                             input,
+                                                                             normalized_shape,
+                                                                             mean,
+                                                                             rstd,
+                                                                             weight,
+                                                                             bias,
+                                                                             {x, w, b, z, scaled, s},
+                                                                             grad_sum,
+                                                                             gate,
+                                                                             input_scale,
+                                                                             scaled_input,
+                                                                             LAYERNORM_OPTIONS});
   return {std::move(dx),
           as_optional(std::move(dweight)),
           as_optional(std::move(dbias)),
