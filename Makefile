@@ -25,7 +25,7 @@ test-all:
 	python -m pytest -n auto -m integration
 
 test-device:
-	python -m pytest -n auto --dist loadfile tools/cuda_emulator
+	python -m pytest -n auto tools/cuda_emulator
 	python -m pytest -n auto --backends emulated -k emulated
 	python -m pytest -n auto --backends "registers clusters launches" -m every_path tests/kernels
 

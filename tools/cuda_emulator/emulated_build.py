@@ -6,6 +6,7 @@ The results are kept under build/emulator, named by a hash of everything they we
 import concurrent.futures
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -148,7 +149,11 @@ def _object(source, flags, csrc):
 
 
 def _objects(jobs):
-    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
+    with (
+        open(CACHE / "lock", "w") as lock,  # the processes of a test run need the same objects at the same time
+        concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
         return list(pool.map(lambda job: _object(*job), jobs))
 
 
