@@ -22,7 +22,9 @@ PROMISES = {
 
 
 def parameter(*values, id=None):
-    needs_package = re.search("transformers|torchvision|(from|import) (kernels|megatron|timm|torchtitan)", values[-1])
+    needs_package = re.search(
+        "diffusers|transformers|torchvision|(from|import) (kernels|megatron|timm|torchtitan)", values[-1]
+    )
     return pytest.param(*values, id=id, marks=[pytest.mark.integration] if needs_package else [])
 
 
@@ -52,7 +54,7 @@ def blocks(language):
 @pytest.mark.parametrize(("document", "line_above", "code"), blocks("python"))
 def test_python_block_runs_when_copied(document, line_above, code, one_thread, request):
     packages = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
-    if {"timm", "torchvision", "transformers"} & {*packages}:
+    if {"diffusers", "timm", "torchvision", "transformers"} & {*packages}:
         request.getfixturevalue("torchvision")  # the others import it
     for package in packages:
         pytest.importorskip(package, exc_type=ImportError)
