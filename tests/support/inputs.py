@@ -161,7 +161,7 @@ IMAGE_LAYOUTS = {
 }
 
 
-# Options of the operators, and parameters with batch dimensions: groups of rows that share their parameters.
+# Options of the operators, and batch dimensions of parameters, which make samples: rows that share parameters.
 
 VARIANTS = {
     "layer": {"rms": False, "zero_centered_weight": False},
