@@ -480,9 +480,8 @@ PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
 def test_numbers_of_samples_that_depend_on_data(call, shape):
     """Parameters per sample, row or position compile without a graph break, as torch's functions do.
 
-    Inductor gets the graphs of one of the shapes; it sees the parameters as arguments of an operator.
+    Inductor gets the graph of one of the shapes, without gradients; it sees the parameters as arguments of an operator.
     """
-    backend = "inductor" if shape == (4, 1, 8) else "aot_eager"
     rows = torch.tensor([True, False, True, True])
     leaves = [t.requires_grad_() for t in (torch.randn(4, 5, 8), torch.randn(shape))]
     options = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -493,8 +492,9 @@ def test_numbers_of_samples_that_depend_on_data(call, shape):
             actual = with_gradients(lambda *t, some=some: (compiled(*t, some),), leaves)
             for a, e in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
                 torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR)
-    with torch.no_grad(), torch._dynamo.config.patch(options):
-        assert torch.equal(torch.compile(call, fullgraph=True, backend=backend)(*leaves, rows), call(*leaves, rows))
+    if shape == (4, 1, 8):
+        with torch.no_grad(), torch._dynamo.config.patch(options):
+            assert torch.equal(torch.compile(call, fullgraph=True)(*leaves, rows), call(*leaves, rows))
 
 
 def test_sizes_that_differ_at_run_time_are_refused():
