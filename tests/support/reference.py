@@ -306,6 +306,33 @@ def broadcast_rows(t, batch):
     return None if t is None else t.expand(*batch, t.shape[-1]).reshape(-1, t.shape[-1])
 
 
+class Gradients:
+    """The gradients of a call by name. The methods compare one of them, unless it is None."""
+
+    NAMES = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
+
+    def __init__(self, results, x, context):
+        self.by_name = dict(zip(self.NAMES, results, strict=False))
+        self.batch, self.arithmetic, self.context = x.shape[:-1], statistics_dtype(x.dtype), context
+
+    def has_any(self, *names):
+        return any(self.by_name.get(name) is not None for name in names)
+
+    def check(self, name, like, value, error):
+        if self.has_any(name):
+            actual, context = self.by_name[name], (name, *self.context)
+            assert actual.shape == like.shape and actual.dtype == like.dtype and actual.is_contiguous(), context
+            assert_within(actual, value, error + rounding(like.dtype, value, error, self.arithmetic), *context)
+
+    def check_sum(self, name, like, products, errors):
+        """Check the sums of products over the rows of each sample."""
+        if self.has_any(name):
+            samples = range(math.prod(like.shape[:-1]))
+            sample = torch.arange(len(samples)).view(like.shape[:-1]).expand(self.batch).flatten().numpy()
+            sums = (np.array([t[sample == i].sum(0) for i in samples]).reshape(like.shape) for t in (products, errors))
+            self.check(name, like, *sums)
+
+
 def check_backward(
     results,
     dy,
@@ -331,47 +358,28 @@ def check_backward(
     each sample. `xhat_error` is the error of the xhat that backward starts from, and `sum_error` a relative error of
     sums over rows in addition to PARAMETER_GRADIENT.
     """
-    names = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
-    results = dict(zip(names, results, strict=False))
-    batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
-    assert results["grad_input"] is None or results["grad_input"].shape == x.shape, context
+    gradients, batch = Gradients(results, x, context), x.shape[:-1]
 
     def rows(tensor):
         return None if tensor is None else exact(broadcast_rows(tensor, batch))
 
-    def check(name, dtype, value, error):
-        if (actual := results.get(name)) is not None:
-            assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
-            assert_within(actual, value, error + rounding(dtype, value, error, arithmetic), name, *context)
-
-    def check_sum_of_rows(name, like, products, errors):
-        """The terms are products, and the errors are in addition to that of the sum itself."""
-        if results.get(name) is not None:
-            assert results[name].shape == like.shape, (name, *context)
-            samples = range(math.prod(like.shape[:-1]))
-            sample = torch.arange(len(samples)).view(like.shape[:-1]).expand(batch).flatten().numpy()
-            sums = (np.array([t[sample == i].sum(0) for i in samples]).reshape(like.shape) for t in (products, errors))
-            check(name, like.dtype, *sums)
-
-    arithmetic, relative_error = statistics_dtype(x.dtype), PARAMETER_GRADIENT[x.dtype] + sum_error
-    wide_x, b = rows(x), rows(bias)
-    w = None if weight is None else rows(weight) + int(zero_centered_weight)
+    b, w = rows(bias), None if weight is None else rows(weight) + int(zero_centered_weight)
     factors = Factors(x.dtype, None if gate is None else broadcast_rows(gate, batch), **activation)
-    forward = CheckedForward(wide_x, factors, eps, rms)
-    xhat_error = xhat_error + forward.xhat_error
-    dy = rows(dy)
-    grad_norm = dy * factors.of_output
+    forward = CheckedForward(rows(x), factors, eps, rms)
+    xhat_error, sum_error = xhat_error + forward.xhat_error, PARAMETER_GRADIENT[x.dtype] + sum_error
+    grad_norm = rows(dy) * factors.of_output
     expected = Backward(grad_norm, forward, w, rms, 0 if grad_sum is None else rows(grad_sum))
 
     abs_grad, abs_xhat = np.abs(grad_norm), np.abs(forward.xhat)
     # The gradient of an absent parameter has the shape and dtype of the other one.
-    default = given[0] if given else x.new_empty(x.shape[-1:])
-    like_weight, like_bias = (default if p is None else p for p in (weight, bias))
-    relative_error = relative_error + factors.output_error
-    errors = relative_error * abs_grad * (1 + abs_xhat) + abs_grad * xhat_error
-    check_sum_of_rows("grad_weight", like_weight, grad_norm * forward.xhat, errors)
-    check_sum_of_rows("grad_bias", like_bias, grad_norm, relative_error * abs_grad)
-    if all(results.get(name) is None for name in (names[0], *names[3:])):
+    given = [*(p for p in (weight, bias) if p is not None), x.new_empty(x.shape[-1:])]
+    like_weight, like_bias = (given[0] if p is None else p for p in (weight, bias))
+    error = (sum_error + factors.output_error) * abs_grad
+    gradients.check_sum(
+        "grad_weight", like_weight, grad_norm * forward.xhat, error * (1 + abs_xhat) + abs_grad * xhat_error
+    )
+    gradients.check_sum("grad_bias", like_bias, grad_norm, error)
+    if not gradients.has_any("grad_input", "grad_gate", "grad_scaled_input", "grad_input_scale"):
         return expected
 
     abs_g, value = abs_grad if w is None else abs_grad * np.abs(w), expected.grad_input
@@ -379,23 +387,23 @@ def check_backward(
     error = (GRADIENT[x.dtype] + factors.output_error) * expected.terms
     error = error + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
     if gate is None:
-        check("grad_input", x.dtype, value, error)
+        gradients.check("grad_input", x, value, error)
     else:
         f = factors.of_input
-        check("grad_input", x.dtype, f * value, abs(f) * (error + factors.input_error * np.abs(value)))
-        other, before, its_error = wide_x, value, error
+        gradients.check("grad_input", x, f * value, abs(f) * (error + factors.input_error * np.abs(value)))
+        other, multiplied, its_error = rows(x), value, error
         if not factors.is_first:
-            other, before, its_error = dy, forward.output(w, b), forward.output_error(x.dtype, w, b)
+            other, multiplied, its_error = rows(dy), forward.output(w, b), forward.output_error(x.dtype, w, b)
         # The derivative has the error of the activation, and there are two more products.
-        its_error = its_error + (ACTIVATION + 2) * unit(x.dtype) * np.abs(before)
+        its_error = its_error + (ACTIVATION + 2) * unit(x.dtype) * np.abs(multiplied)
         bound = np.abs(other) * factors.slope_terms * its_error
-        check("grad_gate", gate.dtype, other * before * factors.slope, bound)
+        gradients.check("grad_gate", gate, other * multiplied * factors.slope, bound)
     if input_scale is not None:
         # The gradient of the sum may be rounded to the sum's dtype before it is multiplied.
-        error = error + rounding(x.dtype, value, error, arithmetic)
+        error = error + rounding(x.dtype, value, error, gradients.arithmetic)
         scale, scaled = rows(input_scale), rows(scaled_input)
         bound = np.abs(scale) * (error + (unit(x.dtype) + scale_error(input_scale, x.dtype)) * np.abs(value))
-        check("grad_scaled_input", scaled_input.dtype, value * scale, bound)
-        bound = np.abs(scaled) * error + relative_error * np.abs(value * scaled)
-        check_sum_of_rows("grad_input_scale", input_scale, value * scaled, bound)
+        gradients.check("grad_scaled_input", scaled_input, value * scale, bound)
+        bound = np.abs(scaled) * error + sum_error * np.abs(value * scaled)
+        gradients.check_sum("grad_input_scale", input_scale, value * scaled, bound)
     return expected
