@@ -29,9 +29,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", names, indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items):
+    def backend_of(item):
+        return getattr(item, "callspec", None) and item.callspec.params.get("backend")
+
     def applies(item):
-        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+        backend = backend_of(item)
         if backend in (None, "cpu"):
             return True
         if "use_threads" in item.fixturenames:  # CPU threads
@@ -39,6 +43,9 @@ def pytest_collection_modifyitems(items):
         return backend == "cuda" or not item.get_closest_marker("large")  # emulated: 10^7 elements per second
 
     items[:] = [item for item in items if applies(item)]
+    for item in items:
+        if item.get_closest_marker("large") and backend_of(item) == "cpu":
+            item.add_marker("integration")
     # The longest tests start first, so that no worker of pytest-xdist ends long after the others.
     items.sort(key=lambda item: "lesser_set" not in item.name)
 
@@ -113,6 +120,6 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "large: takes gigabytes or seconds; skipped for further instruction sets")
+    config.addinivalue_line("markers", "large: takes gigabytes; on a CPU, only with -m integration, and never emulated")
     config.addinivalue_line("markers", "every_path: also for all paths of the CUDA kernels (support/backends.py)")
     config.addinivalue_line("markers", "integration: needs the extra test-all; runs with -m integration")

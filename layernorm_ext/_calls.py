@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Integral, Real
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from . import tracing
+from ._arguments import as_numbers, check_types
 from ._nested import norm_nested
-
-ACTIVATIONS = ("silu", "sigmoid")
 
 
 def has_nested(*arguments: object) -> bool:
@@ -46,7 +41,7 @@ def default_eps(input: Any) -> float:
 
 def is_sigmoid(activation: str, input: Tensor) -> bool:
     """Return whether an activation is the sigmoid and not SiLU."""
-    if activation not in ACTIVATIONS:
+    if activation not in ("silu", "sigmoid"):
         error = f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}"'
         raise RuntimeError(f"{error} and input of shape {list(input.shape)}")
     return activation == "sigmoid"
@@ -77,108 +72,65 @@ def norm(
     functions call the C++ function of this name and signature (csrc/python.cpp), which calls this one for arguments
     that are not the usual ones, and while a tracer records operators.
     """
-    tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
-    tensors["input_scale"] = input_scale
-    options: dict[str, Any] = {"rms": rms, "zero_centered_weight": zero_centered_weight, "images": images}
-    options |= {"memory_efficient": memory_efficient, "sigmoid": sigmoid, "gate_first": gate_first}
-    normalized_shape, eps = _check_types(name, tensors, normalized_shape, eps, inplace, num_groups, options)
+    tensors = {
+        "input": input,
+        "residual": residual,
+        "weight": weight,
+        "bias": bias,
+        "gate": gate,
+        "input_scale": input_scale,
+    }
+    flags = {
+        "rms": rms,
+        "zero_centered_weight": zero_centered_weight,
+        "images": images,
+        "memory_efficient": memory_efficient,
+        "sigmoid": sigmoid,
+        "gate_first": gate_first,
+    }
+    required = ("input",) if inplace is None else ("input", "residual")
+    check_types(name, tensors, required, {**flags, "inplace": False if inplace is None else inplace}, num_groups)
+    normalized_shape, eps = as_numbers(name, normalized_shape, eps)
     # Defaults are left out, because they take time in each call of a graph.
-    options = {option: True for option, value in options.items() if value}
-    options |= {} if num_groups == 1 else {"num_groups": num_groups}
+    options: dict[str, Any] = {flag: True for flag, value in flags.items() if value}
+    if num_groups != 1:
+        options["num_groups"] = num_groups
+
     if input.is_nested and not images:
-        component = partial(norm, name, eps=eps, inplace=inplace, **options)
-        parameters = {"weight": weight, "bias": bias, "input_scale": input_scale}
-        alike = {"residual": residual, "gate": gate}
-        nested_options: dict[str, Any] = {"eps": eps, "inplace": inplace, "rms": rms, "num_groups": num_groups}
-        nested_options["zero_centered_weight"] = zero_centered_weight
-        return norm_nested(component, input, normalized_shape, parameters, alike, **nested_options)
+        arguments = (input, normalized_shape, weight, bias, eps, residual, gate, input_scale)
+        return norm_nested(partial(norm, name), *arguments, inplace=inplace, **options)
     if images:
         normalized_shape = () if input.is_nested else input.shape[1:2]
     normalized_shape = tracing.constant_sizes(normalized_shape)
     records_aten = tracing.records_aten()
     if records_aten or has_nested(*tensors.values()):  # which the operators would refuse by their own error
         tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, **options)
+    function = tracing.norm if records_aten else _call_operator
+    arguments = (input, normalized_shape, weight, bias, eps, residual, gate, input_scale)
+    output, total = function(*arguments, inplace=bool(inplace), **options)
+    return output if residual is None else (output, total)
+
+
+def _call_operator(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    input_scale: Tensor | None,
+    *,
+    inplace: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output, and the sum with a residual, of the operator that has the tensors of a call."""
     arguments = (input, normalized_shape, weight, bias, eps)
-    if records_aten:
-        options.pop("memory_efficient", None)
-        output, total = tracing.norm(*arguments, residual, gate, input_scale, inplace=bool(inplace), **options)
-        return output if residual is None else (output, total)
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
     if residual is None and gate is None:
-        return ops.forward.default(*arguments, **options)[0]
+        return ops.forward.default(*arguments, **options)[0], None
     factors = (gate,) if input_scale is None else (gate, input_scale)
     output, total, *_ = ops.forward.fused(*arguments, residual, *factors, **options)
-    return output if residual is None else (output, total)
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _check_types(
-    name: str,
-    tensors: dict[str, Any],
-    normalized_shape: Any,
-    eps: Any,
-    inplace: bool | None,
-    num_groups: Any,
-    options: dict[str, Any],
-) -> tuple[Sequence[int], float]:
-    """Raise torch's errors for arguments of wrong types; return the numbers that operators take."""
-    for argument, tensor in tensors.items():
-        is_required = argument == "input" or (argument == "residual" and inplace is not None)
-        if not isinstance(tensor, Tensor) and (is_required or tensor is not None):
-            raise _type_error(name, argument, "Tensor", tensor)
-    for argument, flag in {**options, "inplace": False if inplace is None else inplace}.items():
-        if not isinstance(flag, bool):
-            raise _type_error(name, argument, "bool", flag)
-    if not is_integer(num_groups) and not (isinstance(num_groups, Tensor) and num_groups.dim() == 0):
-        raise _type_error(name, "num_groups", "int", num_groups)
-    if is_dynamo_compiling():
-        if eps is None:
-            raise _type_error(name, "eps", "float", eps)
-        # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls
-        # one with the item of a tensor, as torch's functions do.
-        return normalized_shape, 0.0 if eps == 0 else eps
-    if not isinstance(normalized_shape, (tuple, list)):
-        raise _type_error(name, "normalized_shape", "tuple of ints", normalized_shape)
-    if not torch.jit.is_tracing():
-        normalized_shape = [_as_integer(name, size, i) for i, size in enumerate(normalized_shape)]
-    is_number = isinstance(eps, (Real, torch.SymFloat))
-    if not is_number and not (isinstance(eps, Tensor) and eps.dim() == 0 and not eps.requires_grad):
-        raise _type_error(name, "eps", "float", eps)
-    number: Any = eps if isinstance(eps, torch.SymFloat) else float(eps)
-    return normalized_shape, number
-
-
-def _as_integer(name: str, size: Any, position: int) -> Any:
-    try:
-        if not isinstance(size, bool):
-            return size if isinstance(size, torch.SymInt) else index(size)
-    except TypeError:
-        pass
-    expected = f"tuple of ints, but found element of type {_type_name(size)} at pos {position}"
-    raise _type_error(name, "normalized_shape", expected)
-
-
-def _type_name(value: object) -> str:
-    """Return the name of a type as torch's errors spell it."""
-    cls = type(value)
-    return f"numpy.{cls.__name__}" if cls.__module__ == "numpy" else cls.__name__
-
-
-def _type_error(name: str, argument: str, expected: str, *value: object) -> TypeError:
-    """Return the error of torch's parser, with the argument's name and position in the public function."""
-    from . import functional
-
-    position = ""
-    if not is_dynamo_compiling():
-        parameters = inspect.signature(getattr(functional, name)).parameters
-        if argument not in parameters:
-            argument = {"weight": "scale", "bias": "shift", "input_scale": "gate"}[argument]
-        if parameters[argument].kind is not inspect.Parameter.KEYWORD_ONLY:
-            position = f" (position {list(parameters).index(argument) + 1})"
-    given = "".join(f", not {_type_name(each)}" for each in value)
-    return TypeError(f"{name}(): argument '{argument}'{position} must be {expected}{given}")
+    return output, total

@@ -5,136 +5,170 @@ Their components are normalized by the functions for other tensors, except over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tracing
+from ._arguments import describe_name
 
 
 def norm_nested(
     norm: Callable[..., Any],
     input: Any,  # torch's class of jagged tensors is private
     normalized_shape: Sequence[int],
-    parameters: dict[str, Tensor | None],
-    alike: dict[str, Any],
-    *,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
-    rms: bool,
-    num_groups: int,
+    residual: Any,
+    gate: Any,
+    input_scale: Tensor | None,
+    *,
     inplace: bool | None,
-    zero_centered_weight: bool,
+    rms: bool = False,
+    num_groups: int = 1,
+    zero_centered_weight: bool = False,
+    **options: Any,
 ) -> Any:
-    """Call ``norm`` for all values of a jagged tensor, or for each component of other nested tensors.
+    """Normalize a nested tensor by ``norm``, which takes the same arguments for other tensors.
 
-    The tensors in ``alike`` have the components of ``input``. ``norm`` takes them and the parameters by name.
+    Residual and gate have the components of ``input``, and the parameters have ``normalized_shape``.
     """
-    jagged, dims, residual = input.layout == torch.jagged, len(normalized_shape), alike["residual"]
-    public_names = {"input_scale": "input_scale (gate)"}  # in errors, as in those of the operators
-    if zero_centered_weight:
-        public_names |= {"weight": "weight (scale)", "bias": "bias (shift)"}
-    named = {public_names.get(name, name): parameter for name, parameter in parameters.items()}
-    for name, parameter in named.items():
+    jagged = input.layout == torch.jagged
+    over_ragged = jagged and input._ragged_idx >= input.dim() - len(normalized_shape)
+    parameters = {"weight": weight, "bias": bias, "input_scale": input_scale}
+    named = {describe_name(name, zero_centered_weight): parameter for name, parameter in parameters.items()}
+    _check_shapes(input, normalized_shape, named)
+    _check_components("residual", residual, input)
+    _check_components("gate", gate, input)
+    if over_ragged:
+        _check_over_ragged(input, normalized_shape, named, gate, num_groups)
+
+    if over_ragged and torch.compiler.is_compiling():  # torch.compile does not know the number of components
+        results = _norm_over_ragged(input, normalized_shape, eps, residual, rms=rms, inplace=inplace)
+    else:
+        norm = partial(
+            norm,
+            eps=eps,
+            inplace=inplace,
+            rms=rms,
+            num_groups=num_groups,
+            zero_centered_weight=zero_centered_weight,
+            **parameters,
+            **options,
+        )
+        norm_parts = _norm_values if jagged and not over_ragged else _norm_components
+        results = norm_parts(norm, input, normalized_shape, residual, gate)
+    if residual is None:
+        return _gather(results, input)
+    output, total = results
+    return _gather(output, input), residual if inplace else _gather(total, input)
+
+
+def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mapping[str, Tensor | None]) -> None:
+    """Require parameters of as many dimensions as are normalized, and the last sizes of a jagged tensor."""
+    dims = len(normalized_shape)
+    for name, parameter in parameters.items():
         if parameter is not None and parameter.dim() != dims:
             raise RuntimeError(
                 f"Expected {name} to be of same shape as normalized_shape for a nested input, but got {name} of "
                 f"shape {list(parameter.shape)} and normalized_shape = {list(normalized_shape)}"
             )
-    if jagged and tuple(normalized_shape) != tuple(input.shape[1:][-dims:]):
+    if input.layout == torch.jagged and tuple(normalized_shape) != tuple(input.shape[1:][-dims:]):
         raise RuntimeError(
             f"Given normalized_shape={list(normalized_shape)}, expected a jagged input with shape [B, *, "
             f"{str(list(normalized_shape))[1:-1]}], but got input of size{list(input.shape)}"
         )
-    for name, tensor in alike.items():
-        if tensor is not None and not (
-            tensor.is_nested and tensor.layout == input.layout and _sizes(tensor) == _sizes(input)
-        ):
-            raise RuntimeError(
-                f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
-                f"size{_sizes(tensor)} and input of size{_sizes(input)}"
-            )
-    over_ragged = jagged and input._ragged_idx >= input.dim() - dims
-    if over_ragged:
-        if num_groups != 1:
-            raise RuntimeError(
-                "Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = "
-                f"{num_groups}, normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
-            )
-        gate = alike["gate"]
-        if gate is not None:
-            raise RuntimeError(
-                f"Expected gate to be None for normalized_shape = {list(normalized_shape)}, which includes the ragged "
-                f"dimension, but got gate of shape {list(gate.shape)}"
-            )
-        for name, tensor in named.items():
-            if tensor is not None:
-                raise RuntimeError(
-                    f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
-                    f"{list(tensor.shape)} and normalized_shape = {list(normalized_shape)}, which includes "
-                    "the ragged dimension"
-                )
-        if input.lengths() is not None:
-            raise RuntimeError(
-                f"Given normalized_shape={list(normalized_shape)} with the ragged dimension, expected a jagged "
-                "input without holes, but got one with lengths"
-            )
 
-    def join(values: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)
 
-    if jagged and (not over_ragged or torch.compiler.is_compiling()):
-        values = input.values()
-        others = {name: None if tensor is None else tensor.values() for name, tensor in alike.items()}
-        if over_ragged:  # torch.compile does not know the number of components
-            offsets, ragged_dim = input.offsets(), input._ragged_idx - 1
-            results = _norm_over_ragged(
-                values, others["residual"], normalized_shape, eps, offsets, ragged_dim, rms=rms, inplace=inplace
+def _check_components(name: str, tensor: Any, input: Any) -> None:
+    """Require a tensor, if it is given, to have components of the sizes of the input's."""
+    if tensor is not None and not (
+        tensor.is_nested and tensor.layout == input.layout and _sizes(tensor) == _sizes(input)
+    ):
+        raise RuntimeError(
+            f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
+            f"size{_sizes(tensor)} and input of size{_sizes(input)}"
+        )
+
+
+def _sizes(tensor: Tensor) -> list[Any]:
+    """Return the shape, or the shapes of the components of a strided nested tensor."""
+    is_strided = tensor.is_nested and tensor.layout != torch.jagged
+    return tensor._nested_tensor_size().tolist() if is_strided else list(tensor.shape)
+
+
+def _check_over_ragged(
+    input: Any,
+    normalized_shape: Sequence[int],
+    parameters: Mapping[str, Tensor | None],
+    gate: Any,
+    num_groups: int,
+) -> None:
+    """Refuse what a norm over the ragged dimension lacks: groups, a gate, parameters, and an input with holes."""
+    if num_groups != 1:
+        raise RuntimeError(
+            "Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = "
+            f"{num_groups}, normalized_shape = {list(normalized_shape)} and input of shape {list(input.shape)}"
+        )
+    if gate is not None:
+        raise RuntimeError(
+            f"Expected gate to be None for normalized_shape = {list(normalized_shape)}, which includes the ragged "
+            f"dimension, but got gate of shape {list(gate.shape)}"
+        )
+    for name, tensor in parameters.items():
+        if tensor is not None:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+                f"{list(tensor.shape)} and normalized_shape = {list(normalized_shape)}, which includes "
+                "the ragged dimension"
             )
-        else:
-            results = norm(values, normalized_shape, **parameters, **others)
-        if residual is None:
-            return join(results)
-        return join(results[0]), residual if inplace else join(results[1])
+    if input.lengths() is not None:
+        raise RuntimeError(
+            f"Given normalized_shape={list(normalized_shape)} with the ragged dimension, expected a jagged "
+            "input without holes, but got one with lengths"
+        )
 
+
+# The functions below return the output or, with a residual, output and sum, in the parts that _gather() takes.
+
+
+def _norm_values(
+    norm: Callable[..., Any], input: Any, normalized_shape: Sequence[int], residual: Any, gate: Any
+) -> Any:
+    """Normalize all values of a jagged tensor in one call."""
+    residual, gate = (None if tensor is None else tensor.values() for tensor in (residual, gate))
+    return norm(input.values(), normalized_shape, residual=residual, gate=gate)
+
+
+def _norm_components(
+    norm: Callable[..., Any], input: Any, normalized_shape: Sequence[int], residual: Any, gate: Any
+) -> Any:
+    """Normalize each component."""
+    jagged, dims = input.layout == torch.jagged, len(normalized_shape)
     components = input.unbind()
-    lists = {name: [None] * len(components) if tensor is None else tensor.unbind() for name, tensor in alike.items()}
-    outputs, sums = [], []
-    for i, x in enumerate(components):
+    residuals, gates = ([None] * len(components) if t is None else t.unbind() for t in (residual, gate))
+    results = []
+    for x, r, z in zip(components, residuals, gates, strict=True):
         shape = x.shape[-dims:] if jagged else normalized_shape
-        results = norm(x, shape, **parameters, **{name: tensors[i] for name, tensors in lists.items()})
-        output, total = (results, None) if residual is None else results
-        outputs.append(output)
-        sums.append(total)
-
-    def gather(parts: list[Any]) -> Any:
-        return join(torch.cat(parts, input._ragged_idx - 1)) if jagged else torch.nested.as_nested_tensor(parts)
-
-    if residual is None:
-        return gather(outputs)
-    return gather(outputs), residual if inplace else gather(sums)
+        results.append(norm(x, shape, residual=r, gate=z))
+    return results if residual is None else ([result[i] for result in results] for i in range(2))
 
 
 def _norm_over_ragged(
-    values: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    offsets: Tensor,
-    ragged_dim: int,
-    *,
-    rms: bool,
-    inplace: bool | None,
+    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, *, rms: bool, inplace: bool | None
 ) -> Any:
-    """Normalize the values of a jagged tensor over dimensions that include the ragged one, with torch's precision."""
+    """Normalize over dimensions that include the ragged one, by aten's operators and with torch's precision."""
+    values, lengths, ragged_dim = input.values(), input.offsets().diff(), input._ragged_idx - 1
     x, total = values.contiguous(), None  # and so are the sum and the output
     if residual is not None:
-        x = x + residual
-        total = residual.copy_(x) if inplace else x
+        x = x + residual.values()
+        total = residual.values().copy_(x) if inplace else x
     x = tracing.cast(x, tracing.accumulation_dtype(values))
     dims = range(x.dim() - len(normalized_shape), x.dim())
-    lengths = offsets.diff()
     components = torch.arange(lengths.size(0), device=values.device)
     component = torch.repeat_interleave(components, lengths, output_size=x.size(ragged_dim))
 
@@ -152,7 +186,9 @@ def _norm_over_ragged(
     return output if residual is None else (output, total)
 
 
-def _sizes(tensor: Tensor) -> list[Any]:
-    """Return the shape, or the shapes of the components of a strided nested tensor."""
-    is_strided = tensor.is_nested and tensor.layout != torch.jagged
-    return tensor._nested_tensor_size().tolist() if is_strided else list(tensor.shape)
+def _gather(parts: Any, input: Any) -> Tensor:
+    """Return a nested tensor like the input from its values, or from its components."""
+    if input.layout != torch.jagged:
+        return torch.nested.as_nested_tensor(parts)
+    values = torch.cat(parts, input._ragged_idx - 1) if isinstance(parts, list) else parts
+    return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ._calls import ACTIVATIONS, is_integer
 from .functional import (
     ada_layer_norm,
     ada_rms_norm,
@@ -340,16 +339,13 @@ class AddAdaRMSNorm(AddAdaLayerNorm):
         )
 
 
-def _check_gate_options(activation: str, num_groups: int, normalized_shape: tuple[int, ...]) -> None:
-    if not is_integer(num_groups):
-        raise TypeError(f"Expected num_groups to be an int, but got num_groups={num_groups!r}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f'Expected activation to be "silu" or "sigmoid", but got activation = "{activation}"')
-    if num_groups != 1 and (len(normalized_shape) != 1 or num_groups < 1 or normalized_shape[0] % num_groups):
-        raise ValueError(
-            f"Expected num_groups to divide the only dimension of normalized_shape, but got num_groups = {num_groups}, "
-            f"normalized_shape = {list(normalized_shape)}"
-        )
+def _check_gate_options(normalized_shape: tuple[int, ...], activation: str, num_groups: int) -> None:
+    """Raise the errors that the function raises for these options."""
+    input = torch.empty(normalized_shape, device="meta")
+    try:
+        gated_layer_norm(input, None, normalized_shape, activation=activation, num_groups=num_groups)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
 
 
 class GatedLayerNorm(TakesSeveralInputs, LayerNorm):
@@ -406,7 +402,7 @@ class GatedLayerNorm(TakesSeveralInputs, LayerNorm):
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias, device, dtype, zero_centered_weight=zero_centered_weight
         )
-        _check_gate_options(activation, num_groups, self.normalized_shape)
+        _check_gate_options(self.normalized_shape, activation, num_groups)
         self.activation = activation
         self.gate_first = gate_first
         self.num_groups = num_groups
@@ -463,7 +459,7 @@ class GatedRMSNorm(TakesSeveralInputs, RMSNorm):
         super().__init__(
             normalized_shape, eps, elementwise_affine, device, dtype, zero_centered_weight=zero_centered_weight
         )
-        _check_gate_options(activation, num_groups, self.normalized_shape)
+        _check_gate_options(self.normalized_shape, activation, num_groups)
         self.activation = activation
         self.gate_first = gate_first
         self.num_groups = num_groups

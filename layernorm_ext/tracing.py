@@ -135,6 +135,7 @@ def norm(
     *,
     rms: bool = False,
     zero_centered_weight: bool = False,
+    memory_efficient: bool = False,  # has no effect
     images: bool = False,
     num_groups: int = 1,
     sigmoid: bool = False,
@@ -142,9 +143,7 @@ def norm(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
-    accumulate_dtype = accumulation_dtype(input)
-    dims = len(normalized_shape)
-
+    wide, dims = accumulation_dtype(input), len(normalized_shape)
     if images:  # [N, C, 1, ...] as [N, C], so that autograd gives the gradient contiguous strides
         weight, bias = (p if p is None or p.dim() <= 2 else p.flatten(1) for p in (weight, bias))
 
@@ -154,35 +153,47 @@ def norm(
     x, weight, bias, gate, input_scale, added = map(rows, (input, weight, bias, gate, input_scale, residual))
     if num_groups != 1:
         normalized_shape = [normalized_shape[0] // num_groups]
-    total = output_factor = None
+    factor = None  # of the output
     if gate is not None:
-        factor = cast(gate, accumulate_dtype)
-        factor = torch.sigmoid(factor) if sigmoid else F.silu(factor)
+        factor = torch.sigmoid(cast(gate, wide)) if sigmoid else F.silu(cast(gate, wide))
         if gate_first:
-            x = cast(x, accumulate_dtype) * factor
-        else:
-            output_factor = factor
+            x, factor = cast(x, wide) * factor, None
     if input_scale is not None:
-        x = cast(x, accumulate_dtype) * cast(input_scale, accumulate_dtype)
+        x = cast(x, wide) * cast(input_scale, wide)
+    total = None
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
-        x = cast(cast(x, accumulate_dtype) + cast(added, accumulate_dtype), residual.dtype).contiguous()
+        x = cast(cast(x, wide) + cast(added, wide), residual.dtype).contiguous()
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
-        weight = cast(weight, accumulate_dtype) + 1
+        weight = cast(weight, wide) + 1
+    if factor is None:
+        output = _norm_rows(x, normalized_shape, weight, bias, eps, rms)
+    else:  # the product is rounded, and the norm before it is not
+        output = _norm_rows(cast(x, wide), normalized_shape, weight, bias, eps, rms) * factor
+    output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
+    return _place_as(input, output, rms, images, num_groups), total
+
+
+def _norm_rows(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+) -> Tensor:
+    """Normalize the last dimensions; the parameters have these, and maybe batch dimensions.
+
+    The result is not rounded to 16 bits, unless all arguments have 16 bits and torch's function computes all of it.
+    """
     # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
-    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    dims, parameters = len(normalized_shape), [parameter for parameter in (weight, bias) if parameter is not None]
     apart = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
-    mixed = apart or output_factor is not None or any(parameter.dtype != x.dtype for parameter in parameters)
-    dtype = accumulate_dtype if mixed else x.dtype
-    x = cast(x, dtype)
-    weight, bias = (None if parameter is None else cast(parameter, dtype) for parameter in (weight, bias))
+    if apart or any(parameter.dtype != x.dtype for parameter in parameters):
+        x = cast(x, accumulation_dtype(x))
+        weight, bias = (None if parameter is None else cast(parameter, x.dtype) for parameter in (weight, bias))
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
         apart = True
         last = [-1 - d for d in range(dims)]
-        wide = cast(x, accumulate_dtype)
-        output = wide * torch.rsqrt((wide * wide).mean(last, keepdim=True) + eps)
+        x = cast(x, accumulation_dtype(x))
+        output = x * torch.rsqrt((x * x).mean(last, keepdim=True) + eps)
     elif rms:
         output = F.rms_norm(x, normalized_shape, None if apart else weight, eps)
     else:
@@ -190,8 +201,11 @@ def norm(
     if apart:
         output = output if weight is None else output * weight
         output = output if bias is None else output + bias
-    output = output if output_factor is None else output * output_factor
-    output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
+    return output
+
+
+def _place_as(input: Tensor, output: Tensor, rms: bool, images: bool, num_groups: int) -> Tensor:
+    """Return rows with the shape of the input, and with the strides of an eager call."""
     channels_last = [0, *range(2, input.dim()), 1]
     if num_groups != 1:
         output = output.reshape_as(input)  # the older exporter to ONNX would fix the batch size in flatten()
@@ -201,7 +215,7 @@ def norm(
         output, order = output.movedim(input.dim() - 1, 1), _memory_order(input)
         if order != channels_last:  # otherwise the output has this order, because its rows are contiguous
             output = _in_order(output, order)
-    return output, total
+    return output
 
 
 def _rows(tensor: Tensor, dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:

@@ -43,7 +43,6 @@ def test_numbers_of_rows(backend, dtypes, rows):
         check(run(backend, x, dy, w, b), x, dy, w, b, context=(rows, cols))
 
 
-@pytest.mark.large
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_rows_of_more_than_a_million_elements(backend, dtypes):
     """The chunks of such rows are summed in groups."""

@@ -385,7 +385,7 @@ def test_constructors_of_gated_modules_check_their_options(cls):
         with pytest.raises(ValueError, match=message + str(num_groups)):
             cls(size, num_groups=num_groups)
     for num_groups in (2.0, True):
-        with pytest.raises(TypeError, match=f"Expected num_groups to be an int, but got num_groups={num_groups}"):
+        with pytest.raises(TypeError, match="argument 'num_groups' must be int, not "):
             cls(8, num_groups=num_groups)
 
 

@@ -1,8 +1,7 @@
 """The results of the operators match float64, for every size and with every option.
 
-The options are RMSNorm, residuals, zero-centred weights, backward from the output, images, and groups of rows that have
-their own parameters, for example per sample or per position. test_gates.py has the gates; test_forward.py and
-test_backward.py have inputs that are hard.
+The options are RMSNorm, residuals, zero-centred weights, backward from the output, images, and samples: rows that share
+parameters of their own. test_gates.py has the gates; test_forward.py and test_backward.py have hard inputs.
 """
 
 import itertools
@@ -114,7 +113,7 @@ def test_variants_match_float64(backend, dtypes, variant):
 
 @all_dtypes
 @batch_sizes
-def test_groups_match_float64(backend, dtypes, batches):
+def test_samples_match_float64(backend, dtypes, batches):
     every_variant = itertools.product((3, 100), VARIANTS.values())
     for cols, variant in [*every_variant, (1025, VARIANTS["rms"]), (4100, VARIANTS["layer-centred"])]:
         tensors = arguments(batches, cols, dtypes, backend.device, amid_nans)

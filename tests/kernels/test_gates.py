@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.backends import assert_same_bits
+from support.backends import assert_same_bits, check, run
 from support.family import EPS
 from support.inputs import all_dtypes, amid_nans, data_dtypes, randn, rms_or_not
 from support.reference import (
@@ -16,20 +16,14 @@ from support.reference import (
     F16,
     F32,
     F64,
-    GRADIENT,
-    OUTPUT,
-    PARAMETER_GRADIENT,
     RESIDUALS,
-    Backward,
-    Forward,
+    activate,
     assert_within,
-    broadcast_rows,
-    check_backward,
-    check_forward,
     dtypes_id,
     exact,
     rounding,
     statistics_dtype,
+    unit,
 )
 from torch.nn import functional as F
 
@@ -44,11 +38,6 @@ from layernorm_ext import (
 )
 
 ALL = [True] * 6  # output_mask
-
-
-def unit(dtype):
-    """Return the unit roundoff of the arithmetic for a dtype of the data."""
-    return torch.finfo(statistics_dtype(dtype)).eps / 2
 
 
 # Gates beside a residual
@@ -69,50 +58,11 @@ GATES = {
 gates = pytest.mark.parametrize("batches", GATES.values(), ids=GATES)
 
 
-def sum_of_groups(terms, batch, gate):
-    """Sum rows [rows, cols] over the batch dimensions in which a gate has no size of its own."""
-    dims = tuple(d for d, size in enumerate((1,) * (len(batch) + 1 - gate.dim()) + tuple(gate.shape[:-1])) if size == 1)
-    return terms.reshape(*batch, -1).sum(dims).reshape(gate.shape)
-
-
 def check_gated_residual(backend, x, residual, weight, bias, gate, dy, ds, **variant):
-    """Compare forward and backward with float64.
-
-    The product and the sum are rounded to float32, and before them a float64 gate. The other results start from the sum
-    that is rounded to its dtype.
-    """
-    batch, shape, eps = x.shape[:-1], x.shape[-1:], unit(x.dtype)
-    y, total, mean, rstd = backend.ops.forward.fused(x, shape, weight, bias, EPS, residual, None, gate, **variant)
-    arguments = (shape, mean, rstd, weight, bias, ALL, ds, None, gate, x)
-    gradients = backend.ops.backward(dy, total, *arguments, **variant)
-    ds_total, dw, db, other, dx, dgate = (t if t is None else t.contiguous() for t in gradients)
-    assert other is None
-
-    wide_x, wide_residual, factor = (exact(broadcast_rows(t, batch)) for t in (x, residual, gate))
-    product = factor * wide_x
-    gate_error = eps if gate.dtype.itemsize > statistics_dtype(x.dtype).itemsize else 0
-    error = (2 * eps + gate_error) * np.abs(product) + eps * np.abs(wide_residual)
-    assert total.dtype == residual.dtype
-    expected = product + wide_residual
-    assert_within(total, expected, error + rounding(total.dtype, expected, error, statistics_dtype(x.dtype)), "sum")
-
-    rows, parameter_rows = ([broadcast_rows(t, batch) for t in g] for g in ((y, mean, rstd), (total, weight, bias)))
-    check_forward(rows, *parameter_rows, EPS, dtype=x.dtype, **variant)
-    # The gradients of sums of other dtypes than the input's: check_backward() takes the arithmetic of the sum.
-    reference = check_backward((ds_total, dw, db), dy, total, weight, bias, EPS, grad_sum=ds, **variant)
-    found = reference.grad_input
-    # The gradient of the sum may be rounded to the sum's dtype before the kernel multiplies it.
-    error = GRADIENT[x.dtype] * reference.terms
-    error = error + rounding(total.dtype, found, error, statistics_dtype(x.dtype))
-    assert dx.dtype == x.dtype and dgate.dtype == gate.dtype and dgate.shape == gate.shape
-    expected, bound = found * factor, np.abs(factor) * (error + (eps + gate_error) * np.abs(found))
-    bound = bound + rounding(x.dtype, expected, bound, statistics_dtype(x.dtype))
-    assert_within(dx, expected, bound, "grad_scaled_input")
-    terms = found * wide_x
-    bound = np.abs(wide_x) * error + PARAMETER_GRADIENT[x.dtype] * np.abs(terms)
-    expected, bound = (sum_of_groups(t, batch, gate) for t in (terms, bound))
-    bound = bound + rounding(gate.dtype, expected, bound, statistics_dtype(x.dtype))
-    assert_within(dgate, expected, bound, "grad_input_scale")
+    inputs = {"residual": residual, "input_scale": gate, "grad_sum": ds, **variant}
+    results = run(backend, x, dy, weight, bias, EPS, mask=ALL, **inputs)
+    assert results.grad_gate is None and None not in (results.grad_scaled_input, results.grad_input_scale)
+    check(results, x, dy, weight, bias, EPS, **inputs)
 
 
 def gated_residual_arguments(backend, batches, cols, dtypes, gate_dtype=None):
@@ -162,75 +112,15 @@ def test_a_gate_of_ones_changes_no_bit(backend):
 # Gated norms
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-# The largest relative error of sigmoid: an exponential of two units in the last place, an addition and a division; then
-# one product for silu.
-ACTIVATION_ERROR = 6
-
-
-def activate(z, name):
-    """Return the values and the derivatives of an activation in wide arithmetic, and the derivatives' terms."""
-    e = np.exp(-np.abs(z))
-    s, complement = (np.where(z > 0, a, b) for a, b in ((1 / (1 + e), e / (1 + e)), (e / (1 + e), 1 / (1 + e))))
-    if name == "sigmoid":
-        return s, s * complement, s * complement
-    return z * s, s * (1 + z * complement), s * (1 + np.abs(z) * complement)
 
 
 def check_gated_norm(backend, x, gate, weight, bias, dy, *, activation, gate_first, rms, zero_centered_weight=False):
-    """Compare forward and backward with float64; all tensors are rows."""
     options = {"rms": rms, "zero_centered_weight": zero_centered_weight}
-    options |= {"sigmoid": activation == "sigmoid", "gate_first": gate_first}
-    shape = x.shape[-1:]
-    y, total, mean, rstd = backend.ops.forward.fused(x, shape, weight, bias, EPS, None, gate, **options)
-    arguments = (shape, mean, rstd, weight, bias, ALL, None, gate)
-    dx, dw, db, dz, *others = backend.ops.backward(dy, x, *arguments, **options)
-    assert total is None and others == [None, None]
-
-    u, arithmetic = unit(x.dtype), statistics_dtype(x.dtype)
-    delta = ACTIVATION_ERROR * u  # of the activation and its derivative, relative to their terms
-    wide_x, z, wide_dy, w, b = (exact(t) for t in (x, gate, dy, weight, bias))
-    w = w + int(zero_centered_weight)
-    p, q, q_terms = activate(z, activation)
-    normalized = wide_x * p if gate_first else wide_x
-    forward = Forward(normalized, EPS, rms)
-    xhat, rstd = forward.xhat, forward.rstd
-    abs_xhat, abs_w = np.abs(xhat), np.abs(w)
-
-    def mean_of(t):
-        return t.mean(1, keepdims=True)
-
-    # A relative error of the elements that are normalized changes xhat by the projection of the error.
-    size = rstd * np.abs(normalized) * (delta + u if gate_first else 0)
-    xhat_error = size + (0 if rms else mean_of(size)) + abs_xhat * mean_of(abs_xhat * size)
-    norm, norm_error = forward.output(w, b), OUTPUT[x.dtype] * (abs_w * (1 + abs_xhat) + np.abs(b)) + abs_w * xhat_error
-    after = 1 if gate_first else p
-
-    def check(name, actual, dtype, value, error):
-        assert actual.dtype == dtype, name
-        assert_within(actual, value, error + rounding(dtype, value, error, arithmetic), name, options)
-
-    relative = 0 if gate_first else delta + u  # of what the gate multiplies after the norm
-    check("output", y, x.dtype, norm * after, np.abs(after) * (norm_error + relative * np.abs(norm)))
-
-    dn = wide_dy * after
-    backward = Backward(dn, forward, w, rms)
-    du = backward.grad_input
-    abs_g = np.abs(dn) * abs_w
-    du_error = (GRADIENT[x.dtype] + relative) * backward.terms
-    du_error = du_error + rstd * (abs_xhat * mean_of(abs_g * xhat_error) + xhat_error * mean_of(abs_g * abs_xhat))
-    if gate_first:
-        factor, upstream, error = wide_x, du, du_error
-        check("grad_input", dx, x.dtype, du * p, np.abs(p) * (du_error + (delta + u) * np.abs(du)))
-    else:
-        factor, upstream, error = wide_dy, norm, norm_error
-        check("grad_input", dx, x.dtype, du, du_error)
-    terms = np.abs(factor) * q_terms
-    bound = terms * (error + (delta + 2 * u) * np.abs(upstream))
-    check("grad_gate", dz, gate.dtype, factor * upstream * q, bound)
-    sums = (PARAMETER_GRADIENT[x.dtype] + relative) * np.abs(dn)
-    bound = (sums * (1 + abs_xhat) + np.abs(dn) * xhat_error).sum(0)
-    check("grad_weight", dw, weight.dtype, backward.grad_weight, bound)
-    check("grad_bias", db, bias.dtype, backward.grad_bias, sums.sum(0))
+    options |= {"gate": gate, "sigmoid": activation == "sigmoid", "gate_first": gate_first}
+    results = run(backend, x, dy, weight, bias, EPS, mask=ALL, **options)
+    assert results.grad_gate is not None
+    assert results.total is results.grad_scaled_input is results.grad_input_scale is None
+    check(results, x, dy, weight, bias, EPS, **options)
 
 
 gated_norms = pytest.mark.parametrize(
@@ -295,7 +185,7 @@ def test_activation_over_the_whole_range(backend, dtype, activation):
 
     wide, arithmetic = exact(z[:-3]), statistics_dtype(dtype)
     with np.errstate(over="ignore", under="ignore"):
-        p, q, terms = activate(wide, activation)
+        p, q, terms = activate(wide, activation == "sigmoid")
     smallest = torch.finfo(arithmetic).smallest_normal * (torch.finfo(arithmetic).eps if backend.name == "cpu" else 1)
     tiny = smallest * (1 + (np.abs(wide) if activation == "silu" else 1))
     for name, actual, value, size, roundings in (("output", y, p, np.abs(p), 8), ("grad_gate", dz, q, terms, 16)):

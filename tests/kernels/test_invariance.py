@@ -166,8 +166,8 @@ def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
 
 
 @all_dtypes
-def test_other_groups_change_no_bit(backend, dtypes):
-    """Neither the other groups nor their number change a bit of a group's results."""
+def test_other_samples_change_no_bit(backend, dtypes):
+    """Neither the other samples nor their number change a bit of a sample's results."""
     sizes = [(40, 1), (40, 9), (40, 70), (768, 9), (5000, 1), (5000, 9)]
     for (cols, rows), efficient in itertools.product(sizes, (False, True)):
         tensors = arguments(((4, rows), (4, 1), (4, 1)), cols, dtypes, backend.device)
@@ -175,7 +175,7 @@ def test_other_groups_change_no_bit(backend, dtypes):
         for some in ([0], [3], [1, 3], [2, 0, 1]):
             results = run(backend, *(t[some] for t in tensors), memory_efficient=efficient)
             expected = together.map(lambda t, some=some: t[some])
-            # A GPU divides the rows of a single group among all multiprocessors, and so adds them in another order.
+            # A GPU divides the rows of a single sample among all multiprocessors, and so adds them in another order.
             if backend.name != "cpu" and len(some) == 1:
                 results, expected = results.rows(), expected.rows()
             assert_same_bits(results, expected, cols, rows, some)
@@ -214,7 +214,7 @@ def test_batch_of_an_image(backend, dtype, batch):
 # Threads
 
 
-def run_groups(backend, x, dy, w, b, samples, positions):
+def run_samples(backend, x, dy, w, b, samples, positions):
     """Run rows with parameters per sample, per position, or per row."""
     x, dy = (t.unflatten(0, (samples, positions)) for t in (x, dy))
     return [
@@ -239,8 +239,8 @@ WORK = {
     "fewer rows than threads: chunks of a row": (5, 20001, run),
     "one long row": (1, 300_001, run),
     "groups of chunks": (2, (1 << 20) + 5000, run),
-    "groups": (512, 768, partial(run_groups, samples=8, positions=64)),
-    "groups of wide rows": (24, 3000, partial(run_groups, samples=2, positions=12)),
+    "samples": (512, 768, partial(run_samples, samples=8, positions=64)),
+    "samples of wide rows": (24, 3000, partial(run_samples, samples=2, positions=12)),
     "many images": (32 * 49, 40, partial(run_many, images=32)),
     "many pixels": (3000, 96, partial(run_many, images=3)),
     "images of few pixels": (70 * 9, 64, partial(run_many, images=70)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layernorm_ext
-from support.reference import broadcast_rows, check_backward, check_forward
+from support.reference import broadcast_rows, check_backward, check_forward, check_sum
 
 ALL = [True, True, True]  # output_mask: all gradients of norms without a gate
 NONE = [False, False, False]  # the gradients of a gate and of an input_scale
@@ -83,6 +83,9 @@ class Results(NamedTuple):
     grad_input: torch.Tensor | None = None
     grad_weight: torch.Tensor | None = None
     grad_bias: torch.Tensor | None = None
+    grad_gate: torch.Tensor | None = None
+    grad_scaled_input: torch.Tensor | None = None
+    grad_input_scale: torch.Tensor | None = None
 
     @property
     def forward(self):
@@ -92,27 +95,35 @@ class Results(NamedTuple):
     def gradients(self):
         return self.grad_input, self.grad_weight, self.grad_bias
 
+    @property
+    def gradients_of_gates(self):
+        return self.grad_gate, self.grad_scaled_input, self.grad_input_scale
+
     def map(self, function):
         return Results(*(t if t is None else function(t) for t in self))
 
     def rows(self, index=...):
         """Index the results that have a row for each row of the input. The parameters' gradients become None."""
-        return self._replace(grad_weight=None, grad_bias=None).map(lambda t: t[index])
+        return self._replace(grad_weight=None, grad_bias=None, grad_input_scale=None).map(lambda t: t[index])
 
     def map_rows(self, function):
-        return self.rows().map(function)._replace(grad_weight=self.grad_weight, grad_bias=self.grad_bias)
+        parameters = {name: getattr(self, name) for name in ("grad_weight", "grad_bias", "grad_input_scale")}
+        return self.rows().map(function)._replace(**parameters)
 
     def requested(self, mask):
         """Return the results of a call with this output_mask."""
-        gradients = (g if requested else None for g, requested in zip(self.gradients, mask, strict=True))
+        all_gradients = (*self.gradients, *self.gradients_of_gates)
+        gradients = (g if wanted else None for g, wanted in zip(all_gradients, mask, strict=False))
         return Results(self.output, self.total, self.mean, self.rstd, *gradients)
 
 
-def forward(backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None, **options):
-    """Return the results of the forward operator, with or without a residual."""
+def forward(
+    backend, x, residual, weight, bias, eps=1e-5, normalized_shape=None, gate=None, input_scale=None, **options
+):
+    """Return the results of the forward operator, with or without a residual and gates."""
     arguments = (normalized_shape or x.shape[-1:], weight, bias, eps)
-    if residual is not None:
-        return Results(*backend.ops.forward.fused(x, *arguments, residual, **options))
+    if residual is not None or gate is not None:
+        return Results(*backend.ops.forward.fused(x, *arguments, residual, gate, input_scale, **options))
     output, mean, rstd = backend.ops.forward(x, *arguments, **options)
     return Results(output, None, mean, rstd)
 
@@ -129,14 +140,18 @@ def run(
     *,
     residual=None,
     grad_sum=None,
+    gate=None,
+    input_scale=None,
     **options,
 ):
-    """Return the results of both operators."""
+    """Return the results of both operators. A mask of three gradients wants none of the gates'."""
     shape = normalized_shape or x.shape[-1:]
-    output, total, mean, rstd, *_ = forward(backend, x, residual, weight, bias, eps, shape, **options)
+    gates = {"gate": gate, "input_scale": input_scale}
+    output, total, mean, rstd, *_ = forward(backend, x, residual, weight, bias, eps, shape, **gates, **options)
     saved = output if options.get("memory_efficient") else x if residual is None else total
-    arguments = (dy, saved, shape, mean, rstd, weight, bias, [*mask, *NONE], grad_sum)
-    gradients = backend.ops.backward(*arguments, **options)[:3]
+    arguments = (dy, saved, shape, mean, rstd, weight, bias, [*mask, *NONE][:6], grad_sum)
+    arguments += (gate, input_scale, None if input_scale is None else x)
+    gradients = backend.ops.backward(*arguments, **options)
     return Results(output, total, mean, rstd, *gradients)
 
 
@@ -146,7 +161,7 @@ def run_images(backend, x, dy, *args, **options):
 
 
 def run_pixels(backend, x, dy, weight=None, bias=None, *args, **options):
-    """Return the results of `run` for rows that are the pixels of images, [groups, cols, rows] in memory."""
+    """Return the results of `run` for rows that are the pixels of images, [samples, cols, rows] in memory."""
     has_own_parameters = any(t is not None and t.dim() == x.dim() for t in (weight, bias))
     is_one_image = x.dim() == 2 and not has_own_parameters
     images = [t[None] if is_one_image else t for t in (x, dy)]
@@ -173,21 +188,29 @@ def check(
     context=(),
     *,
     residual=None,
+    input_scale=None,
     grad_sum=None,
     xhat_error=0,
-    **variant,
+    **options,
 ):
-    """Check the results of `run`: rows and the parameters' gradients against float64, and the sum bit by bit."""
-    batch, dtype = x.shape[:-1], x.dtype
-    if residual is not None:
-        x = x.to(residual.dtype) + residual
-        assert_same_bits([results.total], [x], *context)
+    """Check the results of `run` against float64, and the sum without an input_scale bit by bit."""
+    batch, dtype, scaled_input = x.shape[:-1], x.dtype, x
+    if residual is not None and input_scale is None:
+        assert_same_bits([results.total], [x.to(residual.dtype) + residual], *context)
+    elif residual is not None:
+        assert results.total.dtype == residual.dtype and results.total.shape == x.shape
+        check_sum(*(broadcast_rows(t, batch) for t in (results.total, x, residual, input_scale)), context)
+    x = x if residual is None else results.total
     assert results.output.shape == x.shape
     assert all(t is None or t.shape == (*batch, 1) for t in (results.mean, results.rstd))
     rows, arguments = ([broadcast_rows(t, batch) for t in group] for group in (results.forward, (x, weight, bias)))
-    check_forward(rows, *arguments, eps, context, dtype=dtype, **variant)
-    options = {"grad_sum": grad_sum, "xhat_error": xhat_error}
-    check_backward(results.gradients, dy, x, weight, bias, eps, context, **options, **variant)
+    of_rows = options | {"gate": broadcast_rows(options.get("gate"), batch)}
+    check_forward(rows, *arguments, eps, context, dtype=dtype, **of_rows)
+    options |= {"grad_sum": grad_sum, "xhat_error": xhat_error}
+    if input_scale is not None:
+        options |= {"scaled_input": scaled_input, "input_scale": input_scale}
+    gradients = (*results.gradients, *results.gradients_of_gates)
+    check_backward(gradients, dy, x, weight, bias, eps, context, **options)
 
 
 def check_images(results, x, dy, *args, **kwargs):

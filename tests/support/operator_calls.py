@@ -224,7 +224,7 @@ def right_results(name, args):
 
 def forward(input, normalized_shape, memory_efficient, images, num_groups, **options):
     output, total, statistics = norm(input, **options)
-    return {"output": output, "sum": total, "mean": statistics.mean, "rstd": statistics.rstd}
+    return {"output": output, "total": total, "mean": statistics.mean, "rstd": statistics.rstd}
 
 
 def backward(
@@ -233,7 +233,7 @@ def backward(
     gate_first=False, **_,
 ):  # fmt: skip
     """Return the gradients that follow from the given rstd and, with memory_efficient, from the output."""
-    factor, derivative = (None, None) if gate is None else with_derivative(lambda z: activate(z, sigmoid), gate)
+    factor, derivative = (None, None) if gate is None else activate(gate, sigmoid)[:2]
     is_before, is_after = gate is not None and gate_first, gate is not None and not gate_first
     x, dy = input * factor if is_before else input, grad_output * factor if is_after else grad_output
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
@@ -253,14 +253,6 @@ def backward(
     results.append(None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape))
     names = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
     return {name: t if wanted else None for name, t, wanted in zip(names, results, output_mask, strict=True)}
-
-
-def with_derivative(function, z):
-    z = z.clone().requires_grad_()
-    with torch.enable_grad():
-        values = function(z)
-        (derivative,) = torch.autograd.grad(values.sum(), z)
-    return values.detach(), derivative
 
 
 # Calls

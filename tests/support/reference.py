@@ -88,8 +88,20 @@ class Backward:
         return self.rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(self.grad_sum)
 
 
-def activate(gate, sigmoid=False):
-    return torch.sigmoid(gate) * (1 if sigmoid else gate)
+def logistic(z):
+    """Return the sigmoid of a tensor or, without overflow, of an array."""
+    if isinstance(z, torch.Tensor):
+        return z.sigmoid()
+    e = np.exp(-np.abs(z))
+    return np.where(z > 0, 1, e) / (1 + e)
+
+
+def activate(z, sigmoid=False):
+    """Return the activation of a gate, its derivative, and the sum of the magnitudes of the derivative's terms."""
+    s, complement = logistic(z), logistic(-z)
+    if sigmoid:
+        return s, s * complement, s * complement
+    return z * s, s * (1 + z * complement), s * (1 + abs(z) * complement)
 
 
 def norm(
@@ -113,7 +125,7 @@ def norm(
     """
     total = None if residual is None else (x if input_scale is None else input_scale * x) + residual
     x = x if total is None else total
-    factor = None if gate is None else activate(gate, sigmoid)
+    factor = None if gate is None else activate(gate, sigmoid)[0]
     x = x * factor if gate_first and gate is not None else x
     forward = Forward(x.unflatten(-1, (num_groups, -1)) if num_groups > 1 else x, eps, rms)
     forward.xhat = forward.xhat.reshape(x.shape)
@@ -141,6 +153,10 @@ GRADIENT = RSTD
 # add up to 64 rows one by one, with an error of up to 1.01e-6. Doubles have as many roundings.
 PARAMETER_GRADIENT = {dtype: 1.1 * error for dtype, error in GRADIENT.items()}
 
+# Largest relative error of an activation, and of its derivative relative to the terms, in roundings of the arithmetic:
+# an exponential of two units in the last place, an addition and a division; then one product for silu.
+ACTIVATION = 6
+
 
 def rounding(dtype, value, error, arithmetic=F32):
     """Return the error that converting `value` from `arithmetic` to `dtype` adds.
@@ -152,11 +168,41 @@ def rounding(dtype, value, error, arithmetic=F32):
     return half_unit + info.smallest_normal * info.eps
 
 
-def output_bound(dtype, forward, weight, bias):
-    """Return the largest error of the output: 5e-7 * (|weight| * (1 + |xhat|) + |bias|) and one rounding to `dtype`."""
-    abs_weight, abs_bias = (default if p is None else np.abs(p) for p, default in ((weight, 1), (bias, 0)))
-    error = OUTPUT[dtype] * (abs_weight * (1 + np.abs(forward.xhat)) + abs_bias)
-    return error + rounding(dtype, forward.output(weight, bias), error)
+def unit(dtype):
+    """Return the unit roundoff of the arithmetic for a dtype of the data."""
+    return torch.finfo(statistics_dtype(dtype)).eps / 2
+
+
+class Factors:
+    """The factors that an activated gate gives the input and the output of a norm, and their relative errors."""
+
+    def __init__(self, dtype, gate=None, sigmoid=False, gate_first=False):
+        self.activation, self.slope, self.slope_terms = (1, 0, 0) if gate is None else activate(exact(gate), sigmoid)
+        self.is_first = gate is not None and gate_first
+        self.of_input, self.of_output = (self.activation, 1) if self.is_first else (1, self.activation)
+        error = 0 if gate is None else (ACTIVATION + 1) * unit(dtype)  # with that of the product
+        self.input_error, self.output_error = (error, 0) if self.is_first else (0, error)
+
+
+class CheckedForward(Forward):
+    """Forward with the errors that that of a gate's product with the input causes.
+
+    A relative error of the elements that are normalized changes xhat by the projection of the error.
+    """
+
+    def __init__(self, x, factors, eps, rms):
+        super().__init__(x * factors.of_input, eps, rms)
+        self.mean_error = self.rstd_error = self.xhat_error = 0  # the second is relative
+        if factors.is_first:
+            error, abs_xhat = factors.input_error * self.rstd * abs(x * factors.of_input), abs(self.xhat)
+            mean_error, self.rstd_error = (t.mean(-1, keepdims=True) for t in (error, abs_xhat * error))
+            self.mean_error = mean_error / self.rstd
+            self.xhat_error = error + (0 if rms else mean_error) + abs_xhat * self.rstd_error
+
+    def output_error(self, dtype, weight, bias):
+        """Return the largest error before the rounding: 5e-7 * (|weight| * (1 + |xhat|) + |bias|), and that of xhat."""
+        abs_weight, abs_bias = (default if p is None else np.abs(p) for p, default in ((weight, 1), (bias, 0)))
+        return OUTPUT[dtype] * (abs_weight * (1 + np.abs(self.xhat)) + abs_bias) + abs_weight * self.xhat_error
 
 
 def assert_within(actual, expected, bounds, *context):
@@ -180,18 +226,32 @@ def factor(weight, zero_centered_weight):
 
 
 def check_forward(
-    results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False, dtype=None
+    results,
+    x,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    context=(),
+    *,
+    rms=False,
+    zero_centered_weight=False,
+    dtype=None,
+    **gate,
 ):
     """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward.
 
-    `dtype` is that of the output, by default that of x.
+    `dtype` is that of the output, by default that of x. `gate` are the arguments of Factors.
     """
     y, mean, rstd = results
-    expected = Forward(exact(x), eps, rms)
+    factors = Factors(x.dtype, **gate)
+    expected = CheckedForward(exact(x), factors, eps, rms)
     w, b = factor(weight, zero_centered_weight), None if bias is None else exact(bias)
     dtype = dtype or x.dtype
     assert y.dtype == dtype and y.is_contiguous(), context
-    assert_within(y, expected.output(w, b), output_bound(dtype, expected, w, b), "output", *context)
+    value, error = expected.output(w, b), expected.output_error(dtype, w, b)
+    error = abs(factors.of_output) * (error + factors.output_error * abs(value))
+    value = factors.of_output * value
+    assert_within(y, value, error + rounding(dtype, value, error), "output", *context)
 
     kind = statistics_dtype(x.dtype)
     assert rstd.dtype == kind, context
@@ -202,9 +262,29 @@ def check_forward(
         assert mean.dtype == kind, context
         # The mean is rounded once. The remaining error is relative to the standard deviation.
         mean_bound = torch.finfo(kind).eps / 2 * np.abs(expected.mean) + OUTPUT[x.dtype] / expected.rstd + smallest
-        assert_within(mean, expected.mean, mean_bound, "mean", *context)
-    assert_within(rstd, expected.rstd, RSTD[x.dtype] * expected.rstd + smallest, "rstd", *context)
+        assert_within(mean, expected.mean, mean_bound + expected.mean_error, "mean", *context)
+    rstd_bound = (RSTD[x.dtype] + expected.rstd_error) * expected.rstd + smallest
+    assert_within(rstd, expected.rstd, rstd_bound, "rstd", *context)
     return expected
+
+
+def check_sum(total, x, residual, input_scale, context=()):
+    """Check the sum of a residual and an input that is multiplied by input_scale.
+
+    The product and the sum are rounded to the arithmetic, and before them an input_scale of a wider dtype.
+    """
+    x, residual, scale = (exact(t) for t in (x, residual, input_scale))
+    product = scale * x
+    error = (2 * unit(total.dtype) + scale_error(input_scale, total.dtype)) * np.abs(product)
+    error = error + unit(total.dtype) * np.abs(residual)
+    expected = product + residual
+    bound = error + rounding(total.dtype, expected, error, statistics_dtype(total.dtype))
+    assert_within(total, expected, bound, "sum", *context)
+
+
+def scale_error(input_scale, dtype):
+    """Return the relative error of an input_scale that is rounded to the arithmetic."""
+    return unit(dtype) if input_scale.dtype.itemsize > statistics_dtype(dtype).itemsize else 0
 
 
 def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=False):
@@ -226,6 +306,33 @@ def broadcast_rows(t, batch):
     return None if t is None else t.expand(*batch, t.shape[-1]).reshape(-1, t.shape[-1])
 
 
+class Gradients:
+    """The gradients of a call by name. The methods compare one of them, unless it is None."""
+
+    NAMES = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
+
+    def __init__(self, results, x, context):
+        self.by_name = dict(zip(self.NAMES, results, strict=False))
+        self.batch, self.arithmetic, self.context = x.shape[:-1], statistics_dtype(x.dtype), context
+
+    def has_any(self, *names):
+        return any(self.by_name.get(name) is not None for name in names)
+
+    def check(self, name, like, value, error):
+        if self.has_any(name):
+            actual, context = self.by_name[name], (name, *self.context)
+            assert actual.shape == like.shape and actual.dtype == like.dtype and actual.is_contiguous(), context
+            assert_within(actual, value, error + rounding(like.dtype, value, error, self.arithmetic), *context)
+
+    def check_sum(self, name, like, products, errors):
+        """Check the sums of products over the rows of each sample."""
+        if self.has_any(name):
+            samples = range(math.prod(like.shape[:-1]))
+            sample = torch.arange(len(samples)).view(like.shape[:-1]).expand(self.batch).flatten().numpy()
+            sums = (np.array([t[sample == i].sum(0) for i in samples]).reshape(like.shape) for t in (products, errors))
+            self.check(name, like, *sums)
+
+
 def check_backward(
     results,
     dy,
@@ -240,43 +347,63 @@ def check_backward(
     grad_sum=None,
     xhat_error=0,
     sum_error=0,
+    scaled_input=None,
+    input_scale=None,
+    gate=None,
+    **activation,
 ):
-    """Check grad_input, grad_weight and grad_bias, except those that are None, and return the exact Backward.
+    """Check the gradients of input, weight, bias and, if given, gate, scaled_input and input_scale.
 
-    Parameters with batch dimensions have a gradient for each group of rows. `xhat_error` is the error of the xhat that
-    backward starts from, and `sum_error` a relative error of sums over rows in addition to PARAMETER_GRADIENT.
+    Those that are None are not checked. Return the exact Backward. Parameters with batch dimensions have a gradient for
+    each sample. `xhat_error` is the error of the xhat that backward starts from, and `sum_error` a relative error of
+    sums over rows in addition to PARAMETER_GRADIENT.
     """
-    grad_input, grad_weight, grad_bias = results
-    assert grad_input is None or grad_input.shape == x.shape, context
-    batch, given = x.shape[:-1], [p for p in (weight, bias) if p is not None]
-    dy, x, weights, grad_sum, grad_input = (broadcast_rows(t, batch) for t in (dy, x, weight, grad_sum, grad_input))
-    forward, w = Forward(exact(x), eps, rms), factor(weights, zero_centered_weight)
-    dy = exact(dy)
-    expected = Backward(dy, forward, w, rms, 0 if grad_sum is None else exact(grad_sum))
+    gradients, batch = Gradients(results, x, context), x.shape[:-1]
 
-    def check(name, actual, dtype, value, error):
-        assert actual.dtype == dtype and actual.is_contiguous(), (name, *context)
-        bounds = error + rounding(dtype, value, error, statistics_dtype(x.dtype))
-        assert_within(actual, value, bounds, name, *context)
+    def rows(tensor):
+        return None if tensor is None else exact(broadcast_rows(tensor, batch))
 
-    abs_dy, abs_xhat = np.abs(dy), np.abs(forward.xhat)
-    if grad_input is not None:
-        abs_g = abs_dy if w is None else abs_dy * np.abs(w)
-        mean_error, mean_abs_gx = (abs_g * xhat_error).mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
-        error = GRADIENT[x.dtype] * expected.terms + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
-        check("grad_input", grad_input, x.dtype, expected.grad_input, error)
-    for name, actual, parameter, products, terms, errors in (
-        ("grad_weight", grad_weight, weight, dy * forward.xhat, abs_dy * (1 + abs_xhat), abs_dy * xhat_error),
-        ("grad_bias", grad_bias, bias, dy, abs_dy, 0 * abs_dy),
-    ):
-        if actual is None:
-            continue
-        # The gradient of an absent parameter has the shape and dtype of the other one.
-        like = parameter if parameter is not None else given[0] if given else x[0]
-        assert actual.shape == like.shape, (name, *context)
-        groups = range(math.prod(like.shape[:-1]))
-        group = torch.arange(len(groups)).view(like.shape[:-1]).expand(batch).flatten().numpy()
-        errors = (PARAMETER_GRADIENT[x.dtype] + sum_error) * terms + errors
-        sums = (np.array([t[group == i].sum(0) for i in groups]).reshape(like.shape) for t in (products, errors))
-        check(name, actual, like.dtype, *sums)
+    b, w = rows(bias), None if weight is None else rows(weight) + int(zero_centered_weight)
+    factors = Factors(x.dtype, None if gate is None else broadcast_rows(gate, batch), **activation)
+    forward = CheckedForward(rows(x), factors, eps, rms)
+    xhat_error, sum_error = xhat_error + forward.xhat_error, PARAMETER_GRADIENT[x.dtype] + sum_error
+    grad_norm = rows(dy) * factors.of_output
+    expected = Backward(grad_norm, forward, w, rms, 0 if grad_sum is None else rows(grad_sum))
+
+    abs_grad, abs_xhat = np.abs(grad_norm), np.abs(forward.xhat)
+    # The gradient of an absent parameter has the shape and dtype of the other one.
+    given = [*(p for p in (weight, bias) if p is not None), x.new_empty(x.shape[-1:])]
+    like_weight, like_bias = (given[0] if p is None else p for p in (weight, bias))
+    error = (sum_error + factors.output_error) * abs_grad
+    gradients.check_sum(
+        "grad_weight", like_weight, grad_norm * forward.xhat, error * (1 + abs_xhat) + abs_grad * xhat_error
+    )
+    gradients.check_sum("grad_bias", like_bias, grad_norm, error)
+    if not gradients.has_any("grad_input", "grad_gate", "grad_scaled_input", "grad_input_scale"):
+        return expected
+
+    abs_g, value = abs_grad if w is None else abs_grad * np.abs(w), expected.grad_input
+    mean_error, mean_abs_gx = ((abs_g * t).mean(1, keepdims=True) for t in (xhat_error, abs_xhat))
+    error = (GRADIENT[x.dtype] + factors.output_error) * expected.terms
+    error = error + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
+    if gate is None:
+        gradients.check("grad_input", x, value, error)
+    else:
+        f = factors.of_input
+        gradients.check("grad_input", x, f * value, abs(f) * (error + factors.input_error * np.abs(value)))
+        other, multiplied, its_error = rows(x), value, error
+        if not factors.is_first:
+            other, multiplied, its_error = rows(dy), forward.output(w, b), forward.output_error(x.dtype, w, b)
+        # The derivative has the error of the activation, and there are two more products.
+        its_error = its_error + (ACTIVATION + 2) * unit(x.dtype) * np.abs(multiplied)
+        bound = np.abs(other) * factors.slope_terms * its_error
+        gradients.check("grad_gate", gate, other * multiplied * factors.slope, bound)
+    if input_scale is not None:
+        # The gradient of the sum may be rounded to the sum's dtype before it is multiplied.
+        error = error + rounding(x.dtype, value, error, gradients.arithmetic)
+        scale, scaled = rows(input_scale), rows(scaled_input)
+        bound = np.abs(scale) * (error + (unit(x.dtype) + scale_error(input_scale, x.dtype)) * np.abs(value))
+        gradients.check("grad_scaled_input", scaled_input, value * scale, bound)
+        bound = np.abs(scaled) * error + sum_error * np.abs(value * scaled)
+        gradients.check_sum("grad_input_scale", input_scale, value * scaled, bound)
     return expected

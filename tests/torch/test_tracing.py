@@ -122,9 +122,10 @@ def test_training_compiled_as_aten_matches_the_kernels():
     """Forward and backward call none of the kernels."""
     model, recorder = Model(), AotEagerAndRecordGraphs()
     with trace_as("aten"):
-        compiled = torch.compile(model, backend=recorder, fullgraph=True, dynamic=True)
+        compiled = torch.compile(model, backend=recorder, fullgraph=True)
         for batch in (3, 7):
             x = model.input(batch).requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)  # symbolic columns take twice as long; test_symbolic_groups has them
             results = [
                 with_gradients(lambda x, *_, f=f: sum(f(x), ()), [x, model.w, model.b]) for f in (compiled, model)
             ]
@@ -223,14 +224,14 @@ def test_compiled_training_between_convolutions(cls):
 
 
 def test_symbolic_groups():
-    """Their number may depend on a size: one graph serves all sizes."""
+    """Their number may depend on a size: one graph serves all sizes, with both kinds of operators."""
 
     class Model(torch.nn.Module):
         def forward(self, x):
             return layernorm_ext.gated_rms_norm(x, None, x.shape[-1:], num_groups=x.shape[-1] // 4)
 
     counter = CompileCounter()
-    compiled = torch.compile(Model(), dynamic=True, fullgraph=True, backend=counter)
+    compiled, of_aten = (torch.compile(Model(), dynamic=True, fullgraph=True, backend=counter) for _ in range(2))
     dynamic = {"x": {1: 4 * torch.export.Dim("groups", min=2, max=100)}}
     with trace_as("kernel"):
         exported = torch.export.export(Model(), (torch.randn(2, 12),), dynamic_shapes=dynamic, strict=False).module()
@@ -238,7 +239,9 @@ def test_symbolic_groups():
         x = torch.randn(2, 4 * groups)
         for traced in (compiled, exported):
             assert torch.equal(traced(x), Model()(x))
-    assert counter.frame_count == 1
+        with trace_as("aten"):
+            torch.testing.assert_close(of_aten(x), Model()(x), **REORDERED_BY_INDUCTOR)
+    assert counter.frame_count == 2
 
 
 def test_compiled_training_under_autocast_matches_eager():
@@ -480,9 +483,8 @@ PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
 def test_numbers_of_samples_that_depend_on_data(call, shape):
     """Parameters per sample, row or position compile without a graph break, as torch's functions do.
 
-    Inductor gets the graphs of one of the shapes; it sees the parameters as arguments of an operator.
+    Inductor gets the graph of one of the shapes, without gradients; it sees the parameters as arguments of an operator.
     """
-    backend = "inductor" if shape == (4, 1, 8) else "aot_eager"
     rows = torch.tensor([True, False, True, True])
     leaves = [t.requires_grad_() for t in (torch.randn(4, 5, 8), torch.randn(shape))]
     options = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -493,8 +495,9 @@ def test_numbers_of_samples_that_depend_on_data(call, shape):
             actual = with_gradients(lambda *t, some=some: (compiled(*t, some),), leaves)
             for a, e in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
                 torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR)
-    with torch.no_grad(), torch._dynamo.config.patch(options):
-        assert torch.equal(torch.compile(call, fullgraph=True, backend=backend)(*leaves, rows), call(*leaves, rows))
+    if shape == (4, 1, 8):
+        with torch.no_grad(), torch._dynamo.config.patch(options):
+            assert torch.equal(torch.compile(call, fullgraph=True)(*leaves, rows), call(*leaves, rows))
 
 
 def test_sizes_that_differ_at_run_time_are_refused():

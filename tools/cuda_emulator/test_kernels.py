@@ -34,7 +34,6 @@ from support.reference import (
     F64,
     RESIDUALS,
     broadcast_rows,
-    check_backward,
     check_forward,
     dtypes_id,
     xhat_error_from_output,
@@ -341,29 +340,12 @@ GATED_MASKS = [
 ]
 
 
-def assert_close(actual, expected, terms, *context):
-    """Compare with float64: 64 roundings of the terms in float32, and one to the result's dtype."""
-    info = torch.finfo(actual.dtype)
-    bound = 64 * torch.finfo(F32).eps * terms + info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
-    wrong = (actual.double() - expected).abs() > bound
-    assert not (wrong | actual.isnan()).any(), (actual[wrong], expected[wrong], *context)
-
-
-def mean_of(t):
-    return t.mean(-1, keepdim=True)
-
-
-def assert_requested(gradients, mask, *context):
-    assert [gradient is not None and gradient.numel() > 0 for gradient in gradients] == mask, context
-
-
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @residual_dtypes
 def test_gates_beside_residuals_match_float64(library, dtypes, path):
     """Each test draws 10 combinations of sizes, gates, layouts and wanted gradients, always the same ones.
 
     Samples have one segment or several, and a block has rows of one sample or of some.
-    The gradients of the gate are compared with those that follow from the rounded grad_input, which is tested first.
     """
     draw = random.Random(f"gate {dtypes} {path}").choice
     for case in range(10):
@@ -379,39 +361,16 @@ def test_gates_beside_residuals_match_float64(library, dtypes, path):
         w, b, gate = (
             draw([amid_nans, torch.clone])(randn(draw([(cols,), (samples, 1, cols)]), dtypes[1])) for _ in range(3)
         )
-        arguments = ((cols,), w, b, 1e-5)
+        options = {"residual": residual, "input_scale": gate, "grad_sum": grad_sum, **variant}
         mask = draw(GATED_MASKS)
         with library.schedule(case, **path):
-            output, total, mean, rstd = library.ops.forward.fused(x, *arguments, residual, None, gate, **variant)
-            gradients = library.ops.backward(
-                dy, total, (cols,), mean, rstd, w, b, [True, *mask[1:]], grad_sum, None, gate, x, **variant
-            )
-            requested = library.ops.backward(
-                dy, total, (cols,), mean, rstd, w, b, mask, grad_sum, None, gate, x, **variant
-            )
+            results = run(library, x, dy, w, b, mask=GATED_MASKS[0], **options)
+            requested = run(library, x, dy, w, b, mask=mask, **options)
             in_place = residual.clone()
-            results = library.ops.forward_.fused(x, *arguments, in_place, gate, **variant)
-            assert_same_bits([in_place, *results], [total, output, mean, rstd], case)
-        x64, gate64 = x.double(), gate.double()
-        assert_close(total, residual.double() + gate64 * x64, residual.double().abs() + (gate64 * x64).abs(), case)
-        total, output, mean, rstd, ds = (
-            t if t is None else t.contiguous() for t in (total, output, mean, rstd, gradients[0])
-        )
-        absent = [gradient if wanted else None for gradient, wanted in zip(gradients[1:3], mask[1:3], strict=True)]
-        rows, arguments = ([broadcast_rows(t, x.shape[:-1]) for t in g] for g in ((output, mean, rstd), (total, w, b)))
-        check_forward(rows, *arguments, 1e-5, (case,), dtype=dtypes[0], **variant)
-        check_backward((ds, *absent), dy, total, w, b, 1e-5, (case,), grad_sum=grad_sum, **variant)
-        if mask[4]:
-            assert_close(gradients[4], gate64 * ds.double(), torch.zeros(()), case, "grad_scaled_input")
-        if mask[5]:
-            product = ds.double() * x64
-            expected, terms = (t.sum_to_size(gate.shape) for t in (product, product.abs()))
-            assert_close(gradients[5], expected, terms, case, "grad_input_scale")
-        mask = [*mask[:3], False, *mask[4:]]
-        assert_requested(requested, mask, case)
-        assert_same_bits(
-            [g for g in requested if g is not None], [g for g, m in zip(gradients, mask, strict=True) if m], case
-        )
+            output, mean, rstd = library.ops.forward_.fused(x, (cols,), w, b, 1e-5, in_place, gate, **variant)
+        assert_same_bits(Results(output, in_place, mean, rstd), results.requested(NONE), case)
+        assert_same_bits(requested, results.requested(mask), case)
+        check(results, x, dy, w, b, context=(case,), **options)
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
@@ -435,53 +394,9 @@ def test_gated_norms_match_float64(library, dtype, path):
         variant = {"rms": draw([False, True]), "zero_centered_weight": draw([False, True])}
         gated = {"sigmoid": draw([False, True]), "gate_first": draw([False, True])}
         mask = draw(GATED_MASKS)
-        arguments = ((cols,), w, b, 1e-5)
+        options = {"gate": z, **variant, **gated}
         with library.schedule(case, **path):
-            output, _, mean, rstd = library.ops.forward.fused(x, *arguments, None, z, **variant, **gated)
-            gradients = library.ops.backward(dy, x, (cols,), mean, rstd, w, b, mask, None, z, **variant, **gated)
-        context = (case, samples, rows, cols, variant, gated)
-        assert_requested(gradients, [*mask[:4], False, False], *context)
-
-        inputs = [t if t is None else t.double().requires_grad_() for t in (x, z, w, b)]
-        x64, z64, w64, b64 = inputs
-        first = gated["gate_first"]
-        s = z64.sigmoid()
-        f = s if gated["sigmoid"] else z64 * s
-        u = x64 * f if first else x64
-        deviation = u
-        for _ in range(0 if variant["rms"] else 2):  # the second time removes the rounding error of the mean
-            deviation = deviation - deviation.mean(-1, keepdim=True)
-        scale = (deviation.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
-        xhat = deviation * scale
-        factor = torch.ones(()) if w is None else w64 + variant["zero_centered_weight"]
-        n = xhat * factor + (0 if b is None else b64)
-        y = n if first else n * f
-        with torch.no_grad():
-            # A rounding of u, which the kernels compute if the gate is first, or of its mean, which the reference
-            # rounds in float64, changes xhat by `size` roundings, and the scale of the row by `of_scale`. These are
-            # large if all columns of a row are nearly equal, as two columns often are.
-            abs_xhat, abs_dy = xhat.abs(), dy.double().abs()
-            size = scale * u.abs()
-            size = size if variant["rms"] else size + mean_of(size)
-            of_scale = 1 + mean_of(abs_xhat * size)
-            xhat_terms = size + abs_xhat * of_scale
-            slope = s * (1 + z64.abs())  # of terms that may cancel here, and do not in the kernels
-            n_terms = factor.abs() * xhat_terms + (0 if b is None else b64.abs())
-            dn = abs_dy * (1 if first else f.abs())
-            g = dn * factor.abs()
-            du = of_scale * (g + mean_of(g) + abs_xhat * mean_of(g * abs_xhat))
-            du = scale * (du + xhat_terms * mean_of(g * abs_xhat) + abs_xhat * mean_of(g * xhat_terms))
-            terms = {
-                "x": du * f.abs() if first else du,
-                "z": du * x64.abs() * slope if first else abs_dy * n_terms * slope,
-                "w": dn * xhat_terms,
-                "b": dn,
-            }
-        assert_close(output, y.detach(), n_terms * (1 if first else f.detach().abs()), *context)
-        assert_close(rstd, scale.detach(), (scale * of_scale).detach(), *context)
-        needed = [t for t in inputs if t is not None]
-        expected = dict(zip([id(t) for t in needed], torch.autograd.grad(y, needed, dy.double()), strict=True))
-        for name, gradient, tensor in zip("xwbz", (*gradients[:3], gradients[3]), (x64, w64, b64, z64), strict=True):
-            if gradient is None or tensor is None:
-                continue
-            assert_close(gradient, expected[id(tensor)], terms[name].sum_to_size(tensor.shape), *context, name)
+            results = run(library, x, dy, w, b, mask=mask, **options)
+        given = [gradient is not None for gradient in (*results.gradients, *results.gradients_of_gates)]
+        assert given == [*mask[:4], False, False], case
+        check(results, x, dy, w, b, context=(case, samples, rows, cols, variant, gated), **options)
