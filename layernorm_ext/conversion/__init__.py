@@ -111,8 +111,8 @@ def revert(model: Module) -> None:
 
     Raises:
         TypeError: ``model`` is no module.
-        RuntimeError: The class of a module was changed again after its conversion, as parametrizations and FSDP do.
-            In this case nothing is undone.
+        RuntimeError: The class or the forward of a module was changed again after its conversion, as parametrizations,
+            FSDP and hooks of accelerate do. In this case nothing is undone.
     """
     _restore((name, module) for name, module in _named_modules(model) if _is_changed(module))
 
@@ -240,14 +240,26 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
                 f"Expected {name or 'the model'} to be a {class_name(expected[0])}, as convert has left it, but got a "
                 f"{class_name(type(module))}; undo that change first"
             )
+        if _original(module) is not None and _has_foreign_forward(module):
+            raise RuntimeError(
+                f"Expected {name or 'the model'} to have the forward of its class, as convert has left it, but got "
+                f"another, as hooks of accelerate set it; undo that change first"
+            )
     for _, module in modules:
         original = _original(module)
         if original is not None:
             module.__class__ = original
             vars(module).pop(_ORIGINAL, None)
+            vars(module).pop("forward", None)  # that of the converted class, which hooks leave behind
         attribute, value = vars(module).pop(_FAST_PATH, ("", None))
         if attribute and not getattr(module, attribute):
             setattr(module, attribute, value)
+
+
+def _has_foreign_forward(module: Module) -> bool:
+    forward = vars(module).get("forward")
+    is_of_class = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    return forward is not None and not is_of_class
 
 
 def _calls_ours(layer: Any) -> bool:

@@ -132,6 +132,20 @@ def test_revert_refuses_a_layer_whose_class_changed_again(cls, name):
     assert [type(module) for module in model] == [torch.nn.LayerNorm, cls]
 
 
+def test_revert_refuses_a_layer_whose_forward_was_replaced():
+    """Hooks of accelerate call the forward that they found, and put it on the object when they are removed."""
+    model = torch.nn.Sequential(torch.nn.RMSNorm(5), torch.nn.LayerNorm(5))
+    convert(model)
+    found = model[1].forward
+    model[1].forward = lambda *args: found(*args)
+    with pytest.raises(RuntimeError, match="Expected 1 to have the forward of its class, .* undo that change first"):
+        revert(model)
+    assert type(model[0]) is RMSNorm  # nothing was reverted
+    model[1].forward = found
+    revert(model)
+    assert type(model[1]) is torch.nn.LayerNorm and model[1].forward.__func__ is torch.nn.LayerNorm.forward
+
+
 def test_conversion_recompiles_a_compiled_model():
     graphs = EagerAndRecordGraphs()
     model, x = torch.nn.Sequential(torch.nn.LayerNorm(5)), torch.randn(3, 5)
