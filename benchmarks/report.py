@@ -28,9 +28,8 @@ SHAPES = {
 class Layout(NamedTuple):
     """The table of a benchmark: its lines and columns are the values of some fields.
 
-    A cell has the figures of all contenders, divided by commas, unless the column is that of a contender. The other
-    fields differ between the cases of a cell, which has the geometric mean, the least and the most of several cases.
-    The figures are speeds: how many times as fast "ours" is as each contender, or each contender as "torch".
+    The fields that are neither differ between the cases of a cell. The figures are speeds: how many times as fast
+    "ours" is as each contender, or each contender as "torch".
     """
 
     line: str
@@ -41,7 +40,7 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "kernels": Layout("pass", ("dtypes", "contender"), "ours"),
     "family": Layout("norm", ("dtypes", "pass", "contender"), "ours"),
-    "compile": Layout("block", ("dtypes", "pass"), "torch"),
+    "compile": Layout("block", ("dtypes", "pass", "contender"), "torch"),
 }
 
 
@@ -76,11 +75,11 @@ def save(lines: list[dict], path: Path, header: list[str]) -> None:
 
 
 def describe(figures: list[float], noise: float) -> str:
-    """Return a figure, in brackets for a ratio within the noise, or the geometric mean, least and most of several."""
+    """Return a figure, or "≈ 1" for a ratio within the noise, or the geometric mean, least and most of several."""
     if len(figures) > 1:
         return f"{statistics.geometric_mean(figures):.2f} ({min(figures):.2f} to {max(figures):.2f})"
     (figure,) = figures
-    return f"({figure:.2f})" if 1 / noise < figure < noise else f"{figure:.2f}"
+    return "≈ 1" if 1 / noise < figure < noise else f"{figure:.2f}"
 
 
 def load(path: Path) -> list[dict]:
@@ -99,19 +98,20 @@ def speeds(path: Path) -> str:
     line, keys, base = LAYOUTS[path.stem]
     mode = "graph" if "ours graph us" in cases[0] else "eager"
     suffix = f" {mode} us"
-    cells: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    noise: dict[tuple[str, str], float] = {}
+    cells: dict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
+    noise: dict[tuple[str, tuple[str, ...]], float] = {}
     for case in cases:
         times = {name.removesuffix(suffix): float(us) for name, us in case.items() if us and name.endswith(suffix)}
         for name, figure in figures(times, base).items():
-            place = case[line], " ".join((case | {"contender": name})[key] for key in keys)
-            cells[place][name].append(figure)
+            place = case[line], tuple((case | {"contender": name})[key] for key in keys)
+            cells[place].append(figure)
             noise[place] = float(case[f"{mode} noise"])
-    columns = list(dict.fromkeys(column for _, column in cells))
-    table = [[line, *columns]]
+    groups = list(dict.fromkeys(column[:-1] for _, column in cells))  # a line may have a contender that the first lacks
+    columns = sorted(dict.fromkeys(column for _, column in cells), key=lambda column: groups.index(column[:-1]))
+    table = [[line, *map(" ".join, columns)]]
     for value in dict.fromkeys(value for value, _ in cells):
-        texts = ([describe(f, noise[value, c]) for f in cells[value, c].values()] for c in columns)
-        table.append([value, *map(", ".join, texts)])
+        places = ((value, column) for column in columns)
+        table.append([value, *(describe(cells[p], noise[p]) if p in cells else "" for p in places)])
     return markdown(table)
 
 

@@ -1,5 +1,6 @@
 """The scripts of docs/examples run, and print what they promise. The code blocks of all documents run as they are."""
 
+import inspect
 import os
 import re
 import runpy
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import layernorm_ext
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -81,3 +84,22 @@ def test_adaptive_block_equals_the_block_before_it(one_thread):
             outputs.append(block(x.double(), condition.double()))
     before, after = outputs
     torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+def signature(function):
+    """Return the arguments without their types."""
+    found = inspect.signature(function)
+    arguments = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self"]
+    text = str(found.replace(parameters=arguments, return_annotation=found.empty))
+    return re.sub(r"elementwise_affine=True, (bias=True, )?device=None, dtype=None", "...", text)
+
+
+def test_list_of_functions_has_the_signatures_of_the_code():
+    """docs/functions.md has everything that the package exports but the report, which no user creates."""
+    expected = set()
+    for name in set(layernorm_ext.__all__) - {"ConversionReport"}:
+        function = getattr(layernorm_ext, name)
+        is_module = inspect.isclass(function) and issubclass(function, torch.nn.Module)
+        expected.add(name + signature(function) + (signature(function.forward) if is_module else ""))
+    [block] = re.findall("```text\n(.*?)```", (ROOT / "docs/functions.md").read_text(), re.DOTALL)
+    assert {line for line in block.splitlines() if line} == expected

@@ -2,7 +2,7 @@
 // policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it.
 //
 // The choices of the first section determine the order of summation and thereby the bits of the results, so they do not
-// depend on the number of threads. All other choices change the speed alone; docs/results.md has what they gain.
+// depend on the number of threads. All other choices change the speed alone; docs/design.md has what they gain.
 #pragma once
 
 #include "kernels.h"
