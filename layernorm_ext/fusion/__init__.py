@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
@@ -40,8 +39,7 @@ from ._graph_order import Writes, fake_tensor, is_call, recorded
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
-_logger = order.logger
-_ops, _aten = torch.ops.layernorm, torch.ops.aten
+_logger, _ops, _aten = order.logger, torch.ops.layernorm, torch.ops.aten
 
 
 class FuseNeighbors(CustomGraphPass):
@@ -153,7 +151,7 @@ def _remove_operations_without_effect(graph: Graph) -> None:
         value = fake_tensor(node)
         flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
         is_identity = name == "dropout" and any(flag is False for flag in flags)
-        is_identity |= name in _CONVERSIONS and value is not None and torch._C._is_alias_of(source, value)
+        is_identity |= name in _CONVERSIONS and value is not None and order.share_storage(source, value)
         if is_identity and order.are_interchangeable(source, value):
             node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
@@ -257,7 +255,7 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
-    is_whole = torch._C._is_alias_of(new, old) and statically_known_true(new.numel() == old.numel())
+    is_whole = order.share_storage(new, old) and statically_known_true(new.numel() == old.numel())
     if order.operation(node) == "getitem" and not is_whole:  # a slice or a gather
         return False
     return order.are_equal(new.shape[-dims:], old.shape[-dims:])
@@ -446,8 +444,8 @@ class _Match:
         """
         result = self.modulation.replaced[-1] if self.modulation else self.y
         stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in self.replaced]
-        levels = itertools.takewhile(lambda level: all(each == level[0] for each in level), zip(*stacks, strict=False))
-        depth = len(list(levels))
+        shared = itertools.takewhile(lambda level: level.count(level[0]) == len(level), zip(*stacks, strict=False))
+        depth = len(list(shared))
         if "val" in self.norm.meta and any(len(stack) > depth for stack in stacks):
             around = [*(node for node in (place.prev, place) if node not in self.replaced), result.next]
             inner = [list(node.meta.get("nn_module_stack", {}))[depth : depth + 1] for node in around]

@@ -20,7 +20,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-
 logger = logging.getLogger(__package__)
 
 
@@ -49,6 +48,10 @@ def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
     return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
 
 
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 _MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
 # Running statistics, which neither names nor aten's schemas show to be written.
@@ -59,6 +62,7 @@ _IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but
 # In-place operations that change a shape, so that recorded values mislead.
 _RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"}
 _RESHAPES |= {"unsqueeze_"}
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 
 
 def operation(node: Any) -> str:
@@ -126,7 +130,7 @@ def hoist_numbers(graph: Graph) -> None:
     """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, before the sum whose place the norm takes."""
     first = next(filter(is_call, graph.nodes))
     for node in itertools.takewhile(lambda node: not may_write(node), list(graph.nodes)):
-        is_number = isinstance(recorded(node), (int, float, torch.SymInt, torch.SymFloat, torch.Size))
+        is_number = isinstance(recorded(node), _NUMBERS)
         if is_call(node) and is_number and all(each < first for each in node.all_input_nodes):
             first.prepend(node)
 
@@ -193,8 +197,6 @@ def _written(node: Node) -> list[Node]:
 def _storages(node: Node) -> set[int] | None:
     """Return the storages of a node's tensors, or None if a value is of an unknown kind."""
     leaves = tree_leaves(recorded(node))
-    if not all(isinstance(leaf, (Tensor, int, float, bool, str, torch.SymInt, type(None))) for leaf in leaves):
+    if not all(isinstance(leaf, (Tensor, str, type(None), *_NUMBERS)) for leaf in leaves):
         return None
-    return {
-        leaf.untyped_storage()._cdata for leaf in leaves if type(leaf) is FakeTensor and leaf.layout is torch.strided
-    }
+    return {t.untyped_storage()._cdata for t in leaves if type(t) is FakeTensor and t.layout is torch.strided}

@@ -251,7 +251,7 @@ PARTS = {
     "t = x + r; y = norm(t.detach() + r); t.mul_(2); return y, t": ADD,
     # The early write must not get behind the call, whose last argument comes before it.
     "r = r.sin(); x.mul_(2); return two(x + r)": ADD,
-    # Autograd saves less in the original: a later write to a factor or gate would make backward of the joined call raise.
+    # Autograd saves less in the original: with the joined call, a later write would make backward raise.
     "f = 1 + s; y = norm(x.detach()) * f + h; f.mul_(2); return y": {},
     "k = g.sin(); y = norm(r + k * x.detach()); k.mul_(2); return y": ADD,
     "v = b.sin(); y = norm(x, weight=w, bias=v) * (1 + s.detach()); v.mul_(2); return y": {},
@@ -512,6 +512,7 @@ def test_unflatten_after_the_pass(child):
         ("two(x, normalized_shape=x.shape[-1:])", {}),
         ("t = x + r; u = t.sin(); return norm(t, normalized_shape=t.shape[-1:]), u", ADD),
         ("t = x + r; u = t.sin(); return norm(t, normalized_shape=(x.size(-1),)), u", ADD),
+        ("t = x.sin(); t += r; return two(t, normalized_shape=x.shape[-1:])", ADD),
         ("t = x + r; u = t.sin(); return norm(t), u", ADD),  # eps is a number of the graph if sizes are dynamic
         ("norm(x, normalized_shape=x.size()[2:]) * torch.unsqueeze(input=1 + s[:, 0], dim=1)", MODULATE),
         ("norm(x, normalized_shape=x.size()[2:]) * (1 + s[:, 0]).unsqueeze(dim=1)", MODULATE),
