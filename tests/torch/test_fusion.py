@@ -331,6 +331,76 @@ def test_random_programs(first):
     assert fuse_neighbors.counts.total() >= min(30, len(PROGRAMS) / 4)  # 0.45 a program
 
 
+class Runs(torch.nn.Module):
+    """A module, so that the nodes of an exported function have a module stack of their own."""
+
+    def forward(self, function):
+        return function()
+
+
+class Whole(torch.nn.Module):
+    def __init__(self, text):
+        super().__init__()
+        self.runs = Runs()
+        self.program = programs.build(text, programs.NAMES | {"run": self.runs, "hook": lambda t: None})
+
+    def forward(self, *arguments):
+        return self.program(*arguments)
+
+
+def checkpointed(text):
+    def hook(t):
+        if t.requires_grad:
+            t.register_hook(lambda g: g * 3)
+
+    run = partial(checkpoint, use_reentrant=False)
+    function = programs.build(text, programs.NAMES | {"run": run, "hook": hook})
+    return function, lambda backend: [torch.compile(function, backend=backend)]
+
+
+def exported_twice(text, seed):
+    module = Whole(text)
+
+    def modules(backend):
+        with trace_as("kernel"):
+            program = torch.export.export(module, tuple(t.detach() for t in programs.inputs(seed)))
+        if backend is fusion.eager:
+            fuse_neighbors(program.graph)
+        return [program.module(), torch.export.unflatten(program)]
+
+    return module, modules
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+@pytest.mark.parametrize("first", range(0, max(20, len(PROGRAMS) // 10), 20))
+def test_random_programs_with_a_child(first, kind):
+    """The body of a checkpoint, whose results have hooks, or a module of an exported program, also unflattened."""
+    failures, ran = [], 0
+    for seed in range(first, first + 20):
+        torch._dynamo.reset()
+        text = programs.source_with_child(seed)
+        function, compilers = checkpointed(text) if kind == "checkpoint" else exported_twice(text, seed)
+
+        def results(each, seed=seed, kind=kind):
+            with torch.set_grad_enabled(kind == "checkpoint"):
+                return programs.results_of(each, seed)
+
+        try:
+            expected = results(function)
+            for original in compilers("eager"):
+                torch.testing.assert_close(results(original), expected, rtol=0, atol=1e-6, equal_nan=True)
+        except Exception:  # autograd, Dynamo or export refuses the program, or changes it
+            continue
+        ran += 1
+        try:
+            for joined in compilers(fusion.eager):
+                torch.testing.assert_close(results(joined), expected, rtol=0, atol=1e-6, equal_nan=True)
+        except Exception as error:  # the message needs the program
+            failures.append(f"{error}\nin program {seed}:\n{text}")
+    assert not failures, "\n".join(failures)
+    assert ran >= 10 and fuse_neighbors.counts.total() >= 3
+
+
 # Where the pass is used
 
 
