@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
@@ -40,8 +39,7 @@ from ._graph_order import Writes, fake_tensor, is_call, recorded
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
-_logger = logging.getLogger(__name__)
-_ops, _aten = torch.ops.layernorm, torch.ops.aten
+_logger, _ops, _aten = order.logger, torch.ops.layernorm, torch.ops.aten
 
 
 class FuseNeighbors(CustomGraphPass):
@@ -64,7 +62,7 @@ class FuseNeighbors(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Join the norms of a graph with their neighbors, in place."""
-        for body in {body: None for node in graph.nodes for body in order.bodies(node)}:
+        for body in {body: None for node in graph.nodes for body in order.bodies(node)}:  # only Inductor visits them
             self(body.graph)
             body.recompile()
         norms = [node for node in graph.nodes if node.target in (_ops.forward.default, _ops.forward.fused)]
@@ -77,6 +75,7 @@ class FuseNeighbors(CustomGraphPass):
             elif len({id(recorded(node).fake_mode) for node in graph.nodes if fake_tensor(node) is not None}) > 1:
                 _logger.debug("the recorded values do not share storages, as those of make_fx: all norms are left")
             elif norms:
+                order.hoist_numbers(graph)
                 order.make_sums_out_of_place(graph)
                 _remove_operations_without_effect(graph)
                 writes = Writes(graph)
@@ -152,17 +151,13 @@ def _remove_operations_without_effect(graph: Graph) -> None:
         value = fake_tensor(node)
         flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
         is_identity = name == "dropout" and any(flag is False for flag in flags)
-        is_identity |= name in _CONVERSIONS and value is not None and _share_storage(source, value)
+        is_identity |= name in _CONVERSIONS and value is not None and order.share_storage(source, value)
         if is_identity and order.are_interchangeable(source, value):
             node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
 
 
 # Recorded values. No question about symbolic sizes adds a guard.
-
-
-def _share_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _are_alike(first: Any, *others: Any) -> bool:
@@ -260,7 +255,7 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
-    is_whole = _share_storage(new, old) and statically_known_true(new.numel() == old.numel())
+    is_whole = order.share_storage(new, old) and statically_known_true(new.numel() == old.numel())
     if order.operation(node) == "getitem" and not is_whole:  # a slice or a gather
         return False
     return order.are_equal(new.shape[-dims:], old.shape[-dims:])
@@ -408,8 +403,7 @@ class _Match:
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
         if any(user < place for user in users) or not set(inputs).isdisjoint(self.replaced):
             return None
-        saved = [self.total.total] if self.total else []
-        saved += inputs if self.modulation or (self.total and self.total.gate) else []
+        saved = inputs if self.modulation or (self.total and self.total.gate) else []
         is_changed = self.writes.between(first, last) or self.writes.behind(last, saved)
         streams = {node.meta.get("custom", {}).get("stream") for node in self.replaced}
         return place if len(streams) == 1 and not is_changed else None
@@ -420,15 +414,15 @@ class _Match:
         stack = self.module_stack(place) if place else None
         if place is None or stack is None:
             return False
-        is_done = False
+        results: dict[Node, Node] = {}
         try:
             results = self.insert(place)
-            is_done = all(order.are_interchangeable(recorded(node), fake_tensor(old)) for old, node in results.items())
+            if not all(order.are_interchangeable(recorded(new), fake_tensor(old)) for old, new in results.items()):
+                results = {}
         finally:
-            if not is_done:
-                for node in reversed(self.new):
-                    self.norm.graph.erase_node(node)
-        if not is_done:
+            for node in () if results else reversed(self.new):
+                self.norm.graph.erase_node(node)
+        if not results:
             return False
         for node in [*self.new, *results]:
             if "nn_module_stack" in node.meta:
@@ -450,11 +444,10 @@ class _Match:
         """
         result = self.modulation.replaced[-1] if self.modulation else self.y
         stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in self.replaced]
-        levels = itertools.takewhile(lambda level: all(each == level[0] for each in level), zip(*stacks, strict=False))
-        depth = len(list(levels))
+        shared = itertools.takewhile(lambda level: level.count(level[0]) == len(level), zip(*stacks, strict=False))
+        depth = len(list(shared))
         if "val" in self.norm.meta and any(len(stack) > depth for stack in stacks):
-            around = [node for node in (place.prev, place) if node not in self.replaced]
-            around += [result.next]
+            around = [*(node for node in (place.prev, place) if node not in self.replaced), result.next]
             inner = [list(node.meta.get("nn_module_stack", {}))[depth : depth + 1] for node in around]
             if len(inner) > 1 and any(each and each == inner[-1] for each in inner[:-1]):
                 return None

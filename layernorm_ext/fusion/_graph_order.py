@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import itertools
+import logging
 import operator
 import re
 import types
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
+
+logger = logging.getLogger(__package__)
 
 
 def is_call(node: Any) -> bool:
@@ -45,6 +48,10 @@ def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
     return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
 
 
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 _MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
 # Running statistics, which neither names nor aten's schemas show to be written.
@@ -55,6 +62,7 @@ _IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but
 # In-place operations that change a shape, so that recorded values mislead.
 _RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"}
 _RESHAPES |= {"unsqueeze_"}
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 
 
 def operation(node: Any) -> str:
@@ -107,34 +115,41 @@ def may_write(node: Node) -> bool:
         return True
     if _argument(node, "inplace", False) is not False or _argument(node, "max_norm", None) is not None:
         return True
-    is_function = isinstance(target, (types.FunctionType, types.BuiltinFunctionType))
-    return node.op == "call_function" and not (is_function and (module in _KNOWN_MODULES or target is getattr))
+    is_known = isinstance(target, (types.FunctionType, types.BuiltinFunctionType)) and module in _KNOWN_MODULES
+    return node.op == "call_function" and not (is_known or target in (getattr, torch.Size))
 
 
 def _argument(node: Node, name: str, default: Any) -> Any:
     """Return an argument of a Python function, in any position."""
-    parameters = _parameters(node.target)
-    if name in parameters and len(node.args) > parameters.index(name):
-        return node.args[parameters.index(name)]
-    return node.kwargs.get(name, default)
+    parameters = list(inspect.signature(node.target).parameters) if isinstance(node.target, types.FunctionType) else []
+    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    return given.get(name, default)
 
 
-@cache
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
+def hoist_numbers(graph: Graph) -> None:
+    """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, before the sum whose place the norm takes."""
+    first = next(filter(is_call, graph.nodes))
+    for node in itertools.takewhile(lambda node: not may_write(node), list(graph.nodes)):
+        is_number = isinstance(recorded(node), _NUMBERS)
+        if is_call(node) and is_number and all(each < first for each in node.all_input_nodes):
+            first.prepend(node)
 
 
 def make_sums_out_of_place(graph: Graph) -> None:
     """Replace sums in place whose tensor has no later readers, in graphs of Dynamo: ``x += r`` becomes ``x = x + r``.
 
-    The recorded values stay, and with them the storages that later nodes share.
+    Later users of ``x`` read the sum. The recorded values stay, and with them the storages that later nodes share.
     """
+    named = (node for node in graph.nodes if operation(node) in ("iadd", "add_") and node.args)
+    sums = {node for node in named if "val" not in node.meta and fake_tensor(node.args[0]) is not None}
+    for node in sorted(sums):
+        node.args[0].replace_all_uses_with(node, lambda user: user > node)  # noqa: B023 (called immediately)
     first: dict[int | None, Node] = {}  # of each storage; values of unknown kind have the storage None
     reader: dict[int | None, Node] = {}  # the last one of the tensors so far
     mode = None  # the last switch of grad mode, which decides whether the sum has a gradient
     for node in graph.nodes:
-        value, old = fake_tensor(node), fake_tensor(node.args[0]) if is_call(node) and node.args else None
-        if operation(node) in ("iadd", "add_") and "val" not in node.meta and value is not None and old is not None:
+        value = fake_tensor(node)
+        if node in sums and value is not None:
             storage = value.untyped_storage()._cdata
             is_new = is_call(first[storage]) and (mode is None or first[storage] > mode)
             if is_new and reader[storage] <= node and reader.get(None, node) <= node and len(node.args) <= 2:
@@ -143,6 +158,8 @@ def make_sums_out_of_place(graph: Graph) -> None:
                     new = torch.add(*args, **kwargs)
                 if are_interchangeable(new, value):
                     node.op, node.target = "call_function", torch.add
+            if node.target is not torch.add:
+                logger.debug("%s stays in place: an input, another reader or a mode has its tensor", node.name)
         storages = _storages(node)
         for each in (None,) if storages is None and is_call(node) else storages or ():
             first.setdefault(each, node)
@@ -156,10 +173,7 @@ class Writes:
 
     def __init__(self, graph: Graph) -> None:
         self._nodes = list(filter(may_write, graph.nodes))
-        written = (
-            (storage, node) for node in self._nodes for each in _written(node) for storage in _storages(each) or ()
-        )
-        self._last = dict(written)
+        self._last = {key: node for node in self._nodes for each in _written(node) for key in _storages(each) or ()}
 
     def between(self, first: Node, last: Node) -> bool:
         """Return whether a node from the first to the last one may change what another one reads."""
@@ -167,8 +181,7 @@ class Writes:
 
     def behind(self, last: Node, tensors: Iterable[Node]) -> bool:
         """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
-        storages = {storage for tensor in tensors for storage in _storages(tensor) or ()}
-        return any(self._last[storage] > last for storage in storages if storage in self._last)
+        return any(self._last.get(key, last) > last for tensor in tensors for key in _storages(tensor) or ())
 
 
 def _written(node: Node) -> list[Node]:
@@ -184,8 +197,6 @@ def _written(node: Node) -> list[Node]:
 def _storages(node: Node) -> set[int] | None:
     """Return the storages of a node's tensors, or None if a value is of an unknown kind."""
     leaves = tree_leaves(recorded(node))
-    if not all(isinstance(leaf, (Tensor, int, float, bool, str, torch.SymInt, type(None))) for leaf in leaves):
+    if not all(isinstance(leaf, (Tensor, str, type(None), *_NUMBERS)) for leaf in leaves):
         return None
-    return {
-        leaf.untyped_storage()._cdata for leaf in leaves if type(leaf) is FakeTensor and leaf.layout is torch.strided
-    }
+    return {t.untyped_storage()._cdata for t in leaves if type(t) is FakeTensor and t.layout is torch.strided}

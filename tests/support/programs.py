@@ -101,6 +101,9 @@ WRITES = {
 }
 TEMPLATES = CHAIN | {key: weight / 2 for key, weight in NOISE.items()} | {key: n / 3 for key, n in WRITES.items()}
 
+# Statements that a checkpoint may compute twice, and an exported program may contain.
+REPEATABLE = CHAIN | NOISE | {key: 3 for key in WRITES if "batch_norm" in key}
+
 
 def inputs(seed):
     """Return the leaves; half of the inputs require no gradient."""
@@ -109,7 +112,7 @@ def inputs(seed):
     return [leaf.requires_grad_(random.Random(seed + i).random() < 0.7) for i, leaf in enumerate(leaves)]
 
 
-def source(seed):
+def source(seed, templates=TEMPLATES):
     """Return a program that runs in eager mode: a function of the inputs that returns some of its tensors."""
     rng = random.Random(seed)
     torch.manual_seed(seed)  # of dropout and rand_like
@@ -121,7 +124,7 @@ def source(seed):
         return rng.choices(names, [1.3**i for i in range(len(names))])[0]  # newer tensors more often
 
     for number in range(rng.randint(4, 14)):
-        (template,) = rng.choices(list(TEMPLATES), TEMPLATES.values())
+        (template,) = rng.choices(list(templates), templates.values())
         picks = {
             "f": partial(pick, lambda t: t.shape in ((2, 3, 8), (3, 2, 8))),
             "p": partial(pick, lambda t: t.shape[-1:] == (8,) and t.numel() < 48),
@@ -149,6 +152,17 @@ def source(seed):
     results += [list(tensors)[-1]]
     body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)},"])
     return f"def program({', '.join(SHAPES)}):\n{body}"
+
+
+def source_with_child(seed):
+    """Return a program that calls a function of its own by ``run``, and ``hook`` of one of its results."""
+    head, *lines, last = source(seed, REPEATABLE).splitlines()
+    rng = random.Random(seed)
+    first, end = sorted(rng.sample(range(len(lines) + 1), 2))
+    names = list(dict.fromkeys(re.findall(r"t\d+(?= =)", "\n".join(lines[first:end])))) or ["x"]
+    child = ["    def child():", *(f"    {line}" for line in lines[first:end]), f"        return {', '.join(names)},"]
+    called = [*child, f"    {', '.join(names)}, = run(child)", f"    hook({rng.choice(names)})"]
+    return "\n".join([head, *lines[:first], *called, *lines[end:], last])
 
 
 def build(text, names=NAMES):
