@@ -10,6 +10,7 @@ from support.reference import F64
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from layernorm_ext import convert, fusion
+from layernorm_ext.fusion import _graph_order as order
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torchvision", "one_thread")]
 
@@ -88,22 +89,60 @@ DIFFUSERS = {
 }
 
 
-def compare(model, inputs, norms, joined):
+# Name of the model -> the joinable norms that are not joined.
+CHANNELS_FIRST = dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), 3)
+MISSED = CHANNELS_FIRST | {"WhisperForConditionalGeneration": 3}  # its encoder's sums have strides of a convolution
+
+
+def is_joinable(norm):
+    """Return whether a norm reads a sum of two tensors like it, or its output is only multiplied by smaller tensors.
+
+    Views between the sum and the norm do not count, and neither does an operation that returns its input.
+    """
+    source = norm.args[0]
+    while source.all_input_nodes and shares_storage(source, source.all_input_nodes[0]):
+        source = source.all_input_nodes[0]
+    terms = [order.fake_tensor(each) for each in source.all_input_nodes]
+    value = order.fake_tensor(source)
+    is_sum = order.operation(source) in ("add", "iadd", "add_", "addcmul") and len(terms) > 1
+    if is_sum and all(term is not None and (term.shape, term.dtype) == (value.shape, value.dtype) for term in terms):
+        return True
+    products = [user for output in norm.users if output.args[1] == 0 for user in output.users]
+    products = [product for product in products if order.operation(product) in ("mul", "addcmul")]
+    factors = [each for product in products for each in product.all_input_nodes if each.args[:1] != (norm,)]
+    sizes = [order.fake_tensor(factor).numel() for factor in factors]
+    return len(products) == 1 and all(size < order.fake_tensor(products[0]).numel() for size in sizes)
+
+
+def shares_storage(first, second):
+    a, b = order.fake_tensor(first), order.fake_tensor(second)
+    return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def compare(model, inputs, norms, joined, missed):
     """Compare logits and gradients of the joined model with those of the converted one, in a single graph."""
+    joinable = []
+
+    def backend(module, example_inputs):
+        norms = [node for node in module.graph.nodes if node.target is torch.ops.layernorm.forward.default]
+        joinable.extend(filter(is_joinable, norms))
+        return fusion.eager(module, example_inputs)
+
     report = convert(model)
     assert not report.skipped and len(report.replaced) == norms
     fusion.fuse_neighbors.counts.clear()
-    counter = CompileCounterWithBackend(fusion.eager)
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     # Some ten layers each round some ten times by 1e-16. Some models convert to float32 within.
     assert_close(*(logits_and_gradients(each, inputs) for each in (compiled, model)), 2e-6)
     assert dict(fusion.fuse_neighbors.counts) == joined and counter.frame_count == 1
+    assert len(joinable) == sum(joined.values()) + missed
 
 
 @pytest.mark.parametrize("name", JOINED)
 def test_norms_of_models_are_joined(name):
     model, inputs = model_and_inputs(name, F64)
-    compare(model.eval(), inputs, sum(MODELS[name][1].values()), JOINED[name])
+    compare(model.eval(), inputs, sum(MODELS[name][1].values()), JOINED[name], MISSED.get(name, 0))
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
@@ -112,7 +151,15 @@ def test_norms_of_diffusion_transformers_are_joined(name):
     diffusers = pytest.importorskip("diffusers")
     model = randomize(getattr(diffusers, name)(**copy.deepcopy(options))).double().eval()
     inputs = {key: torch.randn(2, *shape, dtype=F64) for key, shape in shapes.items()} | others
-    compare(model, inputs, norms, joined)
+    compare(model, inputs, norms, joined, MISSED.get(name, 0))
+
+
+def test_nineteen_of_twenty_joinable_norms_are_joined():
+    """The tests above compare both tables with the graphs."""
+    tables = JOINED | {name: joined for name, (*_, joined) in DIFFUSERS.items()}
+    joined = {name: sum(table.values()) for name, table in tables.items() if name not in CHANNELS_FIRST}
+    missed = sum(MISSED.get(name, 0) for name in joined)
+    assert sum(joined.values()) >= 0.95 * (sum(joined.values()) + missed)
 
 
 @pytest.mark.parametrize("is_contiguous", [False, True])
