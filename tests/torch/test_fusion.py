@@ -249,6 +249,11 @@ PARTS = {
     "((p := norm(x) * (1 + s)) + h, p.sin())": MODULATE,
     "with torch.no_grad(): t = x + r\nreturn norm(t) * (1 + s) + h, t": MODULATE,
     "t = x + r; y = norm(t.detach() + r); t.mul_(2); return y, t": ADD,
+    # The joined calls would save, besides what these programs save, what they write.
+    "y = norm(x, weight=w, bias=b) * (1 + s) + h; b.mul_(2); return y": {},
+    "f = 1 + s; y = norm(x.detach()) * f + h; f.mul_(2); return y": {},
+    "t = r + g * x.detach(); y = norm(t); g.mul_(2); return y, t": ADD,
+    "t = (x + r).detach(); y = norm(t) * (1 + s); t.mul_(2); return y": {},
     # The early write must not get behind the call, whose last argument comes before it.
     "r = r.sin(); x.mul_(2); return two(x + r)": ADD,
     # Autograd saves less in the original: with the joined call, a later write would make backward raise.
