@@ -609,6 +609,22 @@ def test_sizes_and_keywords_of_views(text, joined, dynamic):
     assert joined is None or counts == joined
 
 
+def test_numbers_are_read_behind_writes():
+    """Other numbers of inputs are moved before the first call of the graph."""
+
+    def function(x, r, factor):
+        factor.mul_(2)
+        t = x + r
+        u = t.sin()
+        return norm(t) * factor.item(), u
+
+    arguments = [torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.tensor(3.0)]
+    compiled = torch.compile(function, backend=fusion.eager, fullgraph=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        actual = compiled(*map(torch.clone, arguments))
+    assert_same(actual, function(*map(torch.clone, arguments)))
+
+
 def test_an_unsorted_graph():
     """Inductor sorts behind custom passes, so another pass may leave a node before what it reads."""
     with trace_as("kernel"):
