@@ -316,7 +316,7 @@ def _join_neighbors(norm: Node, writes: Writes) -> str | None:
         return None
     dims = len(map_arg(given["normalized_shape"], recorded))
     modulations = [*_modulations(y, dims), None]
-    sums = [*(() if is_fused else _sums(given["input"], dims)), None]
+    sums = [*(() if is_fused or given["num_groups"] else _sums(given["input"], dims)), None]
     choices = [(s, m) for m in modulations for s in sums if s] + [(None, m) for m in modulations if m]
     for choice in choices:
         match = _Match(norm, y, total, given, dims, writes, *choice)

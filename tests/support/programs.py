@@ -18,7 +18,7 @@ SHAPES = {"x": (2, 3, 8), "r": (2, 3, 8), "q": (3, 2, 8), "w": (8,), "b": (8,), 
 SHAPES |= {"g": (2, 1, 8), "p": (1, 3, 8)}
 NAMES = {"torch": torch, "F": F, "no_grad": torch.no_grad}
 EPS = 1e-5  # RMSNorm's default is that of the input's dtype
-NAMES |= {name: partial(getattr(layernorm_ext, name), eps=EPS) for name in ("layer_norm", "rms_norm")}
+NAMES |= {name: partial(getattr(layernorm_ext, name), eps=EPS) for name in ("layer_norm", "rms_norm", "gated_rms_norm")}
 
 # Templates of statements with their weights. {f} is an activation, {p} a parameter, {y} the newest tensor, and {a} any
 # tensor; {n} is a new name, {k} a number, and {t} True or False. A statement that fails is dropped.
@@ -43,6 +43,7 @@ CHAIN = {
     "{n} = rms_norm({y}, (8,))": 3,
     "{n} = rms_norm({y}, (8,), {p})": 1,
     "{n} = layer_norm({y}, (8,), {p}, memory_efficient={t})": 1,
+    "{n} = gated_rms_norm({y}, None, (8,), {p}, num_groups=2)": 1,
     "{n} = layer_norm({f} + {f}, (8,)) * (1 + {p}) + {p}": 3,
     "{n} = layer_norm({p} * {f} + {f}, (8,)) * (1 + {p}) + {p}": 2,
     "{n} = {y} * (1 + {p}) + {p}": 5,

@@ -251,9 +251,11 @@ PARTS = {
     "t = x + r; y = norm(t.detach() + r); t.mul_(2); return y, t": ADD,
     # The joined calls would save, besides what these programs save, what they write.
     "y = norm(x, weight=w, bias=b) * (1 + s) + h; b.mul_(2); return y": {},
-    "f = 1 + s; y = norm(x.detach()) * f + h; f.mul_(2); return y": {},
     "t = r + g * x.detach(); y = norm(t); g.mul_(2); return y, t": ADD,
     "t = (x + r).detach(); y = norm(t) * (1 + s); t.mul_(2); return y": {},
+    # Norms of groups have no residual.
+    "t = x + r; return layernorm_ext.gated_rms_norm(t, None, (8,), num_groups=2), t": {},
+    "t = x + r; return layernorm_ext.gated_layer_norm(t, None, (8,), num_groups=2) * (1 + s) + h, t": MODULATE,
     # The early write must not get behind the call, whose last argument comes before it.
     "r = r.sin(); x.mul_(2); return two(x + r)": ADD,
     # Autograd saves less in the original: with the joined call, a later write would make backward raise.
