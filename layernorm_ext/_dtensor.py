@@ -61,7 +61,8 @@ def _parameter(parameter: DTensorSpec | None, normalized_dims: int, images: bool
     if parameter is None:
         return None
     dim, own_dims = getattr(batch, "dim", 0), parameter.ndim - normalized_dims
-    has_own = own_dims > 0 and dim < own_dims + images and parameter.shape[dim] != 1
+    last = own_dims + 1 if images else own_dims  # the channels come second, among the batch dimensions
+    has_own = own_dims > 0 and dim < last and parameter.shape[dim] != 1
     return batch if has_own else Replicate()
 
 

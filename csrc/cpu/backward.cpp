@@ -251,6 +251,7 @@ class GatedTask {
 
 template <class Acc>
 void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
+  // The plain norm gets batches of rows in the caches, where one row is as good as all and prefetches gain nothing.
   BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
   norm_policy.prefetched = 0;
   const Segments& segments = norm_policy.segments;

@@ -88,8 +88,9 @@ Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::
   return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
 }
 
-// v * w + c. The product of two 16-bit numbers is exact in float, so fusing the operations changes nothing, except that
-// a zero-centered weight, which is weight + 1 here, rounds once less.
+// v * w + c in two operations, so that g + minus_mean_g is exactly 0 if g is constant: see Coefficients. The product of
+// two 16-bit numbers is exact in float, so fusing changes nothing there, except that a zero-centered weight, which is
+// weight + 1 here, rounds once less.
 template <class T, class W, class Acc>
 Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& c) {
   if constexpr (sizeof(T) == 2 && sizeof(W) == 2) return fma(v, w, c);

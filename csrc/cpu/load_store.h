@@ -134,7 +134,7 @@ inline Pack<Acc> in_register(const Pack<Acc>& p) {
   return {in_register(p.a), in_register(p.b)};
 }
 
-// All lanes, in memory order.
+// read() and write() keep the order of memory; load() and store() below choose the faster order (kEvenOdd).
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
 inline Pack<Acc> read(const Acc* p, AllLanes) {
   Pack<Acc> pack;

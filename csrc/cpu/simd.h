@@ -278,6 +278,7 @@ inline bool all(Mask mask) {
 
 // ---- setting elements outside the row to zero -----------------------------------------------------------------------
 
+// even_odd: the order of the elements in the pack, see kEvenOdd.
 template <bool even_odd, class Acc>
 inline Pack<Acc> zero_outside(const Pack<Acc>& p, AllLanes) {
   return p;

@@ -329,9 +329,9 @@ struct Choice {
   BackwardPlan plan;
 };
 
-// The order of decisions: the division of a row, the threads of a block, the instance for the usual options, the
-// segments, which follow from its resident blocks, the joined blocks, the real instance, and the grid. Segments decide
-// the order of summation, and so the bits; the real instance, which options change, decides only stages and blocks.
+// Chooses the instance of the kernel, and its plan. Segments decide the order of summation, and so the bits, which must
+// not depend on the options. So their number follows from the resident blocks of the instance that a call without
+// unusual options has, and then the options choose the instance that is launched, its stages and its blocks.
 template <class T, class X>
 Choice choose(const BackwardParams& p) {
   BackwardPlan plan = {};

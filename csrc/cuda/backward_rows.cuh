@@ -1,5 +1,6 @@
 // The rows of a block in backward: the segment to which they belong, their staging in shared memory, their sums, and
-// their gradients. backward.cu has the formulas and the mapping of threads.
+// their gradients. backward.cu has the formulas and the mapping of threads, and docs/design.md the terms: part, stage,
+// round, segment.
 #pragma once
 
 #include <algorithm>

@@ -264,8 +264,8 @@ struct Choice {
   int vectors, rows;  // of a thread
 };
 
-// The more rows a thread has, the more instructions they share, and the shorter they must be. Eight lanes or more fetch
-// whole lines of 128 bytes.
+// A thread has eight vectors: of one long row, or of two or four short rows, which share instructions. Eight lanes or
+// more fetch whole lines of 128 bytes.
 template <class T, class X>
 Choice choose_kernel(int64_t vectors) {
   if constexpr (std::is_same_v<T, X>) {
@@ -275,6 +275,7 @@ Choice choose_kernel(int64_t vectors) {
   return {forward_rows<T, X, 8, 1>, 8, 1};
 }
 
+// Launches the kernel, unless the strides do not fit into its addresses (ForwardPlan::set); returns whether it has.
 template <class T, class X>
 bool launch_rows(const ForwardParams& p) {
   const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.samples * p.rows;

@@ -411,6 +411,7 @@ Choice choose_stages(const ForwardParams& p, SlicesPlan plan) {
   return {kernel, config, plan};
 }
 
+// Chooses the instance of the kernel, and its plan.
 template <class T, class X>
 Choice choose(const ForwardParams& p) {
   SlicesPlan plan = {};

@@ -75,6 +75,7 @@ class Norm:
 
 
 def _parameter(layer: Module, name: str | None) -> Any:
+    """Return a parameter of a layer; those of other names may have the shape [C, 1, 1] or similar."""
     value = None if name is None else getattr(layer, name)
     return value if value is None or name in ("weight", "bias") else value.flatten()
 

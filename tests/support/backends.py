@@ -107,6 +107,7 @@ class Results(NamedTuple):
         return self._replace(grad_weight=None, grad_bias=None, grad_input_scale=None).map(lambda t: t[index])
 
     def map_rows(self, function):
+        """Apply a function to the results that have rows; the parameters' gradients stay."""
         parameters = {name: getattr(self, name) for name in ("grad_weight", "grad_bias", "grad_input_scale")}
         return self.rows().map(function)._replace(**parameters)
 
