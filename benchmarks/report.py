@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHAPES = {
     "6304x768": "ViT-B, 32 images",
     "4096x768": "BERT, 32 sequences of 128",
-    "2048x4096": "Llama 7B, 2048 tokens",
+    "2048x4096": "2048 tokens of 4096 features",
     "25088x96": "Swin, 8 images",
     "487x513": "an odd width",
 }
