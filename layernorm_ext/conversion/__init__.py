@@ -257,7 +257,7 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
 
 
 def _has_foreign_forward(module: Module) -> bool:
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     is_of_class = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
     return forward is not None and not is_of_class
 
