@@ -191,12 +191,12 @@ struct ForwardPolicy {
     const ArraySize x(p, x_bytes), y(p, output_bytes);
     is_narrow = x.is_narrow();
     shares_rows = threads_share_rows(x);
-    // Rows of 2 to 8 KiB of 32- or 64-bit elements are read faster one by one if they are in memory. So are other rows
-    // from 384 bytes on if a residual is added, which reads and writes four arrays of together more than 20 MiB.
+    // Rows of 1.5 to 8 KiB of 32- or 64-bit elements are read faster one by one if they are in memory. So are other
+    // rows from 384 bytes on if a residual is added, which reads and writes four arrays of together more than 20 MiB.
     const bool has_large_sum = p.residual.data && x.row_bytes >= 384 && x.bytes > int64_t{5} << 20;
-    const bool reads_single = x_bytes > 2 && x.row_bytes > 2048 ? x.is_in_memory() : has_large_sum;
+    const bool reads_single = x_bytes > 2 && x.row_bytes >= 1536 ? x.is_in_memory() : has_large_sum;
     together = is_narrow ? (reads_single ? 1 : kRows) : reads_single && !x.is_long() ? 1 : kFewRows;
-    batch = together == kRows && p.cols <= 192 ? kBatchRows : together;
+    batch = together == kRows && p.cols <= (x_bytes > 2 && x.is_in_memory() ? 63 : 192) ? kBatchRows : together;
     // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
     // The sums share no loads, unless there is an input_scale, so their rows are stored one by one from aligned
@@ -204,8 +204,11 @@ struct ForwardPolicy {
     const bool shares_input_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
     sums_together = p.cols < kMinAlignedCols || shares_input_scale ? together : 1;
     // The next reader of a smaller output would lose more than streaming stores gain, and short rows gain nothing.
+    // Rows of 32- or 64-bit elements gain from 7 KiB on, and from 4 KiB on if a residual is added.
     const bool output_is_aligned = is_aligned(p.output, output_bytes);
-    streams = kHasStreamingStores && y.is_long() && y.bytes >= int64_t{1} << 24 &&
+    const bool gains_early =
+        output_bytes > 2 && !is_narrow && p.activation == Activation::kNone && (p.residual.data || y.row_bytes >= 7168);
+    streams = kHasStreamingStores && (y.is_long() || gains_early) && y.bytes >= int64_t{1} << 24 &&
               (output_is_aligned || can_stream_single(p, y));
     outputs_together = streams && !output_is_aligned ? 1 : together;
     // Rows of 4 KiB of float16 are as fast four together.
@@ -271,12 +274,17 @@ struct BackwardPolicy {
     // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
     // is slower for longer rows in memory.
     by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && batch > 1;
-    // The next batch of short rows fits into the first-level cache beside this one.
-    prefetched = x.row_bytes <= 3072 ? max(batch, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, batch);
+    // The hardware prefetcher is better for single rows of less than 4 KiB. The next batch of other short rows fits
+    // into the first-level cache beside this one.
+    if (together == 1 && x.row_bytes < 4096) {
+      prefetched = 0;
+    } else {
+      prefetched = x.row_bytes <= 3072 ? max(batch, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, batch);
+    }
     // A smaller dx is better left in the caches for its next reader, which may be the loop for input_scale's gradients.
     streams = x.bytes >= int64_t{1} << 23 && kHasStreamingStores && is_aligned(p.grad_input, x.element_bytes) &&
               !has_input_scale_gradients(p);
-    prefetches_dx = x.is_in_memory() && !streams && p.grad_input.data;
+    prefetches_dx = x.is_in_memory() && x.element_bytes > 2 && x.row_bytes >= 16384 && !streams && p.grad_input.data;
   }
 
   Segments segments;
@@ -295,19 +303,21 @@ struct BackwardPolicy {
   bool by_columns;     // whether the gradients loop goes column by column through all rows of a batch
   int64_t prefetched;  // how many rows ahead x and dy are prefetched, or 0
   bool streams;        // whether dx is written with streaming stores
-  bool prefetches_dx;  // whether dx is prefetched before the sums of a row, because stores would wait for memory
+  bool prefetches_dx;  // whether dx is prefetched before the sums of a long row, because stores would wait for memory
 
  private:
   void choose_rows(const ArraySize& x) {
-    // Rows in memory up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest.
-    const int64_t shortest = kVectorBytes > 16 ? 1024 : 256;
-    if (x.element_bytes > 2 && x.is_in_memory() && x.row_bytes > shortest && !x.is_long()) {
+    // Rows in memory up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest. So are
+    // 16-bit rows of about 1 to 2 KiB.
+    const bool is_16_bit = x.element_bytes == 2;
+    const int64_t shortest = is_16_bit ? 1000 : kVectorBytes > 16 ? 400 : 260;
+    if (x.is_in_memory() && x.row_bytes >= shortest && x.row_bytes < (is_16_bit ? 2560 : 8192)) {
       together = batch = 1;
       return;
     }
     // Four wide rows are slower in memory, and four rows that collide in the caches as well. Narrow rows that exceed
     // 2 KiB of 32- or 64-bit elements are slower because four such streams are read more slowly.
-    const bool is_short = x.row_bytes <= (x.element_bytes == 2 ? 4096 : 2048);
+    const bool is_short = x.row_bytes <= (is_16_bit ? 4096 : 2048);
     const bool is_wide_in_cache = !x.is_narrow() && !x.is_in_memory();
     together = (is_short || is_wide_in_cache) && !x.rows_collide() ? kRows : kFewRows;
     // Short rows would wait for the coefficients of each row, so a batch has as many as 8 KiB hold.
