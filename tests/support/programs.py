@@ -102,8 +102,10 @@ WRITES = {
 }
 TEMPLATES = CHAIN | {key: weight / 2 for key, weight in NOISE.items()} | {key: n / 3 for key, n in WRITES.items()}
 
-# Statements that a checkpoint may compute twice, and an exported program may contain.
-REPEATABLE = CHAIN | NOISE | {key: 3 for key in WRITES if "batch_norm" in key}
+# Statements that a checkpoint may compute twice, and statistics between reads of an exported program.
+REPEATABLE = CHAIN | NOISE
+MODULATED = "F.batch_norm({f}.reshape(-1, 8), w.detach(), b.detach(), training=True); {n} = {n} * (1 + w) + b"
+STATISTICS = {f"{{n}} = layer_norm({{f}}, (8,)); {MODULATED}": 6, "{n} = 1 + w": 1, "{n} = {y} + b": 1}
 
 
 def inputs(seed):
@@ -155,15 +157,22 @@ def source(seed, templates=TEMPLATES):
     return f"def program({', '.join(SHAPES)}):\n{body}"
 
 
-def source_with_child(seed):
-    """Return a program that calls a function of its own by ``run``, and ``hook`` of one of its results."""
-    head, *lines, last = source(seed, REPEATABLE).splitlines()
+def source_with_child(seed, templates):
+    """Return a program that calls a function of its own by ``run``, and ``hook`` of a result and of any tensor."""
+    head, *lines, last = source(seed, templates).splitlines()
     rng = random.Random(seed)
     first, end = sorted(rng.sample(range(len(lines) + 1), 2))
-    names = list(dict.fromkeys(re.findall(r"t\d+(?= =)", "\n".join(lines[first:end])))) or ["x"]
+
+    def assigned(statements):
+        return list(dict.fromkeys(re.findall(r"t\d+(?= =)", "\n".join(statements)))) or ["x"]
+
+    read = re.findall(r"\w+", "\n".join([*lines[end:], last]))
+    names = [name for name in assigned(lines[first:end]) if name in read] or ["x"]
     child = ["    def child():", *(f"    {line}" for line in lines[first:end]), f"        return {', '.join(names)},"]
     called = [*child, f"    {', '.join(names)}, = run(child)", f"    hook({rng.choice(names)})"]
-    return "\n".join([head, *lines[:first], *called, *lines[end:], last])
+    outer = assigned([*lines[:first], *lines[end:]])
+    hooks = [f"    hook({rng.choice(outer)})"] * (rng.random() < 0.3)
+    return "\n".join([head, *lines[:first], *called, *lines[end:], *hooks, last])
 
 
 def build(text, names=NAMES):
