@@ -151,7 +151,7 @@ def _remove_operations_without_effect(graph: Graph) -> None:
         value = fake_tensor(node)
         flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
         is_identity = name == "dropout" and any(flag is False for flag in flags)
-        is_identity |= name in _CONVERSIONS and value is not None and order.share_storage(source, value)
+        is_identity |= name in _CONVERSIONS and order.share_storage(source, value)
         if is_identity and order.are_interchangeable(source, value):
             node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
@@ -371,15 +371,15 @@ class _Match:
         """Return whether the operator takes the batch sizes of all parameters together."""
         dims, given = self.dims, [self.given["weight"], self.given["bias"]]
         is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # of a higher-order operator
-        if is_body and self.total and any(user.op == "output" for user in self.total.total.users):
-            return False  # the graph around the body may observe the gradient of the sum
+        outputs = map(fake_tensor, self.norm.graph.output_node().all_input_nodes)
+        if is_body and self.total and any(order.share_storage(t, fake_tensor(self.total.total)) for t in outputs):
+            return False  # the graph around the body may observe the gradient of the sum, or of a view of it
         if self.modulation and self.is_weighted and not self.has_products(self.modulation):
             return False
         parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else given
         if self.total and self.total.views and not all(p is None or recorded(p).dim() == dims for p in parameters):
             return False  # rows of the reshaped sum have other batch dimensions
-        gate = self.total.gate if self.total else self.given["input_scale"]
-        return _share_batch_sizes(dims, *parameters, gate)
+        return _share_batch_sizes(dims, *parameters, self.total.gate if self.total else self.given["input_scale"])
 
     def has_products(self, modulation: _Modulation) -> bool:
         """Return whether weight and bias can be multiplied by the modulation in the dtype of the norm's output."""

@@ -48,8 +48,8 @@ def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
     return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
 
 
-def share_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def share_storage(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")

@@ -515,13 +515,14 @@ def test_graphs_of_other_operators_are_left(log):
     assert log() == ["0 norms", "1 norms"]
 
 
+@pytest.mark.parametrize("returned", [torch.Tensor.view_as, lambda t, _: t], ids=["view", "sum"])
 @pytest.mark.parametrize("compiler", [fusion.eager, "inductor"])
-def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
+def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler, returned):
     """The parent may observe the gradient of the sum, and the pass sees one graph."""
 
     def hooked(x, r, *_):
         def body(x, r):
-            t = x + r
+            t = returned(x + r, x)
             return norm(t).sin(), t
 
         y, t = checkpoint(body, x, r, use_reentrant=False)
