@@ -416,7 +416,7 @@ def test_random_programs_with_a_child(first, kind):
         except Exception as error:  # the message needs the program
             failures.append(f"{error}\nin program {seed}:\n{text}")
     assert not failures, "\n".join(failures)
-    assert ran >= 15 and fuse_neighbors.counts.total() >= 3
+    assert ran >= 15 and fuse_neighbors.counts.total() >= 1  # 0.3 a program with a checkpoint, 0.5 an exported one
 
 
 # Where the pass is used
