@@ -104,8 +104,11 @@ TEMPLATES = CHAIN | {key: weight / 2 for key, weight in NOISE.items()} | {key: n
 
 # Statements that a checkpoint may compute twice, and statistics between reads of an exported program.
 REPEATABLE = CHAIN | NOISE
-MODULATED = "F.batch_norm({f}.reshape(-1, 8), w.detach(), b.detach(), training=True); {n} = {n} * (1 + w) + b"
-STATISTICS = {f"{{n}} = layer_norm({{f}}, (8,)); {MODULATED}": 6, "{n} = 1 + w": 1, "{n} = {y} + b": 1}
+STATISTICS = {
+    "{n} = layer_norm({f}, (8,)); F.batch_norm({f}.reshape(-1, 8), w.detach(), b.detach(), training=True); "
+    "{n} = {n} * w + b": 6,
+    "{n} = {y} * (1 + w) + b": 2,
+}
 
 
 def inputs(seed):
@@ -158,21 +161,16 @@ def source(seed, templates=TEMPLATES):
 
 
 def source_with_child(seed, templates):
-    """Return a program that calls a function of its own by ``run``, and ``hook`` of a result and of any tensor."""
+    """Return a program that calls a function of its own by ``run``, and perhaps ``hook`` of a result."""
     head, *lines, last = source(seed, templates).splitlines()
     rng = random.Random(seed)
     first, end = sorted(rng.sample(range(len(lines) + 1), 2))
-
-    def assigned(statements):
-        return list(dict.fromkeys(re.findall(r"t\d+(?= =)", "\n".join(statements)))) or ["x"]
-
     read = re.findall(r"\w+", "\n".join([*lines[end:], last]))
-    names = [name for name in assigned(lines[first:end]) if name in read] or ["x"]
+    assigned = re.findall(r"t\d+(?= =)", "\n".join(lines[first:end]))
+    names = [name for name in dict.fromkeys(assigned) if name in read] or ["x"]
     child = ["    def child():", *(f"    {line}" for line in lines[first:end]), f"        return {', '.join(names)},"]
-    called = [*child, f"    {', '.join(names)}, = run(child)", f"    hook({rng.choice(names)})"]
-    outer = assigned([*lines[:first], *lines[end:]])
-    hooks = [f"    hook({rng.choice(outer)})"] * (rng.random() < 0.3)
-    return "\n".join([head, *lines[:first], *called, *lines[end:], *hooks, last])
+    called = [*child, f"    {', '.join(names)}, = run(child)", *[f"    hook({rng.choice(names)})"] * rng.randint(0, 1)]
+    return "\n".join([head, *lines[:first], *called, *lines[end:], last])
 
 
 def build(text, names=NAMES):

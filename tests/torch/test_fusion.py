@@ -402,7 +402,10 @@ def test_random_programs_with_a_child(first, kind):
             with torch.set_grad_enabled(kind is checkpointed):
                 return programs.results_of(each, seed)
 
-        expected = results(function)
+        try:
+            expected = results(function)
+        except RuntimeError:  # autograd refuses the program: it writes to what was saved
+            continue
         originals = compilers("eager")
         try:
             joined = compilers(fusion.eager)
@@ -554,7 +557,7 @@ class Statistics(torch.nn.Module):
             F.batch_norm(z, scale, shift, training=True)
         else:
             F.instance_norm(z, scale, shift, use_input_stats=True)
-        return y * (1 + scale) + shift
+        return y * scale + shift
 
 
 class Child(torch.nn.Module):
@@ -575,6 +578,22 @@ class Parent(torch.nn.Module):
 class SplitChild(torch.nn.Module):
     def forward(self, t):
         return norm(t.sin() * 0 + t) * 2 + t.cos()
+
+
+class ModulatingChild(torch.nn.Module):
+    def forward(self, y, r):
+        return (y * (1 + r[:, :1])).sin()
+
+
+class NormOutside(torch.nn.Module):
+    """The joined call would come behind the factor, in the middle of the child."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = ModulatingChild()
+
+    def forward(self, x, r):
+        return self.child(norm(x), r)
 
 
 def exported(module, *arguments):
@@ -602,6 +621,13 @@ def test_unflatten_after_the_pass(child):
     program = exported(module, *arguments)
     assert child is SplitChild or dict(fuse_neighbors.counts) == ADD
     assert_same(torch.export.unflatten(program)(*arguments), module(*arguments))
+
+
+def test_unflatten_where_a_call_would_split_a_module():
+    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
+    program = exported(NormOutside(), *arguments)
+    assert not fuse_neighbors.counts
+    assert_same(torch.export.unflatten(program)(*arguments), NormOutside()(*arguments))
 
 
 @pytest.mark.parametrize(
