@@ -164,7 +164,7 @@ def source_with_child(seed, templates):
     """Return a program that calls a function of its own by ``run``, and perhaps ``hook`` of a result."""
     head, *lines, last = source(seed, templates).splitlines()
     rng = random.Random(seed)
-    first, end = sorted(rng.sample(range(len(lines) + 1), 2))
+    first, end = sorted(rng.choices(range(len(lines) + 1), k=2))
     read = re.findall(r"\w+", "\n".join([*lines[end:], last]))
     assigned = re.findall(r"t\d+(?= =)", "\n".join(lines[first:end]))
     names = [name for name in dict.fromkeys(assigned) if name in read] or ["x"]
