@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -378,8 +377,7 @@ def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_pat
     code = "import setuptools.build_meta; print(setuptools.build_meta.build_sdist('..'))"
     environment = {**os.environ, "FORCE_CUDA": "0"}
     name = run(sys.executable, "-c", code, cwd=tmp_path / "checkout", env=environment).splitlines()[-1]
-    with tarfile.open(tmp_path / name) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(tmp_path / name, tmp_path)
     folder = tmp_path / name.removesuffix(".tar.gz")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     assert files >= {
