@@ -1,6 +1,7 @@
 """The CPU kernels for each lesser instruction set of this machine pass the tests of results, and give the same bits.
 
-torch chooses the instruction set when it is loaded, so that each needs a process of its own.
+A user runs the kernels for the best set, which all other tests test. torch chooses the instruction set when it is
+loaded, so that each needs a process of its own.
 """
 
 import os
@@ -36,6 +37,7 @@ def test_best_set_is_used():
     assert _C.cpu_capability() == (own if own in SETS else "DEFAULT")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("capability", SETS[: SETS.index(own)] if own in SETS else [])
 def test_lesser_set(capability):
     options = ["-k", SELECTED, "-m", "not integration", "-p", "no:cacheprovider"]
