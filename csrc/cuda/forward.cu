@@ -4,17 +4,17 @@
 //
 // A residual is added first, to the input or to its product with input_scale, and the sum is stored.
 //
-//   columns (16 bits / float32)   a row belongs to              file                          it waits in
+//   columns (16 bits / float32)   a row belongs to              file                    it waits in
 //   whole vectors, up to
-//     248 / 124                   some lanes, 4 rows a thread   forward_registers.cu               registers
-//     1024 / 512                  some lanes, 2 rows a thread   forward_registers.cu               registers
-//     16384 / 8192                a warp, or a block            forward_registers.cu               registers
+//     248 / 124                   some lanes, 4 rows a thread   forward_registers.cu    registers
+//     1024 / 512                  some lanes, 2 rows a thread   forward_registers.cu    registers
+//     16384 / 8192                a warp, or a block            forward_registers.cu    registers
 //   others, and gated norms, up to
-//     512                         some lanes, or a warp         forward_staged.cu             shared memory
-//     8192                        a block                       forward_staged.cu             shared memory
-//     65536                       a cluster of 4 or 8           forward_staged.cu, block_exchange.cuh  shared memory
-//     any number                  blocks of two launches        forward_staged.cu, block_exchange.cuh  shared memory
-//   images                        a lane of each warp           channels_first.cu             shared memory
+//     512                         some lanes, or a warp         forward_staged.cu       shared memory
+//     8192                        a block                       forward_staged.cu       shared memory
+//     65536                       a cluster of 4 or 8           block_exchange.cuh too  shared memory
+//     any number                  blocks of two launches        block_exchange.cuh too  shared memory
+//   images                        a lane of each warp           channels_first.cu       shared memory
 //
 // Before compute capability 9.0 there are no clusters, and rows of more than 8192 columns take two launches, which read
 // them twice. The choice depends on the dtype and the number of columns alone, and so does the order of summation,

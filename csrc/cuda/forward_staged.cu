@@ -133,7 +133,7 @@ struct StagedRows {
   }
   // The input_scale of one of the block's columns; zero after the end.
   __device__ __forceinline__ Acc load_input_scale(int64_t sample, int column) const {
-    return column < block_cols ? load_weight_element<T>(p.input_scale, sample, begin + column, flags) : 0;
+    return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool exists(int stage) const { return header(stage).row_number >= 0; }
   // The staged row's sample, and its index there.
