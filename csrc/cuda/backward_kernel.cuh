@@ -46,15 +46,13 @@ __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks,
 
 // ---- sums of the columns: dweight and dbias -------------------------------------------------------------------------
 
-// Adds the threads' sums of their columns over the threads of the block that own the same columns, because the block
-// has several rows in a round. One thread for each column gets the results, and calls store(j, v) for each vector of
-// them.
+// Adds the column sums of the threads that own the same columns: the block has several rows in a round. One thread for
+// each column gets the results, and calls store(j, v) for each of its vectors.
 template <class T, class X, class Variant, int kElements, class F>
 __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], const StagedRows<T, X, Variant>& rows,
                                                        const F& store) {
   constexpr int kVec = kVectorSize<X>;
-  // First over the rows of a warp, which are lanes_per_row lanes apart; then over the groups of warps with the same
-  // columns.
+  // First over the rows of a warp, which are lanes_per_row lanes apart, then over the groups of warps that have a row.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset < rows.columns.lanes_per_row()) break;
@@ -83,9 +81,8 @@ __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], c
 }
 
 // If few rows are summed by the blocks of one cluster, a segment each, the cluster adds their column sums itself,
-// without the workspace and add_partials. Each block owns 1 << log2_owned_cols columns: the others send it their sums
-// of these columns, and it adds them and stores the gradients. Its shared memory has sums [dweight and dbias, block,
-// column].
+// without the workspace and add_partials. Each block owns 1 << log2_owned_cols columns: all blocks send it their sums
+// of these columns, [dweight and dbias, block, column] in its shared memory, and it adds them and stores the gradients.
 struct ClusterColumnSums {
   Acc* const sums;
   TransactionBarrier& barrier;
@@ -140,8 +137,8 @@ struct ClusterColumnSums {
 // get() belong to the same round. Where a row fits a warp, rounds have no barrier, and warps run ahead freely until the
 // sums of the columns are added, at the end of a segment or after kRoundsPerSum rounds.
 //
-// With few rows, the up to eight segments belong to the blocks of one cluster, whose column sums are added at the end:
-// ClusterColumnSums. It excludes rows that blocks share.
+// With few rows, the at most eight segments belong to the blocks of one cluster, which adds their column sums at the
+// end (ClusterColumnSums). Rows that blocks share exclude this.
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockThreads, Variant::kRowFitsWarp ? 2 : 1)
     backward_staged(const BackwardParams p, const BackwardPlan plan) {
@@ -179,8 +176,8 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   const BlockExchange exchange(exchange_memory, plan.exchange_workspace, plan.blocks_per_row, flags);
   const ClusterColumnSums cluster_sums{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0],
                                        plan};
-  const Index first_segment = sums_in_cluster ? blockIdx.x : blockIdx.y,
-              segment_step = sums_in_cluster ? gridDim.x : gridDim.y;
+  const Index first_segment = sums_in_cluster ? blockIdx.x : blockIdx.y;
+  const Index segment_step = sums_in_cluster ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
   const int rounds = plan.rounds;
 
@@ -203,8 +200,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];
-  int finished_rows = 0;  // of this block, or of its group of threads: the number of a row for the exchange
-  int stage = 0;          // of the next row to be summed, in bytes
+  int finished_rows = 0, stage = 0;  // a counter for the exchange; the stage of the next row to be summed, in bytes
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, s);
@@ -264,8 +260,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       const int rounds_done = round + 1 - kLag;
       if (!stores_dx || (rounds_done != rounds && static_cast<unsigned>(rounds_done) % kRoundsPerSum != 0)) continue;
       if (s + segment_step >= num_segments && rounds_done == rounds) let_next_grid_start();
-      // Stores the block's sums of dweight or dbias, and resets them. `first_row` is the gradient's first row of the
-      // workspace.
+      // Stores the block's sums of dweight or dbias, and resets them. The gradient has the workspace from first_row on.
       const auto store_column_sums = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
                                          int64_t first_row) {
         sum_columns_over_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
@@ -372,8 +367,7 @@ Launch plan_launch(const BackwardParams& p) {
   config.block = static_cast<unsigned>(threads);
   config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.blocks_per_row) : 1;
 
-  // Each resident block has a segment. Few rows take one launch: of one block, or of one cluster with
-  // ClusterColumnSums.
+  // Each resident block has a segment. Few rows take one launch: of a block, or of a cluster with ClusterColumnSums.
   int64_t segments = choose_variant<T, X>(plan, config, two_launches, 0).resident;
   const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
   const bool clusters_can_sum = clusters && plan.blocks_per_row == 1;

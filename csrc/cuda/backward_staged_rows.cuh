@@ -63,9 +63,8 @@ struct StagedRows {
   using Header = RowHeader<T, X, Variant::kIsGeneral ? 3 : 2>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
   // Elements that a thread processes together.
-  static constexpr int kStep = Variant::kIsGeneral                       ? 2
-                               : Variant::kMapping == Mapping::kElements ? std::min(kVec, 4)
-                                                                         : kVec;
+  static constexpr int kMaxStep = Variant::kIsGeneral ? 2 : Variant::kMapping == Mapping::kElements ? 4 : 8;
+  static constexpr int kStep = std::min(kVec, kMaxStep);
   // Whether all of grad_sum is loaded before dx is computed.
   static constexpr bool kLoadsGradSumFirst = Variant::kMapping == Mapping::kVectors && Variant::kRowSpansWarps;
   static constexpr int kMaxStages = Variant::kIsGeneral ? 2 : 3;                        // or one less
@@ -94,53 +93,50 @@ struct StagedRows {
     return headers[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
 
-  // Starts to copy the warp's columns of row `row` of a segment to a stage, or zeros if `row` is -1, and writes the
-  // header.
+  // Starts to copy the warp's columns of a segment's row to a stage, or zeros if `row` is -1, and writes its header.
   __device__ __forceinline__ void fetch(const Segment<Index>& segment, int row, int stage) const {
     const bool exists = row >= 0;
     const int cols = exists ? block_cols : 0;
     const Index row_number = exists ? segment.first_row + row : 0;
-    with_addresses_of_row<Variant::kIsGeneral>(
-        row_number, flags.has(kHasSamples), plan.rows_per_sample, [&](const auto& address_in) {
-          const X* const x = address_in(p.input, X(), plan.x_stride) + block_begin;
-          const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + block_begin;
-          columns.fetch(shared + stage, x, cols);
-          columns.fetch(shared + stage + kDyBegin, dy, cols);
-          const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + block_begin;
-          if (flags.has(kGradSum)) {
+    const bool has_samples = flags.has(kHasSamples);
+    with_row_addresses<Variant::kIsGeneral>(row_number, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
+      const X* const x = address_in(p.input, X(), plan.x_stride) + block_begin;
+      const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + block_begin;
+      columns.fetch(shared + stage, x, cols);
+      columns.fetch(shared + stage + kDyBegin, dy, cols);
+      const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + block_begin;
+      if (flags.has(kGradSum)) {
 #pragma unroll
-            for (int j = 0; j < kElements; j += kVec) {
-              if (columns.column(j) < cols) prefetch_to_l2(grad_sum + columns.column(j));
-            }
-          }
-          const T* const gate = address_in(p.gate, T(), ByteStride()) + block_begin;
-          if (Variant::kIsGated) columns.fetch(shared + stage + kGateBegin, gate, cols);
-          if (columns.lane_in_row > 0) return;
-          Header& to = header(stage);
-          const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
-          const bool has_mean = exists && !flags.has(kRms | kMemoryEfficient);
-          async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
-          async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
-                                  has_mean ? sizeof(Acc) : 0);
-          to.dx =
-              exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + block_begin : nullptr;
-          to.grad_sum = grad_sum;
-          if constexpr (Variant::kMapping != Mapping::kVectors) {
-            to.misalignments[kX] = static_cast<short>(columns.misalignment(x + columns.warp_begin));
-            to.misalignments[kDy] = static_cast<short>(columns.misalignment(dy + columns.warp_begin));
-          }
-          if constexpr (Variant::kIsGated) {
-            to.grad_gate =
-                exists && p.grad_gate.data ? address_in(p.grad_gate, T(), ByteStride()) + block_begin : nullptr;
-            to.misalignments[kGate] = static_cast<short>(columns.misalignment(gate + columns.warp_begin));
-          }
-        });
+        for (int j = 0; j < kElements; j += kVec) {
+          if (columns.column(j) < cols) prefetch_to_l2(grad_sum + columns.column(j));
+        }
+      }
+      const T* const gate = address_in(p.gate, T(), ByteStride()) + block_begin;
+      if (Variant::kIsGated) columns.fetch(shared + stage + kGateBegin, gate, cols);
+      if (columns.lane_in_row > 0) return;
+      Header& to = header(stage);
+      const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
+      const bool has_mean = exists && !flags.has(kRms | kMemoryEfficient);
+      async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
+      async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
+                              has_mean ? sizeof(Acc) : 0);
+      to.dx = exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + block_begin : nullptr;
+      to.grad_sum = grad_sum;
+      if constexpr (Variant::kMapping != Mapping::kVectors) {
+        to.misalignments[kX] = static_cast<short>(columns.misalignment(x + columns.warp_begin));
+        to.misalignments[kDy] = static_cast<short>(columns.misalignment(dy + columns.warp_begin));
+      }
+      if constexpr (Variant::kIsGated) {
+        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), ByteStride()) + block_begin : nullptr;
+        to.misalignments[kGate] = static_cast<short>(columns.misalignment(gate + columns.warp_begin));
+      }
+    });
   }
 
   // The bias of one of the block's columns; zero without a bias or after the end.
   __device__ __forceinline__ Acc load_bias(int column, int64_t sample) const {
-    return flags.has(kBias) && column < block_cols ? load_weight_element<T>(p.bias, sample, block_begin + column, flags)
-                                                   : 0;
+    const bool exists = flags.has(kBias) && column < block_cols;
+    return exists ? load_weight_element<T>(p.bias, sample, block_begin + column, flags) : 0;
   }
 
   // This thread's element 0 of each array in a stage.
@@ -215,9 +211,8 @@ struct StagedRows {
     return {xhat, g, g_xhat - xhat * g};
   }
 
-  // Stores this thread's columns of dx and of the gate's gradient, and adds its dweight to `dw` and its dbias to `db`.
-  // They are added even if the call does not need them, because a branch costs more; columns after the end are never
-  // stored.
+  // Stores this thread's columns of dx and of the gate's gradient, and adds its dweight to `dw` and its dbias to `db`,
+  // even if the call does not need them, because a branch costs more. Columns after the end are never stored.
   template <class HasGradSum>
   __device__ __forceinline__ void store_gradients(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
                                                   int stage, const ScaledStatistics& statistics, const RowMeans& means,
@@ -256,8 +251,7 @@ struct StagedRows {
   }
 
  private:
-  // Stores elements [j, j + kStep) of the gate's gradient and, with gate_first, turns du, the gradient of x * f(z),
-  // into dx.
+  // Stores elements [j, j + kStep) of the gate's gradient. With gate_first, turns du, that of x * f(z), into dx.
   __device__ __forceinline__ void backward_of_gate(Acc (&du)[kStep], const Acc (&xhat)[kStep], const Columns& columns,
                                                    const Arrays& from, int stage, int j, const Acc (&weight)[kElements],
                                                    int64_t sample) const {

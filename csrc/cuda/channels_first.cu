@@ -46,8 +46,7 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight or the bias, by channel, for a pixel's image; default_value if the call has none. Its type, T or float, is
-// chosen at run time.
+// The weight or the bias of a pixel's image by channel, or default_value if the call has none. T or float at run time.
 template <class T>
 struct ChannelWeight {
   const Flags flags;
@@ -113,8 +112,7 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __syncthreads();  // before the next call overwrites the shared memory
 }
 
-// Sums over the channels of each lane's pixel: add(c, sums) adds the terms of channel c to kCount sums. All warps get
-// the result.
+// Sums over the channels of each lane's pixel, for all warps: add(c, sums) adds the terms of channel c to kCount sums.
 template <int kCount, class F>
 __device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t channels, const F& add) {
   Acc run_sums[kCount] = {};
@@ -198,9 +196,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   for_each_vector<T>(shared, p.output, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
 }
 
-// Backward. A block takes segments in turn, and the tiles of a segment. It stores the segment's partial sums of dweight
-// [num_weight_partials, channels] and dbias [num_bias_partials, channels] in the workspace, from where add_partials
-// adds them.
+// Backward. A block takes segments in turn, and the tiles of a segment. The workspace gets the partial sums of dweight
+// [num_weight_partials, channels] and dbias [num_bias_partials, channels], a row for each segment.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {

@@ -354,8 +354,7 @@ class TransactionBarrier {
 };
 
 // griddepcontrol (programmatic dependent launch): a kernel launched with overlaps_previous calls this before it reads
-// what the previous kernel writes, or writes what it reads. Does nothing in other launches, or before compute
-// capability 9.0.
+// what the previous kernel writes, or writes what it reads. Does nothing in other launches.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

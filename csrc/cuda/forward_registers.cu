@@ -1,7 +1,7 @@
 // Forward for rows of whole vectors that fit into registers; forward.cu has the formulas.
 //
-// A row belongs to a group of row_threads threads: 1 to 32 lanes of a warp, or a whole block. A block of G groups has G
-// * kRows rows, and only rows that have a whole block need barriers:
+// A row belongs to a group of row_threads threads: 1 to 32 lanes of a warp, or the whole block. Only then it needs
+// barriers. A block of G groups has kRows * G rows:
 //
 //   group g of block b     rows (b * kRows + r) * G + g, for r < kRows; they share its vectors of weight and bias
 //   thread t of a group    vectors t, t + row_threads, t + 2 * row_threads, ... of each row: kVectors, in registers
@@ -27,8 +27,8 @@ struct RegistersPlan : ForwardPlan {
 
 namespace {
 
-// The log2_row_threads of a row that has a whole block, whose threads need not be a power of two: so large that shifts
-// and masks by it give group 0 and threadIdx.x.
+// The log2_row_threads of a row that spans the block, whose threads need not be a power of two: so large that shifts
+// and masks by it give group 0 and thread threadIdx.x.
 constexpr int kLog2OfWholeBlock = 30;
 
 // A thread's work: kVectors vectors of each of its kRows rows.
@@ -43,13 +43,11 @@ struct ThreadRows {
   const unsigned row_threads, thread_in_row;
 
   __device__ __forceinline__ bool has(unsigned flag) const { return plan.flags.has(flag); }
-  __device__ __forceinline__ bool row_has_block() const {
+  __device__ __forceinline__ bool row_spans_block() const {
     return kRows == 1 && plan.log2_row_threads == kLog2OfWholeBlock;
   }
-  __device__ __forceinline__ unsigned vector_index(int i) const { return i * row_threads + thread_in_row; }
   // Whether the thread's vector i is before the end of the row.
-  __device__ __forceinline__ bool has_vector(int i) const { return vector_index(i) < plan.vectors; }
-
+  __device__ __forceinline__ bool has_vector(int i) const { return i * row_threads + thread_in_row < plan.vectors; }
   // A copy for another phase of a row, from which the compiler computes has_vector() again: see recompute_from().
   __device__ __forceinline__ ThreadRows recomputed() const {
     return {p, plan, row_threads, kRows == 1 ? recompute_from(thread_in_row) : thread_in_row};
@@ -57,12 +55,12 @@ struct ThreadRows {
 
   // The groups of threads that have rows.
   __device__ __forceinline__ unsigned groups_per_block() const { return blockDim.x >> plan.log2_row_threads; }
-  // The number of the thread's row r among all samples * rows. The row may not exist, see exists().
+  // The number of the thread's row r among all samples * rows. The row may not exist, see row_exists().
   __device__ __forceinline__ unsigned row_number(int r) const {
-    if (row_has_block()) return blockIdx.x;
+    if (row_spans_block()) return blockIdx.x;
     return (recompute_from(blockIdx.x) * kRows + r) * groups_per_block() + (threadIdx.x >> plan.log2_row_threads);
   }
-  __device__ __forceinline__ bool exists(unsigned row) const {
+  __device__ __forceinline__ bool row_exists(unsigned row) const {
     return row < static_cast<unsigned>(p.samples) * static_cast<unsigned>(p.rows);
   }
   // Finds the samples of the thread's rows. Rows that do not exist get the sample of the last row.
@@ -74,16 +72,15 @@ struct ThreadRows {
     for (int r = 0; r < kRows; ++r)
       samples[r] = plan.rows_per_sample.divide_short(min(first + r * groups_per_block(), last));
   }
-  // The address of row number `row`. Samples are `gap` bytes further apart than their rows take, so that a call with
-  // several samples needs two instructions more than others, and no branch.
+  // The address of row number `row`. Samples are `gap` bytes further apart than their rows take: with several samples,
+  // this needs two more instructions, and no branch.
   template <class E>
   __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, int64_t gap, unsigned row,
                                            unsigned sample) const {
     return reinterpret_cast<E*>(stride.address<char>(view, row) + sample * gap);
   }
 
-  // Loads kCount vectors from this thread's vector `begin` on, and default values after the end or if `exists` is
-  // false.
+  // Loads kCount vectors from this thread's vector `begin` on; default values after the end, or without `exists`.
   template <bool kConstant, class E, int kCount>
   __device__ __forceinline__ void load(Vec<E> (&v)[kCount], bool exists, const E* row, int begin,
                                        E default_value) const {
@@ -99,11 +96,10 @@ struct ThreadRows {
     if (exists && has_vector(i)) *reinterpret_cast<Vec<E>*>(row + thread_in_row * kVec + i * row_threads * kVec) = v;
   }
 
-  // Loads the thread's first kCount vectors of x of a row: the input, or residual + input, or residual + input_scale *
-  // input, rounded to X.
+  // Loads the thread's first kCount vectors of x of a row: input, residual + input, or residual + input_scale * input.
   template <int kCount>
   __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned sample) const {
-    const bool exists = this->exists(row);
+    const bool exists = row_exists(row);
     load<false>(x, exists,
                 address_of<const X>(has(kResidual) ? p.residual : p.input, plan.x_stride, plan.x_gap, row, sample), 0,
                 X(0.0f));
@@ -163,11 +159,11 @@ struct ThreadRows {
   }
 
   // Estimates the mean of a row by the average of its first vector. In a row of lanes, the row's first lane holds that
-  // vector and broadcasts its average; of a row that has a block, all threads have loaded it.
+  // vector and broadcasts its average; of a row that spans the block, all threads have loaded it.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
     Acc v[kVec];
     widen(v, first_vector);
-    return row_has_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread_in_row);
+    return row_spans_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread_in_row);
   }
 
   // Sets sums[0] and sums[1] to the thread's sums of d = x * row_scale - center and d^2 over a row. It takes fewer
@@ -191,18 +187,19 @@ struct ThreadRows {
     Acc centers[kRows];
     unsigned samples[kRows];
     find_samples(samples);
-    // The first vector of a block's row is requested first, because the estimate of the mean needs it first.
-    Vec<X> first[1];
-    fill(first[0], X(0.0f));
-    if (row_has_block() && !has(kRms)) ThreadRows{p, plan, row_threads, 0}.load_x(first, row_number(0), samples[0]);
+    // If a row spans the block, all threads load its first vector, and first of all: they estimate the mean from it.
+    Vec<X> row_first[1];
+    fill(row_first[0], X(0.0f));
+    if (row_spans_block() && !has(kRms))
+      ThreadRows{p, plan, row_threads, 0}.load_x(row_first, row_number(0), samples[0]);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r), samples[r]);
-    const Vec<X> head = row_has_block() ? first[0] : x[0][0];
+    const Vec<X> first_vector = row_spans_block() ? row_first[0] : x[0][0];
     prefetch_weight_or_bias(p.weight, kWeight, samples[0]);
     prefetch_weight_or_bias(p.bias, kBias, samples[0]);
 
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) centers[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? head : x[r][0]);
+    for (int r = 0; r < kRows; ++r) centers[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? first_vector : x[r][0]);
     int buffer = 0;
     Moments moments[kRows];
     reduce_moments(moments, centers, plan.row_threads, plan.cols, has(kRms), buffer, [&](Acc(&sums)[2 * kRows]) {
@@ -221,7 +218,7 @@ struct ThreadRows {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const unsigned row = row_number(r);
-      exist[r] = exists(row);
+      exist[r] = row_exists(row);
       outputs[r] = address_of<T>(p.output, plan.output_stride, plan.output_gap, row, samples[r]);
       normalizers[r] = Normalizer(moments[r], plan);
       if (thread_in_row == 0 && exist[r]) {
@@ -283,8 +280,8 @@ struct KernelChoice {
   int thread_vectors, thread_rows;  // kVectors and kRows
 };
 
-// Chooses the kernel for rows of so many vectors. A thread has eight vectors: of one long row, or of two or four short
-// rows, which share instructions. Eight or more lanes per row load whole cache lines of 128 bytes.
+// A thread has eight vectors: of one long row, or of two or four short ones, which share instructions. Rows of eight or
+// more lanes load whole cache lines of 128 bytes.
 template <class T, class X>
 KernelChoice choose_kernel(int64_t vectors) {
   if constexpr (std::is_same_v<T, X>) {
@@ -294,8 +291,7 @@ KernelChoice choose_kernel(int64_t vectors) {
   return {forward_registers<T, X, 8, 1>, 8, 1};
 }
 
-// Launches the kernel for x of X and input of T. Returns false, without a launch, if ByteStride cannot address all
-// rows.
+// Launches the kernel for x of X and input of T, or returns false if ByteStride cannot address all rows.
 template <class T, class X>
 bool launch_rows(const ForwardParams& p) {
   const int64_t vectors = p.cols / kVectorSize<X>, num_rows = p.samples * p.rows;

@@ -63,8 +63,7 @@ struct StagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
   using Header = RowHeader<T, X>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
-  static constexpr int kStep =
-      Variant::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements that a thread processes together
+  static constexpr int kStep = Variant::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements processed together
 
   const ForwardParams& p;
   const StagedPlan& plan;
@@ -97,25 +96,25 @@ struct StagedRows {
     const int cols = exists ? block_cols : 0;
     using Index = typename Variant::Index;
     const Index row = exists ? static_cast<Index>(row_number) : 0;
-    with_addresses_of_row<Variant::kIsGeneral>(
-        row, flags.has(kHasSamples), plan.rows_per_sample, [&](const auto& address_in) {
-          Header& to = header(stage);
-          const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + block_begin;
-          columns.fetch(x_at(stage), x, cols);
-          fetch_first_vector(to.x, x, cols);
-          const T* const input_or_gate =
-              address_in(Variant::kIsGated ? p.gate : p.input, T(), plan.input_stride) + block_begin;
-          if (Variant::kIsGated || flags.has(kResidual)) {
-            columns.fetch(input_or_gate_at(stage), input_or_gate, cols);
-            fetch_first_vector(to.input_or_gate, input_or_gate, cols);
-          }
-          if (columns.lane_in_row > 0) return;
-          to.row_number = exists ? row_number : -1;
-          to.output = address_in(p.output, T(), plan.output_stride) + block_begin;
-          to.sum = address_in(p.sum, X(), plan.sum_stride) + block_begin;
-          to.x_misalignment = static_cast<short>(columns.misalignment(x));
-          to.input_or_gate_misalignment = static_cast<short>(columns.misalignment(input_or_gate));
-        });
+    const bool has_samples = flags.has(kHasSamples);
+    with_row_addresses<Variant::kIsGeneral>(row, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
+      Header& to = header(stage);
+      const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + block_begin;
+      columns.fetch(x_at(stage), x, cols);
+      fetch_first_vector(to.x, x, cols);
+      const T* const input_or_gate =
+          address_in(Variant::kIsGated ? p.gate : p.input, T(), plan.input_stride) + block_begin;
+      if (Variant::kIsGated || flags.has(kResidual)) {
+        columns.fetch(input_or_gate_at(stage), input_or_gate, cols);
+        fetch_first_vector(to.input_or_gate, input_or_gate, cols);
+      }
+      if (columns.lane_in_row > 0) return;
+      to.row_number = exists ? row_number : -1;
+      to.output = address_in(p.output, T(), plan.output_stride) + block_begin;
+      to.sum = address_in(p.sum, X(), plan.sum_stride) + block_begin;
+      to.x_misalignment = static_cast<short>(columns.misalignment(x));
+      to.input_or_gate_misalignment = static_cast<short>(columns.misalignment(input_or_gate));
+    });
   }
   // Copies the block's first vector of an array to the header `to`: its granules, one by each of two lanes.
   template <class E>
@@ -127,15 +126,18 @@ struct StagedRows {
                    min(max(end - granule, 0), 16), granule == 0 ? offset : 0);
   }
 
-  // This thread's element 0 of x.
+  // This thread's element 0 of the arrays in a stage.
   __device__ __forceinline__ X* staged_x(int stage) const {
     return columns.template staged_elements<X>(x_at(stage), header(stage).x_misalignment);
+  }
+  __device__ __forceinline__ T* staged_input_or_gate(const Columns& columns, int stage) const {
+    return columns.template staged_elements<T>(input_or_gate_at(stage), header(stage).input_or_gate_misalignment);
   }
   // The input_scale of one of the block's columns; zero after the end.
   __device__ __forceinline__ Acc load_input_scale(int64_t sample, int column) const {
     return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
-  __device__ __forceinline__ bool exists(int stage) const { return header(stage).row_number >= 0; }
+  __device__ __forceinline__ bool row_exists(int stage) const { return header(stage).row_number >= 0; }
   // The staged row's sample, and its index there.
   __device__ __forceinline__ RowIndex find_row(int stage) const {
     return find_sample(max(header(stage).row_number, int64_t{0}), flags.has(kHasSamples), plan.rows_per_sample);
@@ -144,8 +146,7 @@ struct StagedRows {
   __device__ __forceinline__ void add_input_to_residual(int stage) const {
     const auto columns = this->columns.recomputed();
     X* const x = staged_x(stage);
-    const T* const input =
-        columns.template staged_elements<T>(input_or_gate_at(stage), header(stage).input_or_gate_misalignment);
+    const T* const input = staged_input_or_gate(columns, stage);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc a[kStep], b[kStep];
@@ -160,8 +161,7 @@ struct StagedRows {
       columns.write_shared(x, j, round_to<X>(a));
     }
   }
-  // Reads what a gated norm normalizes: the input or, with gate_first, its product with the activated gate, not
-  // rounded.
+  // Reads what a gated norm normalizes: the input, or with gate_first input * f(gate), which is not rounded.
   __device__ __forceinline__ void read_norm_input(Acc (&v)[kElements], int stage) const {
     const auto columns = this->columns.recomputed();
     const X* const x = staged_x(stage);
@@ -176,13 +176,10 @@ struct StagedRows {
   // Multiplies elements [j, j + kStep) by the activated gate.
   __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const Columns& columns, int stage, int j) const {
     Acc gate[kStep];
-    columns.read_shared(
-        gate, columns.template staged_elements<T>(input_or_gate_at(stage), header(stage).input_or_gate_misalignment),
-        j);
+    columns.read_shared(gate, staged_input_or_gate(columns, stage), j);
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
-  // The average of the block's first vector of what is normalized, an estimate of the mean. Elements after the end are
-  // zeros.
+  // The average of the block's first vector, an estimate of the mean. Elements after the end are zeros.
   __device__ __forceinline__ Acc estimate_mean(int stage) const {
     const Header& from = header(stage);
     Acc v[kVec];
@@ -213,9 +210,8 @@ struct StagedRows {
     }
   }
 
-  // Computes x in the stage, and the moments of the block's columns of a row, which a second launch loads instead. A
-  // gated norm sets norm_input to what is normalized, and other norms do not use it. sum_over_row() explains `buffer`
-  // and before_barrier().
+  // Computes x in the stage, and the moments of the block's columns, which a second launch loads instead. Gated norms
+  // set norm_input to what is normalized; others do not use it. sum_over_row() explains `buffer` and before_barrier().
   template <class F>
   __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage,
                                                      const Divisor<Acc>& block_cols_divisor, int& buffer,
@@ -262,7 +258,7 @@ struct StagedRows {
                                                const Acc (&weight)[kElements], const Acc (&bias)[kElements],
                                                int stage) const {
     const auto columns = this->columns.recomputed();
-    const int cols = exists(stage) ? block_cols : 0;
+    const int cols = row_exists(stage) ? block_cols : 0;
     const X* const x = staged_x(stage);
     T* const output = keep_in_register(header(stage).output);
     X* const sum = keep_in_register(header(stage).sum);
@@ -345,7 +341,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
     const Normalizer normalizer(moments, plan);
     if (columns.lane_in_warp > 0) return;
     merged[round % 2] = normalizer;
-    if (blockIdx.x == 0 && rows.exists(stage)) normalizer.store_statistics(p, plan, rows.find_row(stage));
+    if (blockIdx.x == 0 && rows.row_exists(stage)) normalizer.store_statistics(p, plan, rows.find_row(stage));
   };
 
   const Divisor<Acc> block_cols_divisor =
@@ -388,7 +384,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
         rows.store_output(merged[(round - lag) % 2], norm_input, weight, bias, finished_stage);
       } else {
         const Normalizer normalizer(moments, plan);
-        if (columns.lane_in_row == 0 && (row_fits_warp || warp == 0) && rows.exists(finished_stage)) {
+        if (columns.lane_in_row == 0 && (row_fits_warp || warp == 0) && rows.row_exists(finished_stage)) {
           normalizer.store_statistics(p, plan, rows.find_row(finished_stage));
         }
         rows.store_output(normalizer, norm_input, weight, bias, finished_stage);

@@ -121,8 +121,7 @@ inline Flags make_flags(const BackwardParams& p) {
 
 // ---- addresses of rows ----------------------------------------------------------------------------------------------
 
-// Divides integers >= 0 by a number that the host knows: by a multiplication, since a division would be a function
-// call.
+// Divides integers >= 0 by a multiplication with a reciprocal from the host. A division would be a function call.
 class FastDivisor {
  public:
   struct Result {
@@ -138,8 +137,8 @@ class FastDivisor {
   // The product is the quotient or, because the reciprocal is rounded down, one less.
   __device__ __forceinline__ Result divide(int64_t n) const {
     const auto product = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n), reciprocal_));
-    const int64_t rest = n - product * divisor_;
-    return rest >= divisor_ ? Result{product + 1, rest - divisor_} : Result{product, rest};
+    const int64_t remainder = n - product * divisor_;
+    return remainder >= divisor_ ? Result{product + 1, remainder - divisor_} : Result{product, remainder};
   }
   // The quotient, if both numbers fit into an int. Takes fewer instructions.
   __device__ __forceinline__ unsigned divide_short(unsigned n) const {
@@ -188,14 +187,14 @@ class ByteStride {
  private:
   unsigned bytes_;
 };
-// A call of so many rows may count them in int, with room for the numbers after the last row that blocks still compute.
+// So many rows are counted in int, with room for the rows after the last one that the last blocks compute.
 constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;
 
 // Calls f(address_in), where address_in(view, E(), byte_stride) returns the address of row `number` in an array of E:
 // by its ByteStride if possible, else by address(). The choice is made once, around all arrays.
 template <bool kIsGeneral, class Index, class F>
-__device__ __forceinline__ void with_addresses_of_row(Index number, bool has_samples,
-                                                      const FastDivisor& rows_per_sample, const F& f) {
+__device__ __forceinline__ void with_row_addresses(Index number, bool has_samples, const FastDivisor& rows_per_sample,
+                                                   const F& f) {
   if (kIsGeneral || has_samples) {
     const RowIndex index = find_sample(number, has_samples, rows_per_sample);
     f([&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
@@ -228,9 +227,9 @@ struct GradientPlan {
   int64_t num_weight_partials, num_bias_partials;  // rows of the workspace: num_segments, or 0
   void* workspace;
 
-  // If all rows share a gradient, each resident block has a segment. Otherwise, a gradient has up to 64 segments, which
-  // keep the GPU busy with few samples, but a segment has at least `min_rounds` rounds, which limits the memory traffic
-  // of its sums, and at most 256, which limits their rounding errors.
+  // If all rows share a gradient, each resident block has a segment. Otherwise, each gradient has 64 segments, which
+  // keep the GPU busy with few samples, unless they have less than `min_rounds` rounds, which limits the memory traffic
+  // of partial sums, or more than 256, which limits their rounding errors.
   void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;

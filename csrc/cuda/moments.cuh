@@ -80,8 +80,7 @@ struct alignas(16) Normalizer {
   }
 };
 
-// A thread's sums of d and d^2. Even and odd elements have sums of their own, so that additions do not wait for each
-// other.
+// A thread's sums of d and d^2, apart for even and odd elements, so that additions do not wait for each other.
 struct MomentSums {
   Acc d_sums[2] = {}, squares[2] = {};
 

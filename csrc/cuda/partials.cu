@@ -1,7 +1,5 @@
-// Adds up the partial sums of dweight, dbias or dinput_scale that the blocks of another kernel have left in the
-// workspace:
-//
-//   workspace [segments of all gradients, pitch] -> gradient [samples, cols]
+// Adds up the partial sums of dweight, dbias or dinput_scale that another kernel has left in the workspace: from
+// [segments of all samples, pitch] to the gradient [samples, cols].
 #include <algorithm>
 
 #include "row.cuh"

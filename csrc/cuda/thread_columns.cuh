@@ -1,9 +1,6 @@
-// Rows that are staged in shared memory (forward_staged.cu, backward_kernel.cuh): which threads own which columns.
-//
-//   ThreadColumns   the columns of a thread, which it owns for the whole launch: weights and column sums stay in
-//   registers Variant         the constants for which an instance of such a kernel is compiled RowDivision     the
-//   division of a row among blocks, warps and lanes, which the host computes WarpSums        the sums of a row over its
-//   warps
+// Rows that are staged in shared memory. ThreadColumns: the columns that a thread owns for a whole launch, so that
+// their weights and sums stay in registers. Variant: the constants for which an instance of a kernel is compiled.
+// RowDivision: the blocks and threads of a row. WarpSums: the sums of a row over its warps.
 #pragma once
 
 #include "row.cuh"
@@ -12,10 +9,11 @@ namespace layernorm::cuda {
 
 // Which of a warp's successive columns a lane owns: kElements = 16 of them, counted by j.
 //
-//   kVectors   vectors of 16 bytes, 32 vectors apart. A lane copies its own vectors to shared memory, so that no other
-//              thread reads them. All rows must be aligned and whole vectors.
-//   kElements  every 32nd element, so that shared memory has no bank conflicts at any alignment. The lanes copy the
-//              aligned 16 bytes ("granules") that cover the warp's columns, and need __syncwarp().
+//   kVectors   vectors of 16 bytes. A lane copies its own vectors to shared memory, so that no other thread reads them.
+//              All rows must be aligned and whole vectors.
+//   kElements  every 32nd element, or 16th, 8th, ... if a row has fewer lanes: shared memory then has no bank
+//   conflicts.
+//              Together, the lanes copy the aligned 16 bytes ("granules") that cover the columns: needs __syncwarp().
 //   kGeneral   the columns of either, as run time decides; copied and read as with kElements.
 //
 //   bfloat16 columns     mapping     lane l of warp 0 (columns 0 to 511)     lane l of warp 1
@@ -35,8 +33,7 @@ struct ThreadColumns {
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
-  // The bytes of shared memory in which a warp stages its rows of an array of E. A row that is not aligned covers one
-  // more granule.
+  // Bytes in which a warp stages its rows of an array of E. A row that is not aligned has one more granule.
   template <class E>
   __host__ __device__ static constexpr int staged_bytes(int rows) {
     return kWarpCols * static_cast<int>(sizeof(E)) + (kMapping == Mapping::kVectors ? 0 : 16 * rows);
@@ -58,8 +55,7 @@ struct ThreadColumns {
         runtime_lanes_per_row(lanes),
         runtime_element_step(vectors ? 1 : lanes) {}
 
-  // A copy from which the compiler computes columns again instead of keeping them in registers: see recompute_from().
-  // Vectors take few registers.
+  // A copy from which the compiler computes columns again: see recompute_from(). Those of vectors take few registers.
   __device__ __forceinline__ ThreadColumns recomputed() const {
     ThreadColumns columns = *this;
     if (kMapping == Mapping::kVectors) return columns;
@@ -212,8 +208,7 @@ struct ThreadColumns {
   }
 };
 
-// A variant of a kernel: the rows and options for which an instance is compiled. The host code chooses one for each
-// call.
+// The rows and options for which an instance of a kernel is compiled. The host code chooses a variant for each call.
 template <Mapping kMapping_, int kLanes_, unsigned kUnsupported_>
 struct BasicVariant {
   static constexpr Mapping kMapping = kMapping_;
@@ -257,8 +252,7 @@ __device__ __forceinline__ Flags supported_flags(Flags flags) {
 
 constexpr int kMinLanes = 2;  // per row
 
-// The lanes, warps and blocks of a row. They depend only on the dtype and the number of columns, and so does the order
-// of summation.
+// The blocks, warps and lanes of a row. The dtype and the number of columns decide them, and so the order of summation.
 struct RowDivision {
   bool row_fits_warp;  // else a row has whole warps of one or more blocks
   bool whole_vectors;  // see Mapping
