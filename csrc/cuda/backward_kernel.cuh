@@ -1,5 +1,4 @@
-// The kernel for backward of rows, the choice of its variant, and its launch. backward.cu has the formulas. The files
-// backward_float32.cu, backward_float16.cu and backward_bfloat16.cu instantiate launch_backward().
+// The kernel for backward of rows, its variants and its launch. backward.cu has the formulas.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +8,7 @@
 namespace layernorm::cuda {
 namespace {
 
-// Each thread adds the sums of its columns over so many rounds in registers. Then they are added to the workspace,
-// because longer sums in float round too much.
+// Rounds over which a thread sums its columns in registers. Longer sums in float would round too much.
 constexpr int kRoundsPerSum = 256;
 
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. A row of more
@@ -20,14 +18,14 @@ constexpr int kThreads = 256;
 // The most vectors of a gated norm's row that a block stages: x, dy and the gate of more need more than 99 KiB.
 constexpr int64_t kMaxGatedBlockVectors = 1024;
 
-// Rounds from a row's sums to its dx. With 1, the warps of a block do not wait for each other's sums.
+// Rounds from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they sum the
+// next.
 template <class Variant>
 constexpr int kLagOf = Variant::kRowSpansWarps ? 1 : 0;
 
 // ---- sums of a row over its blocks ----------------------------------------------------------------------------------
 
-// Adds the sums of the blocks that share a row, in an order that depends only on their number. The lanes of one warp
-// share the blocks, and all of them get the result.
+// Adds the sums of a row's blocks, in an order that depends only on their number. All lanes of a warp get the result.
 __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks, int num_blocks) {
   const int lane = threadIdx.x % kWarpSize;
   if (num_blocks <= kMaxClusterSize) {
@@ -52,10 +50,10 @@ template <class T, class X, class Variant, int kElements, class F>
 __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], const StagedRows<T, X, Variant>& rows,
                                                        const F& store) {
   constexpr int kVec = kVectorSize<X>;
-  // First over the rows of a warp, which are lanes_per_row lanes apart, then over the groups of warps that have a row.
+  // First by shuffles over the rows of a warp; then in shared memory over the groups of warps, which have other rows.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    if (offset < rows.columns.lanes_per_row()) break;
+    if (offset < rows.columns.row_lanes()) break;
     for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
   }
   __shared__ Vector<Acc, kVec> thread_sums[kThreads];
@@ -148,8 +146,8 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   constexpr int stage_bytes = Rows::kStageBytes;
   const Flags flags = supported_flags<Variant>(plan.flags);
   const bool row_fits_warp = Variant::kRowFitsWarp || (Variant::kIsGeneral && plan.row_fits_warp);
-  const bool blocks_share_row = flags.has(kBlocksShareRow), cluster_shares_row = flags.has(kClusterSharesRow);
-  const bool sums_in_cluster = !blocks_share_row && plan.cluster_segments > 1;
+  const bool shares_row = flags.has(kBlocksShareRow), cluster_shares_row = flags.has(kClusterSharesRow);
+  const bool sums_in_cluster = !shares_row && plan.cluster_segments > 1;
   const bool stores_dx = !flags.has(kFirstLaunch);
 
   // The shuffle tells the compiler that all lanes of a warp have the same value.
@@ -160,7 +158,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   const typename Rows::Columns columns(warp - first_warp, row_fits_warp ? plan.row_threads : kWarpSize,
                                        plan.whole_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const Index block_begin = blocks_share_row ? Index{plan.block_cols} * static_cast<Index>(blockIdx.x) : 0;
+  const Index block_begin = shares_row ? Index{plan.block_cols} * static_cast<Index>(blockIdx.x) : 0;
   const Rows rows{p,
                   plan,
                   flags,
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   __shared__ WarpSumsMemory warp_sums_memory;
   WarpSums warp_sums(warp_sums_memory, first_warp, row_warps);
   __shared__ BlockExchange::Memory exchange_memory;
-  const BlockExchange exchange(exchange_memory, plan.exchange_workspace, plan.blocks_per_row, flags);
+  const BlockExchange exchange(exchange_memory, plan.exchange_workspace, plan.row_blocks, flags);
   const ClusterColumnSums cluster_sums{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0],
                                        plan};
   const Index first_segment = sums_in_cluster ? blockIdx.x : blockIdx.y;
@@ -204,8 +202,8 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, s);
-    columns.template load_weight_or_bias<T>(weight, p.weight, {segment.sample, 0}, recompute_from(block_begin),
-                                            rows.block_cols, flags, kWeight, 1);
+    columns.template load_weights<T>(weight, p.weight, {segment.sample, 0}, recompute_from(block_begin),
+                                     rows.block_cols, flags, kWeight, 1);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
     ScaledStatistics statistics, finished_statistics;
@@ -215,7 +213,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       const auto get_row_sums = [&] {  // the sums of a row over its warps
         __syncthreads();
         warp_sums.get(row_sums, row_warps);
-        if (blocks_share_row) exchange.send(row_sums, finished_rows);
+        if (shares_row) exchange.send(row_sums, finished_rows);
       };
       finished_statistics = statistics;
       if (kLag > 0 && round > 0) get_row_sums();
@@ -226,7 +224,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         RowSums sums = {};
         rows.sum_row(sums, stage, statistics, weight, segment.sample);
         if (row_fits_warp) {
-          sum_over_row_lanes(sums, columns.lanes_per_row());
+          sum_over_row_lanes(sums, columns.row_lanes());
           for (int k = 0; k < 3; ++k) row_sums[k] = sums[k];
         } else {
           warp_sums.put(sums, columns.lane_in_warp);
@@ -241,7 +239,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         if (!row_fits_warp) get_row_sums();
       }
       if (stores_dx) {
-        if (blocks_share_row) sum_blocks(row_sums, exchange.receive(finished_rows), plan.blocks_per_row);
+        if (shares_row) sum_blocks(row_sums, exchange.receive(finished_rows), plan.row_blocks);
         const auto means = rows.compute_means(row_sums, finished_statistics.scaled_rstd);
         const auto store_gradients = [&](auto has_grad_sum) {
           rows.store_gradients(has_grad_sum, dw, db, finished_stage, finished_statistics, means, weight,
@@ -260,7 +258,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       const int rounds_done = round + 1 - kLag;
       if (!stores_dx || (rounds_done != rounds && static_cast<unsigned>(rounds_done) % kRoundsPerSum != 0)) continue;
       if (s + segment_step >= num_segments && rounds_done == rounds) let_next_grid_start();
-      // Stores the block's sums of dweight or dbias, and resets them. The gradient has the workspace from first_row on.
+      // Stores the block's sums of dweight or dbias, and resets them. Its rows of the workspace begin at first_row.
       const auto store_column_sums = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
                                          int64_t first_row) {
         sum_columns_over_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
@@ -316,15 +314,15 @@ Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t colum
     const size_t ring_bytes = config.block.x / kWarpSize * stages * Rows::kStageBytes;
     config.shared_bytes = ring_bytes + column_sum_bytes;
     if (config.shared_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
-    const int64_t resident = std::max(resident_blocks(config, kernel) / plan.blocks_per_row, 1);
+    const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);
     if (resident > chosen.resident) chosen = {kernel, stages, ring_bytes, column_sum_bytes, resident};
   }
   // Without room for ClusterColumnSums, add_partials adds the segments.
   return chosen.kernel || column_sum_bytes == 0 ? chosen : plan_stages<T, X, Variant>(plan, config, 0);
 }
 
-// Chooses the variant for the rows of a plan: GeneralRows if `general`, for rows of T != X that are not whole vectors,
-// and if the shared memory does not suffice for the variant of the rows.
+// Chooses the variant for the rows of a plan: GeneralRows if `general`, for sums with a float32 residual that are not
+// whole vectors, and if the shared memory does not suffice for the variant of the rows.
 template <class T, class X>
 Instance choose_variant(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t column_sum_bytes) {
   const auto with = [&](auto variant) { return plan_stages<T, X, decltype(variant)>(plan, config, column_sum_bytes); };
@@ -354,38 +352,38 @@ Launch plan_launch(const BackwardParams& p) {
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
   const bool clusters = has_clusters(config, backward_staged<T, X, GeneralRows>);
-  const bool cluster_shares_row = plan.blocks_per_row > 1 && plan.blocks_per_row <= kMaxClusterSize && clusters;
-  const bool two_launches = plan.blocks_per_row > 1 && !cluster_shares_row;
+  const bool cluster_shares_row = plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize && clusters;
+  const bool two_launches = plan.row_blocks > 1 && !cluster_shares_row;
   plan.flags.set(kClusterSharesRow, cluster_shares_row);
 
   // A block has as many rows in a round as kThreads allow, but no more than a sample with gradients of its own.
   const bool per_sample = plan.has_gradients_per_sample();
   int64_t threads = plan.row_threads;
-  if (plan.blocks_per_row == 1) threads *= std::max(kThreads / plan.row_threads, 1);
+  if (plan.row_blocks == 1) threads *= std::max(kThreads / plan.row_threads, 1);
   if (per_sample) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
   plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
-  config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.blocks_per_row) : 1;
+  config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.row_blocks) : 1;
 
   // Each resident block has a segment. Few rows take one launch: of a block, or of a cluster with ClusterColumnSums.
   int64_t segments = choose_variant<T, X>(plan, config, two_launches, 0).resident;
   const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
-  const bool clusters_can_sum = clusters && plan.blocks_per_row == 1;
+  const bool clusters_can_sum = clusters && plan.row_blocks == 1;
   const bool sums_in_cluster = clusters_can_sum && !per_sample && rounds > 1 && rounds <= kMaxClusterSize * kFewRounds;
   if (sums_in_cluster) segments = kMaxClusterSize;
   if (!clusters_can_sum && !per_sample && rounds <= kFewRounds) segments = 1;
-  plan.set_segments(p, plan.rows_per_round, segments, plan.blocks_per_row > 1 ? 4 : 16);  // long rows keep the GPU busy
+  plan.set_segments(p, plan.rows_per_round, segments, plan.row_blocks > 1 ? 4 : 16);  // long rows keep the GPU busy
   while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
-  const int64_t num_column_sums = sums_in_cluster ? 2 * plan.num_segments << plan.log2_owned_cols : 0;
+  const int64_t column_sums = sums_in_cluster ? 2 * plan.num_segments << plan.log2_owned_cols : 0;
+  const size_t column_sum_bytes = static_cast<size_t>(column_sums) * sizeof(Acc);
 
   const bool general = two_launches || plan.flags.has(kMemoryEfficient) || !byte_strides_fit;
-  const Instance chosen =
-      choose_variant<T, X>(plan, config, general, static_cast<size_t>(num_column_sums) * sizeof(Acc));
+  const Instance chosen = choose_variant<T, X>(plan, config, general, column_sum_bytes);
   plan.stages = chosen.stages;
   plan.ring_bytes = static_cast<int>(chosen.ring_bytes);
   config.shared_bytes = chosen.ring_bytes + chosen.column_sum_bytes;
   const int64_t blocks = std::min({plan.num_segments, chosen.resident, kMaxGridY});
-  config.grid = dim3(static_cast<unsigned>(plan.blocks_per_row), static_cast<unsigned>(blocks));
+  config.grid = dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(blocks));
   plan.cluster_segments = 1;
   if (chosen.column_sum_bytes > 0) {
     plan.cluster_segments = static_cast<int>(plan.num_segments);
@@ -397,15 +395,14 @@ Launch plan_launch(const BackwardParams& p) {
 
 }  // namespace
 
+// Launches backward for grad_output of T and x of X, and then add_partials.
 template <class T, class X>
 void launch_backward(const BackwardParams& p) {
   auto [kernel, config, plan] = plan_launch<T, X>(p);
   const int64_t partial_bytes = (plan.num_weight_partials + plan.num_bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
-  int64_t exchange_bytes = 0;
-  if (plan.blocks_per_row > static_cast<int>(config.cluster)) {
-    exchange_bytes =
-        BlockExchange::workspace_bytes(config.grid, ceil_div(plan.num_segments, config.grid.y) * plan.rounds);
-  }
+  const bool two_launches = plan.row_blocks > static_cast<int>(config.cluster);
+  const int64_t block_rounds = ceil_div(plan.num_segments, config.grid.y) * plan.rounds;
+  const int64_t exchange_bytes = two_launches ? BlockExchange::workspace_bytes(config.grid, block_rounds) : 0;
   if (partial_bytes + exchange_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + exchange_bytes);
   plan.exchange_workspace = static_cast<char*>(plan.workspace) + partial_bytes;
   launch_once_or_twice(config, kernel, p, plan);

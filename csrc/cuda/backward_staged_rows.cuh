@@ -9,8 +9,9 @@
 
 namespace layernorm::cuda {
 
+// What the host computes from BackwardParams for the kernel.
 struct BackwardPlan : GradientPlan, RowDivision {
-  int rows_per_round, stages;
+  int rows_per_round, stages;  // of a block; of each of its warps
   int cluster_segments;  // segments whose sums a cluster adds in shared memory, one per block, or 1: ClusterColumnSums
   int log2_owned_cols;   // columns that each block of such a cluster adds
   int ring_bytes;        // of dynamic shared memory; then comes that of ClusterColumnSums
@@ -67,7 +68,7 @@ struct StagedRows {
   static constexpr int kStep = std::min(kVec, kMaxStep);
   // Whether all of grad_sum is loaded before dx is computed.
   static constexpr bool kLoadsGradSumFirst = Variant::kMapping == Mapping::kVectors && Variant::kRowSpansWarps;
-  static constexpr int kMaxStages = Variant::kIsGeneral ? 2 : 3;                        // or one less
+  static constexpr int kMaxStages = Variant::kIsGeneral ? 2 : 3;  // or one less: see plan_stages()
   static constexpr int kMaxRows = Variant::kRowSpansWarps ? 1 : kWarpSize / kMinLanes;  // per warp
   static constexpr int kDyBegin = Columns::template staged_bytes<X>(kMaxRows);
   static constexpr int kHeaderBegin = kDyBegin + Columns::template staged_bytes<T>(kMaxRows);
@@ -78,7 +79,7 @@ struct StagedRows {
   const BackwardPlan& plan;
   const Flags flags;
   const Columns columns;
-  const int row_in_round;
+  const int row_in_round;       // this thread's, of the block's rows_per_round
   const Index block_begin;      // the block's first column of a row
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
@@ -88,6 +89,7 @@ struct StagedRows {
     const int row = round * plan.rows_per_round + row_in_round;
     return row < segment.rows ? row : -1;
   }
+  // The header of this thread's row.
   __device__ __forceinline__ Header& header(int stage) const {
     Header* const headers = reinterpret_cast<Header*>(shared + stage + kHeaderBegin);
     return headers[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
@@ -148,8 +150,7 @@ struct StagedRows {
     if constexpr (Variant::kIsGated) return {staged<kX>(stage), staged<kDy>(stage), staged<kGate>(stage)};
     return {staged<kX>(stage), staged<kDy>(stage), nullptr};
   }
-  // Reads elements [j, j + kStep) of a row: d (see ScaledStatistics), and dn, the gradient of the norm's output: dy, or
-  // dy * f(z) if a gate multiplies the output.
+  // Reads elements [j, j + kStep) of a row: d (ScaledStatistics), and dn, the gradient of backward.cu's n.
   __device__ __forceinline__ void read(Acc (&d)[kStep], Acc (&dn)[kStep], const Columns& columns, const Arrays& from,
                                        int j, const ScaledStatistics& statistics, Acc scaled_mean,
                                        const Acc (&weight)[kElements], int64_t sample) const {
@@ -196,7 +197,7 @@ struct StagedRows {
       }
     };
     if (Variant::kMapping == Mapping::kVectors ||
-        (!Variant::kIsGeneral && columns.warp_begin + columns.lanes_per_row() * kElements <= block_cols)) {
+        (!Variant::kIsGeneral && columns.warp_begin + columns.row_lanes() * kElements <= block_cols)) {
       add(std::false_type());
     } else {
       add(std::true_type());

@@ -9,6 +9,8 @@ namespace layernorm::cuda {
 // What a block has computed from its columns of a row: packed moments in forward, RowSums in backward.
 using PartialResult = Acc[3];
 
+// Gives the blocks of a row the results of all of them.
+//
 // If a cluster shares a row, each block stores its result in the shared memory of all blocks of the cluster
 // (distributed shared memory), and an mbarrier there tells when all have arrived. Four buffers, which take turns,
 // suffice: a block sends the result of row r only after it has received those of row r - 2 from every block, and each
@@ -31,19 +33,16 @@ class BlockExchange {
     cluster_arrive();
     cluster_wait();
   }
-  __device__ __forceinline__ BlockExchange(Memory& memory, void* workspace, int blocks_per_row, Flags flags)
-      : memory_(memory),
-        workspace_(static_cast<PartialResult*>(workspace)),
-        blocks_per_row_(blocks_per_row),
-        flags_(flags) {}
+  __device__ __forceinline__ BlockExchange(Memory& memory, void* workspace, int row_blocks, Flags flags)
+      : memory_(memory), workspace_(static_cast<PartialResult*>(workspace)), row_blocks_(row_blocks), flags_(flags) {}
 
   // Sends the block's result for its row number `round` to the row's blocks. All threads of the block call this.
   __device__ __forceinline__ void send(const PartialResult& result, int round) const {
     const int block = blockIdx.x, thread = recompute_from(static_cast<int>(threadIdx.x));
     if (flags_.has(kClusterSharesRow)) {
       auto& barrier = memory_.barriers[round % kBuffers];
-      if (thread == 0) barrier.expect(blocks_per_row_ * sizeof(PartialResult));
-      if (thread < blocks_per_row_) barrier.store(memory_.results[round % kBuffers][block], result, thread);
+      if (thread == 0) barrier.expect(row_blocks_ * sizeof(PartialResult));
+      if (thread < row_blocks_) barrier.store(memory_.results[round % kBuffers][block], result, thread);
     } else if (flags_.has(kFirstLaunch) && thread == 0) {
       for (int k = 0; k < 3; ++k) workspace_[row_begin(round) + block][k] = result[k];
     }
@@ -55,6 +54,7 @@ class BlockExchange {
     return memory_.results[round % kBuffers];
   }
 
+  // The workspace of two launches whose blocks have `rounds` rounds.
   static int64_t workspace_bytes(dim3 grid, int64_t rounds) {
     return rounds * grid.y * grid.x * static_cast<int64_t>(sizeof(PartialResult));
   }
@@ -67,14 +67,14 @@ class BlockExchange {
 
   Memory& memory_;
   PartialResult* const workspace_;
-  const int blocks_per_row_;
+  const int row_blocks_;
   const Flags flags_;
 };
 
 // Launches a kernel once, or twice if its blocks share rows without a cluster: see BlockExchange.
 template <class Params, class Plan>
 void launch_once_or_twice(const LaunchConfig& config, void (*kernel)(Params, Plan), const Params& p, Plan plan) {
-  if (plan.blocks_per_row > static_cast<int>(config.cluster)) {
+  if (plan.row_blocks > static_cast<int>(config.cluster)) {
     plan.flags.set(kFirstLaunch, true);
     launch(config, kernel, p, plan);
     plan.flags.set(kFirstLaunch, false);

@@ -31,7 +31,7 @@ constexpr int kUnroll = 8;  // channels whose loads are in flight
 // Without these bounds, nvcc aims at more resident blocks and spills registers.
 constexpr int kMinBlocksOfForward = 3, kMinBlocksOfBackward = 2;
 
-// The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
+// Bytes of static shared memory of a kernel: sum_warps<1> and sum_warps<2> in forward, sum_warps<3> in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
 // The channels of one pixel, in global memory or in a staged tile.
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const Flags flags = plan.flags;
   const bool aligned = flags.has(kAlignedChannels), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;
+  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;  // pixels
   const bool exists = first + lane < end;
   const RowIndex pixel = find_sample(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows_per_sample);
   const int64_t channels = exists ? p.cols : 0;
@@ -298,8 +298,7 @@ bool is_aligned(const Params& p, const View& view) {
                         view.col_stride % vector == 0);
 }
 
-// Plans a launch of forward or backward, and completes `config`; backward then adds its segments. bytes_per_channel are
-// those of a pixel in the staged arrays.
+// Plans a launch, without the segments of backward. A pixel has bytes_per_channel in the staged arrays.
 template <class P>
 ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_per_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};

@@ -27,8 +27,7 @@ struct RegistersPlan : ForwardPlan {
 
 namespace {
 
-// The log2_row_threads of a row that spans the block, whose threads need not be a power of two: so large that shifts
-// and masks by it give group 0 and thread threadIdx.x.
+// The log2_row_threads of a row that spans the block: so large that shifts by it give 0, and masks threadIdx.x.
 constexpr int kLog2OfWholeBlock = 30;
 
 // A thread's work: kVectors vectors of each of its kRows rows.
@@ -72,8 +71,7 @@ struct ThreadRows {
     for (int r = 0; r < kRows; ++r)
       samples[r] = plan.rows_per_sample.divide_short(min(first + r * groups_per_block(), last));
   }
-  // The address of row number `row`. Samples are `gap` bytes further apart than their rows take: with several samples,
-  // this needs two more instructions, and no branch.
+  // The address of a row. Samples are `gap` bytes further apart than their rows take; this sum needs no branch.
   template <class E>
   __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, int64_t gap, unsigned row,
                                            unsigned sample) const {
@@ -91,6 +89,7 @@ struct ThreadRows {
       load_vector_if<kConstant>(exists && has_vector(begin + i), v[i], from + (begin + i) * row_threads * kVec);
     }
   }
+  // Stores the thread's vector i of a row.
   template <class E>
   __device__ __forceinline__ void store(bool exists, E* row, const Vec<E>& v, int i) const {
     if (exists && has_vector(i)) *reinterpret_cast<Vec<E>*>(row + thread_in_row * kVec + i * row_threads * kVec) = v;
@@ -149,7 +148,7 @@ struct ThreadRows {
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
   // Prefetches this thread's share of a sample's weight or bias, a cache line at a time.
-  __device__ __forceinline__ void prefetch_weight_or_bias(const View& view, Flag exists, int64_t sample) const {
+  __device__ __forceinline__ void prefetch_weights(const View& view, Flag exists, int64_t sample) const {
     if (!has(exists)) return;
     with_weight_type<T>(plan.flags, [&](auto element) {
       const auto* const from = address<const decltype(element)>(view, {sample, 0});
@@ -166,8 +165,8 @@ struct ThreadRows {
     return row_spans_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread_in_row);
   }
 
-  // Sets sums[0] and sums[1] to the thread's sums of d = x * row_scale - center and d^2 over a row. It takes fewer
-  // registers to widen x again than to keep the wide elements.
+  // Sets sums[0] and sums[1] to the thread's sums of d = x * row_scale - center and d^2. Widening x again takes fewer
+  // registers than keeping the wide elements.
   __device__ __forceinline__ void sum_moments(Acc* sums, Vec<X> (&x)[kVectors], const Moments& moments) const {
     MomentSums thread_sums;
 #pragma unroll
@@ -195,8 +194,8 @@ struct ThreadRows {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r), samples[r]);
     const Vec<X> first_vector = row_spans_block() ? row_first[0] : x[0][0];
-    prefetch_weight_or_bias(p.weight, kWeight, samples[0]);
-    prefetch_weight_or_bias(p.bias, kBias, samples[0]);
+    prefetch_weights(p.weight, kWeight, samples[0]);
+    prefetch_weights(p.bias, kBias, samples[0]);
 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) centers[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? first_vector : x[r][0]);
@@ -275,13 +274,13 @@ __global__ void __launch_bounds__(kMaxThreads<kRows>, kMinBlocksPerSM<T, X, kRow
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
+// An instance of the kernel.
 struct KernelChoice {
   void (*kernel)(ForwardParams, RegistersPlan);
   int thread_vectors, thread_rows;  // kVectors and kRows
 };
 
-// A thread has eight vectors: of one long row, or of two or four short ones, which share instructions. Rows of eight or
-// more lanes load whole cache lines of 128 bytes.
+// A thread has eight vectors: of one long row, or of two or four short ones, which share instructions.
 template <class T, class X>
 KernelChoice choose_kernel(int64_t vectors) {
   if constexpr (std::is_same_v<T, X>) {

@@ -24,6 +24,7 @@
 
 namespace layernorm::cuda {
 
+// What the host computes from ForwardParams for the kernel.
 struct StagedPlan : ForwardPlan, RowDivision {
   int stages, stage_bytes;                                   // per warp
   int rows_per_round, rounds;                                // per block
@@ -81,8 +82,9 @@ struct StagedRows {
            (has_input_or_gate ? Columns::template staged_bytes<T>(rows) : 0);
   }
   __device__ __forceinline__ int rows_per_warp() const {
-    return Variant::kRowSpansWarps ? 1 : kWarpSize / columns.lanes_per_row();
+    return Variant::kRowSpansWarps ? 1 : kWarpSize / columns.row_lanes();
   }
+  // The header of this thread's row; then the warp's shared memory of the arrays.
   __device__ __forceinline__ Header& header(int stage) const {
     return reinterpret_cast<Header*>(shared + stage)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
@@ -201,6 +203,7 @@ struct StagedRows {
     const bool is_whole_vector = Variant::kMapping == Mapping::kVectors || block_cols >= kVec;
     return is_whole_vector ? average(v) : average(v) * (Acc(kVec) / static_cast<Acc>(block_cols));
   }
+  // Reads a vector that fetch_first_vector() has copied; `offset` is its misalignment.
   template <class E>
   __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
     if constexpr (Variant::kMapping == Mapping::kVectors) {
@@ -246,7 +249,7 @@ struct StagedRows {
         }
       }
     };
-    if (columns.warp_begin + columns.lanes_per_row() * kElements <= block_cols) {
+    if (columns.warp_begin + columns.row_lanes() * kElements <= block_cols) {
       add(std::false_type());
     } else {
       add(std::true_type());
@@ -304,7 +307,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   const Flags flags = supported_flags<Variant>(plan.flags);
   // The shuffle tells the compiler that all lanes of a warp have the same value.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  const bool row_fits_warp = Variant::kIsGeneral && plan.row_fits_warp, blocks_share_row = flags.has(kBlocksShareRow);
+  const bool row_fits_warp = Variant::kIsGeneral && plan.row_fits_warp, shares_row = flags.has(kBlocksShareRow);
   const int64_t block_begin = int64_t{plan.block_cols} * blockIdx.x;
   const int block_cols = static_cast<int>(min(p.cols - block_begin, int64_t{plan.block_cols}));
   const typename Rows::Columns columns(row_fits_warp ? 0 : warp, row_fits_warp ? plan.row_threads : kWarpSize,
@@ -325,7 +328,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
 #pragma unroll 1
   for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
   __shared__ BlockExchange::Memory exchange_memory;
-  const BlockExchange exchange(exchange_memory, plan.workspace, plan.blocks_per_row, flags);
+  const BlockExchange exchange(exchange_memory, plan.workspace, plan.row_blocks, flags);
   if (flags.has(kClusterSharesRow)) {
     BlockExchange::start(exchange_memory);
     __syncthreads();
@@ -336,7 +339,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   __shared__ Normalizer merged[2];
   const auto merge = [&](int round, int stage) {
     if (warp != 0) return;
-    const Moments moments = merge_blocks(exchange.receive(round), plan.blocks_per_row, plan.block_cols_divisor.value,
+    const Moments moments = merge_blocks(exchange.receive(round), plan.row_blocks, plan.block_cols_divisor.value,
                                          plan.last_block_cols_divisor.value, plan.cols);
     const Normalizer normalizer(moments, plan);
     if (columns.lane_in_warp > 0) return;
@@ -345,7 +348,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   };
 
   const Divisor<Acc> block_cols_divisor =
-      static_cast<int>(blockIdx.x) + 1 == plan.blocks_per_row ? plan.last_block_cols_divisor : plan.block_cols_divisor;
+      static_cast<int>(blockIdx.x) + 1 == plan.row_blocks ? plan.last_block_cols_divisor : plan.block_cols_divisor;
   Acc weight[kElements], bias[kElements];
   int64_t sample = -1;  // of weight and bias
   const int lag = Variant::kIsGated ? 0 : plan.lag;
@@ -363,7 +366,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
       moments = rows.compute_moments(norm_input, stage, block_cols_divisor, buffer, [&] {
         if (lag > 0 && round > 0) merge(round - 1, finished_stage);
       });
-      if (blocks_share_row) {
+      if (shares_row) {
         PartialResult packed;
         pack(packed, moments);
         exchange.send(packed, round);
@@ -372,11 +375,10 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
     if (stores_row) {
       if (const int64_t next_sample = rows.find_row(finished_stage).sample; next_sample != sample) {
         sample = next_sample;
-        columns.template load_weight_or_bias<T>(weight, p.weight, {sample, 0}, block_begin, block_cols, flags, kWeight,
-                                                1);
-        columns.template load_weight_or_bias<T>(bias, p.bias, {sample, 0}, block_begin, block_cols, flags, kBias, 0);
+        columns.template load_weights<T>(weight, p.weight, {sample, 0}, block_begin, block_cols, flags, kWeight, 1);
+        columns.template load_weights<T>(bias, p.bias, {sample, 0}, block_begin, block_cols, flags, kBias, 0);
       }
-      if (blocks_share_row) {
+      if (shares_row) {
         if (lag == 0 || !sums_row) {
           merge(round - lag, finished_stage);
           __syncthreads();
@@ -413,7 +415,7 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   const auto kernel = forward_staged<T, X, Variant>;
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
-  config.cluster = plan.flags.has(kClusterSharesRow) ? static_cast<unsigned>(plan.blocks_per_row) : 1;
+  config.cluster = plan.flags.has(kClusterSharesRow) ? static_cast<unsigned>(plan.row_blocks) : 1;
   config.block = static_cast<unsigned>(plan.row_fits_warp ? kThreadsOfShortRows : plan.row_threads);
   plan.rows_per_round = static_cast<int>(config.block.x) / plan.row_threads;
   plan.stage_bytes =
@@ -425,10 +427,10 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
   plan.lag = config.cluster > 1 && plan.stages == kMaxStages && !Variant::kIsGated ? 1 : 0;
 
-  const int64_t resident = std::max(resident_blocks(config, kernel) / plan.blocks_per_row, 1);
+  const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);
   const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
   plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, resident, kMaxGridY})));
-  config.grid = dim3(static_cast<unsigned>(plan.blocks_per_row), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
+  config.grid = dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
   return {kernel, config, plan};
 }
 
@@ -439,12 +441,12 @@ Launch plan_launch(const ForwardParams& p) {
   const bool byte_strides_fit = plan.initialize<T, X>(p);
   plan.divide<X>(p.cols, kPreferredWarps);
   plan.block_cols_divisor = Divisor<Acc>(plan.block_cols);
-  plan.last_block_cols_divisor = Divisor<Acc>(p.cols - int64_t{plan.block_cols} * (plan.blocks_per_row - 1));
-  plan.flags.set(kClusterSharesRow, plan.blocks_per_row > 1 && plan.blocks_per_row <= kMaxClusterSize &&
+  plan.last_block_cols_divisor = Divisor<Acc>(p.cols - int64_t{plan.block_cols} * (plan.row_blocks - 1));
+  plan.flags.set(kClusterSharesRow, plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize &&
                                         has_clusters(LaunchConfig(), forward_staged<T, X, GeneralRows>));
   if constexpr (std::is_same_v<T, X>) {
     if (plan.flags.has(kGatedNorm)) return plan_stages<T, X, GatedRows>(p, plan);
-    const bool one_launch = plan.blocks_per_row == 1 || plan.flags.has(kClusterSharesRow);
+    const bool one_launch = plan.row_blocks == 1 || plan.flags.has(kClusterSharesRow);
     if (byte_strides_fit && !plan.row_fits_warp && !plan.flags.has(kInputScale) && one_launch) {
       return plan.whole_vectors ? plan_stages<T, X, BlockVectors>(p, plan) : plan_stages<T, X, BlockElements>(p, plan);
     }
@@ -458,7 +460,7 @@ void forward_staged(const ForwardParams& p) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
     using Types = decltype(types);
     auto [kernel, config, plan] = plan_launch<typename Types::T, typename Types::X>(p);
-    if (plan.blocks_per_row > static_cast<int>(config.cluster)) {
+    if (plan.row_blocks > static_cast<int>(config.cluster)) {
       plan.workspace = p.allocator->allocate(BlockExchange::workspace_bytes(config.grid, plan.rounds));
     }
     launch_once_or_twice(config, kernel, p, plan);

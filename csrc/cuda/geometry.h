@@ -1,5 +1,4 @@
-// Types that host code and kernels share: the flags of a call, the addresses of rows, and the segments of rows over
-// which weight gradients are summed.
+// What host code and kernels share: flags, addresses of rows, and segments of rows for the sums of weight gradients.
 #pragma once
 
 #include <algorithm>
@@ -153,7 +152,7 @@ class FastDivisor {
 };
 
 struct RowIndex {
-  int64_t sample, row;  // row: in the sample
+  int64_t sample, row;  // `row` counts the rows of the sample
 };
 
 // Splits the number of a row among all samples * rows into its sample and its row in the sample.
@@ -187,7 +186,7 @@ class ByteStride {
  private:
   unsigned bytes_;
 };
-// So many rows are counted in int, with room for the rows after the last one that the last blocks compute.
+// Kernels number up to so many rows in int, with room for the absent rows that the last blocks number, too.
 constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;
 
 // Calls f(address_in), where address_in(view, E(), byte_stride) returns the address of row `number` in an array of E:
@@ -215,9 +214,9 @@ struct PartialSums {
 };
 
 // The segments over which dweight and dbias are summed. A gradient is a sum over the rows of its sample or, if all
-// samples share it, over all rows. These rows are divided into segments of successive rows. A block sums a segment,
-// some rows in each round, and stores its sums in the workspace; add_partials adds the segments. Example: 1000 rows
-// that share a gradient, 8 rows per round, 25 resident blocks: 25 segments of 5 rounds, 40 rows each.
+// samples share it, over all rows: successive rows are a segment. A block sums a segment, some rows in each round, and
+// stores its partial sums in the workspace; add_partials adds the segments. Example: 1000 rows that share a gradient, 8
+// rows per round, 25 resident blocks: 25 segments of 5 rounds, 40 rows each.
 struct GradientPlan {
   Flags flags;
   FastDivisor rows_per_sample, segments_per_gradient;
@@ -284,9 +283,8 @@ struct Segment {
   }
 };
 
-// Launches the kernel that adds the partial sums of one or two gradients, which follow each other in the workspace and
-// are float or double (partials.cu). A gradient without partial sums is not touched. `config` is that of the kernel
-// that stored the partial sums.
+// Launches the kernel that adds the partial sums of two gradients, which follow each other in the workspace as floats
+// or doubles (partials.cu). A gradient without any is not touched. `config` is that of the kernel that stored them.
 void launch_add_partials(const BackwardParams& p, const void* workspace, bool is_double, int64_t pitch,
                          PartialSums first, PartialSums second, LaunchConfig config);
 

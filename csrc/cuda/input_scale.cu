@@ -35,6 +35,7 @@ struct ThreadVector {
   int count;
   bool whole_vectors;
 
+  // Loads these columns of a row, or zeros.
   template <class E>
   __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row) const {
     Vector<E, kVec> v;
@@ -149,8 +150,7 @@ __global__ void __launch_bounds__(kThreads) scale_gradients(const BackwardParams
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// An allocator for backward(), which reserves memory for input_scale before what backward() asks for. A call may
-// allocate only once, and both need a workspace.
+// An allocator for backward() that reserves memory for input_scale: a call allocates once, and both need a workspace.
 class ReservingAllocator final : public Allocator {
  public:
   ReservingAllocator(Allocator& allocator, int64_t bytes) : allocator_(allocator), bytes_(round_up(bytes, 256)) {}

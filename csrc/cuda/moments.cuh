@@ -1,8 +1,7 @@
-// The moments of rows in forward: the mean, and the sum m2 of the squared differences from it.
-//
-// One sweep over a row sums d = x - center and d^2, where center is an estimate of the mean. Then mean = center +
-// sum(d) / cols, and m2 = sum(d^2) - sum(d)^2 / cols. If the estimate is bad or a sum overflows, the sweep is repeated,
-// which is rare. cpu/forward.cpp has the error bound.
+// The moments of rows in forward: the mean, and the sum m2 of the squared differences from it. A sweep over a row sums
+// d = x - center and d^2, where center is an estimate of the mean. Then mean = center + sum(d) / cols, and m2 =
+// sum(d^2) - sum(d)^2 / cols. If the estimate is bad or a sum overflows, which is rare, the sweep is repeated.
+// cpu/forward.cpp has the error bound.
 #pragma once
 
 #include "row.cuh"
@@ -162,8 +161,7 @@ __device__ __forceinline__ void pack(Acc (&packed)[3], const Moments& m) {
   packed[1] = m.correction;
   packed[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
 }
-// Unpacks moments and converts them to the given row_scale, 1 or kRowScale. If a block had to rescale its columns,
-// their m2 at a row_scale of 1 is infinity.
+// Unpacks moments, for a row_scale of 1 or kRowScale. With 1, the m2 of a block that had to rescale is infinity.
 __device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc row_scale) {
   const bool is_rescaled = signbit(packed[2]);
   const Acc m2 = abs(packed[2]);

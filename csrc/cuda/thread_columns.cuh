@@ -25,7 +25,7 @@ namespace layernorm::cuda {
 enum class Mapping { kVectors, kElements, kGeneral };
 
 // The columns that a thread owns of a row of X, or of its block's columns of that row. If kLanes is 32, a row spans one
-// or more warps. If it is 0, a row has runtime_lanes_per_row lanes of one warp, which then holds several rows.
+// or more warps. If it is 0, a row has runtime_row_lanes lanes of one warp, which then holds several rows.
 template <class X, Mapping kMapping, int kLanes>
 struct ThreadColumns {
   static constexpr int kVec = kVectorSize<X>;
@@ -33,7 +33,7 @@ struct ThreadColumns {
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
-  // Bytes in which a warp stages its rows of an array of E. A row that is not aligned has one more granule.
+  // Bytes in which a warp stages its rows of an array of E. A row that is not aligned takes 16 more.
   template <class E>
   __host__ __device__ static constexpr int staged_bytes(int rows) {
     return kWarpCols * static_cast<int>(sizeof(E)) + (kMapping == Mapping::kVectors ? 0 : 16 * rows);
@@ -41,10 +41,10 @@ struct ThreadColumns {
 
   int warp_begin;  // the warp's first column, among the block's
   int lane_in_warp;
-  int lane_in_row;            // the lane's index among those that share its row in this warp
-  int row_in_warp;            // the index of that row among the rows of the warp
-  int runtime_lanes_per_row;  // used if kLanes is 0
-  int runtime_element_step;   // used by kGeneral
+  int lane_in_row;           // the lane's index among those that share its row in this warp
+  int row_in_warp;           // the index of that row among the rows of the warp
+  int runtime_row_lanes;     // used if kLanes is 0
+  int runtime_element_step;  // used by kGeneral
 
   // `warp` is the warp's index among those that share the row; `vectors` selects the mapping of kGeneral.
   __device__ __forceinline__ ThreadColumns(int warp, int lanes, bool vectors)
@@ -52,21 +52,22 @@ struct ThreadColumns {
         lane_in_warp(keep_in_register(static_cast<int>(threadIdx.x % kWarpSize))),
         lane_in_row(kLanes == 0 ? lane_in_warp & (lanes - 1) : lane_in_warp),
         row_in_warp(kLanes == 0 ? lane_in_warp / lanes : 0),
-        runtime_lanes_per_row(lanes),
+        runtime_row_lanes(lanes),
         runtime_element_step(vectors ? 1 : lanes) {}
 
   // A copy from which the compiler computes columns again: see recompute_from(). Those of vectors take few registers.
   __device__ __forceinline__ ThreadColumns recomputed() const {
     ThreadColumns columns = *this;
     if (kMapping == Mapping::kVectors) return columns;
-    if (kLanes == 0) columns.runtime_lanes_per_row = recompute_from(runtime_lanes_per_row);
+    if (kLanes == 0) columns.runtime_row_lanes = recompute_from(runtime_row_lanes);
     if (kMapping == Mapping::kGeneral) columns.runtime_element_step = recompute_from(runtime_element_step);
     return columns;
   }
 
-  __device__ __forceinline__ int lanes_per_row() const { return kLanes == 0 ? runtime_lanes_per_row : kLanes; }
+  // The lanes of this warp that share a row.
+  __device__ __forceinline__ int row_lanes() const { return kLanes == 0 ? runtime_row_lanes : kLanes; }
   __device__ __forceinline__ int element_step() const {
-    return kMapping == Mapping::kGeneral ? runtime_element_step : kMapping == Mapping::kVectors ? 1 : lanes_per_row();
+    return kMapping == Mapping::kGeneral ? runtime_element_step : kMapping == Mapping::kVectors ? 1 : row_lanes();
   }
   // Columns from the warp's first one to this lane's element 0.
   __device__ __forceinline__ int lane_offset() const {
@@ -75,7 +76,7 @@ struct ThreadColumns {
   }
   // Columns from this lane's element 0 to its element j.
   __device__ __forceinline__ int distance_to(int j) const {
-    return j / kVec * (kVec * lanes_per_row()) + j % kVec * element_step();
+    return j / kVec * (kVec * row_lanes()) + j % kVec * element_step();
   }
   // The column of this lane's element j, among the block's.
   __device__ __forceinline__ int column(int j) const { return warp_begin + lane_offset() + distance_to(j); }
@@ -96,7 +97,7 @@ struct ThreadColumns {
     } else {
       constexpr int kGranules = kElements * sizeof(E) / 16;
       const E* const from = keep_in_register(array + warp_begin);
-      const int offset = misalignment(from), n = min(cols - warp_begin, lanes_per_row() * kElements);
+      const int offset = misalignment(from), n = min(cols - warp_begin, row_lanes() * kElements);
       const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;
       unsigned char* const to = staged_row<E>(shared);
       const auto copy = [&](int granule) {
@@ -104,8 +105,8 @@ struct ThreadColumns {
                        min(max(end - granule * 16, 0), 16), granule == 0 ? offset : 0);
       };
 #pragma unroll
-      for (int i = 0; i < kGranules; ++i) copy(i * lanes_per_row() + lane_in_row);
-      if (lane_in_row == 0) copy(kGranules * lanes_per_row());
+      for (int i = 0; i < kGranules; ++i) copy(i * row_lanes() + lane_in_row);
+      if (lane_in_row == 0) copy(kGranules * row_lanes());
     }
   }
 
@@ -118,7 +119,7 @@ struct ThreadColumns {
       return reinterpret_cast<E*>(staged_row<E>(shared) + offset) + lane_offset();
     }
   }
-  // Bytes from the last multiple of 16 to this address, at which the warp's columns begin. fetch() copies from there.
+  // Bytes by which the address of the warp's first column exceeds a multiple of 16, from which fetch() copies.
   __device__ __forceinline__ int misalignment(const void* address) const {
     return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
   }
@@ -183,9 +184,9 @@ struct ThreadColumns {
   // Loads the weight or the bias of all columns of this thread, from the sample's row of `view`, or sets default_value
   // if the call has none. `first_column` is the block's; `exists` is kWeight or kBias.
   template <class T>
-  __device__ __forceinline__ void load_weight_or_bias(Acc (&v)[kElements], const View& view, const RowIndex& sample,
-                                                      int64_t first_column, int cols, Flags flags, Flag exists,
-                                                      Acc default_value) const {
+  __device__ __forceinline__ void load_weights(Acc (&v)[kElements], const View& view, const RowIndex& sample,
+                                               int64_t first_column, int cols, Flags flags, Flag exists,
+                                               Acc default_value) const {
     for (Acc& value : v) value = default_value;
     if (!flags.has(exists)) return;
     with_weight_type<T>(flags, [&](auto element) {
@@ -204,7 +205,7 @@ struct ThreadColumns {
   template <class E>
   __device__ __forceinline__ unsigned char* staged_row(unsigned char* shared) const {
     return shared +
-           (kLanes == kWarpSize ? 0 : row_in_warp * (lanes_per_row() * kElements * static_cast<int>(sizeof(E)) + 16));
+           (kLanes == kWarpSize ? 0 : row_in_warp * (row_lanes() * kElements * static_cast<int>(sizeof(E)) + 16));
   }
 };
 
@@ -258,7 +259,7 @@ struct RowDivision {
   bool whole_vectors;  // see Mapping
   int row_threads;     // threads of a block per row
   int block_cols;      // columns of a row that a block has; the last block may have fewer
-  int blocks_per_row;
+  int row_blocks;
 
   // A block has at most max_block_vectors vectors of a row. A row of several blocks is divided further, up to a cluster
   // of 8, until a block has at most preferred_warps warps.
@@ -286,7 +287,7 @@ struct RowDivision {
     // Rows that no cluster holds take two launches: their blocks are smaller, so that more of them keep the GPU busy.
     if (blocks > kMaxClusterSize) blocks = ceil_div(vectors, max_block_vectors / 2);
     block_cols = static_cast<int>(std::min((blocks == 1 ? vectors : vectors_of_block()) * kVec, cols));
-    blocks_per_row = static_cast<int>(ceil_div(cols, block_cols));
+    row_blocks = static_cast<int>(ceil_div(cols, block_cols));
     row_threads = static_cast<int>(ceil_div(block_cols, Columns::kWarpCols)) * kWarpSize;
     if (!row_fits_warp) return;
     row_threads = kMinLanes;
@@ -308,8 +309,8 @@ class WarpSums {
     const int get_warp = lane_of_sum < count ? first + lane_of_sum : kMaxBlockWarps;
     get_ = &memory[0][0][0] + keep_in_register(min(lane / kLanesPerSum, 2) * (kMaxBlockWarps + 1) + get_warp);
   }
-  // Stores the warp's sums. Three butterfly reductions would take 15 shuffles; here lanes 0 to 7 go on with sums[0], 16
-  // to 23 with sums[1] and the others with sums[2], which takes 6. Lanes 0, 16 and 8 store the results.
+  // Stores the warp's sums, with 6 shuffles instead of 15: lanes 0 to 7 go on with sums[0], 16 to 23 with sums[1], and
+  // the others with sums[2]. Lanes 0, 16 and 8 have the results.
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
     const auto add = [&](Acc kept, Acc sent, int offset) { return kept + __shfl_xor_sync(kAllLanes, sent, offset); };
     const bool second = lane & 16, third = lane & 8;

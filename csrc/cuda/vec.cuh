@@ -56,8 +56,7 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   return result;
 }
 
-// Converts kCount elements of `v` to Acc, from element `begin` on. The bits of a bfloat16 are the upper half of a
-// float's, so that a shift or a mask converts it.
+// Converts kCount elements of `v` to Acc, from element `begin` on. A bfloat16 has the upper half of a float's bits.
 template <class E, int kCount, int kSize>
 __device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSize>& v, int begin = 0) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
