@@ -56,7 +56,7 @@ struct alignas(16) RowHeader {
 
 // A thread's work on its columns of the staged rows. `stage` is the byte offset of a stage in the warp's ring:
 //
-//   [ x | dy | headers of the warp's rows | gate ]
+//   [ x, of X | dy, of T | headers of the warp's rows | gate, of T ]
 template <class T, class X, class Variant>
 struct StagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;

@@ -2,7 +2,8 @@
 //
 //   y = (x - mean) * rstd * weight + bias        RMSNorm's mean is 0
 //
-// A residual is added first, to the input or to its product with input_scale, and the sum is stored.
+// A residual is added first, to the input or to its product with input_scale, and the sum is stored. Input and output
+// are of type T, x of X (float with a float32 residual, else T), weights of W (T or float), sums of Acc (float).
 //
 //   columns (16 bits / float32)   a row belongs to              file                    it waits in
 //   whole vectors, up to

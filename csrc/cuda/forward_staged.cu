@@ -58,7 +58,7 @@ struct alignas(16) RowHeader {
 //
 //   [ headers of the warp's rows | x | with a residual the input, or the gate ]
 //
-// x is the input or, with a residual, first the residual and then the sum.
+// x, of X, is the input or, with a residual, first the residual and then the sum. Other arrays are of T.
 template <class T, class X, class Variant>
 struct StagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;

@@ -168,8 +168,8 @@ __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
   return static_cast<E*>(view.data) + index.sample * view.sample_stride + index.row * view.row_stride;
 }
 
-// The row stride of an array in bytes as 32 bits, so that one instruction computes the address of row `row` of a call
-// with one sample. Calls with several samples, or strides that do not fit, use address().
+// The row stride of an array in bytes as 32 bits, so that one instruction computes the address of row number `row`, if
+// there is one sample. Strides that do not fit, and staged rows of several samples, use address().
 class ByteStride {
  public:
   // Returns whether the stride fits.

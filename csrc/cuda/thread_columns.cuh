@@ -24,8 +24,8 @@ namespace layernorm::cuda {
 // The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
 enum class Mapping { kVectors, kElements, kGeneral };
 
-// The columns that a thread owns of a row of X, or of its block's columns of that row. If kLanes is 32, a row spans one
-// or more warps. If it is 0, a row has runtime_row_lanes lanes of one warp, which then holds several rows.
+// The columns that a thread owns of a row of X, or of its block's columns of that row. A row has kLanes = 32 lanes of
+// each of its warps or, if kLanes is 0, as many as run time says: with fewer than 32, a warp holds several rows.
 template <class X, Mapping kMapping, int kLanes>
 struct ThreadColumns {
   static constexpr int kVec = kVectorSize<X>;
