@@ -227,8 +227,8 @@ struct GradientPlan {
   void* workspace;
 
   // If all rows share a gradient, each resident block has a segment. Otherwise, each gradient has 64 segments, which
-  // keep the GPU busy with few samples, unless they have less than `min_rounds` rounds, which limits the memory traffic
-  // of partial sums, or more than 256, which limits their rounding errors.
+  // keep the GPU busy with few samples; but a segment has at least `min_rounds` rounds, so that partial sums cause
+  // little traffic, and at most 256, so that they round little.
   void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;
