@@ -22,8 +22,8 @@ enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
 // The activation f(z) of a gated norm: kSilu is z * sigmoid(z), and kSigmoid is 1 / (1 + exp(-z)).
 enum class Activation { kNone, kSilu, kSigmoid };
 
-// Backward from the output divides by the weight. A smaller weight gives NaN, because a float16 output has no digit of
-// the quotient left.
+// The smallest weight by which backward divides to recover xhat from the output (memory_efficient). A smaller one gives
+// NaN, because a float16 output has no digit of the quotient left.
 constexpr double kSmallestDivisor = 0x1p-16;
 
 // A tensor seen as [samples, rows, cols]. Strides are in elements; data is null for an absent tensor.
@@ -47,18 +47,18 @@ class Allocator {
   ~Allocator() = default;
 };
 
-// The parameters of both forward and backward. Acc, the type of statistics and of sums, is double for kFloat64, else
+// What forward and backward have in common. Acc, the type of statistics and of sums, is double for kFloat64, else
 // float.
 //
-// All arrays of [samples, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1.
-// Parameters (weight, bias and input_scale) and their gradients are [samples, 1, cols] with col_stride 1; sample_stride
-// 0 says that all samples share them.
+// All arrays of [samples, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1. The
+// weight, bias, input_scale and their gradients are [samples, 1, cols] with col_stride 1; a sample_stride of 0 says
+// that all samples share them.
 //
-// A gated norm has parameters of Acc, no residual and no memory_efficient. Forward has an input_scale only with a
-// residual. With channels_first, there is no gate, no residual and no grad_sum.
+// A gated norm has a weight and a bias of Acc, no residual and no memory_efficient. Forward has an input_scale only
+// with a residual. With channels_first, there is no gate, no residual and no grad_sum.
 struct Params {
   int64_t samples, rows, cols;  // each >= 1
-  View weight, bias;            // of param_dtype; absent: ones, zeros
+  View weight, bias;            // of param_dtype; if absent, ones and zeros
   View input_scale;             // of param_dtype; may be absent
   View gate;                    // of dtype, [samples, rows, cols]; absent without an activation
   View mean, rstd;              // [samples, rows, 1] of Acc; RMSNorm has no mean
@@ -69,9 +69,9 @@ struct Params {
   bool gate_first;            // false unless activation
   Dtype dtype;                // of output and grad_output, and of the input without a residual
   Dtype sum_dtype;            // of x: that of residual and sum, or else dtype
-  Dtype param_dtype;
-  Allocator* allocator;  // of the workspace
-  void* stream;          // a cudaStream_t; unused on a CPU
+  Dtype param_dtype;          // of weight, bias, input_scale and their gradients
+  Allocator* allocator;       // of the workspace
+  void* stream;               // a cudaStream_t; unused on a CPU
 };
 
 struct ForwardParams : Params {
@@ -86,12 +86,12 @@ struct BackwardParams : Params {
   View grad_output;  // of dtype
   View input;        // of sum_dtype: forward's input; its sum with a residual; its output if memory_efficient
   View grad_sum;     // of sum_dtype, added to grad_input; may be absent
-  View grad_input;   // of sum_dtype; absent if not wanted
-  View grad_weight, grad_bias;  // of param_dtype; absent if not wanted
-  View grad_gate;               // of dtype; absent if not wanted
+  View grad_input;   // of sum_dtype; absent, like the following gradients, if autograd does not need it
+  View grad_weight, grad_bias;  // of param_dtype
+  View grad_gate;               // of dtype
   View scaled_input;            // of dtype: the input that input_scale multiplied; only with grad_input_scale
-  View grad_scaled_input;       // of dtype: input_scale * grad_input; absent if not wanted; only with grad_input
-  View grad_input_scale;        // of param_dtype; absent if not wanted; only with grad_input
+  View grad_scaled_input;       // of dtype: input_scale * grad_input; only with grad_input
+  View grad_input_scale;        // of param_dtype; only with grad_input
   bool memory_efficient;        // xhat = (input - bias) / weight, see kSmallestDivisor
 };
 

@@ -8,18 +8,18 @@
 // f'(z). If the gate is first, x * f(z) takes the place of x, and with du its gradient, dx = du * f(z) and dz = du * x
 // * f'(z).
 //
-//   copies -> staged row -> add_to_sums() -> [exchange] -> store_gradients(): dx, sums of columns -> add_partials
+//   fetch(): global memory -> stage -> sum_row() -> [exchange] -> store_gradients(): dx, column sums -> add_partials
 //
-// The same threads share a row as in forward (forward.cu), and own 16 of its columns each: they keep their weights and
-// sums of dweight and dbias in registers. Blocks are persistent: a block takes the rows of a segment in turn, which
-// asynchronous copies bring to shared memory, and reads a row twice from there. The warps of a block exchange their
-// sums once per row, while they work on the next row. The workspace has the sums of the segments, of dweight
-// [weight_partials, pitch] and of dbias [bias_partials, pitch], and then the values of the parts of rows. A second
-// kernel adds the sums of the segments in order, without atomic operations; if few rows make a cluster or a block, it
-// adds its sums itself. 3 * samples * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
+// x, dy, dx, dweight and dbias are input, grad_output, grad_input, grad_weight and grad_bias of BackwardParams. The
+// same threads share a row as in forward (forward.cu), and own 16 of its columns each (thread_columns.cuh): they keep
+// their weights and sums of dweight and dbias in registers. Blocks are persistent: a block takes the rows of a segment
+// (GradientPlan) in turn, which asynchronous copies bring to shared memory, and reads a row twice from there. The warps
+// of a block exchange their sums once per row, while they work on the next row. The workspace has the segments' partial
+// sums of dweight and of dbias, and then the results of BlockExchange. A second kernel, add_partials, adds the segments
+// in order, without atomic operations; if few rows make one block or one cluster, that adds its sums itself.
+// 3 * samples * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
 //
-// The numerical method is that of the CPU kernels (cpu/backward.cpp): the mean of xhat as computed from the saved mean
-// is subtracted.
+// As in cpu/backward.cpp, the mean of xhat, which is the rounding error of the saved mean, is subtracted from xhat.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include "../dtypes.h"
@@ -29,7 +29,7 @@
 namespace layernorm::cuda {
 
 template <class T, class X>
-void launch_backward(const BackwardParams& p);  // in the file of T
+void launch_backward(const BackwardParams& p);  // backward_kernel.cuh; instantiated in the file of T
 
 void backward(const BackwardParams& p) {
   if (p.grad_input_scale.data || p.grad_scaled_input.data) return backward_with_input_scale(p);

@@ -1,4 +1,4 @@
-// Backward for rows of bfloat16 and of its sums with a float32 residual.
+// Compiles backward for bfloat16 rows, and for those of their sums with a float32 residual.
 #include "backward_kernel.cuh"
 
 namespace layernorm::cuda {

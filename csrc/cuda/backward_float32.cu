@@ -1,4 +1,4 @@
-// Backward for rows of float32.
+// Compiles backward for float32 rows: a file for each dtype, because the kernels take long to compile.
 #include "backward_kernel.cuh"
 
 namespace layernorm::cuda {

@@ -1,111 +1,114 @@
-// The kernel for backward of rows, and the choice of its instance and launch. backward.cu has the formulas. A file for
-// each dtype compiles the instances.
+// The kernel for backward of rows, its variants and its launch. backward.cu has the formulas.
 #pragma once
 
 #include <algorithm>
 
-#include "backward_rows.cuh"
+#include "backward_staged_rows.cuh"
 
 namespace layernorm::cuda {
 namespace {
 
-// Sums in Acc over this many rounds are added to the workspace, which limits their rounding errors.
+// Rounds over which a thread sums its columns in registers. Longer sums in float would round too much.
 constexpr int kRoundsPerSum = 256;
 
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. A row of more
 // warps has a block of its own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;
-constexpr int64_t kMaxJoined = 8;
 
-// Vectors of a part of a row of a gated norm. A block of more vectors of x, dy and the gate needs more than 99 KiB.
-constexpr int64_t kMaxGatedPartVectors = 1024;
+// The most vectors of a gated norm's row that a block stages: x, dy and the gate of more need more than 99 KiB.
+constexpr int64_t kMaxGatedBlockVectors = 1024;
 
-// Rounds from a row's sums to its dx. The warps of a block then do not wait for each other's sums.
-template <class Path>
-constexpr int kLagOf = Path::kIsBlock ? 1 : 0;
+// Rounds from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they sum the
+// next.
+template <class Variant>
+constexpr int kLagOf = Variant::kRowSpansWarps ? 1 : 0;
 
-// ---- sums of the parts of a row -------------------------------------------------------------------------------------
+// ---- sums of a row over its blocks ----------------------------------------------------------------------------------
 
-// Adds the sums of a row's parts, in an order that depends only on their number. A warp calls this.
-__device__ __forceinline__ void add_parts(RowSums& sums, const RowSums* parts, int num_parts) {
+// Adds the sums of a row's blocks, in an order that depends only on their number. All lanes of a warp get the result.
+__device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks, int num_blocks) {
   const int lane = threadIdx.x % kWarpSize;
-  if (num_parts <= kMaxClusterSize) {
-    for (int k = 0; k < 3; ++k) sums[k] = lane % kMaxClusterSize < num_parts ? parts[lane % kMaxClusterSize][k] : 0;
-    sum_row_lanes(sums, kMaxClusterSize);
+  if (num_blocks <= kMaxClusterSize) {
+    const int block = lane % kMaxClusterSize;
+    for (int k = 0; k < 3; ++k) sums[k] = block < num_blocks ? blocks[block][k] : 0;
+    sum_over_row_lanes(sums, kMaxClusterSize);
     return;
   }
   double lane_sums[3] = {};
 #pragma unroll 1
-  for (int i = lane; i < num_parts; i += kWarpSize) {
-    for (int k = 0; k < 3; ++k) lane_sums[k] += parts[i][k];
+  for (int i = lane; i < num_blocks; i += kWarpSize) {
+    for (int k = 0; k < 3; ++k) lane_sums[k] += blocks[i][k];
   }
-  for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_lanes<kWarpSize>(lane_sums[k]));
+  for (int k = 0; k < 3; ++k) sums[k] = static_cast<Acc>(sum_over_lanes<kWarpSize>(lane_sums[k]));
 }
 
-// ---- sums of the columns --------------------------------------------------------------------------------------------
+// ---- sums of the columns: dweight and dbias -------------------------------------------------------------------------
 
-// Adds up a gradient's sums over the rows of the block, and calls store(j, sums) for the elements from j on, a vector
-// at a time.
-template <class T, class X, class Path, int kElements, class F>
-__device__ __forceinline__ void add_rows_of_block(Acc (&sums)[kElements], const Rows<T, X, Path>& rows,
-                                                  const F& store) {
+// Adds the column sums of the threads that own the same columns: the block has several rows in a round. One thread for
+// each column gets the results, and calls store(j, v) for each of its vectors.
+template <class T, class X, class Variant, int kElements, class F>
+__device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], const StagedRows<T, X, Variant>& rows,
+                                                       const F& store) {
   constexpr int kVec = kVectorSize<X>;
-  // First over the rows of a warp.
+  // First by shuffles over the rows of a warp; then in shared memory over the groups of warps, which have other rows.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    if (offset < rows.slice.lanes()) break;
+    if (offset < rows.columns.row_lanes()) break;
     for (Acc& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, offset);
   }
   __shared__ Vector<Acc, kVec> thread_sums[kThreads];
-  const int row_threads = max(rows.plan.row_threads, kWarpSize);
-  const int count = rows.plan.is_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_round;
+  const int group_threads = max(rows.plan.row_threads, kWarpSize);
+  const int groups = rows.plan.row_fits_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_round;
 #pragma unroll
   for (int j = 0; j < kElements; j += kVec) {
     Acc v[kVec];
     for (int e = 0; e < kVec; ++e) v[e] = sums[j + e];
-    if (count > 1) {
+    if (groups > 1) {
       __syncthreads();
       for (int e = 0; e < kVec; ++e) thread_sums[threadIdx.x].values[e] = v[e];
       __syncthreads();
     }
-    if (static_cast<int>(threadIdx.x) >= row_threads || rows.slice.row > 0) continue;
+    if (static_cast<int>(threadIdx.x) >= group_threads || rows.columns.row_in_warp > 0) continue;
 #pragma unroll 1
-    for (int r = 1; r < count; ++r) {
-      const Vector<Acc, kVec> other = thread_sums[r * row_threads + threadIdx.x];
+    for (int group = 1; group < groups; ++group) {
+      const Vector<Acc, kVec> other = thread_sums[group * group_threads + threadIdx.x];
       for (int e = 0; e < kVec; ++e) v[e] += other.values[e];
     }
     store(j, v);
   }
 }
 
-// The sums of the columns that the blocks of a cluster send to the block that adds them: dweight, then dbias, of
-// [joined, 1 << log2_joined_cols].
-struct JoinedSums {
+// If few rows are summed by the blocks of one cluster, a segment each, the cluster adds their column sums itself,
+// without the workspace and add_partials. Each block owns 1 << log2_owned_cols columns: all blocks send it their sums
+// of these columns, [dweight and dbias, block, column] in its shared memory, and it adds them and stores the gradients.
+struct ClusterColumnSums {
   Acc* const sums;
   TransactionBarrier& barrier;
   const BackwardPlan& plan;
 
-  __device__ __forceinline__ Acc* of(int array, int block) const {
-    return sums + ((array * plan.joined + block) << plan.log2_joined_cols);
+  // The sums that `block` has sent to this one; `array` is 0 for dweight and 1 for dbias.
+  __device__ __forceinline__ Acc* sums_of(int array, int block) const {
+    return sums + ((array * plan.cluster_segments + block) << plan.log2_owned_cols);
   }
+  // Sends this block's sum of a column to the column's owner.
   __device__ __forceinline__ void send(int array, int column, const Acc& sum) const {
-    const int owner = column >> plan.log2_joined_cols;
-    barrier.store(of(array, cluster_rank())[column - (owner << plan.log2_joined_cols)], sum, owner);
+    const int owner = column >> plan.log2_owned_cols;
+    barrier.store(sums_of(array, cluster_rank())[column - (owner << plan.log2_owned_cols)], sum, owner);
   }
-  // Adds the sums of this block's columns, and stores the gradients.
+  // Waits for the sums of the columns that this block owns, adds them and stores the gradients.
   template <class T>
-  __device__ __forceinline__ void add(const BackwardParams& p, Flags flags) const {
-    const int first = static_cast<int>(cluster_rank()) << plan.log2_joined_cols;
-    const int count = max(min(static_cast<int>(p.cols) - first, 1 << plan.log2_joined_cols), 0);
+  __device__ __forceinline__ void add_and_store(const BackwardParams& p, Flags flags) const {
+    const int first = static_cast<int>(cluster_rank()) << plan.log2_owned_cols;
+    const int count = max(min(static_cast<int>(p.cols) - first, 1 << plan.log2_owned_cols), 0);
     const bool has_weight = flags.has(kGradWeight), has_bias = flags.has(kGradBias);
-    if (threadIdx.x == 0) barrier.expect(count * plan.joined * (has_weight + has_bias) * sizeof(Acc));
+    if (threadIdx.x == 0) barrier.expect(count * plan.cluster_segments * (has_weight + has_bias) * sizeof(Acc));
     barrier.wait(0);
     for (int array = has_weight ? 0 : 1; array < 1 + has_bias; ++array) {
       void* const gradient = array == 0 ? p.grad_weight.data : p.grad_bias.data;
       for (int c = threadIdx.x; c < count; c += blockDim.x) {
         double sum = 0;
-        for (int block = 0; block < plan.joined; ++block) sum += of(array, block)[c];
-        with_parameter_type<T>(flags, [&](auto element) {
+        for (int block = 0; block < plan.cluster_segments; ++block) sum += sums_of(array, block)[c];
+        with_weight_type<T>(flags, [&](auto element) {
           using W = decltype(element);
           static_cast<W*>(gradient)[first + c] = static_cast<W>(static_cast<Acc>(sum));
         });
@@ -116,56 +119,63 @@ struct JoinedSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// A block takes its segments in turn, and `rounds` rounds of each; a round has rows_per_round rows. Copies run ahead by
-// the number of stages, also into the next segment. Warps of different rows meet only at the block's barriers. With a
-// lag of one, round r sums row r and then finishes row r - 1; one more round at the end of a segment finishes its last
-// row. The time line of a block with a lag, B being the block's barrier:
+// A block takes its segments in turn: every gridDim.y-th, from blockIdx.y on. A segment has `rounds` rounds, each of
+// rows_per_round rows, one for each group of threads (row_threads). blockIdx.x tells which columns the block has of a
+// row that blocks share. Copies run ahead by the number of stages, also into the next segment.
+//
+// Where a row spans warps (kLag = 1), round r sums row r and then stores dx of row r - 1; one more round at the end of
+// a segment stores that of the last row. B is the block's barrier:
 //
 //   round 0:    sum row 0, put its sums
-//   round 1: B, get and send the sums of row 0; sum row 1, put its sums; receive parts and finish row 0; fetch
-//   round 2: B, get and send the sums of row 1; sum row 2, put its sums; receive parts and finish row 1; fetch
+//   round 1: B, get [and send] the sums of row 0; sum row 1, put its sums; [receive and] store dx of row 0; fetch a row
+//   round 2: B, get [and send] the sums of row 1; sum row 2, put its sums; [receive and] store dx of row 1; fetch a row
 //
 // A warp that has passed B in round r may run ahead of the others up to B in round r + 1: it puts the sums of row r
 // into one buffer of WarpSums while others still get those of row r - 1 from the other one. Without a lag, put(), B and
-// get() belong to the same round. Warps that hold whole rows have no barrier in a round, and run ahead freely until the
-// sums of the columns are added (add_rows_of_block()), at the end of a segment or after kRoundsPerSum rounds. The
-// blocks of a row in parts run ahead as PartExchange says. Joined blocks have one segment each, send the sums of its
-// columns, and wait only at the end.
-template <class T, class X, class Path>
-__global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, Path::kIsWarp ? 2 : 1)
-    backward_rows(const BackwardParams p, const BackwardPlan plan) {
-  using RowsOf = Rows<T, X, Path>;
-  using Index = typename Path::Index;
-  constexpr int kElements = RowsOf::kElements, kVec = RowsOf::kVec, kLag = kLagOf<Path>;
-  constexpr int stage_bytes = RowsOf::kStageBytes;
-  const Flags flags = flags_of<Path>(plan.flags);
-  const bool is_warp = Path::kIsWarp || (Path::kIsGeneral && plan.is_warp), in_cluster = flags.has(kInCluster);
-  const bool has_parts = flags.has(kHasParts), joins = !has_parts && plan.joined > 1;
-  const bool finishes = !flags.has(kStoresSums);
+// get() belong to the same round. Where a row fits a warp, rounds have no barrier, and warps run ahead freely until the
+// sums of the columns are added, at the end of a segment or after kRoundsPerSum rounds.
+//
+// With few rows, the at most eight segments belong to the blocks of one cluster, which adds their column sums at the
+// end (ClusterColumnSums). Rows that blocks share exclude this.
+template <class T, class X, class Variant>
+__global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockThreads, Variant::kRowFitsWarp ? 2 : 1)
+    backward_staged(const BackwardParams p, const BackwardPlan plan) {
+  using Rows = StagedRows<T, X, Variant>;
+  using Index = typename Variant::Index;
+  constexpr int kElements = Rows::kElements, kVec = Rows::kVec, kLag = kLagOf<Variant>;
+  constexpr int stage_bytes = Rows::kStageBytes;
+  const Flags flags = supported_flags<Variant>(plan.flags);
+  const bool row_fits_warp = Variant::kRowFitsWarp || (Variant::kIsGeneral && plan.row_fits_warp);
+  const bool shares_row = flags.has(kBlocksShareRow), cluster_shares_row = flags.has(kClusterSharesRow);
+  const bool sums_in_cluster = !shares_row && plan.cluster_segments > 1;
+  const bool stores_dx = !flags.has(kFirstLaunch);
 
-  // The shuffle tells the compiler that the lanes of a warp have the same row.
+  // The shuffle tells the compiler that all lanes of a warp have the same value.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  const int row_warps = is_warp ? 1 : plan.row_threads / kWarpSize;
-  const int block_row = is_warp ? 0 : warp / row_warps, first_warp = is_warp ? warp : block_row * row_warps;
-  const typename RowsOf::SliceOf slice(warp - first_warp, is_warp ? plan.row_threads : kWarpSize, plan.deals_vectors);
+  const int row_warps = row_fits_warp ? 1 : plan.row_threads / kWarpSize;
+  const int group = row_fits_warp ? 0 : warp / row_warps;  // of warps that share a row
+  const int first_warp = row_fits_warp ? warp : group * row_warps;
+  const typename Rows::Columns columns(warp - first_warp, row_fits_warp ? plan.row_threads : kWarpSize,
+                                       plan.whole_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const Index begin = has_parts ? Index{plan.part_cols} * static_cast<Index>(blockIdx.x) : 0;
-  const RowsOf rows{p,
-                    plan,
-                    flags,
-                    slice,
-                    is_warp ? warp * (kWarpSize / plan.row_threads) + slice.row : block_row,
-                    begin,
-                    static_cast<int>(min(static_cast<Index>(p.cols) - begin, Index{plan.part_cols})),
-                    shared + warp * plan.stages * stage_bytes};
+  const Index block_begin = shares_row ? Index{plan.block_cols} * static_cast<Index>(blockIdx.x) : 0;
+  const Rows rows{p,
+                  plan,
+                  flags,
+                  columns,
+                  row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : group,
+                  block_begin,
+                  static_cast<int>(min(static_cast<Index>(p.cols) - block_begin, Index{plan.block_cols})),
+                  shared + warp * plan.stages * stage_bytes};
 
   __shared__ WarpSumsMemory warp_sums_memory;
   WarpSums warp_sums(warp_sums_memory, first_warp, row_warps);
-  __shared__ PartExchange::Memory exchange_memory;
-  const PartExchange exchange(exchange_memory, plan.part_values, plan.num_parts, flags);
-  const JoinedSums joined{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0], plan};
-  // Joined blocks have one segment each.
-  const Index first_segment = joins ? blockIdx.x : blockIdx.y, segment_step = joins ? gridDim.x : gridDim.y;
+  __shared__ BlockExchange::Memory exchange_memory;
+  const BlockExchange exchange(exchange_memory, plan.exchange_workspace, plan.row_blocks, flags);
+  const ClusterColumnSums cluster_sums{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0],
+                                       plan};
+  const Index first_segment = sums_in_cluster ? blockIdx.x : blockIdx.y;
+  const Index segment_step = sums_in_cluster ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
   const int rounds = plan.rounds;
 
@@ -173,8 +183,8 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
   int fetched_round = 0;
   const auto fetch_next = [&](int stage) {
     if (fetched_segment < num_segments) {
-      const Segment<Index> fetched(plan, compute_again(fetched_segment));
-      rows.fetch(fetched, rows.row_of(fetched, fetched_round), stage);
+      const Segment<Index> fetched(plan, recompute_from(fetched_segment));
+      rows.fetch(fetched, rows.row_in_segment(fetched, fetched_round), stage);
       if (++fetched_round == rounds) {
         fetched_round = 0;
         fetched_segment += segment_step;
@@ -184,217 +194,220 @@ __global__ void __launch_bounds__(Path::kIsWarp ? kThreads : kMaxBlockThreads, P
   };
 #pragma unroll 1
   for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
-  if (in_cluster || joins) PartExchange::start(exchange_memory);
+  if (cluster_shares_row || sums_in_cluster) BlockExchange::start(exchange_memory);
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];
-  int finished = 0, stage = 0;  // rows; the stage of the next row to be summed, in bytes
+  int finished_rows = 0, stage = 0;  // a counter for the exchange; the stage of the next row to be summed, in bytes
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, s);
-    slice.template load_parameter<T>(weight, p.weight, {segment.gradient, 0}, compute_again(begin), rows.part_cols,
-                                     flags, kWeight, 1);
+    columns.template load_weights<T>(weight, p.weight, {segment.sample, 0}, recompute_from(block_begin),
+                                     rows.block_cols, flags, kWeight, 1);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
-    Statistics statistics, last_statistics;
+    ScaledStatistics statistics, finished_statistics;
 #pragma unroll 1
     for (int round = 0; round < rounds + kLag; ++round) {
-      RowSums totals = {};
-      const auto get_totals = [&] {
+      RowSums row_sums = {};
+      const auto get_row_sums = [&] {  // the sums of a row over its warps
         __syncthreads();
-        warp_sums.get(totals, row_warps);
-        if (has_parts) exchange.send(totals, finished);
+        warp_sums.get(row_sums, row_warps);
+        if (shares_row) exchange.send(row_sums, finished_rows);
       };
-      last_statistics = statistics;
-      if (kLag > 0 && round > 0) get_totals();
+      finished_statistics = statistics;
+      if (kLag > 0 && round > 0) get_row_sums();
       if (round < rounds) {
-        wait_for_stage<RowsOf::kMaxStages - kLag>(plan.stages - kLag);
+        wait_for_stage<Rows::kMaxStages - kLag>(plan.stages - kLag);
         const auto& header = rows.header(stage);
-        statistics = Statistics(header.mean, header.rstd, flags.has(kMemoryEfficient));
+        statistics = ScaledStatistics(header.mean, header.rstd, flags.has(kMemoryEfficient));
         RowSums sums = {};
-        rows.add_to_sums(sums, stage, statistics, weight, segment.gradient);
-        if (is_warp) {
-          sum_row_lanes(sums, slice.lanes());
-          for (int k = 0; k < 3; ++k) totals[k] = sums[k];
+        rows.sum_row(sums, stage, statistics, weight, segment.sample);
+        if (row_fits_warp) {
+          sum_over_row_lanes(sums, columns.row_lanes());
+          for (int k = 0; k < 3; ++k) row_sums[k] = sums[k];
         } else {
-          warp_sums.put(sums, slice.lane_in_warp);
+          warp_sums.put(sums, columns.lane_in_warp);
         }
       }
-      const int ring_end = (kLag > 0 ? compute_again(plan.stages) : plan.stages) * stage_bytes;
-      const int last_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - stage_bytes;
+      const int ring_end = (kLag > 0 ? recompute_from(plan.stages) : plan.stages) * stage_bytes;
+      const int finished_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - stage_bytes;
       if (round < rounds) stage = stage + stage_bytes == ring_end ? 0 : stage + stage_bytes;
       if (round < kLag) continue;
       if (kLag == 0) {
-        last_statistics = statistics;
-        if (!is_warp) get_totals();
+        finished_statistics = statistics;
+        if (!row_fits_warp) get_row_sums();
       }
-      if (finishes) {
-        if (has_parts) add_parts(totals, exchange.receive(finished), plan.num_parts);
-        const auto means = rows.compute_means(totals, last_statistics.rstd);
-        const auto finish = [&](auto has_grad_sum) {
-          rows.store_gradients(has_grad_sum, dw, db, last_stage, last_statistics, means, weight, segment.gradient);
+      if (stores_dx) {
+        if (shares_row) sum_blocks(row_sums, exchange.receive(finished_rows), plan.row_blocks);
+        const auto means = rows.compute_means(row_sums, finished_statistics.scaled_rstd);
+        const auto store_gradients = [&](auto has_grad_sum) {
+          rows.store_gradients(has_grad_sum, dw, db, finished_stage, finished_statistics, means, weight,
+                               segment.sample);
         };
-        if constexpr (RowsOf::kLoadsAhead) {
-          flags.has(kGradSum) ? finish(std::true_type()) : finish(std::false_type());
+        if constexpr (Rows::kLoadsGradSumFirst) {
+          flags.has(kGradSum) ? store_gradients(std::true_type()) : store_gradients(std::false_type());
         } else {
-          finish(flags.has(kGradSum));
+          store_gradients(flags.has(kGradSum));
         }
       }
       __syncwarp();
-      fetch_next(last_stage);
-      ++finished;
+      fetch_next(finished_stage);
+      ++finished_rows;
 
-      const int done = round + 1 - kLag;
-      if (!finishes || (done != rounds && static_cast<unsigned>(done) % kRoundsPerSum != 0)) continue;
-      if (s + segment_step >= num_segments && done == rounds) let_next_grid_start();
-      const auto store = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
-                             int64_t first) {
-        add_rows_of_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
-          if (joins) {
-            const int first_column = compute_again(slice.column(0));
+      const int rounds_done = round + 1 - kLag;
+      if (!stores_dx || (rounds_done != rounds && static_cast<unsigned>(rounds_done) % kRoundsPerSum != 0)) continue;
+      if (s + segment_step >= num_segments && rounds_done == rounds) let_next_grid_start();
+      // Stores the block's sums of dweight or dbias, and resets them. Its rows of the workspace begin at first_row.
+      const auto store_column_sums = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
+                                         int64_t first_row) {
+        sum_columns_over_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
+          if (sums_in_cluster) {
+            const int first_column = recompute_from(columns.column(0));
             for (int e = 0; e < kVec; ++e) {
-              const int column = first_column + slice.step_to(j + e);
-              if (column < rows.part_cols) joined.send(array, column, v[e]);
+              const int column = first_column + columns.distance_to(j + e);
+              if (column < rows.block_cols) cluster_sums.send(array, column, v[e]);
             }
-          } else if (plan.stores_gradient(per_sample)) {
-            with_parameter_type<T>(flags, [&](auto element) {
-              slice.store(address<decltype(element)>(gradient, {s, 0}) + begin, j, v, rows.part_cols);
+          } else if (plan.stores_gradient_directly(per_sample)) {
+            with_weight_type<T>(flags, [&](auto element) {
+              columns.store_global(address<decltype(element)>(gradient, {s, 0}) + block_begin, j, v, rows.block_cols);
             });
           } else {
-            Acc* const to = static_cast<Acc*>(plan.workspace) + (first + int64_t{s}) * plan.pitch + begin;
-            if (done > kRoundsPerSum) {
-              const auto earlier = slice.template load<kVec>(to, j, rows.part_cols);
+            Acc* const to = static_cast<Acc*>(plan.workspace) + (first_row + int64_t{s}) * plan.pitch + block_begin;
+            if (rounds_done > kRoundsPerSum) {
+              const auto earlier = columns.template load_global<kVec>(to, j, rows.block_cols);
               for (int e = 0; e < kVec; ++e) v[e] += earlier.values[e];
             }
-            slice.store(to, j, v, rows.part_cols);
+            columns.store_global(to, j, v, rows.block_cols);
           }
         });
         for (Acc& sum : column_sums) sum = 0;
       };
-      if (flags.has(kGradWeight)) store(dw, 0, p.grad_weight, kWeightPerSample, 0);
-      if (flags.has(kGradBias)) store(db, 1, p.grad_bias, kBiasPerSample, plan.weight_partials);
+      if (flags.has(kGradWeight)) store_column_sums(dw, 0, p.grad_weight, kWeightPerSample, 0);
+      if (flags.has(kGradBias)) store_column_sums(db, 1, p.grad_bias, kBiasPerSample, plan.num_weight_partials);
     }
   }
   async_wait<0>();  // before the block returns
-  if (joins) joined.template add<T>(p, flags);
+  if (sums_in_cluster) cluster_sums.template add_and_store<T>(p, flags);
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// An instance of the kernel, and how its blocks use shared memory.
+// A variant of the kernel, and how its blocks use dynamic shared memory.
 struct Instance {
   void (*kernel)(BackwardParams, BackwardPlan) = nullptr;
-  int stages = 0;
-  size_t ring_bytes = 0, joined_bytes = 0;
-  int64_t resident = 0;  // blocks, or clusters that share a row
+  int stages = 0;               // per warp
+  size_t ring_bytes = 0;        // the stages of all warps
+  size_t column_sum_bytes = 0;  // ClusterColumnSums; 0 without them
+  int64_t resident = 0;         // resident blocks, or groups of blocks that share a row
 };
 
 // Chooses as many stages as fit into shared memory, or one less if that leaves more blocks resident: on an A100, two
 // blocks of float32 rows instead of one that fetches a row further ahead. If none fits, `kernel` is null.
-template <class T, class X, class Path>
-Instance choose_stages(const BackwardPlan& plan, LaunchConfig config, size_t joined_bytes) {
-  using RowsOf = Rows<T, X, Path>;
-  const auto kernel = backward_rows<T, X, Path>;
+template <class T, class X, class Variant>
+Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t column_sum_bytes) {
+  using Rows = StagedRows<T, X, Variant>;
+  const auto kernel = backward_staged<T, X, Variant>;
   constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<Acc, kVectorSize<X>>) + 1792;
   Instance chosen;
-  for (int stages = RowsOf::kMaxStages; stages >= RowsOf::kMaxStages - 1; --stages) {
-    const size_t ring_bytes = config.block.x / kWarpSize * stages * RowsOf::kStageBytes;
-    config.shared_bytes = ring_bytes + joined_bytes;
+  for (int stages = Rows::kMaxStages; stages >= Rows::kMaxStages - 1; --stages) {
+    const size_t ring_bytes = config.block.x / kWarpSize * stages * Rows::kStageBytes;
+    config.shared_bytes = ring_bytes + column_sum_bytes;
     if (config.shared_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
-    const int64_t resident = std::max(resident_blocks(config, kernel) / plan.num_parts, 1);
-    if (resident > chosen.resident) chosen = {kernel, stages, ring_bytes, joined_bytes, resident};
+    const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);
+    if (resident > chosen.resident) chosen = {kernel, stages, ring_bytes, column_sum_bytes, resident};
   }
-  // Without room for the sums of the other blocks, the blocks do not join.
-  return chosen.kernel || joined_bytes == 0 ? chosen : choose_stages<T, X, Path>(plan, config, 0);
+  // Without room for ClusterColumnSums, add_partials adds the segments.
+  return chosen.kernel || column_sum_bytes == 0 ? chosen : plan_stages<T, X, Variant>(plan, config, 0);
 }
 
-// Chooses the instance for the rows of a plan. Rows of a float32 residual that are not whole vectors have only the one
-// for all rows and options, and so have rows whose own instance needs too much shared memory.
+// Chooses the variant for the rows of a plan: GeneralRows if `general`, for sums with a float32 residual that are not
+// whole vectors, and if the shared memory does not suffice for the variant of the rows.
 template <class T, class X>
-Instance choose_instance(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t joined_bytes) {
-  const auto with = [&](auto path) { return choose_stages<T, X, decltype(path)>(plan, config, joined_bytes); };
+Instance choose_variant(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t column_sum_bytes) {
+  const auto with = [&](auto variant) { return plan_stages<T, X, decltype(variant)>(plan, config, column_sum_bytes); };
   Instance chosen;
   if constexpr (std::is_same_v<T, X>) {
     if (plan.flags.has(kGatedNorm)) return with(GatedRows());
-    if (!general && !plan.deals_vectors) chosen = plan.is_warp ? with(WarpElements()) : with(BlockElements());
+    if (!general && !plan.whole_vectors) chosen = plan.row_fits_warp ? with(WarpElements()) : with(BlockElements());
   }
-  if (!general && plan.deals_vectors) chosen = plan.is_warp ? with(WarpVectors()) : with(BlockVectors());
+  if (!general && plan.whole_vectors) chosen = plan.row_fits_warp ? with(WarpVectors()) : with(BlockVectors());
   return chosen.kernel ? chosen : with(GeneralRows());
 }
 
-// The launch of a call.
-struct Choice {
+struct Launch {
   void (*kernel)(BackwardParams, BackwardPlan);
   LaunchConfig config;
   BackwardPlan plan;
 };
 
-// Chooses the instance of the kernel, and its plan. Segments decide the order of summation, and so the bits, which must
-// not depend on the options. So their number follows from the resident blocks of the instance that a call without
-// unusual options has, and then the options choose the instance that is launched, its stages and its blocks.
+// Chooses the kernel's variant, and plans its launch. The number of segments decides the order of summation, and so the
+// bits, which must not depend on the options of a call. So it follows from the variant that these rows have without
+// options, and then the options choose the variant that is launched.
 template <class T, class X>
-Choice choose(const BackwardParams& p) {
+Launch plan_launch(const BackwardParams& p) {
   BackwardPlan plan = {};
-  const bool has_addresses = plan.set<T, X>(p);
-  plan.divide<X>(p.cols, kMaxBlockWarps, plan.flags.has(kGatedNorm) ? kMaxGatedPartVectors : kMaxPartVectors);
+  const bool byte_strides_fit = plan.initialize<T, X>(p);
+  plan.divide<X>(p.cols, kMaxBlockWarps, plan.flags.has(kGatedNorm) ? kMaxGatedBlockVectors : kMaxBlockVectors);
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
-  const bool clusters = has_clusters(config, backward_rows<T, X, GeneralRows>);
-  const bool in_cluster = plan.num_parts > 1 && plan.num_parts <= kMaxClusterSize && clusters;
-  const bool two_launches = plan.num_parts > 1 && !in_cluster;
-  plan.flags.set(kInCluster, in_cluster);
+  const bool clusters = has_clusters(config, backward_staged<T, X, GeneralRows>);
+  const bool cluster_shares_row = plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize && clusters;
+  const bool two_launches = plan.row_blocks > 1 && !cluster_shares_row;
+  plan.flags.set(kClusterSharesRow, cluster_shares_row);
 
-  // Rows of samples with few rows and gradients of their own have blocks of few threads.
+  // A block has as many rows in a round as kThreads allow, but no more than a sample with gradients of its own.
   const bool per_sample = plan.has_gradients_per_sample();
   int64_t threads = plan.row_threads;
-  if (plan.num_parts == 1) threads *= std::max(kThreads / plan.row_threads, 1);
+  if (plan.row_blocks == 1) threads *= std::max(kThreads / plan.row_threads, 1);
   if (per_sample) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
   plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
-  config.cluster = in_cluster ? static_cast<unsigned>(plan.num_parts) : 1;
+  config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.row_blocks) : 1;
 
-  // The number of segments determines the order of summation of dweight and dbias. It depends not on the options, but
-  // on the instance for the usual ones. Few rows take one launch: of a block, or of a cluster whose blocks join.
-  int64_t segments = choose_instance<T, X>(plan, config, two_launches, 0).resident;
+  // Each resident block has a segment. Few rows take one launch: of a block, or of a cluster with ClusterColumnSums.
+  int64_t segments = choose_variant<T, X>(plan, config, two_launches, 0).resident;
   const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
-  const bool can_join = clusters && plan.num_parts == 1;
-  const bool joins = can_join && !per_sample && rounds > 1 && rounds <= kMaxJoined * kFewRounds;
-  if (joins) segments = kMaxJoined;
-  if (!can_join && !per_sample && rounds <= kFewRounds) segments = 1;
-  plan.set_segments(p, plan.rows_per_round, segments, plan.num_parts > 1 ? 4 : 16);  // long rows keep the GPU busy
-  while (plan.num_segments << plan.log2_joined_cols < p.cols) ++plan.log2_joined_cols;
-  const int64_t joined_sums = joins ? 2 * plan.num_segments << plan.log2_joined_cols : 0;
+  const bool clusters_can_sum = clusters && plan.row_blocks == 1;
+  const bool sums_in_cluster = clusters_can_sum && !per_sample && rounds > 1 && rounds <= kMaxClusterSize * kFewRounds;
+  if (sums_in_cluster) segments = kMaxClusterSize;
+  if (!clusters_can_sum && !per_sample && rounds <= kFewRounds) segments = 1;
+  plan.set_segments(p, plan.rows_per_round, segments, plan.row_blocks > 1 ? 4 : 16);  // long rows keep the GPU busy
+  while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
+  const int64_t column_sums = sums_in_cluster ? 2 * plan.num_segments << plan.log2_owned_cols : 0;
+  const size_t column_sum_bytes = static_cast<size_t>(column_sums) * sizeof(Acc);
 
-  const bool general = two_launches || plan.flags.has(kMemoryEfficient) || !has_addresses;
-  const Instance chosen = choose_instance<T, X>(plan, config, general, static_cast<size_t>(joined_sums) * sizeof(Acc));
+  const bool general = two_launches || plan.flags.has(kMemoryEfficient) || !byte_strides_fit;
+  const Instance chosen = choose_variant<T, X>(plan, config, general, column_sum_bytes);
   plan.stages = chosen.stages;
   plan.ring_bytes = static_cast<int>(chosen.ring_bytes);
-  config.shared_bytes = chosen.ring_bytes + chosen.joined_bytes;
+  config.shared_bytes = chosen.ring_bytes + chosen.column_sum_bytes;
   const int64_t blocks = std::min({plan.num_segments, chosen.resident, kMaxGridY});
-  config.grid = dim3(static_cast<unsigned>(plan.num_parts), static_cast<unsigned>(blocks));
-  plan.joined = 1;
-  if (chosen.joined_bytes > 0) {
-    plan.joined = static_cast<int>(plan.num_segments);
-    config.grid = dim3(config.cluster = static_cast<unsigned>(plan.joined));
-    plan.weight_partials = plan.bias_partials = 0;
+  config.grid = dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(blocks));
+  plan.cluster_segments = 1;
+  if (chosen.column_sum_bytes > 0) {
+    plan.cluster_segments = static_cast<int>(plan.num_segments);
+    config.grid = dim3(config.cluster = static_cast<unsigned>(plan.cluster_segments));
+    plan.num_weight_partials = plan.num_bias_partials = 0;
   }
   return {chosen.kernel, config, plan};
 }
 
 }  // namespace
 
+// Launches backward for grad_output of T and x of X, and then add_partials.
 template <class T, class X>
 void launch_backward(const BackwardParams& p) {
-  auto [kernel, config, plan] = choose<T, X>(p);
-  const int64_t partial_bytes = (plan.weight_partials + plan.bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
-  int64_t part_bytes = 0;
-  if (plan.num_parts > static_cast<int>(config.cluster)) {
-    part_bytes = PartExchange::workspace_bytes(config.grid, ceil_div(plan.num_segments, config.grid.y) * plan.rounds);
-  }
-  if (partial_bytes + part_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + part_bytes);
-  plan.part_values = static_cast<char*>(plan.workspace) + partial_bytes;
-  launch_parts(config, kernel, p, plan);
-  launch_add_partials(p, plan, /*is_double=*/false, plan.pitch, config);
+  auto [kernel, config, plan] = plan_launch<T, X>(p);
+  const int64_t partial_bytes = (plan.num_weight_partials + plan.num_bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
+  const bool two_launches = plan.row_blocks > static_cast<int>(config.cluster);
+  const int64_t block_rounds = ceil_div(plan.num_segments, config.grid.y) * plan.rounds;
+  const int64_t exchange_bytes = two_launches ? BlockExchange::workspace_bytes(config.grid, block_rounds) : 0;
+  if (partial_bytes + exchange_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + exchange_bytes);
+  plan.exchange_workspace = static_cast<char*>(plan.workspace) + partial_bytes;
+  launch_once_or_twice(config, kernel, p, plan);
+  launch_add_partials(p, plan.workspace, /*is_double=*/false, plan.pitch, plan.weight_sums(p), plan.bias_sums(p),
+                      config);
 }
 
 }  // namespace layernorm::cuda

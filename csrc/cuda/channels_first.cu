@@ -1,10 +1,14 @@
 // Normalization over the channels of images, and its gradients, on a GPU. The formulas are those of forward.cu and
 // backward.cu: a sample is an image, a row is a pixel, and the columns are its channels.
 //
-// A block handles 32 pixels, one per lane. Its warps share the channels, and each sum over the channels takes two
-// barriers. The pixels are kept in shared memory: with n = images * channels * pixels, forward moves 2 * n * sizeof(T)
-// bytes, and backward 3 * n * sizeof(T). If the channels do not fit, each pass over them reads global memory. Aligned
-// pixels are copied in vectors of 16 bytes. The numerical method is that of cpu/channels_first.cpp.
+//   x [images, channels, pixels]       a block takes a tile of 32 successive pixels, of one or more images:
+//   channel c, 32 pixels: contiguous   lane l has pixel l, warp w of 8 the channels w, w + 8, w + 16, ...
+//
+// So warps load contiguous pixels, and each sum over the channels adds the sums of the 8 warps in shared memory, with
+// two barriers. A tile [channels, 32] is staged in shared memory if it fits (`staged`): with n = images * channels *
+// pixels, forward then moves 2 * n * sizeof(T) bytes, and backward 3 * n * sizeof(T). Otherwise, each pass over the
+// channels reads global memory. Staged tiles whose channels start at multiples of 16 bytes are copied in vectors
+// (kAlignedChannels). The numerical method is that of cpu/channels_first.cpp.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>
@@ -14,23 +18,23 @@
 
 namespace layernorm::cuda {
 
-struct ChannelsFirstPlan : GradientPlan {  // forward uses `flags` and `rows` alone
+struct ChannelsFirstPlan : GradientPlan {  // forward uses only flags and rows_per_sample of GradientPlan
   Divisor<double> channels;
-  bool staged;  // the channels fit into shared memory
+  bool staged;  // a tile fits into shared memory
 };
 
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kUnroll = 8;
-// By default nvcc aims at more blocks, and spills registers.
+constexpr int kUnroll = 8;  // channels whose loads are in flight
+// Without these bounds, nvcc aims at more resident blocks and spills registers.
 constexpr int kMinBlocksOfForward = 3, kMinBlocksOfBackward = 2;
 
-// The static shared memory of sum_warps(): for one sum and for two in forward, for three in backward.
+// Bytes of static shared memory of a kernel: sum_warps<1> and sum_warps<2> in forward, sum_warps<3> in backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
-// The channels of a pixel.
+// The channels of one pixel, in global memory or in a staged tile.
 template <class E>
 struct Channels {
   E* data;
@@ -42,30 +46,30 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight or the bias of a pixel's image. Its type is chosen at run time.
+// The weight or the bias of a pixel's image by channel, or default_value if the call has none. T or float at run time.
 template <class T>
-struct ChannelParameter {
+struct ChannelWeight {
   const Flags flags;
   const void* data = nullptr;
   const Acc default_value;
 
-  __device__ __forceinline__ ChannelParameter(const View& view, const RowIndex& pixel, Flags flags, Acc default_value)
+  __device__ __forceinline__ ChannelWeight(const View& view, const RowIndex& pixel, Flags flags, Acc default_value)
       : flags(flags), default_value(default_value) {
     if (!view.data) return;
-    with_parameter_type<T>(flags, [&](auto element) { data = address<decltype(element)>(view, {pixel.sample, 0}); });
+    with_weight_type<T>(flags, [&](auto element) { data = address<decltype(element)>(view, {pixel.sample, 0}); });
   }
   __device__ __forceinline__ Acc operator[](int64_t c) const {
     if (!data) return default_value;
-    return with_parameter_type<T>(
+    return with_weight_type<T>(
         flags, [&](auto element) { return static_cast<Acc>(static_cast<const decltype(element)*>(data)[c]); });
   }
 };
 
-// The number of elements that a thread adds in Acc before it continues in double. With 64 elements, one outlier among
-// thousands of equal values exceeds the promised error.
+// The length of a run: channels that a thread sums in float before it adds them to its sum in double. With 64, one
+// outlier among thousands of equal values exceeds the promised error.
 constexpr int kRunLength = 16;
 
-// Calls f(c) for this warp's channels, and end_of_run() after each kRunLength of them. kUnroll loads are in flight.
+// Calls f(c) for each channel c of this warp, and end_of_run() after each run of kRunLength of them.
 template <class F, class G = DoNothing>
 __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, const G& end_of_run = {}) {
   for (int64_t first = threadIdx.x / kWarpSize; first < channels; first += kRunLength * kWarps) {
@@ -76,8 +80,8 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, c
   }
 }
 
-// Calls copy(shared, global) for this thread's vectors of the kWarpSize pixels from `first` on that are before `end`.
-// Shared memory holds [channels, kWarpSize] pixels.
+// Calls copy(shared, global) for each vector that this thread moves between a staged tile [channels, 32] and global
+// memory. The tile has the pixels from `first` on, and `end` is after the last pixel of the array or segment.
 template <class E, class F>
 __device__ __forceinline__ void for_each_vector(void* shared, const View& view, int64_t first, int64_t end,
                                                 const Params& p, const ChannelsFirstPlan& plan, const F& copy) {
@@ -85,7 +89,7 @@ __device__ __forceinline__ void for_each_vector(void* shared, const View& view, 
   constexpr int kVectors = kWarpSize / kVectorSize<E>;  // of a channel
   const int pixel = threadIdx.x % kVectors * kVectorSize<E>;
   if (first + pixel >= end) return;
-  const Channels<E> global(view, find_sample(first + pixel, p.samples > 1, plan.rows));
+  const Channels<E> global(view, find_sample(first + pixel, p.samples > 1, plan.rows_per_sample));
   auto* staged = static_cast<Pixels*>(shared) + threadIdx.x;
 #pragma unroll 4
   for (int64_t c = threadIdx.x / kVectors; c < p.cols; c += kThreads / kVectors, staged += kThreads) {
@@ -93,7 +97,7 @@ __device__ __forceinline__ void for_each_vector(void* shared, const View& view, 
   }
 }
 
-// Sums each lane's values over the warps. All warps get the result.
+// Adds each lane's values, those of a pixel, over the block's warps. All warps get the result.
 template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __shared__ double warp_values[kCount][kWarps][kWarpSize];
@@ -108,7 +112,7 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __syncthreads();  // before the next call overwrites the shared memory
 }
 
-// Returns to each pixel the sums over its channels. add(c, sums) adds the terms of a channel.
+// Sums over the channels of each lane's pixel, for all warps: add(c, sums) adds the terms of channel c to kCount sums.
 template <int kCount, class F>
 __device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t channels, const F& add) {
   Acc run_sums[kCount] = {};
@@ -123,15 +127,16 @@ __device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t cha
   sum_warps(sums);
 }
 
+// Forward of one tile per block: the mean, then the variance of differences from it, then the output.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
   const Flags flags = plan.flags;
   const bool aligned = flags.has(kAlignedChannels), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;
+  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;  // pixels
   const bool exists = first + lane < end;
-  const RowIndex pixel = find_sample(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows);
+  const RowIndex pixel = find_sample(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows_per_sample);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
@@ -148,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
   Acc row_scale = 1, mean = 0;
-  double correction = 0, variance;
+  double correction = 0, variance;  // the correction is the rounding error of the mean
   for (bool is_second_try = false;; is_second_try = true) {
     if (!rms) {
       double sum[1] = {};
@@ -179,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     *address<Acc>(p.rstd, pixel) = undo_row_scale(rstd, p.eps, row_scale);
   }
   const Acc rounded_correction = static_cast<Acc>(correction), weight_offset = flags.has(kZeroCentered) ? 1 : 0;
-  const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
+  const ChannelWeight<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
   const Channels<T> staged_y(reinterpret_cast<T*>(shared) + lane, kWarpSize), global_y(p.output, pixel);
   const Channels<T> y = aligned ? staged_y : global_y;
   for_each_channel(channels, [&](int64_t c) {
@@ -191,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   for_each_vector<T>(shared, p.output, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
 }
 
-// Blocks take segments of tiles in turn, and store partial sums of dweight [weight_partials, channels] and dbias
-// [bias_partials, channels], a row for each segment, in the workspace.
+// Backward. A block takes segments in turn, and the tiles of a segment. The workspace gets the partial sums of dweight
+// [num_weight_partials, channels] and dbias [num_bias_partials, channels], a row for each segment.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
@@ -202,27 +207,28 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
   unsigned char* const shared_dy = shared + p.cols * kWarpSize * sizeof(T);
   const Channels<T> staged_dy(reinterpret_cast<T*>(shared_dy) + lane, kWarpSize);
-  const bool grad_input = flags.has(kGradInput), grad_weight = flags.has(kGradWeight), grad_bias = flags.has(kGradBias);
-  const bool needs_x = grad_input || grad_weight, staged = plan.staged && needs_x;
+  const bool has_dx = flags.has(kGradInput), has_dweight = flags.has(kGradWeight), has_dbias = flags.has(kGradBias);
+  const bool needs_x = has_dx || has_dweight, staged = plan.staged && needs_x;
   const bool aligned = flags.has(kAlignedChannels) && needs_x;
 
-  // Adds the gradients of a tile, the pixels from `first` to `end`, to the workspace. Lanes without a pixel add 0.
+  // Stores dx of the tile that begins at pixel `first`, and adds its sums of dweight and dbias to those of the segment,
+  // or stores them if the tile is the first one. The segment ends before `end`; lanes without a pixel add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
     const bool exists = first + lane < end;
-    const RowIndex pixel = find_sample(exists ? first + lane : 0, p.samples > 1, plan.rows);
+    const RowIndex pixel = find_sample(exists ? first + lane : 0, p.samples > 1, plan.rows_per_sample);
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<T> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<T> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx;
-    const ChannelParameter<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
+    const ChannelWeight<T> weight(p.weight, pixel, flags, 1), bias(p.bias, pixel, flags, 0);
     const bool has_statistics = exists && needs_x;
-    const Statistics statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
-                                has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.memory_efficient);
+    const ScaledStatistics statistics(has_statistics && p.mean.data ? *address<const Acc>(p.mean, pixel) : 0,
+                                      has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.memory_efficient);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
-    const auto find_d = [&](int64_t c, Acc w) {
+    const auto find_d = [&](int64_t c, Acc w) {  // see ScaledStatistics
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
-      return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.row_scale, -statistics.mean);
+      return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.row_scale, -statistics.scaled_mean);
     };
 
     RowMeans means = {};
@@ -246,58 +252,59 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
         run_sums[2] = fma(g, d, run_sums[2]);
       });
       const auto mean_of = [&](double sum) { return plan.channels.divide(sum); };
-      const double mean_xhat = p.rms ? 0 : mean_of(sums[0]) * statistics.rstd, mean_g = p.rms ? 0 : mean_of(sums[1]);
+      const double mean_xhat = p.rms ? 0 : mean_of(sums[0]) * statistics.scaled_rstd,
+                   mean_g = p.rms ? 0 : mean_of(sums[1]);
       means = {static_cast<Acc>(mean_xhat), static_cast<Acc>(mean_g),
-               static_cast<Acc>(mean_of(sums[2]) * statistics.rstd - mean_xhat * mean_g)};
+               static_cast<Acc>(mean_of(sums[2]) * statistics.scaled_rstd - mean_xhat * mean_g)};
     }
     for_each_channel(p.cols, [&](int64_t c) {
       const Acc v = load_dy(c);
       Acc dw = 0;
       if (needs_x) {
-        const Acc w = load_weight(c), xhat = fma(find_d(c, w), statistics.rstd, -means.xhat);
+        const Acc w = load_weight(c), xhat = fma(find_d(c, w), statistics.scaled_rstd, -means.mean_xhat);
         dw = v * xhat;
-        if (grad_input && exists) {
-          dx[c] = static_cast<T>(means.grad_input(v * w - means.g, xhat, statistics));
+        if (has_dx && exists) {
+          dx[c] = static_cast<T>(means.dx(v * w - means.mean_g, xhat, statistics));
         }
       }
-      if (!grad_weight && !grad_bias) return;
+      if (!has_dweight && !has_dbias) return;
       // Both sums over the lanes at once: dweight in the lower half of the warp, dbias in the upper half.
       const bool is_upper = lane >= kWarpSize / 2;
       Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
-      sum = sum_lanes<kWarpSize / 2>(sum);
-      if (lane % (kWarpSize / 2) == 0 && (is_upper ? grad_bias : grad_weight)) {
-        const int64_t partial = segment + (is_upper ? plan.weight_partials : 0);
-        double& total = static_cast<double*>(plan.workspace)[partial * p.cols + c];
-        total = is_first ? sum : total + sum;
+      sum = sum_over_lanes<kWarpSize / 2>(sum);
+      if (lane % (kWarpSize / 2) == 0 && (is_upper ? has_dbias : has_dweight)) {
+        const int64_t partial = segment + (is_upper ? plan.num_weight_partials : 0);
+        double& segment_sum = static_cast<double*>(plan.workspace)[partial * p.cols + c];
+        segment_sum = is_first ? sum : segment_sum + sum;
       }
     });
-    if (!aligned || !grad_input) return;
+    if (!aligned || !has_dx) return;
     __syncthreads();
     for_each_vector<T>(shared, p.grad_input, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
-    const auto [gradient, begin, rows] = Segment<int64_t>(plan, segment);
-    for (int row = 0; row < rows; row += kWarpSize) process_tile(begin + row, begin + rows, segment, row == 0);
+    const auto [sample, first_row, rows] = Segment<int64_t>(plan, segment);
+    for (int row = 0; row < rows; row += kWarpSize) process_tile(first_row + row, first_row + rows, segment, row == 0);
   }
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Whether every channel starts at a multiple of 16 bytes. An absent array is aligned.
+// Whether every channel of every image starts at a multiple of 16 bytes. An absent array is aligned.
 bool is_aligned(const Params& p, const View& view) {
   const int64_t vector = 16 / bytes_of(p.dtype);
   return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.sample_stride % vector == 0 &&
                         view.col_stride % vector == 0);
 }
 
-// Plans the launch, without the segments of the gradients.
+// Plans a launch, without the segments of backward. A pixel has bytes_per_channel in the staged arrays.
 template <class P>
-ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_of_channel, LaunchConfig& config) {
+ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_per_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};
-  plan.rows = FastDivisor(p.rows);
+  plan.rows_per_sample = FastDivisor(p.rows);
   plan.channels = Divisor<double>(p.cols);
-  const int64_t bytes = p.cols * kWarpSize * bytes_of_channel;
+  const int64_t bytes = p.cols * kWarpSize * bytes_per_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags(p);
   plan.flags.set(kAlignedChannels, plan.staged && p.rows * bytes_of(p.dtype) % 16 == 0 && are_aligned);
@@ -325,14 +332,14 @@ void channels_first_backward(const BackwardParams& p) {
     const auto kernel = channels_first_backward<typename decltype(types)::T>;
     const int64_t resident = resident_blocks(config, kernel);
     plan.set_segments(p, kWarpSize, resident, 4);
-    plan.weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
-    plan.bias_partials = p.grad_bias.data ? plan.num_segments : 0;
+    plan.num_weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
+    plan.num_bias_partials = p.grad_bias.data ? plan.num_segments : 0;
     config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));
-    const int64_t elements = (plan.weight_partials + plan.bias_partials) * p.cols;
+    const int64_t elements = (plan.num_weight_partials + plan.num_bias_partials) * p.cols;
     if (elements > 0) plan.workspace = p.allocator->allocate(elements * static_cast<int64_t>(sizeof(double)));
     launch(config, kernel, p, plan);
   });
-  launch_add_partials(p, plan, /*is_double=*/true, p.cols, config);
+  launch_add_partials(p, plan.workspace, /*is_double=*/true, p.cols, plan.weight_sums(p), plan.bias_sums(p), config);
 }
 
 }  // namespace layernorm::cuda

@@ -24,7 +24,7 @@ namespace layernorm {
 
 using Stream = cudaStream_t;
 
-// Throws if a call of the CUDA runtime failed; describe() says which.
+// Throws if a call of the CUDA runtime failed. describe() returns the words that name the call.
 template <class F>
 void check_status(cudaError_t status, const F& describe) {
   if (status == cudaSuccess) return;
@@ -32,8 +32,8 @@ void check_status(cudaError_t status, const F& describe) {
   throw std::runtime_error(std::string("layernorm: ") + describe() + ": " + cudaGetErrorString(status));
 }
 
-// The cached value of `key`; make() computes it the first time. Each call in the source has a cache of its own, because
-// the type of its lambda is one.
+// The cached value of `key`; make() computes it the first time. Each call of cached() in the source has a cache of its
+// own: each lambda has a type of its own, and so each call is another instance of this template, with other statics.
 template <class Value, class Key, class F>
 Value cached(const Key& key, const F& make) {
   static std::mutex mutex;
@@ -73,6 +73,7 @@ inline size_t max_shared_memory(const LaunchConfig& config) {
   return static_cast<size_t>(device_attribute(config.device, cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
+// The kernel's demangled name and its launch configuration, for error messages.
 inline std::string describe(const void* kernel, const LaunchConfig& config) {
   const char* mangled = nullptr;
   if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) mangled = "a kernel";
@@ -101,7 +102,7 @@ inline int architecture_of(const void* kernel, const LaunchConfig& config) {
   });
 }
 
-// The driver's launch configuration. It points to its own attributes, so it cannot be copied.
+// The launch configuration for cudaLaunchKernelExC(). It points to its own attributes, so it cannot be copied.
 struct DriverConfig {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
@@ -195,24 +196,27 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// The rule about registers. A kernel holds a row in registers, so that addresses, columns and comparisons that the
-// compiler would also keep from one phase of a row to the next do not fit. compute_again(value) returns the value, but
-// makes the compiler compute everything that depends on it again. Each phase calls it for the lane, the row or the
-// vectors from which it starts. compute_once(value) is the opposite: a value that the compiler would compute again for
-// each use. Both are empty instructions. Arrays stay in registers if their loops are unrolled: the compiler unrolls
-// those over the elements of a vector by itself, and `#pragma unroll` the loops around them.
+// Control over registers. A kernel keeps its rows or its column sums in registers. Addresses, column numbers and
+// widened elements then spill if the compiler also keeps them live from one phase of a row to the next. Both functions
+// return their argument, by an empty instruction whose result the compiler does not know:
+//
+//   recompute_from(v)    what is derived from the result is computed again, not reused from an earlier phase
+//   keep_in_register(v)  the result stays in a register; the compiler would compute v again for each use
+//
+// Arrays stay in registers if their loops are unrolled. The compiler unrolls loops over the elements of a vector by
+// itself, and `#pragma unroll` those around them.
 template <class T>
-__device__ __forceinline__ T* compute_once(T* global) {
+__device__ __forceinline__ T* keep_in_register(T* global) {
   asm("" : "+l"(global));
   __builtin_assume(__isGlobal(global));
   return global;
 }
-__device__ __forceinline__ int compute_once(int value) {
+__device__ __forceinline__ int keep_in_register(int value) {
   asm("" : "+r"(value));
   return value;
 }
 template <class Value>  // of 4 bytes or a multiple
-__device__ __forceinline__ Value compute_again(Value v) {
+__device__ __forceinline__ Value recompute_from(Value v) {
   if constexpr (std::is_same_v<Value, int64_t>) {
     asm volatile("" : "+l"(v));
   } else {
@@ -221,8 +225,8 @@ __device__ __forceinline__ Value compute_again(Value v) {
   }
   return v;
 }
-// The compiler does not move loads and stores across this.
-__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+// The compiler does not move loads and stores across this. It is no instruction.
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 // x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
@@ -237,9 +241,9 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Loads a vector of 8, 16 or 32 bytes if `condition` is true, and else leaves it as it is. The load is predicated,
-// since a branch around it would copy the vector, and comes before later barriers. The L1 cache keeps vectors of
-// kConstant, which no thread of the kernel writes.
+// Loads a vector of 8, 16 or 32 bytes from global memory if `condition` is true, and else leaves it as it is. The load
+// is predicated, since a branch around it would copy the vector. With kConstant, no thread of the kernel writes the
+// memory, and the L1 cache keeps it; other loads do not allocate lines there.
 template <bool kConstant, class Vector>
 __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const void* from) {
   auto* const to = reinterpret_cast<uint32_t*>(&v);
@@ -265,9 +269,9 @@ __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const 
   }
 }
 
-// cp.async: copies the first `bytes` of kBytes, 4, 8 or 16, from global to shared memory, and sets the others to zero.
-// The first `unused` bytes may precede an array; they are in the same aligned 16 bytes as its first element, and the
-// kernel does not read the copy. The copies of a thread up to async_commit() are one batch.
+// cp.async: starts to copy the first `bytes` of kBytes = 4, 8 or 16 from global to shared memory; the others become
+// zeros. The copies of a thread up to async_commit() are one batch. `unused` is for the emulator: so many bytes at the
+// begin may precede the array, in the aligned 16 bytes of its first element, and the kernel does not read their copy.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes = kBytes, int /*unused*/ = 0) {
   if constexpr (kBytes == 16) {
@@ -309,7 +313,7 @@ class TransactionBarrier {
     LAYERNORM_SM90_ASM("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(this)) : "memory");
     LAYERNORM_SM90_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
   }
-  // One thread calls this in each phase.
+  // Announces the bytes that will arrive in the current phase. One thread calls this in each phase.
   __device__ __forceinline__ void expect(unsigned bytes) {
     const unsigned barrier = shared_address(this);
     LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -349,14 +353,14 @@ class TransactionBarrier {
   uint64_t state_;
 };
 
-// griddepcontrol: a launch with overlaps_previous waits here before it reads what the previous kernel writes, or writes
-// what it reads. Does nothing in other launches, or before compute capability 9.0.
+// griddepcontrol (programmatic dependent launch): a kernel launched with overlaps_previous calls this before it reads
+// what the previous kernel writes, or writes what it reads. Does nothing in other launches.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the next kernel start, if it overlaps_previous, once all blocks have called this or returned.
+// Lets the next kernel start, if it is launched with overlaps_previous, once all blocks have called this or returned.
 __device__ __forceinline__ void let_next_grid_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

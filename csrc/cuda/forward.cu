@@ -2,19 +2,20 @@
 //
 //   y = (x - mean) * rstd * weight + bias        RMSNorm's mean is 0
 //
-// A residual is added first, to the input or to its product with input_scale, and the sum is stored.
+// A residual is added first, to the input or to its product with input_scale, and the sum is stored. Input and output
+// are of type T, x of X (float with a float32 residual, else T), weights of W (T or float), sums of Acc (float).
 //
-//   columns (16 bits / float32)   a row belongs to              file                          it waits in
+//   columns (16 bits / float32)   a row belongs to              file                    it waits in
 //   whole vectors, up to
-//     248 / 124                   some lanes, 4 rows a thread   forward_rows.cu               registers
-//     1024 / 512                  some lanes, 2 rows a thread   forward_rows.cu               registers
-//     16384 / 8192                a warp, or a block            forward_rows.cu               registers
+//     248 / 124                   some lanes, 4 rows a thread   forward_registers.cu    registers
+//     1024 / 512                  some lanes, 2 rows a thread   forward_registers.cu    registers
+//     16384 / 8192                a warp, or a block            forward_registers.cu    registers
 //   others, and gated norms, up to
-//     512                         some lanes, or a warp         forward_slices.cu             shared memory
-//     8192                        a block                       forward_slices.cu             shared memory
-//     65536                       a cluster of 4 or 8           forward_slices.cu, parts.cuh  shared memory
-//     any number                  blocks of two launches        forward_slices.cu, parts.cuh  shared memory
-//   images                        a lane of each warp           channels_first.cu             shared memory
+//     512                         some lanes, or a warp         forward_staged.cu       shared memory
+//     8192                        a block                       forward_staged.cu       shared memory
+//     65536                       a cluster of 4 or 8           block_exchange.cuh too  shared memory
+//     any number                  blocks of two launches        block_exchange.cuh too  shared memory
+//   images                        a lane of each warp           channels_first.cu       shared memory
 //
 // Before compute capability 9.0 there are no clusters, and rows of more than 8192 columns take two launches, which read
 // them twice. The choice depends on the dtype and the number of columns alone, and so does the order of summation,
@@ -29,8 +30,8 @@ void forward(const ForwardParams& p) {
   if (p.channels_first) return channels_first_forward(p);
   const int64_t bytes = p.cols * bytes_of(p.sum_dtype);
   const bool fits_registers = bytes % 16 == 0 && bytes / 16 <= kMaxRegisterVectors;
-  if (fits_registers && p.activation == Activation::kNone && forward_rows(p)) return;
-  forward_slices(p);
+  if (fits_registers && p.activation == Activation::kNone && forward_registers(p)) return;
+  forward_staged(p);
 }
 
 }  // namespace layernorm::cuda

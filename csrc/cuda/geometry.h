@@ -1,5 +1,4 @@
-// Types that host code and kernels share: the options of a call, the rows of samples, and the division
-// of rows among blocks for the sums of gradients.
+// What host code and kernels share: flags, addresses of rows, and segments of rows for the sums of weight gradients.
 #pragma once
 
 #include <algorithm>
@@ -19,53 +18,57 @@ __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// Forward of short and of other rows (forward_rows.cu, forward_slices.cu). The first returns whether it can.
-bool forward_rows(const ForwardParams& params);
-void forward_slices(const ForwardParams& params);
+// Forward of rows that are kept in registers, and of rows that are staged in shared memory (forward_registers.cu,
+// forward_staged.cu). The first returns false, and does nothing, if its addresses cannot reach all rows.
+bool forward_registers(const ForwardParams& params);
+void forward_staged(const ForwardParams& params);
 
 // Forward and backward for Params::channels_first (channels_first.cu).
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
 
-// Backward of a norm and of input_scale (input_scale.cu).
+// Calls backward() and then computes the gradients of the product input_scale * input (input_scale.cu).
 void backward_with_input_scale(const BackwardParams& params);
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
-// The options of a call. A kernel tests a bit in one instruction, and a pointer in three.
+// The options of a call, packed for the kernels: testing a bit takes one instruction, testing a pointer three.
 enum Flag : unsigned {
-  kHasSamples = 1 << 0,
+  kHasSamples = 1 << 0,  // more than one
   kRms = 1 << 1,
   kWeight = 1 << 2,
   kBias = 1 << 3,
   kZeroCentered = 1 << 4,
-  kWideParameters = 1 << 5,  // weight, bias and input_scale are float beside 16-bit input
-  kInCluster = 1 << 6,       // a cluster shares a row
-  kStoresSums = 1 << 7,      // the first of two launches whose blocks share a row
-  kLoadsSums = 1 << 8,       // the second of them
-  kResidual = 1 << 9,        // of forward only
-  kGradInput = 1 << 10,      // this and the following flags: of backward only
+  kFloatWeights = 1 << 5,      // weight, bias and input_scale are float beside 16-bit input
+  kClusterSharesRow = 1 << 6,  // else a block has whole rows, or a row takes two launches:
+  kFirstLaunch = 1 << 7,       // stores the blocks' partial results of rows in the workspace
+  kSecondLaunch = 1 << 8,      // loads them from there
+  kResidual = 1 << 9,          // forward only
+  kGradInput = 1 << 10,        // this and the following flags: backward only
   kGradWeight = 1 << 11,
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,
   kMemoryEfficient = 1 << 14,
   kWeightPerSample = 1 << 15,  // each sample has a gradient of its own
   kBiasPerSample = 1 << 16,
-  kInputScale = 1 << 17,  // of forward only
+  kInputScale = 1 << 17,  // forward only
   kGatedNorm = 1 << 18,
   kGateFirst = 1 << 19,
   kSigmoid = 1 << 20,          // the activation of a gated norm, or else silu
   kAlignedChannels = 1 << 21,  // of images: staged channels of whole vectors that start at multiples of 16 bytes
+  kGradScaledInput = 1 << 22,  // this and the following flags: input_scale.cu only
+  kGradInputScale = 1 << 23,
+  kInputScalePerSample = 1 << 24,
 };
 
-constexpr unsigned kTwoLaunches = kStoresSums | kLoadsSums;
-constexpr unsigned kHasParts = kInCluster | kTwoLaunches;  // several blocks share a row
+constexpr unsigned kTwoLaunches = kFirstLaunch | kSecondLaunch;
+constexpr unsigned kBlocksShareRow = kClusterSharesRow | kTwoLaunches;
 
-// The flags of launches that code without clusters does not run.
+// The flags that code for this architecture does not support.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr unsigned kNotSupported = kInCluster;
+constexpr unsigned kUnsupportedByCode = kClusterSharesRow;
 #else
-constexpr unsigned kNotSupported = 0;
+constexpr unsigned kUnsupportedByCode = 0;
 #endif
 
 struct Flags {
@@ -75,7 +78,8 @@ struct Flags {
   void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
 };
 
-// Also for a gradient that is not wanted, so that the other gradient does not depend on that.
+// Whether each sample has a gradient of its own. Also true for the view of a gradient that is not computed (data is
+// null), so that the segments, and so the bits of the other gradient, do not depend on that.
 inline bool is_per_sample(const Params& p, const View& gradient) {
   return gradient.sample_stride != 0 && p.samples > 1;
 }
@@ -88,7 +92,7 @@ inline Flags common_flags(const Params& p) {
   flags.set(kWeight, p.weight.data);
   flags.set(kBias, p.bias.data);
   flags.set(kZeroCentered, p.zero_centered_weight);
-  flags.set(kWideParameters, bytes_of(p.param_dtype) > bytes_of(p.dtype));
+  flags.set(kFloatWeights, bytes_of(p.param_dtype) > bytes_of(p.dtype));
   flags.set(kGatedNorm, p.activation != Activation::kNone);
   flags.set(kGateFirst, p.gate_first);
   flags.set(kSigmoid, p.activation == Activation::kSigmoid);
@@ -114,9 +118,9 @@ inline Flags make_flags(const BackwardParams& p) {
   return flags;
 }
 
-// ---- rows of samples ------------------------------------------------------------------------------------------------
+// ---- addresses of rows ----------------------------------------------------------------------------------------------
 
-// Divides numbers that are not negative without a division instruction, which would be a function call.
+// Divides integers >= 0 by a multiplication with a reciprocal from the host. A division would be a function call.
 class FastDivisor {
  public:
   struct Result {
@@ -132,8 +136,8 @@ class FastDivisor {
   // The product is the quotient or, because the reciprocal is rounded down, one less.
   __device__ __forceinline__ Result divide(int64_t n) const {
     const auto product = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n), reciprocal_));
-    const int64_t rest = n - product * divisor_;
-    return rest >= divisor_ ? Result{product + 1, rest - divisor_} : Result{product, rest};
+    const int64_t remainder = n - product * divisor_;
+    return remainder >= divisor_ ? Result{product + 1, remainder - divisor_} : Result{product, remainder};
   }
   // The quotient, if both numbers fit into an int. Takes fewer instructions.
   __device__ __forceinline__ unsigned divide_short(unsigned n) const {
@@ -148,23 +152,24 @@ class FastDivisor {
 };
 
 struct RowIndex {
-  int64_t sample, row;  // row: in the sample
+  int64_t sample, row;  // `row` counts the rows of the sample
 };
 
-// The sample of a row of [samples * rows].
-__device__ __forceinline__ RowIndex find_sample(int64_t row, bool has_samples, const FastDivisor& rows) {
+// Splits the number of a row among all samples * rows into its sample and its row in the sample.
+__device__ __forceinline__ RowIndex find_sample(int64_t row, bool has_samples, const FastDivisor& rows_per_sample) {
   if (!has_samples) return {0, row};
-  const auto [sample, row_in_sample] = rows.divide(row);
+  const auto [sample, row_in_sample] = rows_per_sample.divide(row);
   return {sample, row_in_sample};
 }
 
+// The address of a row's first element.
 template <class E>
 __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
   return static_cast<E*>(view.data) + index.sample * view.sample_stride + index.row * view.row_stride;
 }
 
-// The distance of the rows of an array in bytes, if the product with the number of a row fits: one instruction then
-// computes an address. Rows of samples are found by address().
+// The row stride of an array in bytes as 32 bits, so that one instruction computes the address of row number `row`, if
+// there is one sample. Strides that do not fit, and staged rows of several samples, use address().
 class ByteStride {
  public:
   // Returns whether the stride fits.
@@ -181,15 +186,16 @@ class ByteStride {
  private:
   unsigned bytes_;
 };
-constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;  // also of rows that do not exist
+// Kernels number up to so many rows in int, with room for the absent rows that the last blocks number, too.
+constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;
 
-// Calls f(address_in): address_in(view, E(), stride) is the address of row `number` in an array of E. Only rows without
-// samples, and not those of kIsGeneral, have strides.
+// Calls f(address_in), where address_in(view, E(), byte_stride) returns the address of row `number` in an array of E:
+// by its ByteStride if possible, else by address(). The choice is made once, around all arrays.
 template <bool kIsGeneral, class Index, class F>
-__device__ __forceinline__ void with_addresses_of_row(Index number, bool has_samples, const FastDivisor& rows,
-                                                      const F& f) {
+__device__ __forceinline__ void with_row_addresses(Index number, bool has_samples, const FastDivisor& rows_per_sample,
+                                                   const F& f) {
   if (kIsGeneral || has_samples) {
-    const RowIndex index = find_sample(number, has_samples, rows);
+    const RowIndex index = find_sample(number, has_samples, rows_per_sample);
     f([&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
   } else {
     f([&](const View& view, auto element, const ByteStride& stride) {
@@ -198,70 +204,88 @@ __device__ __forceinline__ void with_addresses_of_row(Index number, bool has_sam
   }
 }
 
-// ---- gradients of parameters ----------------------------------------------------------------------------------------
+// ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// The division of rows among blocks for the sums of dweight and dbias. A gradient belongs to the rows of a sample or,
-// if the samples share it, to all rows. Its rows are divided into segments, and a block sums the gradient over a
-// segment, taking some rows in each round.
+// The partial sums [num, pitch] of a gradient in the workspace: a row for each segment.
+struct PartialSums {
+  View gradient;
+  bool is_per_sample;
+  int64_t num;
+};
+
+// The segments over which dweight and dbias are summed. A gradient is a sum over the rows of its sample or, if all
+// samples share it, over all rows: successive rows are a segment. A block sums a segment, some rows in each round, and
+// stores its partial sums in the workspace; add_partials adds the segments. Example: 1000 rows that share a gradient, 8
+// rows per round, 25 resident blocks: 25 segments of 5 rounds, 40 rows each.
 struct GradientPlan {
   Flags flags;
-  FastDivisor rows, segments_of_gradient;  // rows of a sample
-  int64_t num_segments, gradient_rows, segment_rows;
-  int rounds;                              // of a segment
-  int64_t weight_partials, bias_partials;  // rows of the workspace
+  FastDivisor rows_per_sample, segments_per_gradient;
+  int64_t num_segments;  // of all gradients
+  int64_t rows_per_gradient, rows_per_segment;
+  int rounds;                                      // per segment
+  int64_t num_weight_partials, num_bias_partials;  // rows of the workspace: num_segments, or 0
   void* workspace;
 
-  // If all rows share a gradient, each resident block has a segment. Else 64 segments of a gradient keep the GPU busy
-  // with few samples; a segment has at least `min_rounds` rounds, which limits the memory traffic of its sums, and at
-  // most 256, which limits their rounding errors.
+  // If all rows share a gradient, each resident block has a segment. Otherwise, each gradient has 64 segments, which
+  // keep the GPU busy with few samples; but a segment has at least `min_rounds` rounds, so that partial sums cause
+  // little traffic, and at most 256, so that they round little.
   void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;
-    gradient_rows = p.samples * p.rows / gradients;
-    const int64_t rounds_of_gradient = ceil_div(gradient_rows, rows_per_round);
-    int64_t most_rounds = ceil_div(rounds_of_gradient, per_sample ? 64 : resident);
-    if (per_sample) most_rounds = std::clamp(most_rounds, min_rounds, int64_t{256});
-    const int64_t segments = ceil_div(rounds_of_gradient, most_rounds);
-    rows = FastDivisor(p.rows);
-    rounds = static_cast<int>(ceil_div(rounds_of_gradient, segments));
-    segments_of_gradient = FastDivisor(segments);
-    segment_rows = rounds * rows_per_round;
+    rows_per_gradient = p.samples * p.rows / gradients;
+    const int64_t rounds_per_gradient = ceil_div(rows_per_gradient, rows_per_round);
+    int64_t max_rounds = ceil_div(rounds_per_gradient, per_sample ? 64 : resident);
+    if (per_sample) max_rounds = std::clamp(max_rounds, min_rounds, int64_t{256});
+    const int64_t segments = ceil_div(rounds_per_gradient, max_rounds);
+    rows_per_sample = FastDivisor(p.rows);
+    rounds = static_cast<int>(ceil_div(rounds_per_gradient, segments));
+    segments_per_gradient = FastDivisor(segments);
+    rows_per_segment = rounds * rows_per_round;
     num_segments = gradients * segments;
-    weight_partials = flags.has(kGradWeight) && !stores_gradient(kWeightPerSample) ? num_segments : 0;
-    bias_partials = flags.has(kGradBias) && !stores_gradient(kBiasPerSample) ? num_segments : 0;
+    num_weight_partials = num_partials(kGradWeight, kWeightPerSample);
+    num_bias_partials = num_partials(kGradBias, kBiasPerSample);
   }
   __host__ __device__ __forceinline__ bool has_gradients_per_sample() const {
-    return flags.has(kWeightPerSample | kBiasPerSample);
+    return flags.has(kWeightPerSample | kBiasPerSample | kInputScalePerSample);
   }
-  // Whether the sums of a segment are a gradient, and go there instead of the workspace.
-  __host__ __device__ __forceinline__ bool stores_gradient(Flag per_sample) const {
-    return segments_of_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1);
+  // Whether the sums of a segment are a whole gradient, which the block then stores instead of partial sums.
+  __host__ __device__ __forceinline__ bool stores_gradient_directly(Flag per_sample) const {
+    return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1);
+  }
+  int64_t num_partials(Flag gradient, Flag per_sample) const {
+    return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;
+  }
+  PartialSums weight_sums(const BackwardParams& p) const {
+    return {p.grad_weight, flags.has(kWeightPerSample), num_weight_partials};
+  }
+  PartialSums bias_sums(const BackwardParams& p) const {
+    return {p.grad_bias, flags.has(kBiasPerSample), num_bias_partials};
   }
 };
 
-// Successive rows of a gradient.
+// The rows of segment `number` of GradientPlan::num_segments.
 template <class Index>
 struct Segment {
-  Index gradient = 0;  // the sample that has the gradient; 0 if all samples share it
-  Index first;         // row among all rows
-  int rows;            // may be 0
+  Index sample = 0;  // of its weights and gradients; 0 if all samples share them, whatever samples the rows have
+  Index first_row;   // among all samples * rows
+  int rows;          // may be 0
 
   __device__ __forceinline__ Segment(const GradientPlan& plan, Index number) {
     if (plan.has_gradients_per_sample()) {
-      const auto [quotient, remainder] = plan.segments_of_gradient.divide(number);
-      gradient = static_cast<Index>(quotient);
+      const auto [quotient, remainder] = plan.segments_per_gradient.divide(number);
+      sample = static_cast<Index>(quotient);
       number = static_cast<Index>(remainder);
     }
-    const Index gradient_rows = static_cast<Index>(plan.gradient_rows);
-    const Index row = number * static_cast<Index>(plan.segment_rows);
-    first = gradient * gradient_rows + row;
-    rows = static_cast<int>(max(min(static_cast<Index>(plan.segment_rows), gradient_rows - row), Index{0}));
+    const Index rows_per_gradient = static_cast<Index>(plan.rows_per_gradient);
+    const Index row = number * static_cast<Index>(plan.rows_per_segment);
+    first_row = sample * rows_per_gradient + row;
+    rows = static_cast<int>(max(min(static_cast<Index>(plan.rows_per_segment), rows_per_gradient - row), Index{0}));
   }
 };
 
-// Adds the partial sums, of float or double, of dweight [plan.weight_partials, pitch] and dbias [plan.bias_partials,
-// pitch] in the workspace (partials.cu). `config` launched the kernel that computes them.
-void launch_add_partials(const BackwardParams& p, const GradientPlan& plan, bool is_double, int64_t pitch,
-                         LaunchConfig config);
+// Launches the kernel that adds the partial sums of two gradients, which follow each other in the workspace as floats
+// or doubles (partials.cu). A gradient without any is not touched. `config` is that of the kernel that stored them.
+void launch_add_partials(const BackwardParams& p, const void* workspace, bool is_double, int64_t pitch,
+                         PartialSums first, PartialSums second, LaunchConfig config);
 
 }  // namespace layernorm::cuda

@@ -1,15 +1,16 @@
-// The gradients of input_scale on a GPU. With s = residual + input_scale * x and ds the gradient of s, for every
-// row of x and ds [samples, rows, cols]:
+// The gradients of the product in s = residual + input_scale * x on a GPU. With ds the gradient of s, which backward
+// has stored as grad_input, for every row of x and ds [samples, rows, cols]:
 //
 //   dx = input_scale * ds      dinput_scale = sum of ds * x over the rows that share the input_scale
 //
-// ds is grad_input, as the kernels of backward have stored it. This kernel runs after them, because none of them has
-// registers left for a third sum of its columns. It moves samples * rows * cols * (sizeof(X) + 2 * sizeof(T)) bytes.
+// x is BackwardParams::scaled_input, dx grad_scaled_input and dinput_scale grad_input_scale. This kernel runs after
+// those of backward, because none of them has registers left for a third sum of its columns. It moves samples * rows *
+// cols * (sizeof(X) + 2 * sizeof(T)) bytes.
 //
-// A thread owns a vector of columns, and the threads of a block that own the same columns take the rows of a segment in
-// turn. Products are added in float over kBatch rows and then in double. The workspace holds the partial sums of
-// dinput_scale [weight_partials, cols], a row for each segment, which add_partials adds. If a sample has one segment,
-// its sums are the gradient.
+// A thread owns one vector of columns, at (blockIdx.x, threadIdx.x). The threads of a block that own the same columns
+// differ in threadIdx.y: they take the rows of a segment in turn, and their sums are added at its end. Segments are
+// those of GradientPlan, in turn over blockIdx.y. Products are added in float over kRowsInFlight rows and then in
+// double. The workspace holds the partial sums of dinput_scale [segments, cols], which add_partials adds.
 //
 // Source: Touvron et al., Going deeper with image transformers, 2021, arXiv:2103.17239.
 #include <algorithm>
@@ -21,19 +22,20 @@ namespace layernorm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBatch = 4;  // rows of a thread that are loaded together
+constexpr int kRowsInFlight = 4;  // of a thread
 
 struct InputScalePlan : GradientPlan {
-  bool whole_vectors;  // of rows
+  bool whole_vectors;  // of x per row
 };
 
-// The vector of columns [begin, begin + count) that a thread holds of each row. Elements beyond `count` are zeros.
+// The columns [begin, begin + count) of each row, which a thread owns. Elements beyond `count` are zeros.
 template <int kVec>
-struct Columns {
+struct ThreadVector {
   int64_t begin;
   int count;
   bool whole_vectors;
 
+  // Loads these columns of a row, or zeros.
   template <class E>
   __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row) const {
     Vector<E, kVec> v;
@@ -60,52 +62,53 @@ struct Columns {
   }
 };
 
-// Computes the gradients for rows of ds of X.
+// The kernel for x of T and ds of X.
 template <class T, class X, int kVec>
 __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const InputScalePlan& plan,
                                                   double (&thread_sums)[kThreads][kVec]) {
   const int64_t begin = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVec;
   const int count = static_cast<int>(max(min(p.cols - begin, int64_t{kVec}), int64_t{0}));
-  const Columns<kVec> columns{begin, count, plan.whole_vectors};
-  const bool sums_input_scale = plan.flags.has(kGradWeight), stores_input = plan.flags.has(kGradInput);
+  const ThreadVector<kVec> columns{begin, count, plan.whole_vectors};
+  const bool has_grad_input_scale = plan.flags.has(kGradInputScale), has_dx = plan.flags.has(kGradScaledInput);
   const int step = static_cast<int>(blockDim.y);
-  for (int64_t number = blockIdx.y; number < plan.num_segments; number += gridDim.y) {
-    const Segment<int64_t> segment(plan, number);
+  for (int64_t s = blockIdx.y; s < plan.num_segments; s += gridDim.y) {
+    const Segment<int64_t> segment(plan, s);
     Acc input_scale[kVec];
-    with_parameter_type<T>(plan.flags, [&](auto element) {
-      widen(input_scale,
-            columns.load(stores_input, address<const decltype(element)>(p.input_scale, {segment.gradient, 0})));
+    with_weight_type<T>(plan.flags, [&](auto element) {
+      widen(input_scale, columns.load(has_dx, address<const decltype(element)>(p.input_scale, {segment.sample, 0})));
     });
     double sums[kVec] = {};
 #pragma unroll 1
-    for (int first = threadIdx.y; first < segment.rows; first += kBatch * step) {
-      Vector<X, kVec> ds[kBatch];
-      Vector<T, kVec> x[kBatch];
+    for (int first = threadIdx.y; first < segment.rows; first += kRowsInFlight * step) {
+      Vector<X, kVec> ds[kRowsInFlight];
+      Vector<T, kVec> x[kRowsInFlight];
+      // The thread's row i of kRowsInFlight. The address of a row that does not exist is valid.
       const auto exists = [&](int i) { return first + i * step < segment.rows; };
       const auto index = [&](int i) {
-        return find_sample(segment.first + first + (exists(i) ? i * step : 0), plan.flags.has(kHasSamples), plan.rows);
+        return find_sample(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kHasSamples),
+                           plan.rows_per_sample);
       };
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kRowsInFlight; ++i) {
         ds[i] = columns.load(exists(i), address<const X>(p.grad_input, index(i)));
-        x[i] = columns.load(exists(i) && sums_input_scale, address<const T>(p.scaled_input, index(i)));
+        x[i] = columns.load(exists(i) && has_grad_input_scale, address<const T>(p.scaled_input, index(i)));
       }
-      Acc batch_sums[kVec] = {};
+      Acc float_sums[kVec] = {};
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kRowsInFlight; ++i) {
         Acc wide_ds[kVec], wide_x[kVec];
         widen(wide_ds, ds[i]);
         widen(wide_x, x[i]);
         for (int e = 0; e < kVec; ++e) {
-          batch_sums[e] = fma(wide_ds[e], wide_x[e], batch_sums[e]);
+          float_sums[e] = fma(wide_ds[e], wide_x[e], float_sums[e]);
           wide_ds[e] *= input_scale[e];
         }
-        if (stores_input && exists(i)) columns.store(address<T>(p.grad_scaled_input, index(i)), wide_ds);
+        if (has_dx && exists(i)) columns.store(address<T>(p.grad_scaled_input, index(i)), wide_ds);
       }
-      for (int e = 0; e < kVec; ++e) sums[e] += batch_sums[e];
+      for (int e = 0; e < kVec; ++e) sums[e] += float_sums[e];
     }
-    if (!sums_input_scale) continue;
-    if (step > 1) {
+    if (!has_grad_input_scale) continue;
+    if (step > 1) {  // add the sums of the threads with the same columns
       double (&own)[kVec] = thread_sums[threadIdx.y * blockDim.x + threadIdx.x];
       for (int e = 0; e < kVec; ++e) own[e] = sums[e];
       __syncthreads();
@@ -117,18 +120,18 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
     if (threadIdx.y > 0) continue;
     Acc rounded[kVec];
     for (int e = 0; e < kVec; ++e) rounded[e] = static_cast<Acc>(sums[e]);
-    if (plan.stores_gradient(kWeightPerSample)) {
-      with_parameter_type<T>(plan.flags, [&](auto element) {
-        columns.store(address<decltype(element)>(p.grad_input_scale, {segment.gradient, 0}), rounded);
+    if (plan.stores_gradient_directly(kInputScalePerSample)) {
+      with_weight_type<T>(plan.flags, [&](auto element) {
+        columns.store(address<decltype(element)>(p.grad_input_scale, {segment.sample, 0}), rounded);
       });
     } else {
-      columns.store(static_cast<Acc*>(plan.workspace) + number * p.cols, rounded);
+      columns.store(static_cast<Acc*>(plan.workspace) + s * p.cols, rounded);
     }
   }
 }
 
-// The types of one size share an instance, which chooses at run time, also between T and float as the type of ds. An
-// instance for each of them would be no faster, because the kernel waits for memory.
+// The instance for elements of kBytes: float, or float16 and bfloat16, which are chosen at run time like X. An instance
+// for each type would be no faster, because the kernel waits for memory.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads) scale_gradients(const BackwardParams p, const InputScalePlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) scale_gradients(const BackwardParams
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Reserves the first bytes of a call's only allocation, and gives its caller the bytes that follow.
+// An allocator for backward() that reserves memory for input_scale: a call allocates once, and both need a workspace.
 class ReservingAllocator final : public Allocator {
  public:
   ReservingAllocator(Allocator& allocator, int64_t bytes) : allocator_(allocator), bytes_(round_up(bytes, 256)) {}
@@ -156,6 +159,7 @@ class ReservingAllocator final : public Allocator {
     reserved_ = allocator_.allocate(bytes_ + bytes);
     return static_cast<char*>(reserved_) + bytes_;
   }
+  // The reserved memory, also if backward() has allocated nothing.
   void* reserved() {
     if (!reserved_ && bytes_ > 0) allocate(0);
     return reserved_;
@@ -169,23 +173,23 @@ class ReservingAllocator final : public Allocator {
 
 auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? scale_gradients<4> : scale_gradients<2>; }
 
-// Plans the launch. The plan's fields for the weight describe the input_scale.
+// Plans the launch, and completes `config`.
 InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   InputScalePlan plan = {};
   const bool per_sample = is_per_sample(p, p.input_scale);
   const int64_t vector = 16 / bytes_of(p.dtype);
   plan.whole_vectors = p.cols % vector == 0;
-  plan.flags.set(kWideParameters, p.param_dtype != p.dtype);
+  plan.flags.set(kFloatWeights, p.param_dtype != p.dtype);
   plan.flags.set(kHasSamples, p.samples > 1);
-  plan.flags.set(kGradInput, p.grad_scaled_input.data);
-  plan.flags.set(kGradWeight, p.grad_input_scale.data);
-  plan.flags.set(kWeightPerSample, per_sample);
+  plan.flags.set(kGradScaledInput, p.grad_scaled_input.data);
+  plan.flags.set(kGradInputScale, p.grad_input_scale.data);
+  plan.flags.set(kInputScalePerSample, per_sample);
   const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
-  const int64_t rows_of_block = std::min(kThreads / threads, per_sample ? p.rows : p.samples * p.rows);
-  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_of_block));
+  const int64_t rows_per_round = std::min(kThreads / threads, per_sample ? p.rows : p.samples * p.rows);
+  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_per_round));
   config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
   const int64_t resident = std::max<int64_t>(resident_blocks(config, kernel_of(p.dtype)) / config.grid.x, 1);
-  plan.set_segments(p, rows_of_block * kBatch, resident, 4);
+  plan.set_segments(p, rows_per_round * kRowsInFlight, resident, 4);
   config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
   config.stream = static_cast<Stream>(p.stream);
   config.overlaps_previous = true;
@@ -197,17 +201,17 @@ InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
 void backward_with_input_scale(const BackwardParams& p) {
   LaunchConfig config;
   InputScalePlan plan = make_plan(p, config);
-  ReservingAllocator allocator(*p.allocator, plan.weight_partials * p.cols * static_cast<int64_t>(sizeof(Acc)));
-  BackwardParams norm = p;
-  norm.input_scale = norm.grad_input_scale = norm.grad_scaled_input = {};
-  norm.allocator = &allocator;
-  backward(norm);
+  const int64_t num_partials = plan.num_partials(kGradInputScale, kInputScalePerSample);
+  ReservingAllocator allocator(*p.allocator, num_partials * p.cols * static_cast<int64_t>(sizeof(Acc)));
+  BackwardParams without_input_scale = p;
+  without_input_scale.input_scale = without_input_scale.grad_input_scale = without_input_scale.grad_scaled_input = {};
+  without_input_scale.allocator = &allocator;
+  backward(without_input_scale);
 
   plan.workspace = allocator.reserved();
   launch(config, kernel_of(p.dtype), p, plan);
-  BackwardParams sums = p;
-  sums.grad_weight = p.grad_input_scale;
-  launch_add_partials(sums, plan, /*is_double=*/false, p.cols, config);
+  launch_add_partials(p, plan.workspace, /*is_double=*/false, p.cols,
+                      {p.grad_input_scale, plan.flags.has(kInputScalePerSample), num_partials}, {}, config);
 }
 
 }  // namespace layernorm::cuda

@@ -1,4 +1,4 @@
-// The sizes at which the host code chooses another kernel or another launch.
+// The sizes at which the host code chooses another kernel or another launch. The emulator has lower ones for tests.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,16 @@ namespace layernorm::cuda {
 
 constexpr int64_t kMaxGridY = 65535;  // blocks of a grid along y
 
-// Vectors of a row that forward keeps in registers, and of a row or part that a warp or a block stages.
+// The most vectors of a row that forward keeps in registers, that a warp stages, and that a block stages.
 constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
-constexpr int64_t kMaxPartVectors = 2048;
+constexpr int64_t kMaxBlockVectors = 2048;
 
-// Rounds of a block in backward that take less time than a second launch.
+// The most rounds of a block in backward that take less time than launching add_partials as well.
 constexpr int64_t kFewRounds = 2;
 
-// Bytes of shared memory that stage the pixels of a block, so that two blocks fit on a multiprocessor of an H100. GPUs
-// of compute capability 8.6, 8.9 and 12.0 have less.
+// The most bytes of a staged tile of images (channels_first.cu), so that two blocks fit on a multiprocessor of an H100.
+// GPUs of compute capability 8.6, 8.9 and 12.0 have less shared memory.
 constexpr int64_t kMaxStagedBytes = 96 * 1024;
 
 }  // namespace layernorm::cuda

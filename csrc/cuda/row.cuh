@@ -1,4 +1,4 @@
-// Functions that the kernels share: sums over the lanes of a row, and the arithmetic of statistics and gradients.
+// Device functions that all kernels share: shuffle reductions, and the arithmetic of statistics and gradients.
 #pragma once
 
 #include "geometry.h"
@@ -8,23 +8,23 @@ namespace layernorm::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxBlockThreads = 512, kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
-constexpr int kThreadsOfShortRows = 128;  // of a block of forward whose rows take a warp or less
+constexpr int kThreadsOfShortRows = 128;  // of a forward block, if a row fits a warp
 
-struct DoNothing {
+struct DoNothing {  // the default of a callback
   __device__ __forceinline__ void operator()() const {}
 };
 
-// Returns to all lanes the sum over each kLanes neighbouring lanes. All lanes of the warp must call it.
+// Butterfly reduction: each lane gets the sum over its group of kLanes neighbouring lanes. The whole warp must call it.
 template <int kLanes, class Number>
-__device__ __forceinline__ Number sum_lanes(Number value) {
+__device__ __forceinline__ Number sum_over_lanes(Number value) {
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
 }
 
-// Returns to all lanes of a row the sums over them, for a power of two of lanes.
+// The same for kCount sums and groups of `lanes` lanes, a power of two that is known at run time.
 template <int kCount>
-__device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
+__device__ __forceinline__ void sum_over_row_lanes(Acc (&sums)[kCount], int lanes) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset >= lanes) continue;
@@ -32,31 +32,32 @@ __device__ __forceinline__ void sum_row_lanes(Acc (&sums)[kCount], int lanes) {
   }
 }
 
-// Calls f(E()) with the type of the weight, the bias and the input_scale: T or float.
+// Calls f(W()) with the type W of the weight, the bias, the input_scale and their gradients: T or float.
 template <class T, class F>
-__device__ __forceinline__ auto with_parameter_type(Flags flags, const F& f) {
-  if (std::is_same_v<T, Acc> || !flags.has(kWideParameters)) return f(T());
+__device__ __forceinline__ auto with_weight_type(Flags flags, const F& f) {
+  if (std::is_same_v<T, Acc> || !flags.has(kFloatWeights)) return f(T());
   return f(Acc());
 }
+// Loads one element of a sample's weight, bias or input_scale.
 template <class T>
-__device__ __forceinline__ Acc load_element(const View& parameter, int64_t sample, int64_t column, Flags flags) {
-  return with_parameter_type<T>(flags, [&](auto element) {
-    return static_cast<Acc>(address<const decltype(element)>(parameter, {sample, 0})[column]);
+__device__ __forceinline__ Acc load_weight_element(const View& weight, int64_t sample, int64_t column, Flags flags) {
+  return with_weight_type<T>(flags, [&](auto element) {
+    return static_cast<Acc>(address<const decltype(element)>(weight, {sample, 0})[column]);
   });
 }
 
-// ---- large numbers --------------------------------------------------------------------------------------------------
+// ---- rows whose sums overflow ---------------------------------------------------------------------------------------
 
-// As on the CPU, a row whose sums of squares or differences overflow is first rescaled by a power of two, which rounds
-// nothing. Other rows are multiplied by 1 in an instruction that subtracts or adds anyway.
+// If a sum of squares or differences overflows, forward repeats the sums of x * kRowScale. A power of two rounds
+// nothing. Other rows have a row_scale of 1, which costs nothing in a fused multiply-add.
 constexpr Acc kRowScale = 0x1p-96f;
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
 __device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x); }
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
 
-// 1 / sqrt(variance + eps * row_scale^2) for the variance of x * row_scale. eps * row_scale^2 may underflow, its root
-// does not. In constant rows of large numbers, whose differences are zero, the largest number replaces an overflow.
+// The rstd of x * row_scale, 1 / sqrt(variance + eps * row_scale^2), from the variance of x * row_scale. hypot() avoids
+// eps * row_scale^2, which may underflow. The largest finite number replaces an overflow, which constant rows have.
 template <class Number>
 __device__ __forceinline__ Number rescaled_rstd(Number variance, Number eps, Number row_scale) {
   if (row_scale == 1) return reciprocal_sqrt(variance + eps);
@@ -64,13 +65,13 @@ __device__ __forceinline__ Number rescaled_rstd(Number variance, Number eps, Num
   return eps > 0 && rstd == std::numeric_limits<Number>::infinity() ? std::numeric_limits<Number>::max() : rstd;
 }
 
-// The rstd of x, from the result of rescaled_rstd(), which marks a constant row by the largest number.
+// The rstd of x from the result of rescaled_rstd(). The largest finite number marks a constant row: 1 / sqrt(eps).
 template <class Eps>
 __device__ __forceinline__ Acc undo_row_scale(Acc rstd, Eps eps, Acc row_scale) {
   return rstd == std::numeric_limits<Acc>::max() ? static_cast<Acc>(reciprocal_sqrt(eps)) : rstd * row_scale;
 }
 
-// A number of columns, and its reciprocal rounded to nearest.
+// Divides by a number of columns, with its reciprocal.
 template <class Number>
 struct Divisor {
   Number value, reciprocal;
@@ -78,9 +79,9 @@ struct Divisor {
   Divisor() = default;
   explicit Divisor(int64_t count) : value(static_cast<Number>(count)), reciprocal(1 / static_cast<Number>(count)) {}
 
-  // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite (Markstein,
-  // Computation of elementary functions on the IBM RISC System/6000 processor, 1990). A division would be a function
-  // call that needs more registers.
+  // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite. The first
+  // fma() is the exact remainder of x * reciprocal (Markstein, Computation of elementary functions on the IBM RISC
+  // System/6000 processor, 1990). A division would be a function call that needs more registers.
   __device__ __forceinline__ Number divide(Number x) const {
     const Number quotient = x * reciprocal;
     return fma(fma(-quotient, value, x), reciprocal, quotient);
@@ -89,45 +90,50 @@ struct Divisor {
 
 // ---- backward of a row ----------------------------------------------------------------------------------------------
 
-// The largest power of two up to x, for positive normal x, and the reciprocal of a power of two.
+// The largest power of two <= x, for positive normal x, and the reciprocal of a power of two, by their exponent bits.
 __device__ __forceinline__ float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
 __device__ __forceinline__ float invert(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
-// The statistics that forward saved, for x * row_scale: d = x * row_scale - mean and xhat = d * rstd - correction. The
-// row_scale is a power of two, which rounds nothing, and brings the deviation of the row near 1, so that products with
-// d neither overflow nor underflow. If d is xhat, computed from the output, then rstd is 1 and the row_scale is the
-// rstd of x.
-struct Statistics {
-  Acc row_scale = 0, mean = 0, rstd = 0;
 
-  Statistics() = default;
-  __device__ __forceinline__ Statistics(Acc mean_, Acc rstd_, bool memory_efficient) : mean(mean_), rstd(rstd_) {
+// The statistics of x that forward saved, converted to those of x * row_scale:
+//
+//   d = x * row_scale - scaled_mean      xhat = d * scaled_rstd - mean_xhat, see RowMeans
+//
+// row_scale is a power of two near rstd, so that d is of the order of 1 and products with it neither overflow nor
+// underflow. With memory_efficient, d is xhat itself, recovered from the output: scaled_rstd is 1, and row_scale is the
+// rstd of x, because dx() multiplies by their product.
+struct ScaledStatistics {
+  Acc row_scale = 0, scaled_mean = 0, scaled_rstd = 0;
+
+  ScaledStatistics() = default;
+  __device__ __forceinline__ ScaledStatistics(Acc mean, Acc rstd, bool memory_efficient)
+      : scaled_mean(mean), scaled_rstd(rstd) {
     if (memory_efficient) {
       row_scale = rstd;
-      rstd = 1;
+      scaled_rstd = 1;
       return;
     }
-    // Numbers around so large a mean are too far apart for a product to underflow; the rescaled mean might overflow.
+    // The scaled mean might overflow. Numbers around so large a mean are too far apart for a product to underflow.
     const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
     row_scale = is_far ? 1 : power_of_two(max(rstd, std::numeric_limits<Acc>::min()));
-    mean *= row_scale;
-    rstd *= invert(row_scale);
+    scaled_mean *= row_scale;
+    scaled_rstd *= invert(row_scale);
   }
 };
 
-// The means over a row from which dx is computed.
+// The means over a row from which dx is computed, with g = dy * weight.
 struct RowMeans {
-  Acc xhat;  // of xhat as computed from the saved mean: the correction
-  Acc g;
-  Acc g_xhat;  // of g times the corrected xhat
+  Acc mean_xhat;    // the mean of d * scaled_rstd: 0 but for the rounding error of the saved mean, so xhat subtracts it
+  Acc mean_g;       // 0 for RMSNorm, like mean_xhat
+  Acc mean_g_xhat;  // of g times the corrected xhat
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The first difference is exactly 0 if g is constant over the row,
   // as for a row of one column or the gradient of the sum of the outputs.
-  __device__ __forceinline__ Acc grad_input(Acc g_minus_mean, Acc xhat_, const Statistics& row) const {
-    return fma(xhat_, -g_xhat, g_minus_mean) * (row.rstd * row.row_scale);
+  __device__ __forceinline__ Acc dx(Acc g_minus_mean, Acc xhat, const ScaledStatistics& statistics) const {
+    return fma(xhat, -mean_g_xhat, g_minus_mean) * (statistics.scaled_rstd * statistics.row_scale);
   }
 };
 
-// xhat from the output. A weight that is too small to divide by gives NaN.
+// xhat from the output y, for memory_efficient. A weight that is too small to divide by gives NaN.
 __device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
   return abs(weight) < Acc(kSmallestDivisor) ? std::numeric_limits<Acc>::quiet_NaN() : fast_divide(y - bias, weight);
 }
@@ -138,12 +144,12 @@ __device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
 struct Activated {
   Acc value, derivative;
 
-  // sigmoid(z) and 1 - sigmoid(z) come from the same exponential, which does not overflow, and neither cancels.
+  // sigmoid(z) and 1 - sigmoid(z) come from exp(-|z|), which does not overflow, without a difference that cancels.
   __device__ __forceinline__ Activated(Acc z, Flags flags) {
     const Acc e = exp(-abs(z)), larger = fast_divide(Acc(1), 1 + e), smaller = e * larger;
-    const Acc sigmoid = z < 0 ? smaller : larger, rest = z < 0 ? larger : smaller;
+    const Acc sigmoid = z < 0 ? smaller : larger, complement = z < 0 ? larger : smaller;
     value = flags.has(kSigmoid) ? sigmoid : z * sigmoid;
-    derivative = sigmoid * (flags.has(kSigmoid) ? rest : fma(z, rest, Acc(1)));
+    derivative = sigmoid * (flags.has(kSigmoid) ? complement : fma(z, complement, Acc(1)));
   }
 };
 

@@ -1,4 +1,5 @@
-// Vectors: 16 bytes of a row of x, and the elements of other arrays in the same columns.
+// Vector<E, kSize>: neighbouring elements of a row that a thread loads or stores with one instruction. A vector of x
+// has 16 bytes; vectors of other arrays hold the same columns, so that they have 8, 16 or 32 bytes.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 
 namespace layernorm::cuda {
 
-// The element types of the CUDA kernels for dtypes.h. float64 is computed by aten's operations (host.cpp).
+// The element types for which dispatch_dtypes() instantiates kernels. float64 has none: composite.cpp computes it.
 struct Elements {
   using Float64 = void;
   using Float32 = float;
@@ -26,7 +27,7 @@ struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
   E values[kSize];
 };
 
-// Elements of 16 bits are set in pairs; one by one, each would take an instruction and a register of its own.
+// Sets all elements to `value`. Elements of 16 bits are set in pairs, because one register holds two.
 template <class E, int kSize>
 __device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
   constexpr int kPerWord = sizeof(E) == 2 ? 2 : 1;
@@ -37,7 +38,7 @@ __device__ __forceinline__ void fill(Vector<E, kSize>& v, E value) {
   }
 }
 
-// Rounds to nearest, ties to even. Subnormal numbers are kept.
+// Converts Acc to E: rounds to nearest, ties to even, and keeps subnormal numbers.
 template <class E, int kSize>
 __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   Vector<E, kSize> result;
@@ -55,8 +56,7 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   return result;
 }
 
-// Converts `v` from element `begin` on to Acc, with one instruction per element. The bits of a bfloat16 are the upper
-// half of a float's.
+// Converts kCount elements of `v` to Acc, from element `begin` on. A bfloat16 has the upper half of a float's bits.
 template <class E, int kCount, int kSize>
 __device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSize>& v, int begin = 0) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {

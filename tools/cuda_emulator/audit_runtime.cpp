@@ -62,8 +62,8 @@ gpu_models::Launch describe(const cudaLaunchConfig_t& config) {
 // after others end. One group of grid.x blocks, which share a row, is always allowed.
 bool has_second_wave(const Kernel& kernel, const uint64_t (&grid)[3], uint64_t resident) {
   if (kernel.function == "channels_first_backward") return grid[0] > resident;
-  const bool has_parts = kernel.function == "backward_rows" || kernel.function == "forward_slices";
-  return has_parts && grid[1] > std::max(resident / grid[0], uint64_t{1});
+  const bool is_persistent = kernel.function == "backward_staged" || kernel.function == "forward_staged";
+  return is_persistent && grid[1] > std::max(resident / grid[0], uint64_t{1});
 }
 
 }  // namespace

@@ -105,15 +105,15 @@ using emulator::async_commit, emulator::wait_for_previous_grid;
 using emulator::cluster_arrive, emulator::cluster_rank, emulator::cluster_wait;
 
 template <class T>
-T* compute_once(T* global) {
+T* keep_in_register(T* global) {
   return global;
 }
-inline int compute_once(int value) { return value; }
+inline int keep_in_register(int value) { return value; }
 template <class T>
-T compute_again(T value) {
+T recompute_from(T value) {
   return value;
 }
-inline void keep_order() {}
+inline void compiler_fence() {}
 template <class T>
 T fast_divide(T x, T y) {
   return x / y;

@@ -7,7 +7,7 @@
 namespace layernorm::cuda {
 
 inline int64_t kMaxGridY = 5;  // small, so that a block takes several segments
-inline int64_t kMaxRegisterVectors = 2048, kMaxWarpVectors = 128, kMaxPartVectors = 2048;
+inline int64_t kMaxRegisterVectors = 2048, kMaxWarpVectors = 128, kMaxBlockVectors = 2048;
 inline int64_t kMaxStagedBytes = 96 * 1024;
 inline int64_t kFewRounds = 0;  // few rows then reach the kernel that adds partial sums
 
@@ -16,7 +16,7 @@ inline void lower_launch_limits(int64_t path, int64_t few_rounds) {
   kFewRounds = few_rounds;
   kMaxRegisterVectors = std::min<int64_t>(path, 2048);
   kMaxWarpVectors = std::min<int64_t>(path, 128);
-  kMaxPartVectors = std::clamp<int64_t>(path, 32, 2048);  // a warp shares a chunk
+  kMaxBlockVectors = std::clamp<int64_t>(path, 32, 2048);  // a warp shares a chunk
   kMaxStagedBytes = std::min<int64_t>(path, 96 * 1024);
 }
 

@@ -123,7 +123,7 @@ void* cluster_peer(const void* address, unsigned rank, const void* pc);
 void receive_message(const void* barrier, size_t bytes, const void* pc);
 bool in_shared(const Block& block, const void* address);
 
-// Returns "row.cuh:35 < forward_rows.cu:147": the line of the call before pc, then those into which it was inlined.
+// Returns "row.cuh:35 < forward_staged.cu:147": the line of the call before pc, then those into which it was inlined.
 std::string at(const void* pc);
 
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------

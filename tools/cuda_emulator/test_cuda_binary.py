@@ -30,13 +30,13 @@ def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
     for kernel in kernels:
         if kernel.function.startswith("channels_first"):
             assert kernel.count("LDGSTS", "128") > 0 and kernel.count("STG", "128") > 0, kernel.name
-        elif kernel.function == "forward_rows":
+        elif kernel.function == "forward_registers":
             t, x, vectors = re.search(r"<(\w+), (\w+), (\d), \d>", kernel.name).groups()
             # The output has 16 bits, and so 8 bytes per vector, if only x is float32.
             narrow = kernel.count("STG", "64") if t != x else 0
             assert kernel.count("LDG", "128") >= int(vectors), kernel.name
             assert kernel.count("STG", "128") + narrow >= int(vectors), kernel.name
-        elif kernel.function in ("forward_slices", "backward_rows"):
+        elif kernel.function in ("forward_staged", "backward_staged"):
             assert kernel.count("LDGSTS", "128") >= 2, kernel.name  # rows that are not whole vectors too
             if "Vectors" in kernel.name:
                 assert kernel.count("STG", "128") >= 2, kernel.name
@@ -68,6 +68,6 @@ def test_emulated_calls_reach_every_kernel(kernels):
                 library.ops.backward(*arguments, None, dy)
     names = {kernel.name for kernel in kernels}
     if kernels[0].architecture < 90:  # without clusters, forward has no rows of whole vectors that blocks stage
-        names = {name for name in names if not ("forward_slices" in name and "BlockVectors" in name)}
+        names = {name for name in names if not ("forward_staged" in name and "BlockVectors" in name)}
     assert {name for name, _ in library.launched()} == names
     assert len(kernels) <= 62

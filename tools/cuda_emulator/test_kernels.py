@@ -64,7 +64,7 @@ rows_and_pixels = pytest.mark.parametrize(
 
 
 # The limits are the longest rows of 1 to 32 lanes and of a block, and of threads with two, four and eight vectors
-# (forward_rows.cu), in vectors of 16 bytes.
+# (forward_registers.cu), in vectors of 16 bytes.
 @kernel_dtypes
 @pytest.mark.parametrize("limit", [1, 8, 16, 31, 64, 128, 256, 1024, 2048])
 def test_all_schedules_give_the_same_bits(library, dtypes, limit):
@@ -96,7 +96,7 @@ def test_all_schedules_of_a_cluster_give_the_same_bits(library, dtypes, parts):
             library.launched()
             with library.schedule(seed, architecture=architecture, path_limit=0):
                 results = run(library, x, dy, w, b)
-            assert launches(library, "backward_rows") == {parts: 1}
+            assert launches(library, "backward_staged") == {parts: 1}
             expected = expected or results
             assert_same_bits(results, expected, cols, seed)
         check(results, x, dy, w, b, context=(cols,))

@@ -36,8 +36,8 @@ SMALL, LARGE, BACKWARD, UNLISTED = 1, 2, 3, 4  # stand for the addresses of kern
 # function, registers, static shared memory
 KERNELS = {
     "small": ("small", 32, 4 * KIB),
-    "large<backward_rows>": ("large", 255, 0),
-    "backward_rows<>": ("backward_rows", 64, 0),
+    "large<backward_staged>": ("large", 255, 0),
+    "backward_staged<>": ("backward_staged", 64, 0),
 }
 
 

@@ -1,0 +1,86 @@
+// The exchange of partial results between the blocks that share a long row. Block blockIdx.x of a row has its columns
+// [blockIdx.x * block_cols, + block_cols); blocks of different rows differ in blockIdx.y.
+#pragma once
+
+#include "thread_columns.cuh"
+
+namespace layernorm::cuda {
+
+// What a block has computed from its columns of a row: packed moments in forward, RowSums in backward.
+using PartialResult = Acc[3];
+
+// Gives the blocks of a row the results of all of them.
+//
+// If a cluster shares a row, each block stores its result in the shared memory of all blocks of the cluster
+// (distributed shared memory), and an mbarrier there tells when all have arrived. Four buffers, which take turns,
+// suffice: a block sends the result of row r only after it has received those of row r - 2 from every block, and each
+// of them sent that only after a barrier that follows its reads of row r - 4.
+//
+// Otherwise a first launch stores the results in the workspace, and a second one loads them.
+class BlockExchange {
+ public:
+  static constexpr int kBuffers = 4;
+  struct Memory {
+    PartialResult results[kBuffers][kMaxClusterSize];
+    TransactionBarrier barriers[kBuffers];
+  };
+
+  // Initializes the mbarriers. All threads of a cluster call this first.
+  __device__ __forceinline__ static void start(Memory& memory) {
+    if (threadIdx.x == 0) {
+      for (auto& barrier : memory.barriers) barrier.init();
+    }
+    cluster_arrive();
+    cluster_wait();
+  }
+  __device__ __forceinline__ BlockExchange(Memory& memory, void* workspace, int row_blocks, Flags flags)
+      : memory_(memory), workspace_(static_cast<PartialResult*>(workspace)), row_blocks_(row_blocks), flags_(flags) {}
+
+  // Sends the block's result for its row number `round` to the row's blocks. All threads of the block call this.
+  __device__ __forceinline__ void send(const PartialResult& result, int round) const {
+    const int block = blockIdx.x, thread = recompute_from(static_cast<int>(threadIdx.x));
+    if (flags_.has(kClusterSharesRow)) {
+      auto& barrier = memory_.barriers[round % kBuffers];
+      if (thread == 0) barrier.expect(row_blocks_ * sizeof(PartialResult));
+      if (thread < row_blocks_) barrier.store(memory_.results[round % kBuffers][block], result, thread);
+    } else if (flags_.has(kFirstLaunch) && thread == 0) {
+      for (int k = 0; k < 3; ++k) workspace_[row_begin(round) + block][k] = result[k];
+    }
+  }
+  // Waits for the results of all blocks of the row, and returns them in the order of the blocks.
+  __device__ __forceinline__ const PartialResult* receive(int round) const {
+    if (flags_.has(kSecondLaunch)) return workspace_ + row_begin(round);
+    memory_.barriers[round % kBuffers].wait(round / kBuffers);
+    return memory_.results[round % kBuffers];
+  }
+
+  // The workspace of two launches whose blocks have `rounds` rounds.
+  static int64_t workspace_bytes(dim3 grid, int64_t rounds) {
+    return rounds * grid.y * grid.x * static_cast<int64_t>(sizeof(PartialResult));
+  }
+
+ private:
+  // Where the workspace has the results of a row: [round, blockIdx.y, blockIdx.x].
+  __device__ __forceinline__ static int64_t row_begin(int round) {
+    return (int64_t{recompute_from(round)} * gridDim.y + blockIdx.y) * gridDim.x;
+  }
+
+  Memory& memory_;
+  PartialResult* const workspace_;
+  const int row_blocks_;
+  const Flags flags_;
+};
+
+// Launches a kernel once, or twice if its blocks share rows without a cluster: see BlockExchange.
+template <class Params, class Plan>
+void launch_once_or_twice(const LaunchConfig& config, void (*kernel)(Params, Plan), const Params& p, Plan plan) {
+  if (plan.row_blocks > static_cast<int>(config.cluster)) {
+    plan.flags.set(kFirstLaunch, true);
+    launch(config, kernel, p, plan);
+    plan.flags.set(kFirstLaunch, false);
+    plan.flags.set(kSecondLaunch, true);
+  }
+  launch(config, kernel, p, plan);
+}
+
+}  // namespace layernorm::cuda
