@@ -113,6 +113,7 @@ def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
 
 def check(input: Tensor, normalized_shape: Sequence[Any], **arguments: Any) -> None:
     """Raise the errors that the kernels raise, with the names of the public functions, without a node in the graph."""
+    arguments |= {"eps": 0.0}  # any number is right
     if not torch.compiler.is_dynamo_compiling():
         schema = torch.ops.layernorm.check.default._schema.arguments
         # The compiled function takes no integers of other libraries.
