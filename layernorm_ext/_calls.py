@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,10 +105,8 @@ def norm(
     if records_aten or has_nested(input, *tensors.values()):  # which the operators would refuse by their own error
         tracing.check(input, normalized_shape, **tensors, **options)
     options["inplace"] = bool(inplace)
-    if records_aten:
-        output, sum = tracing.norm(input, normalized_shape, eps, **tensors, **options)
-    else:
-        output, sum = _call_operator(input, normalized_shape, eps, tensors, **options)
+    function = tracing.norm if records_aten else _call_operator
+    output, sum = function(input, normalized_shape, eps, **tensors, **options)
     return output if residual is None else (output, sum)
 
 
@@ -116,19 +114,22 @@ def _call_operator(
     input: Tensor,
     normalized_shape: Sequence[int],
     eps: float,
-    tensors: Mapping[str, Tensor | None],
     *,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    input_scale: Tensor | None,
     inplace: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output, and the sum with a residual, of the operator that has the tensors of a call."""
-    others = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    arguments = (input, normalized_shape, others.pop("weight", None), others.pop("bias", None), eps)
+    arguments = (input, normalized_shape, weight, bias, eps)
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
-        residual = others["residual"]  # by position, so that fusion/ finds in the schema that the call writes it
-        return ops.forward_.fused(*arguments, residual, others.get("input_scale"), **options)[0], residual
-    if not others:
+        return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
+    if residual is None and gate is None and input_scale is None:
         return ops.forward.default(*arguments, **options)[0], None
-    output, sum, *_ = ops.forward.fused(*arguments, **others, **options)
+    others = (gate,) if input_scale is None else (gate, input_scale)
+    output, sum, *_ = ops.forward.fused(*arguments, residual, *others, **options)
     return output, sum
