@@ -19,9 +19,8 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-// Whether an argument is a tensor without an override (__torch_function__) or, if it may be absent, None.
+// Whether an argument is a tensor without an override (__torch_function__).
 bool is_tensor(PyObject* object) { return THPVariable_CheckExact(object); }
-bool is_optional_tensor(PyObject* object) { return object == Py_None || is_tensor(object); }
 
 // Reads a tuple or list of Python integers, as normalized_shape is in nearly every call; returns whether it is one.
 bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
@@ -37,8 +36,8 @@ bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
   return true;
 }
 
-// The parameters of norm() in layernorm_ext/_calls.py. Those from the residual on have defaults.
-enum Parameter {
+// The arguments of norm() in layernorm_ext/_calls.py. Those from the residual on have defaults.
+enum Argument {
   kName,
   kInput,
   kNormalizedShape,
@@ -56,8 +55,8 @@ constexpr const char* kNames[] = {
     "name",        "input",   "normalized_shape",         "weight", "bias", "eps", "residual", "gate",
     "input_scale", "inplace", LAYERNORM_EACH_OPTION(NAME)};
 #undef NAME
-constexpr Py_ssize_t kParameters = std::size(kNames);
-PyObject* names[kParameters];  // interned
+constexpr Py_ssize_t kArguments = std::size(kNames);
+PyObject* names[kArguments];  // interned
 
 // Read an option, and keep its value if it is absent. They return whether it has the type, and an integer 64 bits.
 bool read_option(PyObject* object, bool& option) {
@@ -75,8 +74,8 @@ bool read_option(PyObject* object, optional<c10::SymInt>& option) {
 }
 
 // Reads the arguments of a vectorcall by position or name; absent ones are null. Returns whether the names are known.
-bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject* (&values)[kParameters]) {
-  if (count > kParameters) return false;
+bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject* (&values)[kArguments]) {
+  if (count > kArguments) return false;
   std::copy_n(args, count, values);
   for (Py_ssize_t i = 0; keywords && i < PyTuple_GET_SIZE(keywords); ++i) {
     const auto name = std::find(std::begin(names), std::end(names), PyTuple_GET_ITEM(keywords, i));
@@ -91,11 +90,11 @@ bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords,
 // 3 us longer (8 x 64, AMD EPYC Zen 4).
 PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
-  PyObject* values[kParameters] = {};
+  PyObject* values[kArguments] = {};
   c10::SymDimVector normalized_shape;
   layernorm::Options options;
-  const auto is_tensor_or_none = [&](Parameter p) { return !values[p] || is_optional_tensor(values[p]); };
-  const auto has = [&](Parameter p) { return values[p] && values[p] != Py_None; };
+  const auto has = [&](Argument a) { return values[a] && values[a] != Py_None; };
+  const auto is_tensor_or_none = [&](Argument a) { return !has(a) || is_tensor(values[a]); };
   const auto has_required = [&] { return std::find(values, values + kResidual, nullptr) == values + kResidual; };
   const auto read_options = [&] {
     PyObject* const* value = values + kFirstOption;
@@ -106,18 +105,18 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
     return has(kResidual) ? !values[kInplace] || PyBool_Check(values[kInplace]) : !has(kInplace);
   };
   const bool plain = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
-                     read_sizes(values[kNormalizedShape], normalized_shape) && is_optional_tensor(values[kWeight]) &&
-                     is_optional_tensor(values[kBias]) && PyFloat_CheckExact(values[kEps]) &&
-                     is_tensor_or_none(kResidual) && is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) &&
-                     read_options() && has_right_inplace() && !at::impl::torch_function_mode_enabled() &&
+                     read_sizes(values[kNormalizedShape], normalized_shape) && PyFloat_CheckExact(values[kEps]) &&
+                     is_tensor_or_none(kWeight) && is_tensor_or_none(kBias) && is_tensor_or_none(kResidual) &&
+                     is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && read_options() &&
+                     has_right_inplace() && !at::impl::torch_function_mode_enabled() &&
                      !at::tracer::impl::is_dispatch_enabled() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (!plain || THPVariable_Unpack(values[kInput]).is_nested()) {
     const pybind11::object in_python = pybind11::module_::import("layernorm_ext._calls").attr("norm");
     return PyObject_Vectorcall(in_python.ptr(), args, count, keywords);
   }
   const Tensor input = THPVariable_Unpack(values[kInput]);
-  const auto tensor = [&](Parameter p) {
-    return has(p) ? optional<Tensor>(THPVariable_Unpack(values[p])) : std::nullopt;
+  const auto tensor = [&](Argument a) {
+    return has(a) ? optional<Tensor>(THPVariable_Unpack(values[a])) : std::nullopt;
   };
   const auto weight = tensor(kWeight), bias = tensor(kBias), residual = tensor(kResidual), gate = tensor(kGate);
   const auto input_scale = tensor(kInputScale);
@@ -144,7 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   std::transform(std::begin(kNames), std::end(kNames), names, PyUnicode_InternFromString);
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw py::error_already_set();
-  m.def("check", &layernorm::check, py::call_guard<py::gil_scoped_release>());
+  m.def("check", &layernorm::fused_forward_operator<layernorm::check>, py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &layernorm::cpu::capability,
         "The instruction set of the CPU kernels in use: DEFAULT, AVX2 or AVX512.");
 }

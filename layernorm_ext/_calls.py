@@ -72,8 +72,7 @@ def norm(
     functions call the C++ function of this name and signature (csrc/python.cpp), which calls this one for arguments
     that are not the usual ones, and while a tracer records operators.
     """
-    tensors = {
-        "input": input,
+    tensors: dict[str, Any] = {
         "residual": residual,
         "weight": weight,
         "bias": bias,
@@ -89,7 +88,8 @@ def norm(
         "gate_first": gate_first,
     }
     required = ("input",) if inplace is None else ("input", "residual")
-    check_types(name, tensors, required, {**flags, "inplace": False if inplace is None else inplace}, num_groups)
+    all_flags = {**flags, "inplace": False if inplace is None else inplace}
+    check_types(name, {"input": input, **tensors}, required, all_flags, num_groups)
     normalized_shape, eps = as_numbers(name, normalized_shape, eps)
     # Defaults are left out, because they take time in each call of a graph.
     options: dict[str, Any] = {flag: True for flag, value in flags.items() if value}
@@ -97,30 +97,29 @@ def norm(
         options["num_groups"] = num_groups
 
     if input.is_nested and not images:
-        arguments = (input, normalized_shape, weight, bias, eps, residual, gate, input_scale)
-        return norm_nested(partial(norm, name), *arguments, inplace=inplace, **options)
+        return norm_nested(partial(norm, name), input, normalized_shape, eps, tensors, inplace=inplace, **options)
     if images:
         normalized_shape = () if input.is_nested else input.shape[1:2]
     normalized_shape = tracing.constant_sizes(normalized_shape)
     records_aten = tracing.records_aten()
-    if records_aten or has_nested(*tensors.values()):  # which the operators would refuse by their own error
-        tracing.check(input, normalized_shape, weight, bias, residual, gate, input_scale, **options)
+    if records_aten or has_nested(input, *tensors.values()):  # which the operators would refuse by their own error
+        tracing.check(input, normalized_shape, **tensors, **options)
+    options["inplace"] = bool(inplace)
     function = tracing.norm if records_aten else _call_operator
-    arguments = (input, normalized_shape, weight, bias, eps, residual, gate, input_scale)
-    output, total = function(*arguments, inplace=bool(inplace), **options)
-    return output if residual is None else (output, total)
+    output, sum = function(input, normalized_shape, eps, **tensors, **options)
+    return output if residual is None else (output, sum)
 
 
 def _call_operator(
     input: Tensor,
     normalized_shape: Sequence[int],
+    eps: float,
+    *,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
     gate: Tensor | None,
     input_scale: Tensor | None,
-    *,
     inplace: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -129,8 +128,8 @@ def _call_operator(
     ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
-    if residual is None and gate is None:
+    if residual is None and gate is None and input_scale is None:
         return ops.forward.default(*arguments, **options)[0], None
-    factors = (gate,) if input_scale is None else (gate, input_scale)
-    output, total, *_ = ops.forward.fused(*arguments, residual, *factors, **options)
-    return output, total
+    others = (gate,) if input_scale is None else (gate, input_scale)
+    output, sum, *_ = ops.forward.fused(*arguments, residual, *others, **options)
+    return output, sum

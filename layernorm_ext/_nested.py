@@ -20,17 +20,10 @@ def norm_nested(
     norm: Callable[..., Any],
     input: Any,  # torch's class of jagged tensors is private
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float,
-    residual: Any,
-    gate: Any,
-    input_scale: Tensor | None,
+    tensors: Mapping[str, Any],
     *,
     inplace: bool | None,
-    rms: bool = False,
-    num_groups: int = 1,
-    zero_centered_weight: bool = False,
     **options: Any,
 ) -> Any:
     """Normalize a nested tensor by ``norm``, which takes the same arguments for other tensors.
@@ -39,33 +32,29 @@ def norm_nested(
     """
     jagged = input.layout == torch.jagged
     over_ragged = jagged and input._ragged_idx >= input.dim() - len(normalized_shape)
-    parameters = {"weight": weight, "bias": bias, "input_scale": input_scale}
+    nested = {name: tensors[name] for name in ("residual", "gate")}
+    parameters = {name: tensor for name, tensor in tensors.items() if name not in nested}
+    zero_centered_weight = options.get("zero_centered_weight", False)
     named = {describe_name(name, zero_centered_weight): parameter for name, parameter in parameters.items()}
     _check_shapes(input, normalized_shape, named)
-    _check_components("residual", residual, input)
-    _check_components("gate", gate, input)
+    for name, tensor in nested.items():
+        _check_components(name, tensor, input)
     if over_ragged:
-        _check_over_ragged(input, normalized_shape, named, gate, num_groups)
+        _check_over_ragged(input, normalized_shape, named, nested["gate"], options.get("num_groups", 1))
 
+    residual = nested["residual"]
     if over_ragged and torch.compiler.is_compiling():  # torch.compile does not know the number of components
-        results = _norm_over_ragged(input, normalized_shape, eps, residual, rms=rms, inplace=inplace)
+        # The other options need a weight or a gate, which are refused, or have no effect on values (memory_efficient).
+        results = _norm_over_ragged(input, normalized_shape, eps, residual, options.get("rms", False), inplace)
     else:
-        norm = partial(
-            norm,
-            eps=eps,
-            inplace=inplace,
-            rms=rms,
-            num_groups=num_groups,
-            zero_centered_weight=zero_centered_weight,
-            **parameters,
-            **options,
-        )
+        norm = partial(norm, eps=eps, inplace=inplace, **parameters, **options)
         norm_parts = _norm_values if jagged and not over_ragged else _norm_components
-        results = norm_parts(norm, input, normalized_shape, residual, gate)
+        given = {name: tensor for name, tensor in nested.items() if tensor is not None}
+        results = norm_parts(norm, input, normalized_shape, given)
     if residual is None:
         return _gather(results, input)
-    output, total = results
-    return _gather(output, input), residual if inplace else _gather(total, input)
+    output, sum = results
+    return _gather(output, input), residual if inplace else _gather(sum, input)
 
 
 def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mapping[str, Tensor | None]) -> None:
@@ -137,36 +126,34 @@ def _check_over_ragged(
 
 
 def _norm_values(
-    norm: Callable[..., Any], input: Any, normalized_shape: Sequence[int], residual: Any, gate: Any
+    norm: Callable[..., Any], input: Any, normalized_shape: Sequence[int], nested: Mapping[str, Any]
 ) -> Any:
     """Normalize all values of a jagged tensor in one call."""
-    residual, gate = (None if tensor is None else tensor.values() for tensor in (residual, gate))
-    return norm(input.values(), normalized_shape, residual=residual, gate=gate)
+    return norm(input.values(), normalized_shape, **{name: tensor.values() for name, tensor in nested.items()})
 
 
 def _norm_components(
-    norm: Callable[..., Any], input: Any, normalized_shape: Sequence[int], residual: Any, gate: Any
+    norm: Callable[..., Any], input: Any, normalized_shape: Sequence[int], nested: Mapping[str, Any]
 ) -> Any:
     """Normalize each component."""
     jagged, dims = input.layout == torch.jagged, len(normalized_shape)
-    components = input.unbind()
-    residuals, gates = ([None] * len(components) if t is None else t.unbind() for t in (residual, gate))
+    components = {name: tensor.unbind() for name, tensor in nested.items()}
     results = []
-    for x, r, z in zip(components, residuals, gates, strict=True):
+    for i, x in enumerate(input.unbind()):
         shape = x.shape[-dims:] if jagged else normalized_shape
-        results.append(norm(x, shape, residual=r, gate=z))
-    return results if residual is None else ([result[i] for result in results] for i in range(2))
+        results.append(norm(x, shape, **{name: parts[i] for name, parts in components.items()}))
+    return ([result[i] for result in results] for i in range(2)) if "residual" in nested else results
 
 
 def _norm_over_ragged(
-    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, *, rms: bool, inplace: bool | None
+    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, rms: bool, inplace: bool | None
 ) -> Any:
     """Normalize over dimensions that include the ragged one, by aten's operators and with torch's precision."""
     values, lengths, ragged_dim = input.values(), input.offsets().diff(), input._ragged_idx - 1
-    x, total = values.contiguous(), None  # and so are the sum and the output
+    x, sum = values.contiguous(), None  # and so are the sum and the output
     if residual is not None:
         x = x + residual.values()
-        total = residual.values().copy_(x) if inplace else x
+        sum = residual.values().copy_(x) if inplace else x
     x = tracing.cast(x, tracing.accumulation_dtype(values))
     dims = range(x.dim() - len(normalized_shape), x.dim())
     components = torch.arange(lengths.size(0), device=values.device)
@@ -183,7 +170,7 @@ def _norm_over_ragged(
     if not rms:
         x = x - mean(x)
     output = tracing.cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype)
-    return output if residual is None else (output, total)
+    return output if residual is None else (output, sum)
 
 
 def _gather(parts: Any, input: Any) -> Tensor:

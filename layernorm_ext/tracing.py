@@ -111,28 +111,28 @@ def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
         return [int(size) for size in sizes]
 
 
-def check(input: Tensor, normalized_shape: Sequence[Any], *arguments: Any, **options: Any) -> None:
+def check(input: Tensor, normalized_shape: Sequence[Any], **arguments: Any) -> None:
     """Raise the errors that the kernels raise, with the names of the public functions, without a node in the graph."""
+    arguments |= {"eps": 0.0}  # any number is right
     if not torch.compiler.is_dynamo_compiling():
         schema = torch.ops.layernorm.check.default._schema.arguments
-        values = (options.get(a.name, a.default_value) for a in schema if a.kwarg_only)
         # The compiled function takes no integers of other libraries.
         sizes = [size if isinstance(size, (int, torch.SymInt, Tensor)) else index(size) for size in normalized_shape]
-        _C.check(input, sizes, *arguments, *values)
+        _C.check(input, sizes, *(arguments.get(a.name, a.default_value) for a in schema[2:]))
     elif not _is_exporting():  # an exported program would keep the operator
-        torch.ops.layernorm.check(input, normalized_shape, *arguments, **options)
+        torch.ops.layernorm.check(input, normalized_shape, **arguments)
 
 
 def norm(
     input: Tensor,
     normalized_shape: Sequence[int],
+    eps: float,
+    *,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
     gate: Tensor | None,
     input_scale: Tensor | None,
-    *,
     rms: bool = False,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,  # has no effect
@@ -160,11 +160,11 @@ def norm(
             x, factor = cast(x, wide) * factor, None
     if input_scale is not None:
         x = cast(x, wide) * cast(input_scale, wide)
-    total = None
+    sum = None
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
         x = cast(cast(x, wide) + cast(added, wide), residual.dtype).contiguous()
-        total = residual.copy_(x) if inplace else x
+        sum = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = cast(weight, wide) + 1
     if factor is None:
@@ -172,7 +172,7 @@ def norm(
     else:  # the product is rounded, and the norm before it is not
         output = _norm_rows(cast(x, wide), normalized_shape, weight, bias, eps, rms) * factor
     output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
-    return _place_as(input, output, rms, images, num_groups), total
+    return _place_as(input, output, rms, images, num_groups), sum
 
 
 def _norm_rows(

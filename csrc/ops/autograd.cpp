@@ -45,8 +45,7 @@ bool wants_any_gradient(const Args& args) {
 // The derivative of forward. The gradient of an input beside a float32 residual is float32; autograd converts it.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   variable_list derivative(const variable_list& grads, Wanted wanted) {
-    // The factor is the gate or the input_scale: no call has both.
-    const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_factor] = wanted;
+    const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_gate, wants_input_scale] = wanted;
     const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());  // the sum is the first output
     const Tensor& grad_output = grads.back();
     const auto s = as_optional(input_scale.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
@@ -61,9 +60,9 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
       const WantedGradients wants = {s ? wants_residual : wants_input || wants_residual,
                                      wants_weight,
                                      wants_bias,
-                                     wants_factor && z,
+                                     wants_gate,
                                      wants_input && s,
-                                     wants_factor && s};
+                                     wants_input_scale};
       g = call_backward({grad_output, x, normalized_shape, m, r, w, b, wants, grad_sum, z, s, scaled, options});
     } else if (grad_sum) {  // the gradients of the sum alone
       const auto acc = rstd.unpack(*this).scalar_type();
@@ -72,17 +71,20 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
         const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
         const Tensor rows = with_all_dims(*s, grad_sum->dim(), normalized_dims, options);
         if (wants_input) g.grad_scaled_input = rows.to(acc) * grad_sum->to(acc);
-        if (wants_factor) {
+        if (wants_input_scale) {
           const Tensor sum = at::sum_to(grad_sum->to(acc) * scaled->to(acc), rows.sym_sizes());
           g.grad_input_scale = sum.to(s->scalar_type()).reshape_symint(s->sym_sizes());
         }
       }
     }
-    variable_list result = {s ? g.grad_scaled_input : g.grad_input, g.grad_weight, g.grad_bias, g.grad_input,
-                            s ? g.grad_input_scale : g.grad_gate};
+    variable_list result = {s ? g.grad_scaled_input : g.grad_input,
+                            g.grad_weight,
+                            g.grad_bias,
+                            g.grad_input,
+                            g.grad_gate,
+                            g.grad_input_scale};
     if (!wants_input) result[0] = Tensor();
     if (!wants_residual) result[3] = Tensor();
-    result.resize(z || s ? 5 : has_residual ? 4 : 3);
     return result;
   }
 
@@ -144,6 +146,10 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   const auto wants = [](const auto&... tensors) { return (wants_gradient(tensors) || ...); };
   const Tensor w = weight ? *weight : Tensor(), b = bias ? *bias : Tensor();
   const auto node = make_node<LayerNormBackward>();
+  const auto edge = [](const auto& t) {
+    return t ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge();
+  };
+  node->set_next_edges({edge(input), edge(weight), edge(bias), edge(residual), edge(gate), edge(input_scale)});
   // Otherwise the sum is a constant, and the node is that of a norm whose input is the sum.
   node->has_residual = residual && wants(input, residual, input_scale);
   const bool keeps_input = wants(input, residual, weight, gate, input_scale) ||
@@ -151,15 +157,9 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   const bool keeps_gate = gate && (keeps_input || !options.gate_first);
   const bool keeps_input_scale = input_scale && node->has_residual && wants(input, input_scale);
   const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(args) && wants(gate);
-  if (keeps_gate || keeps_input_scale) {
-    const Tensor& factor = keeps_gate ? *gate : *input_scale;
-    node->set_next_edges(torch::autograd::collect_next_edges(*input, w, b, residual ? *residual : Tensor(), factor));
-    (keeps_gate ? node->gate : node->input_scale) = Saved(factor);
-    if (keeps_input_scale && wants(input_scale)) node->scaled_input = Saved(input);
-  } else {
-    node->set_next_edges(node->has_residual ? torch::autograd::collect_next_edges(*input, w, b, *residual)
-                                            : torch::autograd::collect_next_edges(*input, w, b));
-  }
+  if (keeps_gate) node->gate = Saved(*gate);
+  if (keeps_input_scale) node->input_scale = Saved(*input_scale);
+  if (keeps_input_scale && wants(input_scale)) node->scaled_input = Saved(input);
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->options = options;
   ForwardOutputs outputs = call();

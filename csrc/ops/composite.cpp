@@ -76,8 +76,8 @@ struct Differences {
   Tensor mean;  // undefined for RMSNorm
 };
 
-// The factor on xhat, in the accumulation type: weight or weight + 1.
-Tensor factor(const Tensor& weight, at::ScalarType acc, const Options& options) {
+// What multiplies xhat, in the accumulation type: weight or weight + 1.
+Tensor multiplier(const Tensor& weight, at::ScalarType acc, const Options& options) {
   const Tensor w = weight.to(acc);
   return options.zero_centered_weight ? w + 1 : w;
 }
@@ -189,7 +189,7 @@ struct Terms {
     const Tensor rescaled_rstd = saved * at::rsqrt(saved * saved * (variance - variance.detach()) + 1);
     rstd = rescaled_rstd * d.row_scale;
     xhat = d.values * rescaled_rstd;
-    if (present(weight_)) weight = factor(*weight_, acc, options);
+    if (present(weight_)) weight = multiplier(*weight_, acc, options);
     g = times_weight(dy);
   }
 
@@ -205,9 +205,7 @@ struct Terms {
 }  // namespace
 
 ForwardOutputs forward_composite(const ForwardArgs& args) {
-  check_layouts(args);
-  check_forward(args);
-  check_allocated(args);
+  check(args);
   if (args.inplace) check_inplace(args);
   const Options& options = args.options;
   const Rows rows(args);
@@ -234,7 +232,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   const Tensor variance = mean_of(d.values * d.values, count);
   const Tensor rstd = at::rsqrt(eps < 0 ? variance - rescaled_eps : variance + rescaled_eps);
   Tensor y = d.values * rstd;
-  if (weight) y = y * factor(*weight, acc, options);
+  if (weight) y = y * multiplier(*weight, acc, options);
   if (bias) y = y + bias->to(acc);
   if (activated.defined() && !options.gate_first) y = y * activated;
   sum = rows.undo(sum);
@@ -303,7 +301,7 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   Tensor xhat = rows(*args.input).to(acc);
   if (args.bias) xhat = xhat - rows(*args.bias).to(acc);
   if (args.weight) {
-    const Tensor w = factor(rows(*args.weight), acc, args.options);
+    const Tensor w = multiplier(rows(*args.weight), acc, args.options);
     xhat = at::where(w.abs() < kSmallestDivisor, std::numeric_limits<double>::quiet_NaN(), xhat / w);
   }
   // A norm of xhat whose rstd is 1 has the same gradients, except that dx lacks the factor rstd.

@@ -97,17 +97,14 @@ BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args)
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const ExpandedParameters expanded(args, acc);
   BackwardOutputs grads = backward(args);
-  const auto sum_rows = [&](Tensor& gradient, const GradientType& type) {
+  for_each_gradient(grads, types, [&](Tensor& gradient, const GradientType& type) {
     if (!gradient.defined()) return;
     if (present(type.model) && gradient.dim() != normalized_dims) {
       gradient = at::sum_to(gradient, with_all_dims(*type.model, input.dim(), normalized_dims, args.options).sizes())
                      .reshape(type.model->sizes());
     }
     gradient = gradient.to(type.dtype);
-  };
-  sum_rows(grads.grad_weight, types.weight);
-  sum_rows(grads.grad_bias, types.bias);
-  sum_rows(grads.grad_input_scale, types.input_scale);
+  });
   return grads;
 }
 
@@ -138,8 +135,7 @@ BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& a
     if (gradient.defined()) gradient = gradient.to(to);
   };
   cast(grads.grad_input, type);
-  cast(grads.grad_weight, types.weight.dtype);
-  cast(grads.grad_bias, types.bias.dtype);
+  for_each_gradient(grads, types, [&](Tensor& t, const GradientType& type) { cast(t, type.dtype); });
   cast(grads.grad_gate, args.gate->scalar_type());
   return grads;
 }

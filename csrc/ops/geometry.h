@@ -80,4 +80,12 @@ struct ParameterTypes {
   at::ScalarType kernel;  // in which the kernels read the parameters and write their gradients
 };
 
+// Calls f(gradient, type) for the gradient of each parameter.
+template <class F>
+void for_each_gradient(BackwardOutputs& grads, const ParameterTypes& types, const F& f) {
+  f(grads.grad_weight, types.weight);
+  f(grads.grad_bias, types.bias);
+  f(grads.grad_input_scale, types.input_scale);
+}
+
 }  // namespace layernorm

@@ -206,15 +206,13 @@ BackwardOutputs backward(const BackwardArgs& args) {
     grads.grad_scaled_input = call.allocate_like_input(args.grad_output->scalar_type());
   }
   if (wants.input_scale && scales) grads.grad_input_scale = parameter_gradient(types.input_scale);
-  const auto finish = [&](Tensor& gradient, const GradientType& type) {  // to() costs a small call 0.2 us
-    if (gradient.defined() && gradient.scalar_type() != type.dtype) gradient = gradient.to(type.dtype);
-  };
   const bool wants_any = grads.grad_input.defined() || wants.weight || wants.bias || grads.grad_gate.defined();
   if (!call.is_empty() && wants_any) {
     run_backward<Backend>(call, args, grads);
-    finish(grads.grad_weight, types.weight);
-    finish(grads.grad_bias, types.bias);
-    finish(grads.grad_input_scale, types.input_scale);
+    for_each_gradient(grads, types, [](Tensor& gradient, const GradientType& type) {
+      // to() costs a small call 0.2 us
+      if (gradient.defined() && gradient.scalar_type() != type.dtype) gradient = gradient.to(type.dtype);
+    });
   }
   if (!wants.input) grads.grad_input = Tensor();
   return grads;

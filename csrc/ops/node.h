@@ -49,7 +49,7 @@ void for_each(const Tuple& tuple, const F& f) {
   std::apply([&](auto&... elements) { (f(elements), ...); }, tuple);
 }
 
-// A node with up to five inputs. N::derivative(gradients, wanted) computes its gradients. N::saved() and N::values()
+// A node with six inputs. N::derivative(gradients, wanted) computes its gradients. N::saved() and N::values()
 // return references to the tensors and to the other values that it uses, so that compiled autograd can record a call
 // and replay it.
 template <class N>
@@ -109,7 +109,7 @@ struct RecordableNode : torch::autograd::Node {
   }
 
  protected:
-  using Wanted = std::array<bool, 5>;
+  using Wanted = std::array<bool, 6>;
 
  private:
   Wanted wanted() {

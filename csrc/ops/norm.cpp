@@ -52,15 +52,16 @@ TORCH_LIBRARY(layernorm, m) {
   // Compiled code passes tensors in the order of strides that the tracer saw. With the default tag, which fixes the
   // strides themselves, Inductor also spells out all options, and parsing them takes 2 us a call (AMD EPYC Zen 4).
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order};
-  const auto define = [&](const char* arguments, const char* results) {
+  const auto define = [&](const std::string& arguments, const char* results) {
     m.def(c10::str(arguments, ", *, ", option_declarations(), ") -> ", results).c_str(), tags);
   };
   define("forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
          "(Tensor output, Tensor? mean, Tensor rstd)");
-  define(
-      "forward.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None",
-      "(Tensor output, Tensor? sum, Tensor? mean, Tensor rstd)");
+  const std::string fused =
+      "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? residual=None, Tensor? gate=None, Tensor? input_scale=None";
+  define("forward.fused" + fused, "(Tensor output, Tensor? sum, Tensor? mean, Tensor rstd)");
+  define("check" + fused, "()");  // compilers remove it from a graph, because it returns nothing
   define(
       "forward_.fused(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
       "Tensor(a!) residual, Tensor? input_scale=None",
@@ -71,11 +72,6 @@ TORCH_LIBRARY(layernorm, m) {
       "Tensor? input_scale=None, Tensor? scaled_input=None",
       "(Tensor grad_input, Tensor? grad_weight, Tensor? grad_bias, Tensor? grad_gate, "
       "Tensor? grad_scaled_input, Tensor? grad_input_scale)");
-  // Compilers remove it from a graph, because it returns nothing.
-  define(
-      "check(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? gate, "
-      "Tensor? input_scale",
-      "()");
   m.def("check_allocated(Tensor tensor, str name) -> ()", tags);  // see call_check_allocated()
 
   using c10::DispatchKey;
@@ -114,32 +110,31 @@ Tensor or_undefined(Tensor t) { return t; }
 }  // namespace
 
 ForwardOutputs call_forward(const ForwardArgs& args) {
-  const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace] = args;
-  if (inplace) {
+  const auto call = [&](const auto& op, const auto&... others) {
+    return call_with_options(op, args.options, args.input, args.normalized_shape, args.weight, args.bias, args.eps,
+                             others...);
+  };
+  if (args.inplace) {
     static const auto op = find("layernorm::forward_", "fused", inplace_forward_operator<nullptr>);
-    auto [output, mean, rstd] =
-        call_with_options(op, options, input, normalized_shape, weight, bias, eps, *residual, input_scale);
-    return {std::move(output), *residual, or_undefined(std::move(mean)), std::move(rstd)};
+    auto [output, mean, rstd] = call(op, *args.residual, args.input_scale);
+    return {std::move(output), *args.residual, or_undefined(std::move(mean)), std::move(rstd)};
   }
-  if (residual || gate || input_scale) {
-    static const auto op = find("layernorm::forward", "fused", fused_forward_operator<nullptr>);
-    auto [output, sum, mean, rstd] =
-        call_with_options(op, options, input, normalized_shape, weight, bias, eps, residual, gate, input_scale);
+  if (args.residual || args.gate || args.input_scale) {
+    static const auto op = find("layernorm::forward", "fused", fused_forward_operator<call_forward>);
+    auto [output, sum, mean, rstd] = call(op, args.residual, args.gate, args.input_scale);
     return {std::move(output), or_undefined(std::move(sum)), or_undefined(std::move(mean)), std::move(rstd)};
   }
   static const auto op = find("layernorm::forward", "", forward_operator<nullptr>);
-  auto [output, mean, rstd] = call_with_options(op, options, input, normalized_shape, weight, bias, eps);
+  auto [output, mean, rstd] = call(op);
   return {std::move(output), Tensor(), or_undefined(std::move(mean)), std::move(rstd)};
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  const auto& [grad_output, input, normalized_shape, mean, rstd, weight, bias, wants, grad_sum, gate, input_scale,
-               scaled_input, options] = args;
-  const std::array<bool, 6> mask = {wants.input, wants.weight,       wants.bias,
-                                    wants.gate,  wants.scaled_input, wants.input_scale};
-  static const auto op = find("layernorm::backward", "", backward_operator<nullptr>);
-  auto results = call_with_options(op, options, grad_output, input, normalized_shape, mean, rstd, weight, bias, mask,
-                                   grad_sum, gate, input_scale, scaled_input);
+  const auto output_mask = c10::bit_cast<std::array<bool, 6>>(args.wants);
+  static const auto op = find("layernorm::backward", "", backward_operator<call_backward>);
+  auto results = call_with_options(op, args.options, args.grad_output, args.input, args.normalized_shape, args.mean,
+                                   args.rstd, args.weight, args.bias, output_mask, args.grad_sum, args.gate,
+                                   args.input_scale, args.scaled_input);
   return std::apply([](auto&... grads) { return BackwardOutputs{or_undefined(std::move(grads))...}; }, results);
 }
 
@@ -175,17 +170,15 @@ TORCH_LIBRARY_IMPL(layernorm, Functionalize, m) {
   m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_functional>));
 }
 
-void check(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-           const optional<Tensor>& bias, const optional<Tensor>& residual, const optional<Tensor>& gate,
-           const optional<Tensor>& input_scale, LAYERNORM_OPTION_PARAMETERS) {
-  const ForwardArgs args = {input, normalized_shape, weight, bias, /*eps=*/0, LAYERNORM_OPTIONS, residual,
-                            gate,  input_scale};
+void check(const ForwardArgs& args) {
   check_layouts(args);
   check_forward(args);
   check_allocated(args);
 }
 
-TORCH_LIBRARY_IMPL(layernorm, CompositeImplicitAutograd, m) { m.impl("check", TORCH_FN(check)); }
+TORCH_LIBRARY_IMPL(layernorm, CompositeImplicitAutograd, m) {
+  m.impl("check", TORCH_FN(fused_forward_operator<check>));
+}
 
 // ---- check_allocated ------------------------------------------------------------------------------------------------
 

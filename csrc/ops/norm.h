@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/bit_cast.h>
 #include <torch/library.h>
 
 #include <array>
@@ -152,6 +153,8 @@ struct BackwardArgs {
 // Gradients that are not wanted are undefined.
 struct BackwardOutputs {
   Tensor grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale;
+
+  auto fields() { return std::tie(grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale); }
 };
 
 // Calls f(name, tensor) for each tensor that is present.
@@ -189,14 +192,19 @@ std::tuple<Tensor, optional<Tensor>, Tensor> forward_operator(const Tensor& inpu
   return {std::move(output), as_optional(std::move(mean)), std::move(rstd)};
 }
 
-template <ForwardFunction kForward>
-std::tuple<Tensor, optional<Tensor>, optional<Tensor>, Tensor> fused_forward_operator(
-    const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight, const optional<Tensor>& bias,
-    double eps, const optional<Tensor>& residual, const optional<Tensor>& gate, const optional<Tensor>& input_scale,
-    LAYERNORM_OPTION_PARAMETERS) {
-  auto [output, sum, mean, rstd] =
-      kForward({input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS, residual, gate, input_scale});
-  return {std::move(output), as_optional(std::move(sum)), as_optional(std::move(mean)), std::move(rstd)};
+// forward.fused or, if kForward returns nothing, check.
+template <auto kForward>
+auto fused_forward_operator(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
+                            const optional<Tensor>& bias, double eps, const optional<Tensor>& residual,
+                            const optional<Tensor>& gate, const optional<Tensor>& input_scale,
+                            LAYERNORM_OPTION_PARAMETERS) {
+  const ForwardArgs args = {input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS, residual, gate, input_scale};
+  if constexpr (std::is_void_v<decltype(kForward(args))>) {
+    kForward(args);
+  } else {
+    auto [output, sum, mean, rstd] = kForward(args);
+    return std::tuple(std::move(output), as_optional(std::move(sum)), as_optional(std::move(mean)), std::move(rstd));
+  }
 }
 
 template <ForwardFunction kForward>
@@ -205,39 +213,25 @@ std::tuple<Tensor, optional<Tensor>, Tensor> inplace_forward_operator(
     double eps, const Tensor& residual, const optional<Tensor>& input_scale, LAYERNORM_OPTION_PARAMETERS) {
   TORCH_CHECK(residual.defined(), "Expected residual to be a tensor, but got None for input of shape ",
               input.sym_sizes());
-  const optional<Tensor> added = residual;
-  auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS, added,
+  const auto given = as_optional(residual);
+  auto [output, sum, mean, rstd] = kForward({input, normalized_shape, weight, bias, eps, LAYERNORM_OPTIONS, given,
                                              /*gate=*/kAbsent, input_scale, /*inplace=*/true});
   return {std::move(output), as_optional(std::move(mean)), std::move(rstd)};
 }
 
 template <BackwardFunction kBackward>
-std::tuple<Tensor, optional<Tensor>, optional<Tensor>, optional<Tensor>, optional<Tensor>, optional<Tensor>>
-backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                  const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
-                  const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
-                  const optional<Tensor>& gate, const optional<Tensor>& input_scale,
-                  const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
-  const auto [x, w, b, z, scaled, s] = output_mask;
-  auto [dx, dweight, dbias, dgate, dscaled_input, dinput_scale] = kBackward({grad_output,
-                                                                             input,
-                                                                             normalized_shape,
-                                                                             mean,
-                                                                             rstd,
-                                                                             weight,
-                                                                             bias,
-                                                                             {x, w, b, z, scaled, s},
-                                                                             grad_sum,
-                                                                             gate,
-                                                                             input_scale,
-                                                                             scaled_input,
-                                                                             LAYERNORM_OPTIONS});
-  return {std::move(dx),
-          as_optional(std::move(dweight)),
-          as_optional(std::move(dbias)),
-          as_optional(std::move(dgate)),
-          as_optional(std::move(dscaled_input)),
-          as_optional(std::move(dinput_scale))};
+auto backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                       const optional<Tensor>& mean, const Tensor& rstd, const optional<Tensor>& weight,
+                       const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
+                       const optional<Tensor>& gate, const optional<Tensor>& input_scale,
+                       const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
+  const auto wants = c10::bit_cast<WantedGradients>(output_mask);
+  BackwardOutputs outputs = kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, wants, grad_sum,
+                                       gate, input_scale, scaled_input, LAYERNORM_OPTIONS});
+  const auto to_results = [](Tensor& grad_input, auto&... others) {
+    return std::tuple(std::move(grad_input), as_optional(std::move(others))...);
+  };
+  return std::apply(to_results, outputs.fields());
 }
 
 // Registers an implementation of all operators for one dispatch key.
@@ -251,9 +245,7 @@ void implement(torch::Library& m) {
 
 // Throws the errors of forward for arguments that it would refuse. It is an operator for graphs of aten's operators,
 // and a Python function of the module.
-void check(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
-           const optional<Tensor>& bias, const optional<Tensor>& residual, const optional<Tensor>& gate,
-           const optional<Tensor>& input_scale, LAYERNORM_OPTION_PARAMETERS);
+void check(const ForwardArgs& args);
 
 // Whether backward needs the values of the bias: for xhat, or for the gradient of a gate that multiplies the output.
 template <class Args>

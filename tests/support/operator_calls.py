@@ -67,7 +67,7 @@ def right_call(name, rng):
     args = {"input": draw(dtype), "normalized_shape": list(shape)}
     args["weight"] = rng.choice([None, parameter(least=-0.5 if flags["zero_centered_weight"] else 0.5)])
     args["bias"] = rng.choice([None, parameter()])
-    if name not in ("forward", "check"):
+    if name != "forward":
         args["input_scale"] = parameter() if kind == "gated residual" else None
     args |= flags | {"images": images, "num_groups": num_groups}
     args |= {"sigmoid": rng.random() < 0.5, "gate_first": rng.random() < 0.5}
@@ -91,14 +91,6 @@ def right_call(name, rng):
         ones = [] if num_groups > 1 else [1] * len(shape)
         args[key] = None if t is None else place(t.reshape(*t.shape[:-1], *ones)).to(acc)
     return args
-
-
-def right_check(name, rng):
-    """Return the arguments of a check of the arguments of a right call."""
-    args = right_call("forward.fused", rng)
-    names = [argument.name for argument in CHECKS[name]._schema.arguments]
-    args = {key: args.get(key) for key in names if key in args}
-    return {"residual": None, "gate": None, "input_scale": None} | args
 
 
 # Changes that make a call wrong or unusual
@@ -370,7 +362,7 @@ def run(first, last, show=print):
         rng = random.Random(number)
         torch.manual_seed(number)
         name = rng.choice([*OPERATORS, *OPERATORS, *CHECKS])
-        args = right_check(name, rng) if name in CHECKS else right_call(name, rng)
+        args = right_call("forward.fused" if name in CHECKS else name, rng)
         changes = change(name, args, rng)
         wrong = fault(name, args)
         if wrong:
