@@ -106,8 +106,8 @@ def norm(
         tracing.check(input, normalized_shape, **tensors, **options)
     options["inplace"] = bool(inplace)
     function = tracing.norm if records_aten else _call_operator
-    output, sum = function(input, normalized_shape, eps, **tensors, **options)
-    return output if residual is None else (output, sum)
+    output, total = function(input, normalized_shape, eps, **tensors, **options)
+    return output if residual is None else (output, total)
 
 
 def _call_operator(
@@ -131,5 +131,5 @@ def _call_operator(
     if residual is None and gate is None and input_scale is None:
         return ops.forward.default(*arguments, **options)[0], None
     others = (gate,) if input_scale is None else (gate, input_scale)
-    output, sum, *_ = ops.forward.fused(*arguments, residual, *others, **options)
-    return output, sum
+    output, total, *_ = ops.forward.fused(*arguments, residual, *others, **options)
+    return output, total

@@ -53,8 +53,8 @@ def norm_nested(
         results = norm_parts(norm, input, normalized_shape, given)
     if residual is None:
         return _gather(results, input)
-    output, sum = results
-    return _gather(output, input), residual if inplace else _gather(sum, input)
+    output, total = results
+    return _gather(output, input), residual if inplace else _gather(total, input)
 
 
 def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mapping[str, Tensor | None]) -> None:
@@ -150,10 +150,10 @@ def _norm_over_ragged(
 ) -> Any:
     """Normalize over dimensions that include the ragged one, by aten's operators and with torch's precision."""
     values, lengths, ragged_dim = input.values(), input.offsets().diff(), input._ragged_idx - 1
-    x, sum = values.contiguous(), None  # and so are the sum and the output
+    x, total = values.contiguous(), None  # and so are the sum and the output
     if residual is not None:
         x = x + residual.values()
-        sum = residual.values().copy_(x) if inplace else x
+        total = residual.values().copy_(x) if inplace else x
     x = tracing.cast(x, tracing.accumulation_dtype(values))
     dims = range(x.dim() - len(normalized_shape), x.dim())
     components = torch.arange(lengths.size(0), device=values.device)
@@ -170,7 +170,7 @@ def _norm_over_ragged(
     if not rms:
         x = x - mean(x)
     output = tracing.cast(x * torch.rsqrt(mean(x * x) + eps), values.dtype)
-    return output if residual is None else (output, sum)
+    return output if residual is None else (output, total)
 
 
 def _gather(parts: Any, input: Any) -> Tensor:

@@ -160,11 +160,11 @@ def norm(
             x, factor = cast(x, wide) * factor, None
     if input_scale is not None:
         x = cast(x, wide) * cast(input_scale, wide)
-    sum = None
+    total = None
     if residual is not None:
         # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
         x = cast(cast(x, wide) + cast(added, wide), residual.dtype).contiguous()
-        sum = residual.copy_(x) if inplace else x
+        total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = cast(weight, wide) + 1
     if factor is None:
@@ -172,7 +172,7 @@ def norm(
     else:  # the product is rounded, and the norm before it is not
         output = _norm_rows(cast(x, wide), normalized_shape, weight, bias, eps, rms) * factor
     output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
-    return _place_as(input, output, rms, images, num_groups), sum
+    return _place_as(input, output, rms, images, num_groups), total
 
 
 def _norm_rows(
