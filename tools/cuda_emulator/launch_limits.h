@@ -16,7 +16,7 @@ inline void lower_launch_limits(int64_t path, int64_t few_rounds) {
   kFewRounds = few_rounds;
   kMaxRegisterVectors = std::min<int64_t>(path, 2048);
   kMaxWarpVectors = std::min<int64_t>(path, 128);
-  kMaxBlockVectors = std::clamp<int64_t>(path, 32, 2048);  // a warp shares a chunk
+  kMaxBlockVectors = std::clamp<int64_t>(path, 32, 2048);  // 32: a vector for each lane
   kMaxStagedBytes = std::min<int64_t>(path, 96 * 1024);
 }
 

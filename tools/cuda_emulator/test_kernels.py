@@ -85,10 +85,10 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
 
 
 @kernel_dtypes
-@pytest.mark.parametrize("parts", [2, 8])
-def test_all_schedules_of_a_cluster_give_the_same_bits(library, dtypes, parts):
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_all_schedules_of_a_cluster_give_the_same_bits(library, dtypes, blocks):
     """A cluster takes several rows, and its last row may not exist. A GPU of 99 KiB may have less stages."""
-    vectors = parts * 32 * 16 // dtypes[0].itemsize
+    vectors = blocks * 32 * 16 // dtypes[0].itemsize
     for cols, architecture in [(vectors, 90), (vectors, 120), (vectors - 1, 90)]:
         x, dy, w, b = random_args(library, dtypes, 11, cols)
         expected = None
@@ -96,7 +96,7 @@ def test_all_schedules_of_a_cluster_give_the_same_bits(library, dtypes, parts):
             library.launched()
             with library.schedule(seed, architecture=architecture, path_limit=0):
                 results = run(library, x, dy, w, b)
-            assert launches(library, "backward_staged") == {parts: 1}
+            assert launches(library, "backward_staged") == {blocks: 1}
             expected = expected or results
             assert_same_bits(results, expected, cols, seed)
         check(results, x, dy, w, b, context=(cols,))
@@ -137,47 +137,47 @@ def launches(library, name):
 
 @kernel_dtypes
 def test_long_rows_in_clusters_and_two_launches(library, dtypes):
-    """Clusters share up to 8 parts of a row, of `limit` vectors each. Other rows take two launches.
+    """A cluster has up to 8 blocks for a row, of `limit` vectors each. Rows of more blocks take two launches.
 
     The last warps of the row of 7 * 256 + 1 vectors have no columns. The same statistics give the same bits of all
     results of a row.
     """
     vector = 16 // dtypes[0].itemsize
-    parts_and_missing_elements = [(1, 1), (2, 0), (4, 0), (8, 1), (9, 0), (24, 3)]
-    cases = [(parts, 32, 32 * parts, missing) for parts, missing in parts_and_missing_elements]
+    blocks_and_missing_elements = [(1, 1), (2, 0), (4, 0), (8, 1), (9, 0), (24, 3)]
+    cases = [(blocks, 32, 32 * blocks, missing) for blocks, missing in blocks_and_missing_elements]
     cases += [(8, 256, 7 * 256 + 1, 0), (8, 256, 7 * 256 + 1, 1)]
-    if dtypes == (F32, F32):  # rows of more than 8 parts have parts of half the limit
+    if dtypes == (F32, F32):  # rows of more than 8 blocks have blocks of half the limit
         cases += [(80, 32, 32 * 80, vector + 1), (40, 512, 256 * 40, vector + 1)]
-    for parts, limit, vectors, missing_elements in cases:
-        x, dy, w, b = random_args(library, dtypes, 5 if parts < 40 else 1, vectors * vector - missing_elements)
+    for blocks, limit, vectors, missing_elements in cases:
+        x, dy, w, b = random_args(library, dtypes, 5 if blocks < 40 else 1, vectors * vector - missing_elements)
         x += 3  # a warp without columns must not count as zeros
         saved, rows = None, []
         for architecture, resident in ((90, 3), (90, 100), (89, 100), (89, 1)):
             library.launched()
-            with library.schedule(parts, architecture=architecture, path_limit=limit, resident=resident):
+            with library.schedule(blocks, architecture=architecture, path_limit=limit, resident=resident):
                 output, *statistics = library.ops.forward(x, x.shape[1:], w, b, 1e-5)
                 forward_launches = launches(library, "forward")
                 saved = saved or statistics
                 gradients = library.ops.backward(dy, x, x.shape[1:], *saved, w, b, [*ALL, *NONE])[:3]
                 backward_launches = launches(library, "backward")
-            context = (parts, architecture, resident)
+            context = (blocks, architecture, resident)
             check(Results(output, None, *statistics, *gradients), x, dy, w, b, context=context)
             rows.append([output, *statistics, gradients[0]])
-            in_cluster = architecture >= 90 and parts <= 8
-            expected = {parts: 1} if in_cluster else {1: 1 if parts == 1 else 2}
+            in_cluster = architecture >= 90 and blocks <= 8
+            expected = {blocks: 1} if in_cluster else {1: 1 if blocks == 1 else 2}
             assert forward_launches == expected, context
             assert backward_launches == expected, context
         for results in rows[1:]:
-            assert_same_bits(results, rows[0], parts)
+            assert_same_bits(results, rows[0], blocks)
 
 
 # 16383 columns are the most of 4 blocks with 8 warps of 512 columns; 65535 columns, the most of a cluster.
-@pytest.mark.parametrize("cols, parts", [(8191, 1), (8193, 4), (16383, 4), (16385, 8), (65535, 8)])
-def test_blocks_that_share_a_row_of_forward_have_few_warps(library, cols, parts):
+@pytest.mark.parametrize("cols, blocks", [(8191, 1), (8193, 4), (16383, 4), (16385, 8), (65535, 8)])
+def test_blocks_that_share_a_row_of_forward_have_few_warps(library, cols, blocks):
     x, _, w, b = random_args(library, (BF16, BF16), 1, cols)
     library.launched()
     results = library.ops.forward(x, (cols,), w, b, 1e-5)
-    assert launches(library, "forward") == {parts: 1}
+    assert launches(library, "forward") == {blocks: 1}
     check_forward(results, x, w, b)
 
 
@@ -242,7 +242,7 @@ def test_options_match_float64(library, dtypes, run, path):
     """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
 
     Samples have few or many rows, so that they have one segment or several, and a block's rows share a sample or not.
-    260 vectors take several warps, or several parts of 32; 100 and 1030 vectors take other loops in registers.
+    260 vectors take several warps, or several blocks of 32; 100 and 1030 vectors take other loops in registers.
     Images of 24 pixels are copied by 16 bytes. One row of the sum overflows. The memory of a gradient that is not
     requested does not exist, so that writing it fails.
 
