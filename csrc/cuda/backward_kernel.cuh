@@ -8,9 +8,6 @@
 namespace layernorm::cuda {
 namespace {
 
-// Rounds over which a thread sums its columns in registers. Longer sums in float would round too much.
-constexpr int kRoundsPerSum = 256;
-
 // Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. A row of more
 // warps has a block of its own, with up to kMaxBlockThreads.
 constexpr int kThreads = 256;

@@ -206,6 +206,9 @@ __device__ __forceinline__ void with_row_addresses(Index number, bool has_sample
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
+// Rounds over which a thread of backward sums its columns in registers. Longer sums in float would round too much.
+constexpr int kRoundsPerSum = 256;
+
 // The partial sums [num, pitch] of a gradient in the workspace: a row for each segment.
 struct PartialSums {
   View gradient;
@@ -228,14 +231,14 @@ struct GradientPlan {
 
   // If all rows share a gradient, each resident block has a segment. Otherwise, each gradient has 64 segments, which
   // keep the GPU busy with few samples; but a segment has at least `min_rounds` rounds, so that partial sums cause
-  // little traffic, and at most 256, so that they round little.
+  // little traffic, and at most kRoundsPerSum.
   void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;
     rows_per_gradient = p.samples * p.rows / gradients;
     const int64_t rounds_per_gradient = ceil_div(rows_per_gradient, rows_per_round);
     int64_t max_rounds = ceil_div(rounds_per_gradient, per_sample ? 64 : resident);
-    if (per_sample) max_rounds = std::clamp(max_rounds, min_rounds, int64_t{256});
+    if (per_sample) max_rounds = std::clamp(max_rounds, min_rounds, int64_t{kRoundsPerSum});
     const int64_t segments = ceil_div(rounds_per_gradient, max_rounds);
     rows_per_sample = FastDivisor(p.rows);
     rounds = static_cast<int>(ceil_div(rounds_per_gradient, segments));
@@ -248,9 +251,11 @@ struct GradientPlan {
   __host__ __device__ __forceinline__ bool has_gradients_per_sample() const {
     return flags.has(kWeightPerSample | kBiasPerSample | kInputScalePerSample);
   }
-  // Whether the sums of a segment are a whole gradient, which the block then stores instead of partial sums.
+  // Whether the sums of a segment are a whole gradient, which the block then stores instead of partial sums. The
+  // workspace is also where the sums of a longer segment are added.
   __host__ __device__ __forceinline__ bool stores_gradient_directly(Flag per_sample) const {
-    return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1);
+    return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1) &&
+           rounds <= kRoundsPerSum;
   }
   int64_t num_partials(Flag gradient, Flag per_sample) const {
     return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;

@@ -171,6 +171,15 @@ def test_long_rows_in_clusters_and_two_launches(library, dtypes):
             assert_same_bits(results, rows[0], blocks)
 
 
+@kernel_dtypes
+@pytest.mark.parametrize("architecture", [89, 90])
+def test_a_gpu_that_holds_one_row_sums_all_rows_in_one_segment(library, dtypes, architecture):
+    """600 rounds are three sums of up to 256 rows (kRoundsPerSum), which are added in the workspace."""
+    x, dy, w, b = random_args(library, dtypes, 600, 2 * 32 * 16 // dtypes[0].itemsize)
+    with library.schedule(architecture=architecture, path_limit=32, resident=1):
+        check(run(library, x, dy, w, b), x, dy, w, b)
+
+
 # 16383 columns are the most of 4 blocks with 8 warps of 512 columns; 65535 columns, the most of a cluster.
 @pytest.mark.parametrize("cols, blocks", [(8191, 1), (8193, 4), (16383, 4), (16385, 8), (65535, 8)])
 def test_blocks_that_share_a_row_of_forward_have_few_warps(library, cols, blocks):
