@@ -309,10 +309,10 @@ struct BackwardPolicy {
  private:
   void choose_rows(const ArraySize& x) {
     // Rows in memory up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest. So are
-    // 16-bit rows of about 1 to 2 KiB. Batches of shorter rows may not divide kSumRows, so that single rows would be
-    // added in another order.
+    // 16-bit rows of about 1 to 2 KiB. Batches of rows of less than 683 bytes may not divide kSumRows, so that single
+    // rows would be added in another order.
     const bool is_16_bit = x.element_bytes == 2;
-    const int64_t shortest = is_16_bit ? 1000 : kVectorBytes > 16 ? 704 : 260;
+    const int64_t shortest = is_16_bit ? 1000 : 704;
     if (x.is_in_memory() && x.row_bytes >= shortest && x.row_bytes < (is_16_bit ? 2560 : 8192)) {
       together = batch = 1;
       return;

@@ -181,6 +181,17 @@ def test_other_samples_change_no_bit(backend, dtypes):
             assert_same_bits(results, expected, cols, rows, some)
 
 
+@data_dtypes
+def test_gradients_of_a_sample_in_arrays_outside_the_caches(dtype):
+    """The size of the array decides how many rows the loops of the CPU take together, and changes no bit."""
+    cpu = installed("cpu")
+    for row_bytes in (64, 256, 384, 520, 640, 700, 1000, 1496, 2600, 5000, 9000):
+        shapes = [((9 << 20) // (256 * row_bytes) + 1, rows) for rows in (256, 1, 1)]
+        tensors = arguments(shapes, row_bytes // dtype.itemsize, (dtype, dtype), "cpu")
+        expected = run(cpu, *(t[:1] for t in tensors))
+        assert_same_bits(run(cpu, *tensors).map(lambda t: t[:1]), expected, row_bytes)
+
+
 @all_dtypes
 def test_batch_and_position_of_a_pixel(backend, dtypes):
     """Nor does the alignment change a bit."""
