@@ -1,4 +1,4 @@
-# CONTRIBUTING.md describes the targets.
+# CONTRIBUTING.md describes the targets for contributors.
 
 # A command that fails ends its recipe, also within a pipe or a loop.
 SHELL := bash

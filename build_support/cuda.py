@@ -125,7 +125,11 @@ def _missing(home: Path) -> list[str]:
 
 
 def _nvcc_version(home: Path) -> str:
-    return re.search(r"release (\d+\.\d+)", output(home / "bin" / "nvcc", "--version"))[1]
+    printed = output(home / "bin" / "nvcc", "--version")
+    version = re.search(r"release (\d+\.\d+)", printed)
+    if not version:
+        raise BuildError(f"{home}/bin/nvcc --version prints no release, but {printed.strip()!r}", _toolkit_remedy())
+    return version[1]
 
 
 def output(*command: str | Path) -> str:

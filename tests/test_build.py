@@ -179,6 +179,13 @@ def test_impossible_builds_are_errors(machine, simulated, message):
         cuda.plan()
 
 
+def test_a_compiler_that_prints_no_version_is_an_error(tmp_path):
+    nvcc = install_toolkit(tmp_path, "13.0") / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho cannot run\n")
+    with pytest.raises(BuildError, match="bin/nvcc --version prints no release, but 'cannot run'; install"):
+        cuda._nvcc_version(tmp_path)
+
+
 def test_toolkit_is_found_behind_a_wrapper_of_nvcc(monkeypatch, tmp_path):
     nvcc = install_toolkit(tmp_path, "13.0") / "bin" / "nvcc"
     nvcc.write_text('#!/bin/sh\necho "#$ TOP=/real/toolkit/bin/.." >&2\n')

@@ -65,7 +65,7 @@ class SegmentSums {
     rows_ += count;
   }
 
-  // Adds the last rows to the buffer. The caller has added at least one row.
+  // Adds the second buffer to the first, if the segment has used it. The caller has added at least one row.
   void end() {
     if (!is_first_) next_sum();
   }
@@ -284,9 +284,10 @@ void backward(const BackwardParams& p) {
       return gated_backward<Acc>(p, choose_gated_loops<T, Coefficients<Acc>>(p));
     }
     const BackwardPolicy policy(p, ArraySize(p, sizeof(X)));
-    // The partial sums, and the coefficients of all rows, which are used if the threads share the columns.
+    // The partial sums and, if the threads share the columns, the coefficients of all rows.
     const int64_t sums = ParameterGradients(p).count * (policy.buffers + policy.second_buffers);
-    const int64_t elements = sums * padded_cols(p) + kCoefficients * p.samples * p.rows;
+    const int64_t coefficients = policy.shares_columns ? kCoefficients * p.samples * p.rows : 0;
+    const int64_t elements = sums * padded_cols(p) + coefficients;
     alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers
     void* const workspace =
         policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));

@@ -214,7 +214,7 @@ void prefetch_packs(const T* p) {
 // The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow it
 // down.
 template <bool rescaled, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
-struct Wanted {
+struct LoopGradients {
   static constexpr bool kRescaled = rescaled, kDx = with_dx, kStreaming = streaming;
   static constexpr bool kDweight = with_dweight, kDbias = with_dbias;
 };
@@ -242,7 +242,7 @@ struct ColumnSums {
 // The operands of a gradients loop over rows r, r + 1, ... of a sample, and its steps. It is a local variable of the
 // loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
 // down short rows.
-template <class Wanted, class B>
+template <class LoopGradients, class B>
 struct GradientOperands {
   using T = typename B::T;
   using X = typename B::X;
@@ -272,14 +272,14 @@ struct GradientOperands {
   template <class Lanes>
   [[gnu::always_inline]] ColumnSums<Acc> load_columns(int64_t j, Lanes lanes) const {
     ColumnSums<Acc> columns = {};
-    if (Wanted::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
-    if (Wanted::kDweight && !first) columns.dweight = read(dweight + j, AllLanes{});
-    if (Wanted::kDbias && !first) columns.dbias = read(dbias + j, AllLanes{});
+    if (LoopGradients::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
+    if (LoopGradients::kDweight && !first) columns.dweight = read(dweight + j, AllLanes{});
+    if (LoopGradients::kDbias && !first) columns.dbias = read(dbias + j, AllLanes{});
     return columns;
   }
   [[gnu::always_inline]] void store_sums(int64_t j, const ColumnSums<Acc>& columns) const {
-    if (Wanted::kDweight) write(dweight + j, columns.dweight, AllLanes{});
-    if (Wanted::kDbias) write(dbias + j, columns.dbias, AllLanes{});
+    if (LoopGradients::kDweight) write(dweight + j, columns.dweight, AllLanes{});
+    if (LoopGradients::kDbias) write(dbias + j, columns.dbias, AllLanes{});
   }
 
   // Adds a row, counted from r, to the partial sums of a pack of columns, and returns dx.
@@ -289,15 +289,16 @@ struct GradientOperands {
     Pack<Acc> result = {};
     auto v = load<X>(dy + row * dy_stride + j, lanes);
     if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
-    if constexpr (Wanted::kDbias) columns.dbias = columns.dbias + v;
-    if constexpr (Wanted::kDx || Wanted::kDweight) {
-      const auto d = deviation<Wanted::kRescaled>(b, x + row * x_stride, row_scale, c.mean, weight, bias, j, lanes);
+    if constexpr (LoopGradients::kDbias) columns.dbias = columns.dbias + v;
+    if constexpr (LoopGradients::kDx || LoopGradients::kDweight) {
+      const auto d =
+          deviation<LoopGradients::kRescaled>(b, x + row * x_stride, row_scale, c.mean, weight, bias, j, lanes);
       const auto xhat = fma(d, c.rescaled_rstd, c.minus_mean_xhat);
-      if constexpr (Wanted::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
-      if constexpr (Wanted::kDx) {
+      if constexpr (LoopGradients::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
+      if constexpr (LoopGradients::kDx) {
         const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
         result = fma(xhat, c.minus_mean_g_xhat, g) * c.rescaled_rstd;
-        if constexpr (Wanted::kRescaled) result = result * row_scale;
+        if constexpr (LoopGradients::kRescaled) result = result * row_scale;
         if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
       }
     }
@@ -305,8 +306,8 @@ struct GradientOperands {
   }
   template <class Lanes>
   [[gnu::always_inline]] void store_dx(int64_t row, int64_t j, Lanes lanes, const Pack<Acc>& result) const {
-    if constexpr (Wanted::kDx) {
-      store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Wanted::kStreaming>(lanes));
+    if constexpr (LoopGradients::kDx) {
+      store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<LoopGradients::kStreaming>(lanes));
     }
   }
 
@@ -325,12 +326,12 @@ struct GradientOperands {
 };
 
 // Handles columns [begin, begin + n) of kCount rows from row r of a sample on, pack by pack.
-template <int kCount, class Wanted, class B>
+template <int kCount, class LoopGradients, class B>
 void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t sample, int64_t r, bool first,
                             const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<Wanted, B> operands(b, buffer, sample, r, first, *c.row_scale());
+  const GradientOperands<LoopGradients, B> operands(b, buffer, sample, r, first, *c.row_scale());
   RowCoefficients<Acc> rows[kCount];
   for (int k = 0; k < kCount; ++k) rows[k].load(c, k);
 
@@ -370,12 +371,12 @@ void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t sample, int64_t 
 
 // Handles columns [begin, begin + n) of `count` rows from row r of a sample on: kColumnPacks packs of columns at a
 // time, for all rows, so that their partial sums stay in registers.
-template <class Wanted, class B>
+template <class LoopGradients, class B>
 void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first,
                                const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<Wanted, B> operands(b, buffer, sample, r, first, /*row_scale=*/1);
+  const GradientOperands<LoopGradients, B> operands(b, buffer, sample, r, first, /*row_scale=*/1);
   const auto* const next_x = operands.x + b.policy.prefetched * operands.x_stride;
   const auto* const next_dy = operands.dy + b.policy.prefetched * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
@@ -419,13 +420,13 @@ void compute_gradients(const B& b, int64_t buffer, int64_t sample, int64_t r, in
   // For the usual gradients only, because each copy of the loop enlarges the library.
   if constexpr (kHasColumnLoop && B::kTogether && with_dx && with_dweight) {
     if (b.policy.by_columns && !any_rescaled) {
-      return gradients_loop_by_columns<Wanted<false, with_dx, streaming, with_dweight, with_dbias>>(
+      return gradients_loop_by_columns<LoopGradients<false, with_dx, streaming, with_dweight, with_dbias>>(
           b, buffer, sample, r, count, first, c, begin, n);
     }
   }
   int64_t k = 0;
   const auto loop = [&](auto rows, auto rescaled) {
-    gradients_loop_by_rows<rows, Wanted<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
+    gradients_loop_by_rows<rows, LoopGradients<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
         b, buffer, sample, r + k, first && k == 0, c.from(k), begin, n);
     k += rows;
   };

@@ -332,7 +332,7 @@ struct BackwardPolicy {
 // Backward of a gated norm, and forward if the gate is first, handle rows in batches, whose scratch rows in Acc stay in
 // the first-level cache.
 struct GatedPolicy {
-  // A batch has up to `batch` rows, and `arrays` arrays of scratch rows.
+  // There are at most `most_tasks` tasks. A batch has up to `batch` rows, and `arrays` arrays of scratch rows.
   GatedPolicy(const Params& p, int64_t most_tasks, int64_t batch, int64_t arrays)
       : tasks(max(1, min(min(most_tasks, num_threads()), p.samples * p.rows * p.cols / kGrain))),
         batch(batch),

@@ -1,4 +1,4 @@
-// Loops over rows, shared by forward and backward.
+// What the row kernels share: loops over packs and chunks, the order of summation, rescaled rows, and partial sums.
 #pragma once
 
 #include <cmath>
@@ -41,7 +41,7 @@ void dispatch_flags(const F& f, bool flag, Flags... flags) {
 
 // ---- the order of summation -----------------------------------------------------------------------------------------
 //
-// The order depends only on the dtype and the number of columns, not on the threads or on how many rows a loop handles:
+// The order depends only on the instruction set, the dtype and the columns, not on the threads or the rows of a loop:
 //   1. within a chunk, each lane of kPacks packs, which take turns, adds its elements in order;
 //   2. the packs of the chunk, then their lanes;
 //   3. the chunks of a run in order, in double;

@@ -100,7 +100,7 @@ inline Pack<Acc> operator*(const Pack<Acc>& x, const Y& y) {
   return {x.a * broadcast(y).a, x.b * broadcast(y).b};
 }
 
-// x * y + z, with one rounding if the instruction set has fused multiply-adds.
+// x * y + z: rounded once in code for AVX2 and AVX-512, twice in the baseline, which is also the code for aarch64.
 #if defined(__AVX512F__)
 inline Vec<float> fma_vectors(Vec<float> x, Vec<float> y, Vec<float> z) { return _mm512_fmadd_ps(x, y, z); }
 inline Vec<double> fma_vectors(Vec<double> x, Vec<double> y, Vec<double> z) { return _mm512_fmadd_pd(x, y, z); }

@@ -65,7 +65,7 @@ struct LaunchConfig {
   Stream stream = nullptr;
   unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
   bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
-  int device = current_device();   // the only property that is not cached
+  int device = current_device();   // asked of the runtime for each call
 };
 
 // Bytes of static and dynamic shared memory that a block may have on the device.

@@ -11,9 +11,10 @@ namespace layernorm::cuda {
 //
 //   kVectors   vectors of 16 bytes. A lane copies its own vectors to shared memory, so that no other thread reads them.
 //              All rows must be aligned and whole vectors.
-//   kElements  every 32nd element, or 16th, 8th, ... if a row has fewer lanes: shared memory then has no bank
-//   conflicts.
-//              Together, the lanes copy the aligned 16 bytes ("granules") that cover the columns: needs __syncwarp().
+//   kElements  every 32nd element, or 16th, 8th, ... if a row has fewer lanes, so that shared memory has no bank
+//              conflicts. Together, the lanes copy the aligned 16 bytes ("granules") that cover the columns, which
+//              needs
+//              __syncwarp().
 //   kGeneral   the columns of either, as run time decides; copied and read as with kElements.
 //
 //   bfloat16 columns     mapping     lane l of warp 0 (columns 0 to 511)     lane l of warp 1

@@ -191,8 +191,9 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
   }
   if (records) {
     const auto node = make_node<NoDerivative>();
-    node->set_next_edges(
-        torch::autograd::collect_next_edges(*args.grad_output, *args.input, args.weight ? *args.weight : Tensor()));
+    node->set_next_edges(torch::autograd::collect_next_edges(*args.grad_output, *args.input,
+                                                             args.weight ? *args.weight : Tensor(),
+                                                             args.bias ? *args.bias : Tensor()));
     torch::autograd::set_history({outputs.grad_input, outputs.grad_weight, outputs.grad_bias}, node);
   }
   return outputs;

@@ -119,15 +119,16 @@ void check_parameter_type(std::string_view name, const Tensor& input, const Tens
 
 bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Requires the shape, dtype and device of the input. `other_type` is allowed as well.
-void check_like(const char* name, const Tensor& tensor, const Tensor& input, bool other_type = false) {
-  TORCH_CHECK(are_equal(tensor.sym_sizes(), input.sym_sizes()), "Expected ", name,
-              " to be of the shape of input, but got ", name, " of shape ", tensor.sym_sizes(), " and input of shape ",
-              input.sym_sizes());
-  TORCH_CHECK(tensor.scalar_type() == input.scalar_type() || other_type, "Expected ", name,
-              " to be of the dtype of input, but got ", name, " of dtype ", tensor.scalar_type(),
-              " and input of dtype ", input.scalar_type());
-  check_device(name, tensor, input);
+// Requires the shape, dtype and device of another argument, which is the input or has its shape and device.
+// `other_type` is allowed as well.
+void check_like(const char* name, const Tensor& tensor, const Tensor& like, bool other_type = false,
+                const char* like_name = "input") {
+  TORCH_CHECK(are_equal(tensor.sym_sizes(), like.sym_sizes()), "Expected ", name, " to be of the shape of ", like_name,
+              ", but got ", name, " of shape ", tensor.sym_sizes(), " and ", like_name, " of shape ", like.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == like.scalar_type() || other_type, "Expected ", name, " to be of the dtype of ",
+              like_name, ", but got ", name, " of dtype ", tensor.scalar_type(), " and ", like_name, " of dtype ",
+              like.scalar_type());
+  check_device(name, tensor, like);
 }
 
 void check_residual(const OptionalTensorRef& residual, const Tensor& input) {
@@ -283,7 +284,7 @@ void check_backward(const BackwardArgs& args) {
               "Expected scaled_input to be a tensor where the gradient of input_scale is wanted, but got None with "
               "input_scale of shape ",
               args.input_scale->sym_sizes(), " and input of shape ", input.sym_sizes());
-  if (scaled_input) check_like("scaled_input", *scaled_input, args.grad_output);
+  if (scaled_input) check_like("scaled_input", *scaled_input, args.grad_output, /*other_type=*/false, "grad_output");
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto shape = statistics_shape<c10::SymDimVector>(input.sym_sizes(), normalized_dims, args.options);
   TORCH_CHECK(args.mean || !needs_mean(args.options),

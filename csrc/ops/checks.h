@@ -7,8 +7,9 @@
 
 namespace layernorm {
 
-// The name of an argument in error messages: the operator's and, if it differs, that of the public functions. The
-// adaptive functions call their zero-centered weight and bias scale and shift.
+// The name of an argument in error messages: the operator's and, if it differs, that of the adaptive functions, which
+// call a zero-centered weight and its bias scale and shift. The operator does not know its caller, so layer_norm with a
+// zero-centered weight also says "weight (scale)".
 const char* public_name(std::string_view name, const Options& options);
 // Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. The kernels do not get
 // such tensors.

@@ -72,7 +72,6 @@ ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args) {
     ForwardArgs below = args;
     below.input = rows;
     ForwardOutputs outputs = forward(below);
-    if (!args.inplace) copy_to_layout(outputs.sum, input);
     copy_to_layout(outputs.output, input);
     return outputs;
   }
@@ -87,7 +86,7 @@ BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args)
     BackwardArgs below = args;
     below.input = rows;
     BackwardOutputs grads = backward(below);
-    for (Tensor* const t : {&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}) copy_to_layout(*t, input);
+    copy_to_layout(grads.grad_input, input);
     return grads;
   }
   // The kernel then computes a gradient for each sample of the expanded parameters. They are not rounded before they

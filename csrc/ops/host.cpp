@@ -53,7 +53,7 @@ Dtype dtype_of(at::ScalarType type) {
   }
 }
 
-// Returns a cudaStream_t without needing CUDA's headers.
+// The device's current CUDA stream as void*, so that kernel_params.h needs no header of CUDA; null on a CPU.
 void* current_stream([[maybe_unused]] const at::Device& device) {
 #if defined(WITH_CUDA)
   if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();

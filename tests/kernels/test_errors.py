@@ -144,7 +144,15 @@ OPERATOR_ERRORS = {
         SHAPE.format("grad_sum", "[1, 3]"): {"grad_sum": X[:1]},
         DTYPE.format("grad_sum", "Half", "Float"): {"grad_sum": X.half()},
         "Expected scaled_input to be a tensor where the gradient of input_scale is wanted": {"input_scale": W},
-        SHAPE.format("scaled_input", "[1, 3]"): {"input_scale": W, "scaled_input": X[:1]},
+        "Expected scaled_input to be of the shape of grad_output, but got scaled_input of shape [1, 3] and": {
+            "input_scale": W,
+            "scaled_input": X[:1],
+        },
+        "Expected scaled_input to be of the dtype of grad_output, but got scaled_input of dtype Float and": {
+            "input_scale": W,
+            "grad_output": X.half(),
+            "scaled_input": X,
+        },
         DTYPE.format("grad_output", "Half", "Float"): {"grad_output": X.half()} | OF_OTHER_DTYPE,
         "Expected grad_sum to be None with a gate, but got grad_sum of shape [2, 3]": {"grad_sum": X} | GATED,
         "Expected grad_sum to be None with a gate, but got grad_sum of": {"grad_sum": X} | OF_OTHER_DTYPE,

@@ -1,4 +1,4 @@
-"""The CPU kernels for each lesser instruction set of this machine pass the tests of results, and give the same bits.
+"""The CPU kernels for each lesser instruction set of this machine pass the tests of results, with its recorded bits.
 
 A user runs the kernels for the best set, which all other tests test. torch chooses the instruction set when it is
 loaded, so that each needs a process of its own.

@@ -157,6 +157,15 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
         assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
 
 
+def test_a_memory_efficient_backward_has_no_derivative_by_the_bias_either():
+    x, b = randn((3, 8), F32), randn(8, F32).requires_grad_()
+    forward, backward = torch.ops.layernorm.forward, torch.ops.layernorm.backward
+    y, _, rstd = forward(x, (8,), None, b.detach(), memory_efficient=True)
+    gradient = backward(x, y, (8,), None, rstd, None, b, [True] + [False] * 5, memory_efficient=True)[0]
+    with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
+        torch.autograd.grad(gradient.sum(), b)
+
+
 def test_in_place_addition_is_tracked_or_refused_by_autograd():
     """A view of the residual may change only while autograd does not record."""
 
