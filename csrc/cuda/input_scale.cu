@@ -176,7 +176,7 @@ auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? scale_gradients<
 // Plans the launch, and completes `config`.
 InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   InputScalePlan plan = {};
-  const bool per_sample = is_per_sample(p, p.input_scale);
+  const bool per_sample = is_per_sample(p, p.grad_input_scale);
   const int64_t vector = 16 / bytes_of(p.dtype);
   plan.whole_vectors = p.cols % vector == 0;
   plan.flags.set(kFloatWeights, p.param_dtype != p.dtype);

@@ -94,6 +94,15 @@ def test_gates_of_other_dtypes_match_float64(backend, dtypes, gate_dtype):
         check_gated_residual(backend, *gated_residual_arguments(backend, GATES[name], 40, dtypes, gate_dtype))
 
 
+@pytest.mark.parametrize("dtypes", [(F32, F32, F32), (BF16, F32, F32)], ids=dtypes_id)
+@pytest.mark.parametrize("rows", [5, 700])
+def test_expanded_parameters_have_a_gradient_for_each_sample(backend, dtypes, rows):
+    x, residual, *parameters, dy, ds = gated_residual_arguments(backend, ((3, rows), (), ()), 40, dtypes)
+    for expanded in ({0, 1}, {2}, {0, 1, 2}):  # weight and bias; the gate
+        own = [p.clone().expand(3, 1, 40) if i in expanded else p for i, p in enumerate(parameters)]  # aligned
+        check_gated_residual(backend, x, residual, *own, dy, ds)
+
+
 def test_a_gate_of_ones_changes_no_bit(backend):
     x, residual, w, b, _, dy, ds = gated_residual_arguments(backend, GATES["shared"], 100, (F32, F32, F32))
     gate, forward = torch.ones(100, device=backend.device), backend.ops.forward.fused
