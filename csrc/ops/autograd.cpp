@@ -120,7 +120,18 @@ struct NoDerivative : torch::autograd::Node {
   variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, kNoDerivative); }
 };
 
-// ---- the Autograd key -----------------------------------------------------------------------------------------------
+// ---- the keys Autograd and ADInplaceOrView --------------------------------------------------------------------------
+
+// Calls the kernels, and tells the tensors that were saved of a residual that is overwritten.
+ForwardOutputs forward_below(const ForwardArgs& args) {
+  ForwardOutputs outputs;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    outputs = call_forward(args);
+  }
+  if (args.inplace) torch::autograd::increment_version(*args.residual);
+  return outputs;
+}
 
 ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (is_transformed(args)) return forward_composite(args);
@@ -134,13 +145,7 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
                   args.residual->_base().sym_sizes());
       torch::autograd::check_inplace(*args.residual, records);
     }
-    ForwardOutputs outputs;
-    {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      outputs = call_forward(args);
-    }
-    if (args.inplace) torch::autograd::increment_version(*args.residual);
-    return outputs;
+    return forward_below(args);
   };
   if (!records) return call();
   const auto wants = [](const auto&... tensors) { return (wants_gradient(tensors) || ...); };
@@ -191,9 +196,8 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
   }
   if (records) {
     const auto node = make_node<NoDerivative>();
-    node->set_next_edges(torch::autograd::collect_next_edges(*args.grad_output, *args.input,
-                                                             args.weight ? *args.weight : Tensor(),
-                                                             args.bias ? *args.bias : Tensor()));
+    node->set_next_edges(torch::autograd::collect_next_edges(
+        *args.grad_output, *args.input, args.weight ? *args.weight : Tensor(), args.bias ? *args.bias : Tensor()));
     torch::autograd::set_history({outputs.grad_input, outputs.grad_weight, outputs.grad_bias}, node);
   }
   return outputs;
@@ -206,6 +210,11 @@ BackwardOutputs backward_batched(const BackwardArgs& args) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { implement<forward_autograd, backward_autograd>(m); }
+
+// Inference mode excludes the key Autograd.
+TORCH_LIBRARY_IMPL(layernorm, ADInplaceOrView, m) {
+  m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_below>));
+}
 
 // vmap uses the batching rules of the composite's aten operations.
 TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { implement<forward_composite, backward_composite>(m); }

@@ -3,6 +3,7 @@
 test_family.py tests the operators on every backend, and test_tracing.py tracers.
 """
 
+import contextlib
 import inspect
 import itertools
 from copy import deepcopy
@@ -186,10 +187,14 @@ def test_in_place_addition_is_tracked_or_refused_by_autograd():
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
         add(x, r.requires_grad_(), inplace=True)
     assert torch.equal(r, before)
-    saved = r.exp()  # the backward of exp needs its output
-    add(x, saved, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.sum().backward()
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        saved = r.exp()  # the backward of exp needs its output
+        kept = saved.sum()
+        with mode():
+            add(x, saved, inplace=True)
+        assert saved._version == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
     output, total = add(x, r.detach().clone(), inplace=True)
     add(output, total, inplace=True)  # as the next block does
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
