@@ -142,7 +142,7 @@ def norm(
 # as many lanes, and because the sums of the chunks are not added in a wider type.
 OUTPUT = {F64: 24 * 2.0**-53, F32: 5e-7, F16: 5e-7, BF16: 5e-7}
 
-# Largest relative error of rstd. Where |xhat| is 1, it is that of the output, whose bound there is OUTPUT * (1 + |xhat|).
+# Largest relative error of rstd. Where |xhat| is 1, it is the error of the output: OUTPUT * (1 + |xhat|).
 RSTD = {dtype: 2 * error for dtype, error in OUTPUT.items()}
 
 # Largest error of the gradients relative to their terms: the error of rstd and that of the gradients' own sums.
