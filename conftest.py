@@ -122,4 +122,4 @@ def pytest_report_header():
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes; on a CPU, only with -m integration, and never emulated")
     config.addinivalue_line("markers", "every_path: also for all paths of the CUDA kernels (support/backends.py)")
-    config.addinivalue_line("markers", "integration: needs the extra test-all, or minutes; runs with -m integration")
+    config.addinivalue_line("markers", "integration: takes the extra test-all or minutes; runs with -m integration")

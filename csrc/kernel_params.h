@@ -47,8 +47,8 @@ class Allocator {
   ~Allocator() = default;
 };
 
-// What forward and backward have in common. Acc, the type of statistics and of sums, is double for kFloat64, else
-// float.
+// The parameters that forward and backward share. Acc, the type of statistics and of sums, is double for kFloat64,
+// else float.
 //
 // All arrays of [samples, rows, cols] have col_stride 1 (the row kernels) or, with channels_first, row_stride 1. The
 // weight, bias, input_scale and their gradients are [samples, 1, cols] with col_stride 1; a sample_stride of 0 says

@@ -1,9 +1,9 @@
 // All tuned choices of the CPU kernels: thresholds, and how many rows, columns or pixels the loops handle at a time. A
 // policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it.
 //
-// The choices of the first section, and the rows of a batch in backward where 64 is no multiple of them, determine the
-// order of summation and thereby the bits of the results, so they do not depend on the number of threads. All other
-// choices change the speed alone; docs/design.md has what they gain.
+// The choices of the first section, and the rows of a batch in backward where 64 is no multiple of them or the strides
+// of a view cut batches, determine the order of summation and thereby the bits of the results, so they do not depend on
+// the number of threads. All other choices change the speed alone; docs/design.md has what they gain.
 #pragma once
 
 #include "kernels.h"

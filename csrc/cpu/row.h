@@ -1,4 +1,4 @@
-// What the row kernels share: loops over packs and chunks, the order of summation, rescaled rows, and partial sums.
+// Loops over packs and chunks, the order of summation, rescaled rows, and partial sums, for the kernels of rows.
 #pragma once
 
 #include <cmath>

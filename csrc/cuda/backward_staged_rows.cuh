@@ -9,7 +9,7 @@
 
 namespace layernorm::cuda {
 
-// What the host computes from BackwardParams for the kernel.
+// The arguments of backward_staged that the host computes from BackwardParams.
 struct BackwardPlan : GradientPlan, RowDivision {
   int rows_per_round, stages;  // of a block; of each of its warps
   int cluster_segments;  // segments whose sums a cluster adds in shared memory, one per block, or 1: ClusterColumnSums
@@ -42,7 +42,7 @@ using RowSums = PartialResult;
 // The arrays that are staged. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGate };
 
-// What a stage has of a row besides the elements of its arrays.
+// The part of a stage before the elements of a row.
 template <class T, class X, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;

@@ -6,7 +6,7 @@
 
 namespace layernorm::cuda {
 
-// What a block has computed from its columns of a row: packed moments in forward, RowSums in backward.
+// The result of a block for its columns of a row: packed moments in forward, RowSums in backward.
 using PartialResult = Acc[3];
 
 // Gives the blocks of a row the results of all of them.

@@ -24,7 +24,7 @@
 
 namespace layernorm::cuda {
 
-// What the host computes from ForwardParams for the kernel.
+// The arguments of forward_staged that the host computes from ForwardParams.
 struct StagedPlan : ForwardPlan, RowDivision {
   int stages, stage_bytes;                                   // per warp
   int rows_per_round, rounds;                                // per block
@@ -41,8 +41,8 @@ constexpr int kMaxStages = 3;  // a lag needs all of them
 // or two of other code, and the others go on while one waits at its barrier. It runs only one block of 16 warps.
 constexpr int64_t kPreferredWarps = 8;
 
-// What a stage has of a row besides its elements: the addresses of its results, and a copy of the block's first vector,
-// because every warp estimates the mean from it. A vector that is not aligned takes two granules of 16 bytes.
+// The part of a stage before the elements of a row: the addresses of its results, and a copy of the first vector of the
+// block, because every warp estimates the mean from it. A vector that is not aligned takes two granules of 16 bytes.
 template <class T, class X>
 struct alignas(16) RowHeader {
   unsigned char x[32], input_or_gate[32];

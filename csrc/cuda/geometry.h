@@ -1,4 +1,4 @@
-// What host code and kernels share: flags, addresses of rows, and segments of rows for the sums of weight gradients.
+// Flags, addresses of rows, and segments of rows for the sums of weight gradients, for host code and kernels.
 #pragma once
 
 #include <algorithm>

@@ -34,7 +34,7 @@ struct Moments {
   }
 };
 
-// What the host computes from ForwardParams for the forward kernels.
+// The arguments of all forward kernels for rows that the host computes from ForwardParams.
 struct ForwardPlan {
   Flags flags;
   ByteStride x_stride, input_stride, output_stride, sum_stride;  // x is the residual, or else the input

@@ -76,7 +76,7 @@ struct Differences {
   Tensor mean;  // undefined for RMSNorm
 };
 
-// What multiplies xhat, in the accumulation type: weight or weight + 1.
+// The multiplier of xhat, in the accumulation type: weight or weight + 1.
 Tensor multiplier(const Tensor& weight, at::ScalarType acc, const Options& options) {
   const Tensor w = weight.to(acc);
   return options.zero_centered_weight ? w + 1 : w;
