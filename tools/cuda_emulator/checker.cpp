@@ -26,7 +26,7 @@ struct Record {  // of an access
   ThreadId id;
   Epochs epochs;
   const void* pc = nullptr;
-  uint32_t serial = 0;  // of the region, at that time
+  uint32_t serial = 0;  // Region::serial at the time of the access
   Kind kind = Kind::kPlain;
 };
 
@@ -42,7 +42,8 @@ struct Region {
   bool writable = true, uninitialized = true;
   const char* arena = nullptr;  // of the block, for shared memory
   bool active = true;
-  uint32_t serial = 1;        // of the launch, or of the block; records with another serial are older
+  // Grows with each launch, and with each block that uses an arena again, so that it tells the age of a record.
+  uint32_t serial = 1;
   uint32_t first_serial = 1;  // at the registration
   std::vector<Unit> units;
 };
@@ -51,7 +52,8 @@ bool checking = false;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
 std::pair<uintptr_t, uintptr_t> arguments;  // of the kernel: read-only
-uint32_t chain = 0;  // number of previous launches that may still run, because each later one overlaps_previous
+// The number of previous launches that may still run, because each launch after them has overlaps_previous.
+uint32_t overlapped_launches = 0;
 
 Region* find_region(uintptr_t a) {
   if (last_region && a >= last_region->begin && a < last_region->end && last_region->active) return last_region;
@@ -98,8 +100,8 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
   if (a - reinterpret_cast<uintptr_t>(&thread) < sizeof(Thread)) return;
   const bool write = access == Access::kWrite;
   const auto describe = [&] {
-    return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " + who(thread.id) +
-           " at " + at(pc);
+    return std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes by " +
+           describe_thread(thread.id) + " at " + source_line(pc);
   };
   if (must_be_aligned && a % bytes != 0) fail("misaligned " + describe());
   Region* found = find_region(a);
@@ -110,23 +112,24 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
   Region& region = *found;
   if (write && !region.writable) fail(describe() + " to read-only " + place(region, a));
   const bool shared = region.arena != nullptr;
-  const bool overlapping = !shared && chain != 0 && !thread.waited_for_previous_grid;
+  const bool overlapping = !shared && overlapped_launches != 0 && !thread.waited_for_previous_grid;
   const Record mine{thread.id, thread.epochs, pc, region.serial, kind};
   const auto race = [&](const char* kind, const Record& other) {
-    fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + who(other.id) + " at " + at(other.pc) +
-         ", then " + who(thread.id) + " at " + at(pc) + " with no barrier between");
+    fail(std::string("data race (") + kind + ") on " + place(region, a) + ": " + describe_thread(other.id) + " at " +
+         source_line(other.pc) + ", then " + describe_thread(thread.id) + " at " + source_line(pc) +
+         " with no barrier between");
   };
   for (size_t u = (a - region.begin) / kUnit; u <= (a + bytes - 1 - region.begin) / kUnit; ++u) {
     Unit& unit = region.units[u];
     if (unit.in_flight) {
-      fail(describe() + " to " + place(region, a) + ", which the asynchronous copy of " + at(unit.in_flight) +
+      fail(describe() + " to " + place(region, a) + ", which the asynchronous copy of " + source_line(unit.in_flight) +
            " is filling: no wait for it before");
     }
     if (overlapping) {  // the previous grids may still run
       const auto overlaps = [&](const Record& other) {
-        return other.serial < region.serial && other.serial + chain >= region.serial;
+        return other.serial < region.serial && other.serial + overlapped_launches >= region.serial;
       };
-      const char* const why = region.first_serial + chain >= region.serial                           ? "may still write"
+      const char* const why = region.first_serial + overlapped_launches >= region.serial             ? "may still write"
                               : overlaps(unit.write)                                                 ? "writes"
                               : write && std::any_of(unit.reads.begin(), unit.reads.end(), overlaps) ? "reads"
                                                                                                      : nullptr;
@@ -181,7 +184,7 @@ void add_region(const void* base, size_t bytes, const char* name, Contents conte
 // ---- launches and memory --------------------------------------------------------------------------------------------
 
 void checker_begin_launch(bool overlaps_previous, const void* call, size_t bytes) {
-  chain = overlaps_previous ? chain + 1 : 0;
+  overlapped_launches = overlaps_previous ? overlapped_launches + 1 : 0;
   const auto begin = reinterpret_cast<uintptr_t>(call);
   arguments = {begin, begin + bytes};
   for (auto& [address, region] : regions) region->serial++;
@@ -210,8 +213,9 @@ void checker_end_block(Block& block) {
       const auto is_ordered = [&](const Thread& thread) { return ordered(record, thread); };
       if (record.serial != region->serial || record.id.block == current->id.block) return;
       if (std::any_of(block.threads, block.threads + block.size, is_ordered)) return;
-      fail("block " + std::to_string(current->id.block) + " can return before " + who(record.id) +
-           " accesses its shared memory '" + region->name + "' at " + at(record.pc) + ": nothing orders the two");
+      fail("block " + std::to_string(current->id.block) + " can return before " + describe_thread(record.id) +
+           " accesses its shared memory '" + region->name + "' at " + source_line(record.pc) +
+           ": nothing orders the two");
     };
     for (const Unit& unit : region->units) {
       check(unit.write);
@@ -288,7 +292,7 @@ struct UndefinedBehavior {  // the beginning of every report of -fsanitize=undef
   const std::string file = where->file;
   const std::string text = std::string("undefined behavior (") + what + ") at " + file.substr(file.rfind('/') + 1) +
                            ":" + std::to_string(where->line);
-  if (emulator::current) emulator::fail(text + " by " + emulator::who(emulator::current->id));
+  if (emulator::current) emulator::fail(text + " by " + emulator::describe_thread(emulator::current->id));
   std::fprintf(stderr, "%s\n", text.c_str());
   std::abort();
 }

@@ -20,7 +20,8 @@ struct ThreadId {
   uint32_t block = 0, cluster = 0;  // flat index in the grid
   uint32_t thread = 0;              // flat index in the block
 };
-// How many barriers of each scope a thread has passed.
+// The number of barriers of each scope that a thread has passed. A barrier orders an access before that of another
+// thread of its scope if the first thread's number is smaller.
 struct Epochs {
   uint32_t block = 0, warp = 0, cluster_arrived = 0, cluster_waited = 0;
 };
@@ -55,14 +56,14 @@ struct Block : Group {
   char* arena;  // its shared memory, kArenaBytes
 };
 
-// By block of a cluster: how many block barriers it had passed when it sent a message.
+// {index of the block that sent a message: its Epochs::block at that time}.
 using Messages = std::map<uint32_t, uint32_t>;
 
 // An mbarrier, on which the threads of a block wait for messages: the stores of other blocks, or their own.
 struct TransactionBarrier : Group {
   bool announced = false;
   int64_t missing_bytes = 0;
-  Messages arrived_messages{}, last_messages{};  // of this phase, and of the last one
+  Messages arrived_messages{}, last_messages{};  // of the current phase, and of the completed one
 };
 
 struct Thread {
@@ -81,11 +82,11 @@ struct Thread {
 
   std::vector<Transfer> open_copies;              // cp.async, not committed
   std::deque<std::vector<Transfer>> copy_groups;  // committed, oldest first
-  Messages known_messages;                        // this thread has waited for them
-  bool waited_for_previous_grid;                  // or a thread before it, and then both at a block barrier
+  Messages known_messages;                        // those of mbarriers at which this thread has waited
+  bool waited_for_previous_grid;                  // itself, or a thread before a block barrier that both passed
 };
 
-struct Running {
+struct RunningLaunch {
   const Launch& launch;
   void (*body)(const void*);
   const void* call;
@@ -95,7 +96,7 @@ struct Running {
   std::vector<Block> blocks{};  // resident
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
-  std::vector<size_t> order{};                           // warps, by falling priority
+  std::vector<size_t> order{};                           // indices of warps: the first runnable one runs
   std::map<const void*, size_t> static_offsets{};        // by declaration
   std::map<const void*, TransactionBarrier> barriers{};  // by address
   size_t static_end = 0, static_bytes = 0;
@@ -109,13 +110,13 @@ constexpr size_t kRedZone = 256;
 constexpr size_t kDynamicBase = 2 * kMaxStatic;  // below it are static arrays and the gaps between them
 constexpr size_t kArenaBytes = kDynamicBase + kMaxShared + 2 * kRedZone;
 
-extern Running* running;  // null between launches
-extern Thread* current;   // null on the host
+extern RunningLaunch* running;  // null between launches
+extern Thread* current;         // null on the host
 
 // Ends the launch with a Fault. Abandons the fiber, and destroys nothing on its stack.
 [[noreturn]] void fail(std::string what);
 void require(bool condition, const char* otherwise, const void* pc);  // or fails, at that line
-std::string who(const ThreadId& id);
+std::string describe_thread(const ThreadId& id);
 
 Block& peer(Block& block, unsigned rank);
 // The same variable in the shared memory of another block of the current thread's cluster.
@@ -124,7 +125,7 @@ void receive_message(const void* barrier, size_t bytes, const void* pc);
 bool in_shared(const Block& block, const void* address);
 
 // Returns "row.cuh:35 < forward_staged.cu:147": the line of the call before pc, then those into which it was inlined.
-std::string at(const void* pc);
+std::string source_line(const void* pc);
 
 // ---- checker.cpp, active if a kernel was compiled with -fsanitize=thread --------------------------------------------
 

@@ -20,19 +20,19 @@
 namespace emulator {
 
 ThreadView* current_view = nullptr;
-Running* running = nullptr;
+RunningLaunch* running = nullptr;
 Thread* current = nullptr;
 
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr size_t kGuardBytes = 4096;  // below every stack
-constexpr uint8_t kFresh = 0xff;      // new shared memory holds NaN, -1, or a wild index
+constexpr size_t kGuardBytes = 4096;          // below every stack; an access to it is a segmentation fault
+constexpr uint8_t kUninitializedByte = 0xff;  // new shared memory holds NaN, -1, or a wild index
 
 Options current_options;
 std::mutex one_launch_at_a_time;
 void* host_stack_pointer = nullptr;
-// Reused by the next launch.
+// Stacks and shared memory, which the next launch uses again.
 std::vector<Thread> threads;
 std::vector<char*> arenas;
 std::map<std::pair<const void*, unsigned>, int> launched;  // the number of launches by kernel and cluster size
@@ -73,15 +73,15 @@ char* map_memory(size_t bytes) {
   return static_cast<char*>(memory);
 }
 
-void need_threads(size_t count) {
+void allocate_threads(size_t count) {
   while (threads.size() < count) {
     char* memory = map_memory(kGuardBytes + kStackBytes);
-    mprotect(memory, kGuardBytes, PROT_NONE);
+    if (mprotect(memory, kGuardBytes, PROT_NONE) != 0) throw Fault("the emulator cannot protect a guard page");
     threads.emplace_back().stack = memory + kGuardBytes;
   }
 }
 
-// Returns the numbers below `count` by falling priority.
+// Returns the indices below `count` in the order in which they may run: ascending with seed 0, else random.
 std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
   std::vector<size_t> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -89,8 +89,9 @@ std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
   return order;
 }
 
-Thread* pick() {
-  Running& r = *running;
+// Returns a lane of the first warp in running->order that has a runnable one, and marks it as running.
+Thread* pick_runnable_thread() {
+  RunningLaunch& r = *running;
   const bool random = current_options.seed != 0;
   if (random && (r.random() & 63) == 0) std::shuffle(r.order.begin(), r.order.end(), r.random);
   for (size_t index : r.order) {
@@ -169,12 +170,12 @@ void switch_to(Thread* thread, void** save) {
 // Switches to the next runnable thread. If none is left, the host continues and finds out why.
 void switch_away() {
   Thread* me = current;
-  Thread* next = running->fault.empty() ? pick() : nullptr;
+  Thread* next = running->fault.empty() ? pick_runnable_thread() : nullptr;
   if (next != me) switch_to(next, &me->stack_pointer);
 }
 
-// Completes the exchange of the waiting threads and wakes them, if all live threads of the group have arrived.
-void try_finish(Group& group) {
+// If all live threads of the group have arrived, gives each waiting thread the result of its exchange, and wakes it.
+void complete_if_all_arrived(Group& group) {
   if (group.live == 0 || group.arrived != group.live) return;
   group.arrived = 0;
   group.completed_barriers++;
@@ -194,7 +195,7 @@ void try_finish(Group& group) {
     if (!t.exchange.source_lane) return;
     const auto source = static_cast<unsigned>(*t.exchange.source_lane);
     if (source >= group.size || group.threads[source].waits_for != &group) {
-      fail("shuffle of " + who(t.id) + " at " + describe(group.place) + " reads lane " +
+      fail("shuffle of " + describe_thread(t.id) + " at " + describe(group.place) + " reads lane " +
            std::to_string(*t.exchange.source_lane) + ", which does not take part");
     }
     t.result = group.threads[source].exchange.value;
@@ -204,7 +205,7 @@ void try_finish(Group& group) {
 
 void arrive(Group& group) {
   group.arrived++;
-  try_finish(group);
+  complete_if_all_arrived(group);
 }
 
 TransactionBarrier& find_barrier(const void* barrier, const void* pc) {
@@ -213,7 +214,7 @@ TransactionBarrier& find_barrier(const void* barrier, const void* pc) {
   return found->second;
 }
 
-void try_finish_phase(TransactionBarrier& b) {
+void complete_phase_if_all_received(TransactionBarrier& b) {
   if (!b.announced || b.missing_bytes != 0) return;
   b.announced = false;
   b.completed_barriers++;
@@ -225,10 +226,10 @@ void try_finish_phase(TransactionBarrier& b) {
 }
 
 // Waits until all live threads of the group have arrived at this place, and returns the result of the exchange.
-uint64_t meet(Group& group, const Exchange& exchange, const Place& place) {
+uint64_t wait_for_group(Group& group, const Exchange& exchange, const Place& place) {
   if (group.arrived > 0 && !same_place(group.place, place)) {
-    fail(std::string("divergent ") + group.barrier + ": " + who(current->id) + " arrives at " + describe(place) +
-         " while others wait at " + describe(group.place));
+    fail(std::string("divergent ") + group.barrier + ": " + describe_thread(current->id) + " arrives at " +
+         describe(place) + " while others wait at " + describe(group.place));
   }
   group.place = place;
   current->exchange = exchange;
@@ -244,10 +245,10 @@ uint64_t meet(Group& group, const Exchange& exchange, const Place& place) {
   Thread& thread = *current;
   Block& block = *thread.block;
   if (!thread.open_copies.empty() || !thread.copy_groups.empty()) {
-    fail(who(thread.id) + " returned before its asynchronous copies were complete");
+    fail(describe_thread(thread.id) + " returned before its asynchronous copies were complete");
   }
   if (thread.epochs.cluster_arrived != thread.epochs.cluster_waited) {
-    fail(who(thread.id) + " returned between cluster_arrive and cluster_wait");
+    fail(describe_thread(thread.id) + " returned between cluster_arrive and cluster_wait");
   }
   running->live--;
   Group* const groups[] = {thread.warp, &block, block.cluster};
@@ -261,7 +262,7 @@ uint64_t meet(Group& group, const Exchange& exchange, const Place& place) {
            " returned without a wait for the previous grid: the next grid could start before that one has ended");
     }
   }
-  for (Group* group : groups) try_finish(*group);  // the others no longer wait for this thread
+  for (Group* group : groups) complete_if_all_arrived(*group);  // a returned thread counts as arrived
   switch_away();
   std::abort();
 }
@@ -295,7 +296,7 @@ void start_thread(Thread& thread, Block& block, Warp& warp, unsigned index, uint
 
 // Makes the blocks of these clusters resident.
 void start_clusters(std::span<const size_t> ids) {
-  Running& r = *running;
+  RunningLaunch& r = *running;
   const size_t blocks = ids.size() * r.launch.cluster;
   r.clusters.assign(ids.size(), {});
   r.blocks.assign(blocks, {});
@@ -327,7 +328,7 @@ void start_clusters(std::span<const size_t> ids) {
 
 void run_blocks() {
   while (running->fault.empty() && running->live > 0) {
-    if (Thread* next = pick()) {
+    if (Thread* next = pick_runnable_thread()) {
       switch_to(next, &host_stack_pointer);
     } else {
       running->fault = describe_deadlock();
@@ -335,7 +336,7 @@ void run_blocks() {
   }
 }
 
-// The emulated GPU has the limits that the launch audit uses.
+// The emulated GPU has the limits of the first model of its architecture.
 const gpu_models::Gpu& gpu() {
   return gpu_models::find([](const auto& model) { return model.architecture == current_options.architecture; });
 }
@@ -348,17 +349,18 @@ std::string refusal(const Launch& l, size_t static_bytes) {
                                      l.shared_bytes,
                                      l.cluster,
                                      l.overlaps_previous && current_options.architecture >= 90};
-  // csrc/cuda/device.h opts in to all of the device's shared memory.
+  // As in csrc/cuda/device.h, whose launch() allows each kernel all of the device's shared memory.
   return gpu_models::refusal(gpu(), kernel, launch, max_shared_memory() - static_bytes);
 }
 
-// Another block of the cluster may access the memory before its own block reaches the declaration.
+// Returns an array of the current block's shared memory. The first thread of a cluster that declares it initializes the
+// array of every block, because another block may access it before its own block reaches the declaration.
 void* shared_memory(size_t offset, size_t bytes, const char* name) {
   Block& block = *current->block;
   if (block.cluster->shared.insert(offset).second) {
     for (unsigned rank = 0; rank < running->launch.cluster; ++rank) {
       Block& owner = peer(block, rank);
-      std::memset(owner.arena + offset, kFresh, bytes);
+      std::memset(owner.arena + offset, kUninitializedByte, bytes);
       add_shared_memory(owner, owner.arena + offset, bytes, name);
     }
   }
@@ -366,7 +368,7 @@ void* shared_memory(size_t offset, size_t bytes, const char* name) {
 }
 
 void run_grid(const Launch& launch, void (*body)(const void*), const void* call, size_t bytes) {
-  Running r{launch, body, call};
+  RunningLaunch r{launch, body, call};
   r.threads_per_block = launch.block.x * launch.block.y * launch.block.z;
   r.warps_per_block = (r.threads_per_block + kWarpSize - 1) / kWarpSize;
   r.random.seed(current_options.seed);
@@ -374,14 +376,14 @@ void run_grid(const Launch& launch, void (*body)(const void*), const void* call,
 
   const size_t clusters = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z / launch.cluster;
   const std::vector<size_t> order = draw_order(clusters, r.random);
-  const size_t at_once = std::min<size_t>(1 + current_options.seed % 4, order.size());
-  need_threads(at_once * launch.cluster * r.threads_per_block);
-  while (arenas.size() < at_once * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
+  const size_t resident = std::min<size_t>(1 + current_options.seed % 4, order.size());
+  allocate_threads(resident * launch.cluster * r.threads_per_block);
+  while (arenas.size() < resident * launch.cluster) arenas.push_back(map_memory(kArenaBytes));
 
   running = &r;
   checker_begin_launch(launch.overlaps_previous && current_options.architecture >= 90, call, bytes);
-  for (size_t begin = 0; begin < order.size() && r.fault.empty(); begin += at_once) {
-    start_clusters(std::span(order).subspan(begin, std::min(at_once, order.size() - begin)));
+  for (size_t begin = 0; begin < order.size() && r.fault.empty(); begin += resident) {
+    start_clusters(std::span(order).subspan(begin, std::min(resident, order.size() - begin)));
     run_blocks();
   }
   running = nullptr;
@@ -393,7 +395,7 @@ void run_grid(const Launch& launch, void (*body)(const void*), const void* call,
 
 // ---- for the other parts of the emulator ----------------------------------------------------------------------------
 
-std::string who(const ThreadId& id) {
+std::string describe_thread(const ThreadId& id) {
   return "block " + std::to_string(id.block) + " thread " + std::to_string(id.thread);
 }
 
@@ -404,12 +406,12 @@ void fail(std::string what) {
 }
 
 void require(bool condition, const char* otherwise, const void* pc) {
-  if (!condition) fail(std::string(otherwise) + ", by " + who(current->id) + " at " + at(pc));
+  if (!condition) fail(std::string(otherwise) + ", by " + describe_thread(current->id) + " at " + source_line(pc));
 }
 
 Block& peer(Block& block, unsigned rank) { return *(&block - block.rank + rank); }
 
-std::string at(const void* pc) {
+std::string source_line(const void* pc) {
   static std::map<const void*, std::string> seen;
   std::string& text = seen[pc];
   if (!text.empty()) return text;
@@ -436,7 +438,7 @@ void receive_message(const void* barrier, size_t bytes, const void* pc) {
   TransactionBarrier& b = find_barrier(barrier, pc);
   b.missing_bytes -= static_cast<int64_t>(bytes);
   b.arrived_messages[current->id.block] = current->epochs.block;
-  try_finish_phase(b);
+  complete_phase_if_all_received(b);
 }
 
 bool in_shared(const Block& block, const void* address) {
@@ -463,16 +465,17 @@ void run(const Launch& launch, const void* kernel, void (*body)(const void*), co
 }
 
 uint64_t block_barrier(const Exchange& exchange, const Place& place) {
-  const uint64_t result = meet(*current->block, exchange, place);
+  const uint64_t result = wait_for_group(*current->block, exchange, place);
   current->epochs.block++;
   return result;
 }
 
 uint64_t warp_collective(unsigned mask, const Exchange& exchange, const Place& place) {
   if (mask != 0xffffffffu) {
-    fail(who(current->id) + " names fewer than all lanes in the mask of a warp collective at " + describe(place));
+    fail(describe_thread(current->id) + " names fewer than all lanes in the mask of a warp collective at " +
+         describe(place));
   }
-  return meet(*current->warp, exchange, place);
+  return wait_for_group(*current->warp, exchange, place);
 }
 
 void warp_barrier(unsigned mask, const Place& place) {
@@ -517,7 +520,7 @@ void barrier_expect(const void* barrier, size_t bytes) {
   require(!b.announced, "a second announcement in one phase of an mbarrier", pc);
   b.announced = true;
   b.missing_bytes += static_cast<int64_t>(bytes);
-  try_finish_phase(b);
+  complete_phase_if_all_received(b);
 }
 
 void barrier_wait(const void* barrier, unsigned phase, const Place& place) {
@@ -533,7 +536,7 @@ void barrier_wait(const void* barrier, unsigned phase, const Place& place) {
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment, const char* name) {
-  Running& r = *running;
+  RunningLaunch& r = *running;
   const auto [slot, is_new] = r.static_offsets.try_emplace(key);
   if (is_new) {
     // Aligned exactly as declared, so that a wider access is misaligned.
